@@ -1,0 +1,37 @@
+"""Errors a user can cause, and the exit code each ends the program with.
+
+The command line prints `str(error)` of a `PhalanxError` and nothing else: no traceback. Anything that is not a
+`PhalanxError` is a defect of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class PhalanxError(Exception):
+    """A failure whose message is meant for the user: it names the field or file, the value found and the fix.
+
+    `exit_code` is what the command line ends with: 1 failed while running, 2 bad usage or configuration, 3 a check
+    (verify, doctor) did not pass.
+    """
+
+    exit_code = 1
+
+
+class ConfigError(PhalanxError):
+    """The run file, an override or a command-line argument is wrong. Raised before anything is allocated."""
+
+    exit_code = 2
+
+
+class DataError(PhalanxError):
+    """Training data is missing, truncated or altered."""
+
+
+class CheckpointError(PhalanxError):
+    """A checkpoint is missing, incomplete, altered, hostile, or does not belong to this model."""
+
+
+class CheckFailed(PhalanxError):
+    """A check (verify, doctor) ran to its end and did not pass."""
+
+    exit_code = 3
