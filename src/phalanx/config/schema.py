@@ -1,0 +1,195 @@
+"""The run file: one typed object for one run.
+
+Every field a run file may hold is declared here with its type, its bounds and one sentence on what it does; `phalanx
+config` and the error messages read those sentences. This module must not know how a file is found, merged or overridden
+(`config.load`), nor what the values do.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from phalanx.config.model import LanguageModel
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """A section of the run file: unknown fields and silent type conversions are refused, values cannot change."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+def _source_from_path(value: object) -> object:
+    return {"path": value} if isinstance(value, str) else value
+
+
+class DataSource(Section):
+    """One body of prepared text and its share of the training samples."""
+
+    path: str
+    """Folder written by `phalanx data prepare`, a Megatron `.bin/.idx` prefix, or a folder of MDS shards."""
+    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    """Share of the samples drawn from this source, relative to the other sources' weights."""
+
+
+class Data(Section):
+    """What the model is trained on."""
+
+    sources: Annotated[list[Annotated[DataSource, BeforeValidator(_source_from_path)]], Field(min_length=1)]
+    """Where the tokens come from; a plain path stands for a source of weight 1."""
+    sequence_length: PositiveInt
+    """Tokens a sample."""
+    document_mask: bool = False
+    """Whether attention stops at document boundaries inside a packed sample."""
+    prefetch: Annotated[int, Field(ge=0, le=64)] = 2
+    """Batches read ahead in the background; 0 reads in the training loop."""
+
+
+class Layout(Section):
+    """How one model is spread over devices. The product of the degrees is the world size."""
+
+    dp_replicate: PositiveInt = 1
+    """Data-parallel replicas of the whole (sharded) model."""
+    dp_shard: PositiveInt | Literal["auto"] = "auto"
+    """Data-parallel ranks that share one copy of parameters, gradients and optimizer state; auto takes the rest."""
+    microbatch: PositiveInt = 1
+    """Samples one rank computes at a time."""
+    global_batch: PositiveInt | str
+    """Samples an optimizer step over all ranks, or tokens when written as "524288 tokens"; never rounded."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: none, all but the costly ones, or all of each block."""
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
+    """Number format of activations and matmuls; master weights and optimizer state stay float32 (float64 for fp64)."""
+    reshard_after_forward: bool = True
+    """Whether gathered parameters are freed between forward and backward (less memory, one more gather)."""
+
+
+class Optimizer(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: Annotated[float, Field(gt=0.0)]
+    """Peak learning rate."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay rates of the first and second moment."""
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+    """Term added to the denominator."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
+    """Decoupled weight decay, applied to the parameters that `no_decay` does not name."""
+    no_decay: tuple[Literal["norm", "bias", "embedding"], ...] = ("norm", "bias", "embedding")
+    """Kinds of parameter without weight decay."""
+    grad_clip: Annotated[float, Field(gt=0.0)] | None = 1.0
+    """Largest gradient norm; null leaves gradients as they are (the norm is still logged)."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape of the learning rate after warm-up; wsd stays at the peak, then decays over the last `decay_fraction`."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear warm-up from zero."""
+    min_lr_ratio: Fraction = 0.1
+    """Learning rate at the last step, as a share of `lr`."""
+    decay_fraction: Fraction = 0.2
+    """Share of all steps that the wsd schedule spends decaying."""
+
+
+class StepWindow(Section):
+    """A range of optimizer steps, first and last included."""
+
+    first: PositiveInt
+    """First step of the window (steps count from 1)."""
+    last: PositiveInt
+    """Last step of the window."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> StepWindow:
+        if self.last < self.first:
+            raise ValueError(f"last={self.last} comes before first={self.first}")
+        return self
+
+
+class Training(Section):
+    """How long and how to train, and what is logged."""
+
+    steps: PositiveInt
+    """Optimizer steps in the whole run, resumed parts included."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of initialisation, data order and dropout."""
+    run_dir: str | None = None
+    """Folder of metrics, checkpoints and the resolved run file; by default runs/<name of the run file>."""
+    resume: str = "auto"
+    """auto: newest whole checkpoint if there is one; must: fail without one; never: refuse a used folder; or a path."""
+    compile: bool | Literal["auto"] = "auto"
+    """torch.compile for each block; auto compiles on accelerators and not on CPU."""
+    attention: Literal["auto", "sdpa", "cudnn", "flash", "efficient", "math", "flex"] = "auto"
+    """Attention kernel; auto measures those that can run this shape on this device and takes the fastest."""
+    loss_chunk_tokens: PositiveInt | Literal["auto"] = "auto"
+    """Tokens whose logits are held at once by the fused output head and loss."""
+    z_loss: Annotated[float, Field(ge=0.0)] = 0.0
+    """Weight of the squared log-partition term that keeps logits small (PaLM, section 5)."""
+    flops: Literal["causal", "palm"] = "causal"
+    """Model FLOPs convention: causal counts half of the attention matrix, palm counts all of it."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a NaN or infinite loss or gradient does: stop the run before the update, or skip that update."""
+    deterministic: bool = False
+    """Only kernels that give the same bits every time; slower on accelerators."""
+    log_every: PositiveInt = 1
+    """Steps between printed lines; metrics.jsonl holds every step."""
+    tensorboard: bool = True
+    """Write TensorBoard event files to the run folder."""
+    wandb: str | None = None
+    """Weights & Biases project to log to (needs the wandb package)."""
+    mlflow: str | None = None
+    """MLflow experiment to log to (needs the mlflow package)."""
+    profile: StepWindow | None = None
+    """Steps to record with the profiler; a Chrome trace goes to the run folder."""
+    memory_snapshot: StepWindow | None = None
+    """Steps whose allocator history is written to the run folder (accelerators only)."""
+
+
+class Checkpoint(Section):
+    """When training state is written, and how much of it is kept. The last step is always written."""
+
+    every: PositiveInt | None = None
+    """Steps between checkpoints; null writes only the last step."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints to keep."""
+    keep_every: PositiveInt | None = None
+    """Also keep for good each checkpoint whose step is a multiple of this."""
+    asynchronous: bool = True
+    """Write in the background; training waits only for the copy of the state."""
+
+
+class Evaluation(Section):
+    """Held-out loss and sample text during training."""
+
+    every: PositiveInt | None = None
+    """Steps between evaluations; null evaluates after the last step only."""
+    samples: PositiveInt = 256
+    """Held-out samples (of `data.sequence_length` tokens) an evaluation reads; the same ones every time."""
+    prompt: str | None = None
+    """Text the model continues after each evaluation."""
+    prompt_tokens: PositiveInt = 64
+    """Tokens it may write."""
+
+
+class Cluster(Section):
+    """The devices of this run."""
+
+    device: str = "auto"
+    """Device type: auto takes the accelerator PyTorch finds, else the CPU."""
+    peak_tflops: Annotated[float, Field(gt=0.0)] | None = None
+    """Nominal peak of one device in TFLOP/s at the run's precision, where the built-in table has no entry."""
+
+
+class Run(Section):
+    """A whole run file."""
+
+    model: LanguageModel
+    data: Data
+    layout: Layout
+    optimizer: Optimizer
+    training: Training
+    checkpoint: Checkpoint = Checkpoint()
+    evaluation: Evaluation = Evaluation()
+    cluster: Cluster = Cluster()
