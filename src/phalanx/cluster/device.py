@@ -1,0 +1,98 @@
+"""The device this process runs on: which one, what it can do at most, and how fast its matmuls really are."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+import torch
+import yaml
+
+from phalanx.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """Nominal facts of a device type from `devices.yaml`; `peak_tflops` is dense, by precision name (bf16, fp16, fp32)."""
+
+    name: str
+    peak_tflops: dict[str, float]
+    memory_gb: float | None = None
+    bandwidth_gb_s: float | None = None
+
+
+@cache
+def known_devices() -> tuple[tuple[tuple[str, ...], DeviceFacts], ...]:
+    """The table of devices: for each the lower-case name parts it matches, and its facts."""
+    text = files("phalanx.cluster").joinpath("devices.yaml").read_text()
+    rows = []
+    for row in yaml.safe_load(text):
+        match = tuple(row.pop("match"))
+        rows.append((match, DeviceFacts(**row)))
+    return tuple(rows)
+
+
+def find_facts(reported_name: str) -> DeviceFacts | None:
+    """Facts of the device PyTorch calls `reported_name`, or None when the table has no entry: a guess would lie."""
+    lower = reported_name.lower()
+    for match, facts in known_devices():
+        if any(part in lower for part in match):
+            return facts
+    return None
+
+
+def choose_device(requested: str, local_rank: int = 0) -> torch.device:
+    """The device of this rank: `auto` is the accelerator PyTorch finds, else the CPU.
+
+    A process that sees fewer devices than ranks on its node (one visible device a task, as under Slurm's
+    --gpus-per-task=1) takes the only one it sees. Raises ConfigError for a device type PyTorch cannot use here.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if requested == "cpu" or (requested == "auto" and accelerator is None):
+        return torch.device("cpu")
+    if accelerator is None or requested not in ("auto", accelerator.type):
+        found = "none" if accelerator is None else accelerator.type
+        raise ConfigError(
+            f"cluster.device={requested} cannot be used: PyTorch {torch.__version__} finds accelerator: {found}; "
+            f"allowed here: auto, cpu{'' if accelerator is None else ', ' + accelerator.type}"
+        )
+    count = torch.accelerator.device_count()
+    if count > 1 and local_rank >= count:
+        raise ConfigError(f"local rank {local_rank} has no device: this node shows {count}; start at most {count} ranks")
+    return torch.device(accelerator.type, local_rank if count > 1 else 0)
+
+
+def device_name(device: torch.device) -> str:
+    """The name the driver reports for an accelerator, or "cpu"."""
+    if device.type == "cpu":
+        return "cpu"
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work queued on `device`; nothing to wait for on the CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def measure_matmul_tflops(device: torch.device, dtype: torch.dtype, *, size: int | None = None) -> float:
+    """TFLOP/s of a square matmul on random data: the median of single timed products after a warm-up.
+
+    size: rows and columns; by default 8192 on an accelerator and 1024 on the CPU, well under a second together.
+    """
+    size = size or (1024 if device.type == "cpu" else 8192)
+    a = torch.randn(size, size, device=device).to(dtype)
+    b = torch.randn(size, size, device=device).to(dtype)
+    for _ in range(3):
+        a @ b
+    seconds = []
+    for _ in range(7):
+        synchronize(device)
+        start = time.perf_counter()
+        a @ b
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(seconds) / 1e12

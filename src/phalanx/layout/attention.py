@@ -1,0 +1,150 @@
+"""Which attention kernel a run uses: measured on the device at hand, at the run's own shape, not assumed.
+
+The measurement takes seconds (FlexAttention must be compiled), so its outcome is kept in the user's cache folder, keyed by
+everything it depends on. On AMD devices SDPA's own choice is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from phalanx import compat
+from phalanx.cluster.device import device_name, synchronize
+from phalanx.config.model import LanguageModel
+from phalanx.models.language.attention import AttentionKernel, attend, attention_context
+
+_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What an attention call's speed depends on."""
+
+    samples: int
+    length: int
+    dtype: torch.dtype
+    documents: bool
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """A kernel, by its name in the run file, and what was measured to choose it (milliseconds forward + backward)."""
+
+    name: str
+    milliseconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def kernel(self) -> AttentionKernel:
+        """The model's code path."""
+        return "flex" if self.name == "flex" else "sdpa"
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Let SDPA prefer this kernel; the others stay behind it for shapes it cannot run."""
+        preferred = _BACKENDS.get(self.name)
+        if preferred is None:
+            yield
+            return
+        order = [preferred, *(b for b in _BACKENDS.values() if b is not preferred)]
+        with sdpa_kernel(order, set_priority=True):
+            yield
+
+
+def choose_attention(
+    requested: str, model: LanguageModel, shape: AttentionShape, device: torch.device
+) -> AttentionChoice:
+    """The kernel named in the run file or, for `auto`, the fastest of those that can run this shape on this device."""
+    if requested != "auto":
+        return AttentionChoice(requested)
+    if device.type == "cpu" or compat.is_rocm():
+        return AttentionChoice("sdpa")
+    key = _cache_key(model, shape, device)
+    cached = _read_cache().get(key)
+    if cached is None:
+        cached = _measure_all(model, shape, device)
+        _write_cache(key, cached)
+    return AttentionChoice(min(cached, key=lambda name: cached[name]), cached)
+
+
+def _measure_all(model: LanguageModel, shape: AttentionShape, device: torch.device) -> dict[str, float]:
+    needs_bias = model.positions == "alibi" or shape.documents
+    names = ["cudnn", "efficient", "flex"] if needs_bias else ["cudnn", "flash", "efficient"]
+    milliseconds = {}
+    for name in names:
+        # A kernel refuses shapes it does not cover with a RuntimeError: that is the answer, not a failure.
+        with contextlib.suppress(RuntimeError):
+            milliseconds[name] = _measure(name, model, shape, device)
+    return milliseconds or {"math": 0.0}
+
+
+def _measure(name: str, model: LanguageModel, shape: AttentionShape, device: torch.device) -> float:
+    """Median milliseconds of one forward and backward pass."""
+    positions = torch.arange(shape.length, device=device)
+    documents = torch.zeros(shape.samples, shape.length, dtype=torch.int32, device=device) if shape.documents else None
+    kernel: AttentionKernel = "flex" if name == "flex" else "sdpa"
+    context = attention_context(model, positions, shape.dtype, kernel=kernel, document_ids_BS=documents)
+
+    def random(heads: int) -> torch.Tensor:
+        x = torch.randn(shape.samples, shape.length, heads, model.head_size, device=device, dtype=shape.dtype)
+        return x.transpose(1, 2).requires_grad_()
+
+    query, key, value = random(model.n_heads), random(model.kv_heads), random(model.kv_heads)
+    grad = torch.randn_like(query)
+    backend = contextlib.nullcontext() if name == "flex" else sdpa_kernel([_BACKENDS[name]])
+    seconds = []
+    with backend:
+        for _ in range(8):
+            synchronize(device)
+            start = time.perf_counter()
+            attend(query, key, value, context).backward(grad)
+            synchronize(device)
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[3:]) * 1e3
+
+
+def _cache_key(model: LanguageModel, shape: AttentionShape, device: torch.device) -> str:
+    parts = (
+        device_name(device),
+        torch.__version__,
+        f"B{shape.samples} S{shape.length} H{model.n_heads} K{model.kv_heads} E{model.head_size}",
+        f"{shape.dtype} {model.positions}{' documents' if shape.documents else ''}",
+    )
+    return " | ".join(parts)
+
+
+def _cache_path() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "phalanx" / "attention.json"
+
+
+def _read_cache() -> dict[str, dict[str, float]]:
+    try:
+        content = json.loads(_cache_path().read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _write_cache(key: str, milliseconds: dict[str, float]) -> None:
+    path = _cache_path()
+    # Without a writable cache the next start only measures again.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps({**_read_cache(), key: milliseconds}, indent=1))
+        temporary.replace(path)

@@ -1,0 +1,49 @@
+"""Activation recompute: which results of a block's forward pass are kept for its backward pass.
+
+`selective` keeps the costly results (attention, and every matmul that does not widen its input by more than half) and
+computes the rest again: norms, activations and the wide MLP product, which holds most of the memory. `full` keeps only
+the block's input.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+Recompute = Literal["none", "selective", "full"]
+
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention,
+}
+_MATMUL = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}
+"""Matmul operations and the position of their [N, in] argument."""
+
+
+def recompute_block(block: nn.Module, mode: Recompute) -> None:
+    """Make `block` recompute its activations as `mode` says. Keeps the module and its parameter names as they are."""
+    if mode == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    forward = block.forward
+    # An instance attribute, not a wrapper module: wrappers would change every parameter's name.
+    block.forward = partial(checkpoint, forward, **options)
+
+
+def _policy(_context: Any, operation: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    if operation in _ATTENTION:
+        return CheckpointPolicy.MUST_SAVE
+    if operation in _MATMUL:
+        weight = args[_MATMUL[operation] + 1]
+        wide = weight.shape[1] > 1.5 * weight.shape[0]
+        return CheckpointPolicy.PREFER_RECOMPUTE if wide else CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,203 @@
+"""Causal self-attention, with two interchangeable kernels that give the same numbers.
+
+`sdpa` is torch's scaled_dot_product_attention with a dense bias where ALiBi or document masks ask for one; which of its
+kernels runs is the caller's choice (`torch.nn.attention.sdpa_kernel`). `flex` is FlexAttention, which never builds the
+bias. Causal attention without ALiBi or document masks needs no bias in either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from phalanx.config.model import LanguageModel
+from phalanx.models.language.layers import Linear, Norm
+from phalanx.models.language.positions import alibi_slopes, rope_tables, rotate
+
+AttentionKernel = Literal["sdpa", "flex"]
+
+
+class AttentionContext(NamedTuple):
+    """What every layer's attention needs and no layer owns; built once a forward pass by `attention_context`."""
+
+    rope: tuple[Tensor, Tensor] | None
+    """cos and sin tables, float32 [S, E/2]."""
+    bias: Tensor | None
+    """Dense additive bias [B or 1, H or 1, S, S] in the activation format, -inf where attention is forbidden."""
+    slopes_H: Tensor | None
+    """ALiBi slopes for the flex kernel, float32 [H]."""
+    block_mask: BlockMask | None
+    """Causal (and document) mask; its presence selects the flex kernel."""
+
+
+@dataclass
+class KeyValueCache:
+    """Keys and values of the positions seen so far by one layer, [B, K, S, E] each; grows in place while generating."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def append(self, key_BKSE: Tensor, value_BKSE: Tensor) -> tuple[Tensor, Tensor]:
+        """Add new positions; returns all keys and values so far."""
+        if self.keys is not None and self.values is not None:
+            key_BKSE = torch.cat((self.keys, key_BKSE), dim=2)
+            value_BKSE = torch.cat((self.values, value_BKSE), dim=2)
+        self.keys, self.values = key_BKSE, value_BKSE
+        return key_BKSE, value_BKSE
+
+    @property
+    def length(self) -> int:
+        """Positions held."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+
+def attention_context(
+    config: LanguageModel,
+    positions_S: Tensor,
+    dtype: torch.dtype,
+    *,
+    kernel: AttentionKernel = "sdpa",
+    document_ids_BS: Tensor | None = None,
+    past: int = 0,
+) -> AttentionContext:
+    """Positions and masks for one forward pass.
+
+    positions_S: int64 [S], the global positions of the queries. document_ids_BS: [B, S], attention stays within equal ids.
+    past: number of cached positions before the first query (generation only; the keys are then positions 0 .. past+S-1).
+    """
+    rope = rope_tables(config, positions_S) if config.positions == "rope" else None
+    alibi = config.positions == "alibi"
+    if kernel == "flex":
+        slopes = alibi_slopes(config, positions_S.device) if alibi else None
+        return AttentionContext(rope, None, slopes, _flex_mask(positions_S, document_ids_BS))
+    if not alibi and document_ids_BS is None and past == 0:
+        return AttentionContext(rope, None, None, None)
+    keys = torch.arange(past + len(positions_S), device=positions_S.device)
+    return AttentionContext(rope, _dense_bias(config, positions_S, keys, dtype, document_ids_BS), None, None)
+
+
+def _dense_bias(
+    config: LanguageModel, queries_Q: Tensor, keys_S: Tensor, dtype: torch.dtype, document_ids_BS: Tensor | None
+) -> Tensor:
+    distance_QS = keys_S[None, :] - queries_Q[:, None]
+    forbidden = (distance_QS > 0)[None, None]
+    if document_ids_BS is not None:
+        forbidden = forbidden | (document_ids_BS[:, None, :, None] != document_ids_BS[:, None, None, :])
+    if config.positions == "alibi":
+        slopes_H = alibi_slopes(config, queries_Q.device)
+        bias = (slopes_H[:, None, None] * distance_QS)[None].to(dtype)
+    else:
+        bias = torch.zeros((1, 1, 1, 1), dtype=dtype, device=queries_Q.device)
+    return bias.masked_fill(forbidden, float("-inf"))
+
+
+def _flex_mask(positions_S: Tensor, document_ids_BS: Tensor | None) -> BlockMask:
+    length = len(positions_S)
+    if document_ids_BS is None:
+        return _causal_block_mask(length, positions_S.device)
+    documents_BS = document_ids_BS
+
+    def same_document(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents_BS[batch, query] == documents_BS[batch, key])
+
+    return create_block_mask(same_document, len(documents_BS), None, length, length, device=str(positions_S.device))
+
+
+@cache
+def _causal_block_mask(length: int, device: torch.device) -> BlockMask:
+    def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    return create_block_mask(causal, None, None, length, length, device=str(device))
+
+
+def attend(query_BHSE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, context: AttentionContext) -> Tensor:
+    """softmax(q k^T / sqrt(E) + bias) v by the kernel the context was built for: [B, H, S, E]."""
+    if context.block_mask is not None:
+        return _flex(query_BHSE, key_BKSE, value_BKSE, context)
+    return F.scaled_dot_product_attention(
+        query_BHSE,
+        key_BKSE,
+        value_BKSE,
+        attn_mask=context.bias,
+        is_causal=context.bias is None and query_BHSE.shape[2] > 1,
+        enable_gqa=query_BHSE.shape[1] != key_BKSE.shape[1],
+    )
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention)
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
+    slopes_H = context.slopes_H
+
+    def alibi(score: Tensor, _batch: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
+        assert slopes_H is not None
+        return score + slopes_H[head] * (key_index - query_index)
+
+    # Inside a compiled block the call is traced; outside it, an uncompiled call would build the whole score matrix.
+    run = flex_attention if torch.compiler.is_compiling() or query.device.type == "cpu" else _compiled_flex()
+    result = run(
+        query,
+        key,
+        value,
+        score_mod=None if slopes_H is None else alibi,
+        block_mask=context.block_mask,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(result, Tensor)
+    return result
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped keys and values (Ainslie et al. 2023).
+
+    `qkv.weight` has its rows grouped by key/value head: the G query heads of the group, then its key, then its value. A
+    contiguous part of the rows is therefore a whole number of groups, which is what tensor parallelism splits.
+    """
+
+    def __init__(self, config: LanguageModel) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        self.group = config.n_heads // config.kv_heads
+        self.clip_qkv = config.clip_qkv
+        width = config.n_heads * config.head_size
+        self.qkv = Linear(config.d_model, width + 2 * config.kv_heads * config.head_size, bias=config.bias)
+        self.output = Linear(width, config.d_model, bias=config.bias)
+        self.query_norm = self.key_norm = None
+        if config.qk_norm:
+            self.query_norm = Norm(config.head_size, kind=config.norm, eps=config.norm_eps, bias=False)
+            self.key_norm = Norm(config.head_size, kind=config.norm, eps=config.norm_eps, bias=False)
+
+    def forward(self, x_BSD: Tensor, context: AttentionContext, cache: KeyValueCache | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D]. With `cache`, keys and values of earlier positions are attended to as well."""
+        query, key, value = self._project(x_BSD)
+        if context.rope is not None:
+            query, key = rotate(query, *context.rope), rotate(key, *context.rope)
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        if cache is not None:
+            key, value = cache.append(key, value)
+        mixed = attend(query, key, value, context)
+        out: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, S, H, E], keys and values [B, S, K, E]."""
+        qkv = self.qkv(x_BSD)
+        if self.clip_qkv is not None:
+            qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
+        grouped = qkv.unflatten(-1, (-1, self.group + 2, self.head_size))
+        query = grouped[..., : self.group, :].flatten(2, 3)
+        key, value = grouped[..., self.group, :], grouped[..., self.group + 1, :]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return query, key, value

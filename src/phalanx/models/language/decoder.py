@@ -1,0 +1,176 @@
+"""The decoder: token embedding, blocks, output head. Plain PyTorch for one device; knows no mesh, rank or layout."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.config.model import LanguageModel
+from phalanx.counter_random import CounterDropout, DropoutContext
+from phalanx.models.language.attention import (
+    Attention,
+    AttentionContext,
+    AttentionKernel,
+    KeyValueCache,
+    attention_context,
+)
+from phalanx.models.language.layers import Norm, build_mlp
+from phalanx.models.language.loss import ChunkLoss, LossSum, chunk_loss, linear_cross_entropy
+
+
+class TokenEmbedding(nn.Module):
+    """Rows of the vocabulary table, plus learned positions where the model has them."""
+
+    positions: nn.Parameter | None
+
+    def __init__(self, config: LanguageModel, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        if config.positions == "learned":
+            self.positions = nn.Parameter(torch.empty(config.max_positions, config.d_model))
+        else:
+            self.register_parameter("positions", None)
+        self.dropout = CounterDropout(config.dropout, layer_id=0)
+
+    def forward(self, tokens_BS: Tensor, positions_S: Tensor, dropout: DropoutContext | None = None) -> Tensor:
+        """Token ids and global positions -> activations [B, S, D] in the model's activation format."""
+        x_BSD = F.embedding(tokens_BS, self.weight).to(self.dtype)
+        if self.positions is not None:
+            x_BSD = x_BSD + F.embedding(positions_S, self.positions).to(self.dtype)
+        dropped: Tensor = self.dropout(x_BSD, dropout)
+        return dropped
+
+
+class Block(nn.Module):
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: LanguageModel, index: int) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = _norm(config)
+        self.mlp = build_mlp(config)
+        self.attention_dropout = CounterDropout(config.dropout, layer_id=2 * index + 1)
+        self.mlp_dropout = CounterDropout(config.dropout, layer_id=2 * index + 2)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        context: AttentionContext,
+        dropout: DropoutContext | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        mixed = self.attention(self.attention_norm(x_BSD), context, cache)
+        x_BSD = x_BSD + self.attention_dropout(mixed, dropout)
+        hidden: Tensor = self.mlp_dropout(self.mlp(self.mlp_norm(x_BSD)), dropout)
+        return x_BSD + hidden
+
+
+class OutputHead(nn.Module):
+    """Final norm and the projection to the vocabulary. A tied head owns no weight: it is given the embedding table."""
+
+    weight: nn.Parameter | None
+
+    def __init__(self, config: LanguageModel, *, chunk_tokens: int, z_loss: float) -> None:
+        super().__init__()
+        self.norm = _norm(config)
+        if config.tied_head:
+            self.register_parameter("weight", None)
+        else:
+            self.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        self.chunk_tokens = chunk_tokens
+        self.z_loss = z_loss
+        self.loss_kernel: ChunkLoss = chunk_loss
+
+    def forward(self, x_BSD: Tensor, targets_BS: Tensor, tied_weight_VD: Tensor | None = None) -> LossSum:
+        """Summed loss of the targets, [B, S] int64, under the logits of [B, S, D]; z-loss only in training mode."""
+        return linear_cross_entropy(
+            self.norm(x_BSD).flatten(0, 1),
+            self._weight(tied_weight_VD),
+            targets_BS.flatten(),
+            chunk_tokens=self.chunk_tokens,
+            z_loss=self.z_loss if self.training else 0.0,
+            kernel=self.loss_kernel,
+        )
+
+    def logits(self, x_BSD: Tensor, tied_weight_VD: Tensor | None = None) -> Tensor:
+        """Logits [B, S, V] in the activation format."""
+        return F.linear(self.norm(x_BSD), self._weight(tied_weight_VD).to(x_BSD.dtype))
+
+    def _weight(self, tied_weight_VD: Tensor | None) -> Tensor:
+        weight = self.weight if tied_weight_VD is None else tied_weight_VD
+        assert weight is not None
+        return weight
+
+
+class Decoder(nn.Module):
+    """GPT-2/3, MPT or Llama 3, as `config` describes it.
+
+    Parameters are created uninitialised (see `layout.init`); build under `torch.device("meta")` to allocate nothing.
+    """
+
+    def __init__(
+        self,
+        config: LanguageModel,
+        *,
+        dtype: torch.dtype = torch.float32,
+        kernel: AttentionKernel = "sdpa",
+        chunk_tokens: int = 4096,
+        z_loss: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.kernel: AttentionKernel = kernel
+        self.embedding = TokenEmbedding(config, dtype)
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
+        self.head = OutputHead(config, chunk_tokens=chunk_tokens, z_loss=z_loss)
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        targets_BS: Tensor,
+        *,
+        document_ids_BS: Tensor | None = None,
+        dropout: DropoutContext | None = None,
+    ) -> LossSum:
+        """Summed next-token loss. tokens, targets: int64 [B, S]; document_ids: [B, S] to keep attention in documents."""
+        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        context = attention_context(
+            self.config, positions_S, self.dtype, kernel=self.kernel, document_ids_BS=document_ids_BS
+        )
+        x_BSD = self.embedding(tokens_BS, positions_S, dropout)
+        for block in self.blocks:
+            x_BSD = block(x_BSD, context, dropout)
+        loss: LossSum = self.head(x_BSD, targets_BS, self._tied_weight())
+        return loss
+
+    @torch.no_grad()
+    def logits(self, tokens_BS: Tensor, caches: list[KeyValueCache] | None = None) -> Tensor:
+        """Logits [B, S, V] in the activation format, for generation and scoring; dropout is off.
+
+        With `caches` (one a layer, from `new_caches`), tokens_BS continues what the caches have seen.
+        """
+        past = caches[0].length if caches else 0
+        positions_S = torch.arange(past, past + tokens_BS.shape[1], device=tokens_BS.device)
+        kernel: AttentionKernel = "sdpa" if caches else self.kernel
+        context = attention_context(self.config, positions_S, self.dtype, kernel=kernel, past=past)
+        x_BSD = self.embedding(tokens_BS, positions_S)
+        for index, block in enumerate(self.blocks):
+            x_BSD = block(x_BSD, context, None, caches[index] if caches else None)
+        result: Tensor = self.head.logits(x_BSD, self._tied_weight())
+        return result
+
+    def _tied_weight(self) -> Tensor | None:
+        return self.embedding.weight if self.config.tied_head else None
+
+    def new_caches(self) -> list[KeyValueCache]:
+        """Empty key/value caches, one a layer."""
+        return [KeyValueCache() for _ in self.blocks]
+
+
+def _norm(config: LanguageModel) -> Norm:
+    return Norm(config.d_model, kind=config.norm, eps=config.norm_eps, bias=config.bias)

@@ -1,0 +1,104 @@
+"""Layers without attention: linear, normalisation, MLP. Plain PyTorch for one device.
+
+Parameters are kept in their own (master) format and cast to the format of the activations where they are used, so the same
+code runs with float32 masters and bfloat16 activations, or with parameters that somebody else has already cast.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.config.model import LanguageModel
+
+
+class Linear(nn.Module):
+    """y = x W^T + b with the parameters cast to the format of x. weight: [out, in], bias: [out] or None."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features))
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in] -> [..., out]."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class Norm(nn.Module):
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019) over the last dim, statistics in at least float32."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, width: int, *, kind: str, eps: float, bias: bool) -> None:
+        super().__init__()
+        self.kind = kind
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+        if bias and kind == "layernorm":
+            self.bias = nn.Parameter(torch.empty(width))
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., width] -> same shape and format."""
+        weight = self.weight.to(x.dtype)
+        if self.kind == "rmsnorm":
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+
+
+def gate_block(d_ff: int) -> int:
+    """Rows of `gate_up` that alternate between gate and up projection.
+
+    One matrix holds both projections in alternating groups of this many rows, so that a contiguous part of its rows holds
+    matching gate and up rows (a tensor-parallel shard is then a plain slice), while a group is still long enough for
+    contiguous memory access. At least 32 groups remain whenever `d_ff` allows.
+    """
+    return math.gcd(d_ff // 32, 64) if d_ff >= 32 else 1
+
+
+class GeluMLP(nn.Module):
+    """down(gelu(up(x))), exact GELU or its tanh form (GPT-2)."""
+
+    def __init__(self, config: LanguageModel) -> None:
+        super().__init__()
+        self.approximate = "tanh" if config.mlp == "gelu_tanh" else "none"
+        self.up = Linear(config.d_model, config.ff_size, bias=config.bias)
+        self.down = Linear(config.ff_size, config.d_model, bias=config.bias)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        hidden: Tensor = self.down(F.gelu(self.up(x_BSD), approximate=self.approximate))
+        return hidden
+
+
+class SwigluMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020), gate and up in one matrix; see `gate_block` for its row order."""
+
+    def __init__(self, config: LanguageModel) -> None:
+        super().__init__()
+        self.block = gate_block(config.ff_size)
+        self.gate_up = Linear(config.d_model, 2 * config.ff_size, bias=config.bias)
+        self.down = Linear(config.ff_size, config.d_model, bias=config.bias)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        gate, up = self.gate_up(x_BSD).unflatten(-1, (-1, 2, self.block)).unbind(-2)
+        hidden: Tensor = self.down((F.silu(gate) * up).flatten(-2))
+        return hidden
+
+
+def build_mlp(config: LanguageModel) -> GeluMLP | SwigluMLP:
+    """The MLP `config.mlp` asks for."""
+    return SwigluMLP(config) if config.mlp == "swiglu" else GeluMLP(config)

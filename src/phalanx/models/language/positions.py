@@ -1,0 +1,56 @@
+"""Where a token stands: rotary angles (RoPE) and linear attention biases (ALiBi). Pure functions of positions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from phalanx.config.model import LanguageModel, RopeScaling
+
+
+def rope_frequencies(config: LanguageModel, device: torch.device) -> Tensor:
+    """Rotary frequencies in radians a position, float32 [E/2] (Su et al. 2021, section 3.2.2).
+
+    With `rope_scaling`, frequencies whose wavelength exceeds the pre-training context are divided by `factor`, short ones
+    kept, and those between blended linearly (Llama 3.1).
+    """
+    size = config.head_size
+    exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
+    frequencies = config.rope_theta**-exponents
+    return frequencies if config.rope_scaling is None else _stretch(frequencies, config.rope_scaling)
+
+
+def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    turns = scaling.original_positions * frequencies / (2 * math.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return frequencies * (keep + (1.0 - keep) / scaling.factor)
+
+
+def rope_tables(config: LanguageModel, positions_S: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles at integer `positions_S`: two float32 [S, E/2]."""
+    angles = positions_S.to(torch.float32)[:, None] * rope_frequencies(config, positions_S.device)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+    """Rotate each pair (i, i + E/2) of the last dim by its angle, in at least float32; same shape and format."""
+    dtype = torch.promote_types(x_BSHE.dtype, torch.float32)
+    first, second = x_BSHE.to(dtype).chunk(2, dim=-1)
+    cos, sin = cos_SE[:, None, :].to(dtype), sin_SE[:, None, :].to(dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSHE.dtype)
+
+
+def alibi_slopes(config: LanguageModel, device: torch.device) -> Tensor:
+    """Slope of each head, float32 [H]: bias = slope * (key position - query position) (Press et al. 2022).
+
+    Head counts that are no power of two take every second slope of the next power of two first, as MPT does.
+    """
+    count = 2 ** math.ceil(math.log2(config.n_heads))
+    exponents = torch.arange(1, count + 1, dtype=torch.float32, device=device) * (config.alibi_bias_max / count)
+    slopes = 2.0**-exponents
+    if count != config.n_heads:
+        slopes = torch.cat((slopes[1::2], slopes[::2]))
+    return slopes[: config.n_heads]

@@ -1,0 +1,64 @@
+"""Numbers as a person reads them."""
+
+from __future__ import annotations
+
+import math
+
+
+def number(value: float) -> str:
+    """Four significant digits; very large and very small values with an exponent; NaN and infinities by name."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("∞" if value > 0 else "−∞")
+    if value == 0:
+        return "0"
+    if not 1e-3 <= abs(value) < 1e5:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa}e{int(exponent)}".replace("-", "−")
+    digits = max(0, 3 - math.floor(math.log10(abs(value))))
+    return f"{value:.{digits}f}".replace("-", "−")
+
+
+def count(value: float) -> str:
+    """A count in three digits and a letter: 950, 52.3k, 1.05B (billion), 2.1T (trillion)."""
+    if not math.isfinite(value):
+        return number(value)
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        # 999,999 would round to 1000k
+        if abs(value) >= size * 0.9995:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def short(value: float) -> str:
+    """A round value, exactly, in as few characters as it takes: 0.5, 2500, 12.5k, 3e−4."""
+    if value == 0:
+        return "0"
+    if abs(value) < 1e-3:
+        mantissa, exponent = f"{value:.6e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}".replace("-", "−")
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(size, 1e4):
+            return f"{value / size:.10g}{letter}"
+    return f"{value:.10g}".replace("-", "−")
+
+
+def percent(share: float) -> str:
+    """A share of one as a percentage: three digits from 10 % on, two decimals below, and a bound under 0.01 %."""
+    if not math.isfinite(share):
+        return number(share)
+    if 0 < share < 0.0001:
+        return "< 0.01 %"
+    return f"{100 * share:.1f} %" if share >= 0.1 else f"{100 * share:.2f} %"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the two largest units that matter: 0.41 s, 12.3 s, 4 min 10 s, 3 h 20 min, 2 d 4 h."""
+    if not math.isfinite(seconds):
+        return number(seconds)
+    if seconds < 59.95:
+        return f"{seconds:.3g} s"
+    for size, unit, small, small_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        whole, rest = divmod(round(seconds / small), size // small)
+        if whole:
+            return f"{whole} {unit} {rest} {small_unit}" if rest else f"{whole} {unit}"
+    return f"{round(seconds)} s"

@@ -1,0 +1,112 @@
+"""One optimizer step: micro-batches forward and backward, gradient norm, update. Knows no files and prints nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from phalanx.counter_random import DropoutContext
+from phalanx.data.language.batches import TokenBatch
+from phalanx.models.language.decoder import Decoder
+from phalanx.models.language.loss import IGNORED, LossSum
+from phalanx.train.optimizer import clip_gradients
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step gave, over the whole global batch."""
+
+    loss: float
+    """Mean loss per target, in nats (z-loss included)."""
+    grad_norm: float
+    """2-norm of the gradient before clipping."""
+    updated: bool
+    """False when non-finite gradients made the step leave the parameters alone."""
+
+
+class TrainStep:
+    """Runs optimizer steps of one model on this rank's share of each global batch."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        optimizer: torch.optim.Optimizer,
+        *,
+        device: torch.device,
+        microbatch: int,
+        seed: int,
+        grad_clip: float | None,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.device = device
+        self.microbatch = microbatch
+        self.seed = seed
+        self.grad_clip = grad_clip
+        self.scaler = scaler
+
+    def run(self, step: int, batch: TokenBatch) -> StepResult:
+        """Optimizer step `step` (from 1) on this rank's samples of the global batch.
+
+        The update is left out, on all ranks alike, when the loss or the gradient norm is not finite.
+        """
+        self.model.train()
+        batch = batch.to(self.device)
+        targets = self._sum_over_ranks((batch.targets != IGNORED).sum())
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for part in batch.split(self.microbatch):
+            loss = self._loss(step, part).total
+            total += loss.detach()
+            mean = loss / targets
+            (mean if self.scaler is None else self.scaler.scale(mean)).backward()
+        loss_sum = self._sum_over_ranks(total)
+        return self._update(loss_sum / targets)
+
+    def _loss(self, step: int, part: TokenBatch) -> LossSum:
+        dropout = None
+        if self.model.config.dropout:
+            positions = torch.arange(part.tokens.shape[1], device=self.device)
+            dropout = DropoutContext.of_step(self.seed, step, part.sample_indices, positions)
+        loss: LossSum = self.model(part.tokens, part.targets, document_ids_BS=part.document_ids, dropout=dropout)
+        return loss
+
+    def _update(self, loss: Tensor) -> StepResult:
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        norm = clip_gradients(self.model.parameters(), self.grad_clip)
+        loss_value, norm_value = torch.stack((loss, norm.to(loss.dtype))).tolist()
+        finite = math.isfinite(loss_value) and math.isfinite(norm_value)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepResult(loss_value, norm_value, finite)
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        if dist.is_initialized():
+            dist.all_reduce(value)
+        return value
+
+
+def held_out_loss(model: Decoder, batches: Sequence[TokenBatch], device: torch.device) -> tuple[float, int]:
+    """Summed loss in nats, and number of targets, over `batches` of every rank; dropout off."""
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    with torch.no_grad():
+        for batch in batches:
+            part = batch.to(device)
+            loss = model(part.tokens, part.targets, document_ids_BS=part.document_ids)
+            sums += torch.stack((loss.total.double(), loss.count.double()))
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    total, count = sums.tolist()
+    return total, int(count)
