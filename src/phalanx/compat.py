@@ -5,6 +5,8 @@ Features are probed, never inferred from a version string.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -36,3 +38,29 @@ def memory_statistics(device: torch.device) -> dict[str, int]:
         "now": torch.accelerator.memory_allocated(device),
         "peak": torch.accelerator.max_memory_allocated(device),
     }
+
+
+def record_memory_history(device: torch.device) -> None:
+    """Start recording the accelerator allocator's history."""
+    torch.get_device_module(device).memory._record_memory_history(max_entries=1_000_000)
+
+
+def dump_memory_history(device: torch.device, path: Path) -> None:
+    """Write the recorded history to `path`, in the format of PyTorch's memory viewer, and stop recording."""
+    memory = torch.get_device_module(device).memory
+    memory._dump_snapshot(str(path))
+    memory._record_memory_history(enabled=None)
+
+
+def update_scaled(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
+    """One update of a fused optimizer with every gradient divided by `divisor`, or none at all where `skip` is 1.
+
+    divisor, skip: 0-dim float32 tensors on the parameters' device. Both are read by the fused kernel itself, which saves
+    a pass over all gradients and a wait for the device; GradScaler talks to fused optimizers through the same attributes.
+    """
+    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+    optimizer.found_inf = skip  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""What the devices and machines are, and what this process runs on."""

@@ -61,7 +61,9 @@ def choose_device(requested: str, local_rank: int = 0) -> torch.device:
         )
     count = torch.accelerator.device_count()
     if count > 1 and local_rank >= count:
-        raise ConfigError(f"local rank {local_rank} has no device: this node shows {count}; start at most {count} ranks")
+        raise ConfigError(
+            f"local rank {local_rank} has no device: this node shows {count}; start at most {count} ranks"
+        )
     return torch.device(accelerator.type, local_rank if count > 1 else 0)
 
 

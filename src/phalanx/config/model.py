@@ -1,22 +1,22 @@
 """The `model` section of a run file for the language family: the shape of one decoder.
 
-Pure description: it holds what defines the function the model computes and nothing about devices or layouts. Cross-field
-rules that belong to the shape alone (heads that divide the width) are checked here.
+Pure description: it holds what defines the function the model computes and nothing about devices or layouts.
+Cross-field rules that belong to the shape alone (heads that divide the width) are checked here.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from phalanx.config.section import Section
 
 PositiveInt = Annotated[int, Field(ge=1)]
 
 
-class RopeScaling(BaseModel):
+class RopeScaling(Section):
     """Llama 3.1's stretching of low rotary frequencies for contexts longer than those seen in pre-training."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     factor: Annotated[float, Field(gt=0.0)] = 8.0
     """How much longer the context becomes."""
@@ -27,11 +27,17 @@ class RopeScaling(BaseModel):
     original_positions: PositiveInt = 8192
     """Context length of pre-training."""
 
+    @model_validator(mode="after")
+    def _ordered(self) -> RopeScaling:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor} must be less than high_freq_factor={self.high_freq_factor}"
+            )
+        return self
 
-class LanguageModel(BaseModel):
+
+class LanguageModel(Section):
     """One decoder-only transformer. Presets (`model.preset`) fill every field; single fields may then be changed."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     family: Literal["language"] = "language"
     """Model family."""
@@ -78,16 +84,20 @@ class LanguageModel(BaseModel):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Dropout on the embedding and on both residual branches."""
     init_std: Annotated[float, Field(gt=0.0)] = 0.02
-    """Standard deviation of the initial weights; matrices that write to the residual stream get 1/sqrt(2 n_layers) of it."""
+    """Standard deviation of initial weights; matrices that write to the residual stream get it / sqrt(2 n_layers)."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> LanguageModel:
         if self.head_dim is None and self.d_model % self.n_heads:
-            raise ValueError(f"n_heads={self.n_heads} does not divide d_model={self.d_model}; give head_dim or change one")
+            raise ValueError(
+                f"n_heads={self.n_heads} does not divide d_model={self.d_model}; give head_dim or change one"
+            )
         if self.n_heads % self.kv_heads:
             raise ValueError(f"n_kv_heads={self.kv_heads} does not divide n_heads={self.n_heads}")
         if self.positions == "rope" and self.head_size % 2:
             raise ValueError(f"rotary positions need an even head size, not {self.head_size}")
+        if self.positions != "rope" and self.rope_scaling is not None:
+            raise ValueError(f"rope_scaling has no effect with positions={self.positions}; set it to null")
         return self
 
     @property

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from phalanx.config.model import LanguageModel
+from phalanx.config.section import Section, Words
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-class Section(BaseModel):
-    """A section of the run file: unknown fields and silent type conversions are refused, values cannot change."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
+GlobalBatch = Annotated[
+    PositiveInt | Annotated[str, Field(pattern=r"^[1-9][0-9_]{0,17} (samples|tokens)$")],
+    Words('a whole number of samples, or of tokens as in "524288 tokens"'),
+]
 
 
 def _source_from_path(value: object) -> object:
@@ -39,7 +39,11 @@ class DataSource(Section):
 class Data(Section):
     """What the model is trained on."""
 
-    sources: Annotated[list[Annotated[DataSource, BeforeValidator(_source_from_path)]], Field(min_length=1)]
+    sources: Annotated[
+        list[Annotated[DataSource, BeforeValidator(_source_from_path)]],
+        Field(min_length=1),
+        Words("a list of at least one, each a path or a mapping with path and weight"),
+    ]
     """Where the tokens come from; a plain path stands for a source of weight 1."""
     sequence_length: PositiveInt
     """Tokens a sample."""
@@ -58,7 +62,7 @@ class Layout(Section):
     """Data-parallel ranks that share one copy of parameters, gradients and optimizer state; auto takes the rest."""
     microbatch: PositiveInt = 1
     """Samples one rank computes at a time."""
-    global_batch: PositiveInt | str
+    global_batch: GlobalBatch
     """Samples an optimizer step over all ranks, or tokens when written as "524288 tokens"; never rounded."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none, all but the costly ones, or all of each block."""
@@ -73,7 +77,7 @@ class Optimizer(Section):
 
     lr: Annotated[float, Field(gt=0.0)]
     """Peak learning rate."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     """Decay rates of the first and second moment."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     """Term added to the denominator."""
@@ -119,6 +123,8 @@ class Training(Section):
     """Folder of metrics, checkpoints and the resolved run file; by default runs/<name of the run file>."""
     resume: str = "auto"
     """auto: newest whole checkpoint if there is one; must: fail without one; never: refuse a used folder; or a path."""
+    init_from: str | None = None
+    """Checkpoint whose weights a new run starts from, at step 0 with fresh optimizer state."""
     compile: bool | Literal["auto"] = "auto"
     """torch.compile for each block; auto compiles on accelerators and not on CPU."""
     attention: Literal["auto", "sdpa", "cudnn", "flash", "efficient", "math", "flex"] = "auto"

@@ -1,0 +1,1 @@
+"""How one model is spread over devices: legality, mesh, sharding, recompute, initial values, and applying it all."""

@@ -37,7 +37,9 @@ def ranks_from_environment() -> Ranks:
     found = [name for name in names if name in os.environ]
     if found and len(found) < len(names):
         missing = ", ".join(name for name in names if name not in os.environ)
-        raise ConfigError(f"environment has {', '.join(found)} but not {missing}; start with torchrun or srun, or unset them")
+        raise ConfigError(
+            f"environment has {', '.join(found)} but not {missing}; start with torchrun or srun, or unset them"
+        )
     if found:
         return Ranks(*(int(os.environ[name]) for name in names))
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
@@ -55,11 +57,15 @@ def join_process_group(ranks: Ranks, device: torch.device, *, timeout_s: float =
         return
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if address is None or port is None:
-        raise ConfigError("MASTER_ADDR and MASTER_PORT are not set; torchrun sets them, under srun export them in the job")
+        raise ConfigError(
+            "MASTER_ADDR and MASTER_PORT are not set; torchrun sets them, under srun export them in the job"
+        )
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     timeout = timedelta(seconds=timeout_s)
     tcp = dist.TCPStore(address, int(port), is_master=ranks.first and not agent_store, timeout=timeout)
-    attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    attempt = (
+        f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    )
     backend = "gloo"
     if device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"

@@ -1,0 +1,1 @@
+"""Training: the loop, the step, the optimizer, checkpoints, metrics and the run directory."""

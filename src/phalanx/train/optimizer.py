@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from phalanx import compat
 from phalanx.config.schema import Optimizer
 from phalanx.models.language.declare import parameter_kind
 
@@ -28,15 +30,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
-    """Scale gradients so that their global 2-norm is at most `limit`; returns the norm before, a 0-dim tensor.
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """2-norm over all gradients, a 0-dim tensor equal on every rank; sharded gradients count once, over all ranks."""
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    Nothing is scaled when `limit` is None. Sharded gradients count once, over all ranks.
+
+def clipped_update(optimizer: torch.optim.AdamW, loss: Tensor, norm: Tensor, limit: float | None) -> None:
+    """Update with gradients scaled so that their norm is at most `limit`; no update where loss or norm is not finite.
+
+    loss, norm: 0-dim tensors. Nothing here waits for the device.
     """
-    kept = [p for p in parameters if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in kept if p.grad is not None], foreach=True)
-    if hasattr(norm, "full_tensor"):
-        norm = norm.full_tensor()
-    if limit is not None:
-        nn.utils.clip_grads_with_norm_(kept, limit, norm, foreach=True)
-    return norm
+    divisor = torch.ones_like(norm) if limit is None else (norm / limit).clamp(min=1.0)
+    skip = ~(torch.isfinite(norm) & torch.isfinite(loss))
+    compat.update_scaled(optimizer, torch.where(skip, 1.0, divisor).float(), skip.float())

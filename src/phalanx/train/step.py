@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from phalanx.counter_random import DropoutContext
 from phalanx.data.language.batches import TokenBatch
 from phalanx.models.language.decoder import Decoder
 from phalanx.models.language.loss import IGNORED, LossSum
-from phalanx.train.optimizer import clip_gradients
+from phalanx.train.optimizer import clipped_update, gradient_norm
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class TrainStep:
     def __init__(
         self,
         model: Decoder,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.AdamW,
         *,
         device: torch.device,
         microbatch: int,
@@ -80,33 +79,20 @@ class TrainStep:
     def _update(self, loss: Tensor) -> StepResult:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        norm = clip_gradients(self.model.parameters(), self.grad_clip)
-        loss_value, norm_value = torch.stack((loss, norm.to(loss.dtype))).tolist()
-        finite = math.isfinite(loss_value) and math.isfinite(norm_value)
-        if self.scaler is not None:
+        norm = gradient_norm(self.model.parameters())
+        if self.scaler is None:
+            clipped_update(self.optimizer, loss, norm, self.grad_clip)
+        else:
+            if self.grad_clip is not None:
+                torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.grad_clip, norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        elif finite:
-            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss_value, norm_value, finite)
+        loss_value, norm_value = torch.stack((loss.double(), norm.double())).tolist()
+        return StepResult(loss_value, norm_value, math.isfinite(loss_value) and math.isfinite(norm_value))
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         if dist.is_initialized():
             dist.all_reduce(value)
         return value
 
-
-def held_out_loss(model: Decoder, batches: Sequence[TokenBatch], device: torch.device) -> tuple[float, int]:
-    """Summed loss in nats, and number of targets, over `batches` of every rank; dropout off."""
-    model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    with torch.no_grad():
-        for batch in batches:
-            part = batch.to(device)
-            loss = model(part.tokens, part.targets, document_ids_BS=part.document_ids)
-            sums += torch.stack((loss.total.double(), loss.count.double()))
-    if dist.is_initialized():
-        dist.all_reduce(sums)
-    total, count = sums.tolist()
-    return total, int(count)

@@ -15,14 +15,14 @@ FlopsConvention = Literal["causal", "palm"]
 
 def parameter_count(model: LanguageModel) -> int:
     """All trainable parameters; a tied output head is the token table and counts once."""
-    untied_head = 0 if model.tied_head else _head_parameters(model)
-    norms = 2 * model.n_layers + 1
-    return (
-        embedding_parameters(model)
-        + model.n_layers * (_block_matrix_parameters(model) + _block_bias_parameters(model) + _qk_norm_parameters(model))
-        + norms * _norm_parameters(model)
-        + untied_head
+    block = (
+        _block_matrix_parameters(model)
+        + _block_bias_parameters(model)
+        + _qk_norm_parameters(model)
+        + 2 * _norm_parameters(model)
     )
+    untied_head = 0 if model.tied_head else _head_parameters(model)
+    return embedding_parameters(model) + model.n_layers * block + _norm_parameters(model) + untied_head
 
 
 def embedding_parameters(model: LanguageModel) -> int:
@@ -32,7 +32,7 @@ def embedding_parameters(model: LanguageModel) -> int:
 
 
 def matmul_parameters(model: LanguageModel) -> int:
-    """Parameters that multiply every token: all weight matrices and the output head (tied or not), without the lookup."""
+    """Parameters that multiply every token: all weight matrices, and the output head whether tied or not."""
     return model.n_layers * _block_matrix_parameters(model) + _head_parameters(model)
 
 

@@ -1,0 +1,43 @@
+# Every target makes and uses its own .venv. Settings, each as `make TARGET NAME=value`:
+#   PYTHON       interpreter to build .venv from (3.11 or newer)
+#   TORCH        what to install as PyTorch, e.g. TORCH=torch==2.11.0; the constraints file names the default
+#   TORCH_INDEX  package index to take PyTorch from: give the address that pytorch.org's install page shows for your
+#                ROCm, CUDA or CPU build; empty takes the build your pip is set up for
+PYTHON ?= python3
+TORCH ?= torch
+TORCH_INDEX ?=
+RUN_DIR ?= runs/quickstart
+
+BIN := .venv/bin
+PHALANX := $(BIN)/phalanx
+
+.PHONY: quickstart test lint install clean
+
+quickstart: .venv/installed
+	$(PHALANX) data prepare python-stdlib --out data/python-stdlib --vocab-size 4096 --validation-fraction 0.02
+	$(PHALANX) train examples/quickstart.yaml --run-dir $(RUN_DIR)
+	$(PHALANX) generate $(RUN_DIR) --prompt "def " --tokens 120 --temperature 0.7 --seed 1
+	$(PHALANX) report $(RUN_DIR)
+
+test: lint .venv/dev
+	$(BIN)/python -m pytest
+
+lint: .venv/dev
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+.venv/dev: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv build dist src/*.egg-info

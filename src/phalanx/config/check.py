@@ -1,0 +1,153 @@
+"""Rules between sections of a run file. Pure: reads a `Run`, allocates nothing, and knows no device and no world size.
+
+Rules inside one section are checked where the section is declared; rules that need the number of ranks belong to the
+layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from phalanx.config.document import Path
+from phalanx.config.fields import nearest_names
+from phalanx.config.problems import Problem, config_error
+from phalanx.config.schema import Run
+
+
+def check_run(run: Run) -> list[Problem]:
+    """Everything that does not fit together in `run`; empty for a sound one."""
+    rules = (_sequence, _batch, _schedule, _windows, _checkpoints, _evaluation, _resume)
+    return [problem for rule in rules for problem in rule(run)]
+
+
+def global_batch_samples(run: Run) -> int:
+    """Samples an optimizer step over all ranks, exactly as the run file states them in samples or tokens.
+
+    Raises ConfigError where a batch in tokens is not a whole number of samples.
+    """
+    amount, unit = _stated_batch(run)
+    if unit == "samples":
+        return amount
+    problems = list(_batch_in_tokens(run))
+    if problems:
+        raise config_error(problems)
+    return amount // run.data.sequence_length
+
+
+def _sequence(run: Run) -> Iterator[Problem]:
+    length, longest = run.data.sequence_length, run.model.max_positions
+    if length > longest:
+        yield Problem(
+            ("data", "sequence_length"),
+            f"data.sequence_length={length} is longer than model.max_positions={longest}",
+            f"data.sequence_length={longest} or model.max_positions={length}",
+        )
+
+
+def _batch(run: Run) -> Iterator[Problem]:
+    problems = list(_batch_in_tokens(run))
+    if problems:
+        yield from problems
+        return
+    samples, microbatch = global_batch_samples(run), run.layout.microbatch
+    if samples % microbatch:
+        yield Problem(
+            ("layout", "microbatch"),
+            f"layout.microbatch={microbatch} does not divide the global batch of {samples} samples",
+            " or ".join(f"layout.microbatch={choice}" for choice in _nearest_divisors(samples, microbatch)),
+        )
+
+
+def _batch_in_tokens(run: Run) -> Iterator[Problem]:
+    amount, unit = _stated_batch(run)
+    length = run.data.sequence_length
+    if unit == "tokens" and amount % length:
+        below = amount // length
+        choices = [f"{count * length} tokens ({count} samples)" for count in (below, below + 1) if count]
+        yield Problem(
+            ("layout", "global_batch"),
+            f"layout.global_batch={amount} tokens is not a multiple of data.sequence_length={length}",
+            " or ".join(choices),
+        )
+
+
+def _schedule(run: Run) -> Iterator[Problem]:
+    optimizer, steps = run.optimizer, run.training.steps
+    path: Path = ("optimizer", "warmup_steps")
+    stated = f"optimizer.warmup_steps={optimizer.warmup_steps}"
+    if optimizer.warmup_steps > steps:
+        yield Problem(path, f"{stated} is more than training.steps={steps}", f"optimizer.warmup_steps={steps}")
+    elif optimizer.schedule == "wsd":
+        decay = math.ceil(optimizer.decay_fraction * steps)
+        if optimizer.warmup_steps + decay > steps:
+            yield Problem(
+                path,
+                f"{stated} and the {decay} steps of decay (optimizer.decay_fraction={optimizer.decay_fraction}) "
+                f"are more than training.steps={steps}",
+                f"optimizer.warmup_steps={steps - decay}",
+            )
+
+
+def _windows(run: Run) -> Iterator[Problem]:
+    for name in ("profile", "memory_snapshot"):
+        window = getattr(run.training, name)
+        if window is not None and window.last > run.training.steps:
+            yield Problem(
+                ("training", name, "last"),
+                f"training.{name}.last={window.last} comes after the last step, training.steps={run.training.steps}",
+            )
+
+
+def _checkpoints(run: Run) -> Iterator[Problem]:
+    every, keep = run.checkpoint.every, run.checkpoint.keep_every
+    if keep is None:
+        return
+    path: Path = ("checkpoint", "keep_every")
+    if every is None:
+        yield Problem(path, f"checkpoint.keep_every={keep} has no effect while checkpoint.every is null")
+    elif keep % every:
+        below = keep // every * every
+        choices = [f"checkpoint.keep_every={choice}" for choice in (below, below + every) if choice]
+        yield Problem(
+            path, f"checkpoint.keep_every={keep} is not a multiple of checkpoint.every={every}", " or ".join(choices)
+        )
+
+
+def _evaluation(run: Run) -> Iterator[Problem]:
+    evaluation, longest = run.evaluation, run.model.max_positions
+    if evaluation.prompt is not None and evaluation.prompt_tokens >= longest:
+        yield Problem(
+            ("evaluation", "prompt_tokens"),
+            f"evaluation.prompt_tokens={evaluation.prompt_tokens} leaves no room for the prompt in "
+            f"model.max_positions={longest}",
+            f"evaluation.prompt_tokens={max(1, longest // 2)}",
+        )
+
+
+def _resume(run: Run) -> Iterator[Problem]:
+    resume = run.training.resume
+    words = ("auto", "must", "never")
+    if resume in words or any(character in resume for character in "/\\."):
+        return
+    if matches := nearest_names(resume, words):
+        yield Problem(
+            ("training", "resume"),
+            f"training.resume={resume} is none of {', '.join(words)}, and a path is written with a slash",
+            f"training.resume={matches[0]}",
+        )
+
+
+def _stated_batch(run: Run) -> tuple[int, str]:
+    stated = run.layout.global_batch
+    if isinstance(stated, int):
+        return stated, "samples"
+    amount, unit = stated.split(" ")
+    return int(amount.replace("_", "")), unit
+
+
+def _nearest_divisors(number: int, wanted: int) -> list[int]:
+    """Divisors of `number` just below and just above `wanted`, looked for in its neighbourhood only."""
+    below = next((d for d in range(min(wanted, number), max(0, wanted - 10_000), -1) if number % d == 0), 1)
+    above = next((d for d in range(wanted, min(number, wanted + 10_000) + 1) if number % d == 0), None)
+    return [below] if above is None else [below, above]

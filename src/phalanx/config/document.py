@@ -1,0 +1,188 @@
+"""YAML text to plain values, with the line each value stands on.
+
+Reads the plain part of YAML 1.2 that a run file needs: mappings, sequences and scalars. It differs from
+`yaml.safe_load` where that would surprise or harm: `3e-4` is a number and `no` is text (YAML 1.1 has both the other
+way), a key given twice is an error, and anchors, aliases and tags do not exist, so a small file cannot grow into a
+large one. Knows nothing of the schema.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+import yaml
+
+from phalanx.errors import ConfigError
+
+MAX_BYTES = 256 * 1024
+MAX_DEPTH = 20
+
+Scalar = str | int | float | bool | None
+Value = Scalar | list["Value"] | dict[str, "Value"]
+Path = tuple[str | int, ...]
+
+# Bounded in length: no field wants more digits, Python refuses to convert very many, and products must fit a float.
+_INTEGER = re.compile(r"[-+]?[0-9][0-9_]{0,25}")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]{1,40}|[0-9]{1,40}(\.[0-9]{0,40})?)([eE][-+]?[0-9]{1,5})?")
+_WORDS: dict[str, Scalar] = {"": None, "~": None, "null": None, "true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class Document:
+    """A parsed YAML document: its value, and the line (from 1) on which the value at each path begins."""
+
+    value: Value
+    lines: dict[Path, int]
+
+
+def parse_document(text: str, name: str) -> Document:
+    """Read one YAML document. Raises ConfigError naming `name` and the line of the first mistake."""
+    try:
+        return _compose(text)
+    except _UnreadableError as error:
+        place = name if error.line is None else f"{name}:{error.line}"
+        raise ConfigError(f"{error.reason} ({place})") from None
+
+
+def parse_value(text: str) -> Value:
+    """Read one value written in YAML, as after the `=` of an override. Raises ConfigError."""
+    try:
+        return _compose(text).value
+    except _UnreadableError as error:
+        raise ConfigError(error.reason) from None
+
+
+def plain_scalar(text: str) -> Scalar:
+    """What unquoted `text` stands for: null, a truth value, a number, or else itself."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _INTEGER.fullmatch(text) and not text.endswith("_"):
+        return int(text.replace("_", ""))
+    return float(text) if _FLOAT.fullmatch(text) else text
+
+
+def show_value(value: object, width: int = 60) -> str:
+    """`value` as it would stand in a run file, on one line and cut to about `width` characters."""
+    text = _flow(value)
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+class _UnreadableError(Exception):
+    def __init__(self, reason: str, line: int | None) -> None:
+        self.reason = reason
+        self.line = line
+
+
+def _compose(text: str) -> Document:
+    if len(text) > MAX_BYTES:
+        raise _UnreadableError(f"larger than {MAX_BYTES // 1024} KiB, which no run file is", None)
+    try:
+        return _Composer(yaml.parse(text, Loader=yaml.SafeLoader)).document()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        reason = " ".join(str(part) for part in (error.problem, error.context) if part)
+        raise _UnreadableError(f"not valid YAML: {reason}", None if mark is None else mark.line + 1) from None
+    except yaml.YAMLError as error:
+        raise _UnreadableError(f"not valid YAML: {' '.join(str(error).split())}", None) from None
+
+
+def _line(event: yaml.Event) -> int:
+    assert event.start_mark is not None
+    return event.start_mark.line + 1
+
+
+class _Composer:
+    """Builds values from parser events, depth first."""
+
+    def __init__(self, events: Iterator[yaml.Event]) -> None:
+        self.events = events
+        self.lines: dict[Path, int] = {}
+
+    def document(self) -> Document:
+        value: Value = None
+        documents = 0
+        for event in self.events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                documents += 1
+                if documents > 1:
+                    self.fail(event, "a run file holds one document, here a second one begins")
+                value = self.value(next(self.events), ())
+        return Document(value, self.lines)
+
+    def value(self, event: yaml.Event, path: Path) -> Value:
+        self.lines[path] = _line(event)
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            self.fail(event, "anchors and aliases (&name, *name) are not read in run files; write the value out")
+        tag = getattr(event, "tag", None)
+        if tag is not None and tag != "!":
+            self.fail(event, f"tags ({tag}) are not read in run files")
+        if len(path) > MAX_DEPTH:
+            self.fail(event, f"nested more than {MAX_DEPTH} deep")
+        if isinstance(event, yaml.MappingStartEvent):
+            return self.mapping(path)
+        if isinstance(event, yaml.SequenceStartEvent):
+            return self.sequence(path)
+        assert isinstance(event, yaml.ScalarEvent)
+        return self.scalar(event)
+
+    def mapping(self, path: Path) -> dict[str, Value]:
+        found: dict[str, Value] = {}
+        while not isinstance(event := next(self.events), yaml.MappingEndEvent):
+            if not isinstance(event, yaml.ScalarEvent):
+                self.fail(event, "a field name must be plain text")
+            key: str = event.value
+            if key in found:
+                first = self.lines[(*path, key)]
+                self.fail(event, f"{dotted((*path, key))} is given twice, first on line {first}")
+            line = _line(event)
+            found[key] = self.value(next(self.events), (*path, key))
+            self.lines[(*path, key)] = line
+        return found
+
+    def sequence(self, path: Path) -> list[Value]:
+        found: list[Value] = []
+        while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
+            found.append(self.value(event, (*path, len(found))))
+        return found
+
+    def scalar(self, event: yaml.ScalarEvent) -> Scalar:
+        text: str = event.value
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            self.fail(event, "half of a surrogate pair is not text")
+        # `implicit[0]`: the scalar is neither quoted nor tagged
+        return plain_scalar(text) if event.implicit[0] else text
+
+    def fail(self, event: yaml.Event, reason: str) -> NoReturn:
+        raise _UnreadableError(reason, _line(event))
+
+
+def dotted(path: Path) -> str:
+    """A path as it is written in messages and overrides: `data.sources.0.weight`."""
+    return ".".join(_name(str(part)) for part in path)
+
+
+def _name(part: str) -> str:
+    text = part if part.isprintable() else ascii(part)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _flow(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        reads_back = value == value.strip() and value.isprintable() and plain_scalar(value) == value
+        return value if reads_back else _quoted(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_flow(key)}: {_flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    return str(value)
+
+
+def _quoted(text: str) -> str:
+    return ascii(text) if not text.isprintable() else f'"{text}"'

@@ -1,0 +1,229 @@
+"""The schema as a table: every field with its type and bounds in words, its default and its description.
+
+Error messages, the printed reference and shell completion all read this table, so none of them can disagree with what
+is accepted.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from phalanx.config.document import show_value
+from phalanx.config.schema import Run
+from phalanx.config.section import Words
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a run file."""
+
+    name: str
+    """Dotted, as in an override: `layout.microbatch`."""
+    allowed: str
+    """What it may be, in words that follow "must be"."""
+    default: str | None
+    """As written in a run file; None where the field must be given."""
+    description: str
+    choices: tuple[str, ...]
+    """Words it accepts, where it accepts words."""
+    is_text: bool
+    """Whether it holds free text (or null) and nothing else."""
+
+    @property
+    def parent(self) -> str:
+        """Name of the section or field that holds it."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def leaf(self) -> str:
+        """Its own name."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def required(self) -> bool:
+        """Whether it has no default."""
+        return self.default is None
+
+
+@dataclass(frozen=True)
+class SectionInfo:
+    """One section of a run file."""
+
+    name: str
+    description: str
+    required: bool
+    fields: tuple[Field, ...]
+
+
+@cache
+def sections() -> tuple[SectionInfo, ...]:
+    """All sections in the order of the schema."""
+    return tuple(
+        SectionInfo(
+            name=name,
+            description=" ".join((_model_of(info.annotation).__doc__ or "").split()),
+            required=info.is_required(),
+            fields=tuple(_fields_of(_model_of(info.annotation), f"{name}.")),
+        )
+        for name, info in Run.model_fields.items()
+    )
+
+
+@cache
+def all_fields() -> dict[str, Field]:
+    """Every field by its dotted name, nested ones too: `training.profile.first`, `data.sources.N.path` in a list."""
+    return {field.name: field for section in sections() for field in section.fields}
+
+
+def nearest_names(name: str, known: Sequence[str]) -> list[str]:
+    """The up to three of `known` that look most like `name`, best first."""
+    return get_close_matches(name, known, n=3, cutoff=0.6)
+
+
+def nearest_field(name: str) -> str | None:
+    """The section or field a wrong dotted name most likely meant: a typo, or the right name in the wrong section."""
+    parent, _, leaf = name.rpartition(".")
+    if not parent and (matches := nearest_names(leaf, [section.name for section in sections()])):
+        return matches[0]
+    by_leaf: dict[str, str] = {}
+    for field in all_fields().values():
+        by_leaf.setdefault(field.leaf, field.name)
+    if leaf not in by_leaf and (matches := nearest_names(leaf, fields_in(parent))):
+        return f"{parent}.{matches[0]}"
+    matches = nearest_names(leaf, list(by_leaf))
+    return by_leaf[matches[0]] if matches else None
+
+
+def fields_in(parent: str) -> list[str]:
+    """The names of the fields a section or a nested mapping holds."""
+    return [field.leaf for field in all_fields().values() if field.parent == parent]
+
+
+def _fields_of(model: type[BaseModel], prefix: str) -> Iterator[Field]:
+    for name, info in model.model_fields.items():
+        hint = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
+        yield Field(
+            name=prefix + name,
+            allowed=_in_words(hint),
+            default=None if info.is_required() else _default(info),
+            description=" ".join((info.description or "").split()),
+            choices=tuple(_choices(hint)),
+            is_text=_is_text(hint),
+        )
+        for suffix, nested in _nested_models(hint):
+            yield from _fields_of(nested, f"{prefix}{name}{suffix}.")
+
+
+def _default(info: FieldInfo) -> str:
+    default = info.get_default(call_default_factory=False)
+    assert default is not PydanticUndefined
+    return show_value(default)
+
+
+def _model_of(annotation: Any) -> type[BaseModel]:
+    assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return annotation
+
+
+def _nested_models(hint: Any) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The mappings a field holds: alone, beside null (path suffix ""), or as items of a list (path suffix ".N")."""
+    base, _ = _unwrap(hint)
+    for part in _members(base):
+        member, _ = _unwrap(part)
+        if isinstance(member, type) and issubclass(member, BaseModel):
+            yield "", member
+        elif get_origin(member) is list:
+            yield from ((f".N{suffix}", item) for suffix, item in _nested_models(get_args(member)[0]))
+
+
+def _unwrap(hint: Any) -> tuple[Any, list[Any]]:
+    """A type without its `Annotated` layers, and the constraints they held."""
+    constraints: list[Any] = []
+    while get_origin(hint) is Annotated:
+        hint, *extra = get_args(hint)
+        for item in extra:
+            constraints += item.metadata if isinstance(item, FieldInfo) else [item]
+    return hint, constraints
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _choices(hint: Any) -> Iterator[str]:
+    base, _ = _unwrap(hint)
+    if get_origin(base) is Literal:
+        yield from (value for value in get_args(base) if isinstance(value, str))
+    elif _members(base) != (base,):
+        for part in _members(base):
+            yield from _choices(part)
+
+
+def _is_text(hint: Any) -> bool:
+    base, constraints = _unwrap(hint)
+    if any(isinstance(item, Words) for item in constraints):
+        return False
+    return all(_unwrap(part)[0] in (str, type(None)) for part in _members(base)) and base is not type(None)
+
+
+def _in_words(hint: Any) -> str:
+    return _either(_alternatives(hint))
+
+
+def _alternatives(hint: Any) -> list[str]:
+    base, constraints = _unwrap(hint)
+    told = [item.text for item in constraints if isinstance(item, Words)]
+    if told:
+        return told
+    if _members(base) != (base,):
+        return [phrase for part in _members(base) for phrase in _alternatives(part)]
+    origin = get_origin(base)
+    if origin is Literal:
+        return [show_value(value) for value in get_args(base)]
+    if origin in (list, tuple):
+        return [_sequence_in_words(base, constraints)]
+    if isinstance(base, type) and issubclass(base, BaseModel):
+        return ["a mapping with " + _either(list(base.model_fields), "and")]
+    if base is bool:
+        return ["true", "false"]
+    plain = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
+    return [plain[base] + _bounds(constraints)]
+
+
+def _sequence_in_words(base: Any, constraints: list[Any]) -> str:
+    items = get_args(base)
+    item = _in_words(items[0])
+    if get_origin(base) is tuple and items[-1] is not Ellipsis:
+        return f"a list of {len(items)}, each {item}"
+    least = next((item.min_length for item in constraints if hasattr(item, "min_length")), 0)
+    return f"a list{f' of at least {least}' if least else ''}, each {item}"
+
+
+def _bounds(constraints: list[Any]) -> str:
+    limit = {
+        name: f"{getattr(item, name)}".removesuffix(".0")
+        for item in constraints
+        for name in ("ge", "gt", "le", "lt")
+        if hasattr(item, name)
+    }
+    if "ge" in limit and "le" in limit:
+        return f" from {limit['ge']} to {limit['le']}"
+    names = {"ge": "of at least", "gt": "greater than", "le": "of at most", "lt": "less than"}
+    told = " and ".join(f"{names[name]} {value}" for name, value in limit.items())
+    return f" {told}" if told else ""
+
+
+def _either(parts: list[str], conjunction: str = "or") -> str:
+    if len(parts) == 1:
+        return parts[0]
+    comma = "," if any(" " in part for part in parts) else ""
+    return f"{', '.join(parts[:-1])}{comma} {conjunction} {parts[-1]}"

@@ -1,0 +1,187 @@
+"""From a run file and command-line overrides to a `Run`, and back.
+
+Layers, lowest first: the schema's defaults, the model preset, the run file, the overrides. Whatever is wrong with any
+of them is a ConfigError that names the field, the value and what is allowed; nothing is allocated before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path as FilePath
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from phalanx.config.check import check_run
+from phalanx.config.document import MAX_BYTES, Document, Path, Value, parse_document, plain_scalar, show_value
+from phalanx.config.fields import nearest_names
+from phalanx.config.model import LanguageModel
+from phalanx.config.override import Override, apply_overrides, parse_overrides
+from phalanx.config.presets import load_preset, preset_names
+from phalanx.config.problems import Problem, config_error, explain, unknown_choice
+from phalanx.config.schema import Run
+from phalanx.errors import ConfigError
+
+RESOLVED_NAME = "run.yaml"
+"""Name of the resolved run file in a run folder; the folder may be given in place of the file."""
+
+
+def load_run(path: FilePath, overrides: Sequence[str] = ()) -> Run:
+    """Read a run file, or the resolved one of a run folder, and apply `section.field=value` overrides.
+
+    Raises ConfigError for anything a person can get wrong.
+    """
+    file = path / RESOLVED_NAME if path.is_dir() else path
+    if file != path and not file.exists():
+        raise ConfigError(f"folder {path} holds no {RESOLVED_NAME}; give a run file or a run folder")
+    return parse_run(_read(file), str(file), overrides)
+
+
+def parse_run(text: str, name: str, overrides: Sequence[str] = ()) -> Run:
+    """As `load_run`, for the text of a run file; `name` stands for it in messages."""
+    document = parse_document(text, name)
+    values = _top_level(document, name)
+    changes = parse_overrides(overrides)
+    _switch_preset(values, changes)
+    apply_overrides(values, changes)
+    locate = _locator(document, name, changes)
+    problems = _fill_from_preset(values)
+    try:
+        # JSON mode: strict, yet a list may become a tuple
+        run = Run.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        found = explain(error, values)
+        if problems:
+            found = [problem for problem in found if problem.path != ("model",)]
+        raise config_error(problems + found, locate) from None
+    problems += check_run(run)
+    if problems:
+        raise config_error(problems, locate)
+    return run
+
+
+def dump_run(run: Run) -> str:
+    """The run file with every field written out; it loads back to an equal `Run`, whatever the presets say by then.
+
+    Where a field of the model differs from its preset, a comment says what the preset has.
+    """
+    values = run.model_dump(mode="json")
+    model = _to_yaml({"model": values.pop("model")})
+    return _with_preset_comments(model, run) + "".join(f"\n{_to_yaml({key: value})}" for key, value in values.items())
+
+
+def _read(file: FilePath) -> str:
+    try:
+        with file.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
+        return raw.decode("utf-8-sig")
+    except FileNotFoundError:
+        problem = Problem((), f"run file {file} does not exist", _nearest_file(file))
+        raise config_error([problem]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"run file {file} is not UTF-8 text (byte {error.start})") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"run file {show_value(str(file))} cannot be read: {reason}") from None
+
+
+def _nearest_file(file: FilePath) -> str | None:
+    if not file.parent.is_dir():
+        return None
+    candidates = [path.name for path in file.parent.iterdir() if path.suffix in (".yaml", ".yml") or path.is_dir()]
+    matches = nearest_names(file.name, candidates)
+    return str(file.parent / matches[0]) if matches else None
+
+
+def _top_level(document: Document, name: str) -> dict[str, Value]:
+    if not isinstance(document.value, dict):
+        found = "is empty" if document.value is None else f"holds {show_value(document.value)}"
+        raise ConfigError(f"{name} {found}; a run file holds sections (model, data, layout, optimizer, training)")
+    # A section whose fields are all commented out reads as null
+    return {section: {} if fields is None else fields for section, fields in document.value.items()}
+
+
+def _switch_preset(values: dict[str, Value], changes: Sequence[Override]) -> None:
+    """Let go of what the file took from its own preset where the command line names another one.
+
+    Fields that say what the old preset says came from it (a resolved file writes them all out); fields that differ were
+    chosen, and stay.
+    """
+    model = values.get("model")
+    switched = [change.value for change in changes if change.path == ("model", "preset")]
+    if not switched or not isinstance(model, dict):
+        return
+    old, new = model.get("preset"), switched[-1]
+    if old is None and all(name in model for name, info in LanguageModel.model_fields.items() if info.is_required()):
+        text = f"model.preset={show_value(new)} would change nothing, since the run file gives the whole shape itself"
+        raise config_error([Problem((), text, f"model={{preset: {show_value(new)}}} in place of that shape")])
+    if old in preset_names() and old != new:
+        former = load_preset(str(old)).model().model_dump(mode="json")
+        values["model"] = {name: value for name, value in model.items() if name not in former or value != former[name]}
+
+
+def _fill_from_preset(values: dict[str, Value]) -> list[Problem]:
+    model = values.get("model")
+    if not isinstance(model, dict) or not isinstance(name := model.get("preset"), str):
+        return []
+    if name not in preset_names():
+        return [unknown_choice(("model", "preset"), name, "a preset (phalanx config list shows them)", preset_names())]
+    values["model"] = _merged(load_preset(name).fields, model)
+    return []
+
+
+def _merged(lower: dict[str, Value], upper: dict[str, Value]) -> dict[str, Value]:
+    merged = dict(lower)
+    for name, value in upper.items():
+        below = lower.get(name)
+        merged[name] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _locator(document: Document, name: str, changes: Sequence[Override]) -> Callable[[Path], str | None]:
+    def locate(path: Path) -> str | None:
+        if any(change.path[: len(path)] == path[: len(change.path)] for change in changes):
+            return None  # it comes from the command line, at least in part
+        while path and path not in document.lines:
+            path = path[:-1]
+        return f"{name}:{document.lines[path]}" if path else name
+
+    return locate
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `parse_document` reads back: no anchors, and quotes around text that looks like something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, None if plain_scalar(text) == text else '"')
+
+
+def _represent_list(dumper: _Dumper, items: list[Any]) -> yaml.SequenceNode:
+    of_scalars = not any(isinstance(item, list | dict) for item in items)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=of_scalars)
+
+
+_Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(list, _represent_list)
+
+
+def _to_yaml(values: Any) -> str:
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=False)
+
+
+def _with_preset_comments(text: str, run: Run) -> str:
+    name = run.model.preset
+    if name is None or name not in preset_names():
+        return text
+    here, preset = run.model.model_dump(mode="json"), load_preset(name).model().model_dump(mode="json")
+    lines = text.splitlines()
+    for field in (field for field in preset if preset[field] != here[field]):
+        index = next(i for i, line in enumerate(lines) if line.startswith(f"  {field}:"))
+        lines[index] += f"  # {name}: {show_value(preset[field])}"
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,51 @@
+"""Stopping in good order: a first Ctrl-C or SIGTERM ends the run after the current step, with a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import PhalanxError
+
+
+class Interrupted(PhalanxError):
+    """The run was asked to stop and has saved where it was. Ends with 128 + the signal's number, as shells expect."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
+
+
+class StopRequest:
+    """Turns the first SIGINT or SIGTERM into a wish to stop after the current step; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, _frame: FrameType | None) -> None:
+        self.signal_number = number
+        signal.signal(number, self._previous[number])
+
+    def agreed(self, device: torch.device) -> int:
+        """The signal that any rank was sent, or 0; the same answer on every rank."""
+        if not dist.is_initialized():
+            return self.signal_number
+        flag = torch.tensor(self.signal_number, device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return int(flag)

@@ -1,0 +1,190 @@
+"""Where metrics go while a run trains: the terminal and optional trackers. metrics.jsonl is always written (`run_dir`)."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from phalanx.config.schema import Run
+from phalanx.errors import ConfigError
+from phalanx.train.metrics import StepMetrics
+
+
+class Sink(Protocol):
+    """Something that takes each step's metrics."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Take one step's metrics."""
+
+    def note(self, text: str) -> None:
+        """Take one line about something that is no step."""
+
+    def close(self) -> None:
+        """Finish."""
+
+
+class ConsoleSink:
+    """A progress bar on a terminal, plain lines elsewhere; everything on stderr."""
+
+    def __init__(self, *, total_steps: int, first_step: int, every: int) -> None:
+        self.console = Console(stderr=True, highlight=False)
+        self.total_steps = total_steps
+        self.every = every
+        self._seconds: float | None = None
+        self._progress: Progress | None = None
+        if self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[line]}"),
+                console=self.console,
+            )
+            self._task = self._progress.add_task("train", total=total_steps, completed=first_step, line="")
+            self._progress.start()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show one step."""
+        # An average that forgets: the first step (compilation, warm-up) must not spoil the ETA for long.
+        last = metrics.step_seconds
+        self._seconds = last if self._seconds is None else 0.8 * self._seconds + 0.2 * last
+        eta = format_duration(self._seconds * (self.total_steps - metrics.step))
+        if self._progress is not None:
+            self._progress.update(self._task, completed=metrics.step, line=f"{_short(metrics)}  ETA {eta}")
+        if metrics.step % self.every == 0 or metrics.step == self.total_steps:
+            line = f"step {metrics.step}/{self.total_steps}  {_long(metrics)}  ETA {eta}"
+            if self._progress is None or self.every > 1:
+                self.note(line)
+
+    def note(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def _short(m: StepMetrics) -> str:
+    return f"loss {m.loss:.3f}  {m.tokens_per_second:,.0f} tok/s"
+
+
+def _long(m: StepMetrics) -> str:
+    parts = [f"loss {m.loss:.4f}", f"grad {m.grad_norm:.3g}", f"lr {m.lr:.2e}", f"{m.tokens_per_second:,.0f} tok/s"]
+    parts.append(f"{m.model_tflops:.3g} TFLOP/s")
+    shares = [
+        f"{m.mfu:.1%} of nominal" if m.mfu is not None else "",
+        f"{m.mfu_measured:.1%} of measured" if m.mfu_measured else "",
+    ]
+    if any(shares):
+        parts.append("MFU " + ", ".join(s for s in shares if s))
+    if m.memory_peak_gib is not None:
+        parts.append(f"mem {m.memory_now_gib:.1f} peak {m.memory_peak_gib:.1f} GiB")
+    parts.append(f"data wait {m.data_wait_seconds / m.step_seconds:.1%}")
+    if not m.updated:
+        parts.append("NOT UPDATED: gradient not finite")
+    return "  ".join(parts)
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+class TensorBoardSink:
+    """TensorBoard event files in the run directory."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        # Imported on use: it takes seconds that a run without TensorBoard need not spend.
+        writer_class = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        self._writer = writer_class(str(folder), purge_step=first_step + 1)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Write every number of the step."""
+        for name, value in metrics.as_dict().items():
+            if isinstance(value, int | float) and name != "step":
+                self._writer.add_scalar(f"train/{name}", value, metrics.step)
+
+    def note(self, text: str) -> None:
+        """Notes are for people at a terminal."""
+
+    def close(self) -> None:
+        """Flush to disk."""
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases; WANDB_MODE=offline works without a network."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        wandb = _optional("wandb", "wandb", f"training.wandb={run.training.wandb}")
+        self._run = wandb.init(
+            project=run.training.wandb,
+            dir=str(folder),
+            name=folder.name,
+            id=folder.name,
+            resume="allow",
+            config=run.model_dump(mode="json"),
+        )
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Log the step."""
+        self._run.log(metrics.as_dict(), step=metrics.step)
+
+    def note(self, text: str) -> None:
+        """Notes are for people at a terminal."""
+
+    def close(self) -> None:
+        """Finish the W&B run."""
+        self._run.finish()
+
+
+class MlflowSink:
+    """MLflow; the tracking place is MLflow's own setting."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        self._mlflow = _optional("mlflow", "mlflow", f"training.mlflow={run.training.mlflow}")
+        self._mlflow.set_experiment(run.training.mlflow)
+        self._mlflow.start_run(run_name=folder.name)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Log the step's numbers."""
+        values = {k: float(v) for k, v in metrics.as_dict().items() if isinstance(v, int | float)}
+        self._mlflow.log_metrics(values, step=metrics.step)
+
+    def note(self, text: str) -> None:
+        """Notes are for people at a terminal."""
+
+    def close(self) -> None:
+        """Finish the MLflow run."""
+        self._mlflow.end_run()
+
+
+def _optional(module: str, extra: str, asked_by: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{asked_by} needs the package {module}; install the extra: pip install 'phalanx-train[{extra}]'"
+        ) from error
+
+
+def open_sinks(run: Run, folder: Path, first_step: int) -> list[Sink]:
+    """The sinks the run file asks for, for a run that goes on after `first_step`."""
+    training = run.training
+    sinks: list[Sink] = []
+    if training.tensorboard:
+        sinks.append(TensorBoardSink(folder / "tensorboard", first_step))
+    if training.wandb is not None:
+        sinks.append(WandbSink(run, folder))
+    if training.mlflow is not None:
+        sinks.append(MlflowSink(run, folder))
+    # The terminal last: its progress bar starts only when nothing can fail any more.
+    sinks.append(ConsoleSink(total_steps=training.steps, first_step=first_step, every=training.log_every))
+    return sinks

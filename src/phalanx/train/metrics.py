@@ -1,0 +1,112 @@
+"""What a step is measured by, and the figures derived from it. A figure always goes with what it counts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from phalanx import compat
+from phalanx.cluster.device import device_name, find_facts, measure_matmul_tflops
+from phalanx.config.schema import Run
+from phalanx.models.language.sizes import model_flops_per_token
+from phalanx.train.step import StepResult
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of metrics.jsonl. None where the device does not tell, or the table has no peak for it."""
+
+    step: int
+    loss: float
+    """Mean training loss per target over the global batch, nats."""
+    grad_norm: float
+    """2-norm of the gradient before clipping."""
+    lr: float
+    tokens: int
+    """Tokens trained on since the start of the run, this step included."""
+    step_seconds: float
+    """Wall time of the step with all its waiting: for data, and for the checkpoint taken since the step before."""
+    tokens_per_second: float
+    """Over all ranks."""
+    model_tflops: float
+    """Model TFLOP/s of one device, by the convention of `training.flops`."""
+    mfu: float | None
+    """model_tflops over the nominal peak."""
+    mfu_measured: float | None
+    """model_tflops over the matmul rate measured on this device at the start."""
+    memory_now_gib: float | None
+    memory_peak_gib: float | None
+    data_wait_seconds: float
+    """Part of step_seconds spent waiting for the batch."""
+    checkpoint_stall_seconds: float
+    """Part of step_seconds spent waiting for a checkpoint."""
+    updated: bool
+    """False when the step left the parameters alone because the gradient was not finite."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Matmul peaks of one device at the run's precision, TFLOP/s."""
+
+    nominal: float | None
+    """Vendor's dense figure (or `cluster.peak_tflops`); None for a device the table does not know."""
+    measured: float | None
+    """A large square matmul on this device, now."""
+
+
+def find_peaks(run: Run, device: torch.device, dtype: torch.dtype) -> Peaks:
+    """Nominal peak from the run file or the device table, and the measured one."""
+    facts = find_facts(device_name(device))
+    nominal = run.cluster.peak_tflops or (facts.peak_tflops.get(run.layout.precision) if facts else None)
+    return Peaks(nominal, measure_matmul_tflops(device, dtype))
+
+
+class StepMeter:
+    """Turns what the step gave and how long it took into `StepMetrics`."""
+
+    def __init__(self, run: Run, *, global_batch: int, world_size: int, device: torch.device, peaks: Peaks) -> None:
+        self.tokens_per_step = global_batch * run.data.sequence_length
+        self.flops_per_token = model_flops_per_token(run.model, run.data.sequence_length, run.training.flops)
+        self.world_size = world_size
+        self.device = device
+        self.peaks = peaks
+
+    def measure(
+        self,
+        *,
+        step: int,
+        result: StepResult,
+        lr: float,
+        seconds: float,
+        data_wait: float,
+        checkpoint_stall: float,
+    ) -> StepMetrics:
+        """Metrics of one step that took `seconds`, those spent on waiting for data and checkpoint included."""
+        rate = self.tokens_per_step / seconds
+        tflops = rate * self.flops_per_token / self.world_size / 1e12
+        memory = compat.memory_statistics(self.device)
+        return StepMetrics(
+            step=step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            tokens=step * self.tokens_per_step,
+            step_seconds=seconds,
+            tokens_per_second=rate,
+            model_tflops=tflops,
+            mfu=tflops / self.peaks.nominal if self.peaks.nominal else None,
+            mfu_measured=tflops / self.peaks.measured if self.peaks.measured else None,
+            memory_now_gib=memory["now"] / GIB if memory else None,
+            memory_peak_gib=memory["peak"] / GIB if memory else None,
+            data_wait_seconds=data_wait,
+            checkpoint_stall_seconds=checkpoint_stall,
+            updated=result.updated,
+        )

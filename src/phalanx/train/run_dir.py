@@ -1,0 +1,145 @@
+"""The run directory: one folder that holds everything a run leaves behind.
+
+    run.yaml        resolved run file          metrics.jsonl   one object a step
+    machine.json    where it ran               events.jsonl    starts, resumes, checkpoints, evaluations, samples
+    checkpoints/    see train.checkpoint       tensorboard/  profile/  memory/   when asked for
+
+A resumed run continues metrics.jsonl without a gap or a repeat: lines past the checkpoint it starts from are dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from phalanx import __version__
+from phalanx.cluster.device import device_name
+from phalanx.errors import PhalanxError
+from phalanx.train.metrics import GIB, Peaks
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by a file holding `text`; a crash leaves the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+class JsonLines:
+    """A file of one JSON object a line, written line by line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+
+    def drop_after(self, step: int) -> None:
+        """Forget objects of later steps than `step`, and a last line torn by a kill."""
+        if not self.path.exists():
+            return
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        if kept != lines:
+            write_atomically(self.path, "".join(kept))
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add one object; it has reached the operating system when this returns."""
+        if self._file is None:
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Force what was written onto the disk, so that no checkpoint is newer than its metrics."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class RunDirectory:
+    """Paths and small files of one run directory. Only the first rank writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = JsonLines(path / "metrics.jsonl")
+        self.events = JsonLines(path / "events.jsonl")
+
+    @property
+    def run_file(self) -> Path:
+        """The resolved run file."""
+        return self.path / "run.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The checkpoints' folder."""
+        return self.path / "checkpoints"
+
+    def create(self) -> None:
+        """Make the folder. Raises PhalanxError when it cannot be made or written."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PhalanxError(
+                f"run directory {self.path} cannot be made: {error.strerror}; choose another --run-dir"
+            ) from error
+        if not os.access(self.path, os.W_OK):
+            raise PhalanxError(f"run directory {self.path} is not writable; choose another --run-dir")
+
+    def rewind(self, step: int) -> None:
+        """Make the logs end at `step`, the step of the checkpoint that the run goes on from."""
+        self.metrics.drop_after(step)
+        self.events.drop_after(step)
+
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        """Add an event with the present time."""
+        self.events.append(
+            {"kind": kind, "step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), **fields}
+        )
+
+    def close(self) -> None:
+        """Close the log files."""
+        self.metrics.close()
+        self.events.close()
+
+
+def describe_machine(device: torch.device, world_size: int, peaks: Peaks, flops_convention: str) -> dict[str, Any]:
+    """What machine.json holds: device, host and versions, and the peaks that MFU figures refer to."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "device": _cpu_name() if device.type == "cpu" else device_name(device),
+        "device_type": device.type,
+        "device_count": world_size,
+        "host": platform.node(),
+        "system": platform.platform(),
+        "cpu": _cpu_name(),
+        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(pages / GIB, 1),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "phalanx": __version__,
+        "peak_tflops_nominal": peaks.nominal,
+        "peak_tflops_measured": peaks.measured,
+        "flops_convention": flops_convention,
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

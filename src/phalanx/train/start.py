@@ -1,0 +1,174 @@
+"""From a run file to a training loop: builds the parts on this rank and decides where the run begins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
+
+from phalanx.cluster.device import choose_device
+from phalanx.config.load import dump_run
+from phalanx.config.schema import Run
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.layout.apply import PRECISIONS, apply_layout
+from phalanx.layout.attention import AttentionChoice, AttentionShape, choose_attention
+from phalanx.layout.mesh import Ranks, build_mesh, join_process_group, ranks_from_environment
+from phalanx.layout.spec import ResolvedLayout, resolve_layout
+from phalanx.models.language.decoder import Decoder
+from phalanx.train.checkpoint import (
+    CheckpointStore,
+    RunLock,
+    collect_tensors,
+    materialise_optimizer_state,
+    set_rng_state,
+)
+from phalanx.train.inputs import open_inputs
+from phalanx.train.logs import open_sinks
+from phalanx.train.metrics import StepMeter, find_peaks
+from phalanx.train.optimizer import build_optimizer
+from phalanx.train.run_dir import RunDirectory, describe_machine, write_atomically
+from phalanx.train.trainer import Parts, Trainer
+
+
+def train(run: Run, run_dir: Path) -> None:
+    """Train `run` in `run_dir`, from wherever `training.resume` says, to its last step.
+
+    Raises ConfigError before anything is allocated when the run cannot be laid out on the ranks that were started,
+    DataError and CheckpointError when what is on disk is not usable, Interrupted when asked to stop.
+    """
+    ranks = ranks_from_environment()
+    layout = resolve_layout(run, ranks.world_size)
+    device = choose_device(run.cluster.device, ranks.local_rank)
+    join_process_group(ranks, device)
+    try:
+        directory = RunDirectory(run_dir)
+        directory.create()
+        with RunLock(run_dir):
+            _train(run, layout, ranks, device, directory)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _train(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device, directory: RunDirectory) -> None:
+    if run.training.deterministic:
+        torch.use_deterministic_algorithms(True)
+    inputs = open_inputs(run, layout, ranks, device)
+    attention = _agree_on_attention(run, layout, device)
+    store = CheckpointStore(
+        directory.checkpoints, keep_last=run.checkpoint.keep_last, keep_every=run.checkpoint.keep_every
+    )
+    mesh = build_mesh(layout, device) if ranks.world_size > 1 else None
+    model = apply_layout(run, mesh, device, attention)
+    optimizer = build_optimizer(model, run.optimizer)
+    scaler = GradScaler(device.type) if run.layout.precision == "fp16" else None
+    first_step = _begin(run, store, model, optimizer, scaler, inputs.stream.fingerprint)
+    peaks = find_peaks(run, device, PRECISIONS[run.layout.precision])
+    if ranks.first:
+        directory.rewind(first_step)
+        write_atomically(directory.run_file, dump_run(run))
+        machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
+        write_atomically(directory.path / "machine.json", json.dumps(machine, indent=1) + "\n")
+        directory.event("resume" if first_step else "start", first_step, attention=attention.name)
+    inputs.stream.seek(first_step)
+    parts = Parts(
+        run=run,
+        layout=layout,
+        ranks=ranks,
+        device=device,
+        attention=attention,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        stream=inputs.stream,
+        evaluator=inputs.evaluator,
+        store=store,
+        directory=directory,
+        meter=StepMeter(run, global_batch=layout.global_batch, world_size=ranks.world_size, device=device, peaks=peaks),
+        sinks=open_sinks(run, directory.path, first_step) if ranks.first else [],
+    )
+    try:
+        Trainer(parts, first_step).train()
+    finally:
+        inputs.stream.close()
+        for sink in parts.sinks:
+            sink.close()
+        store.close()
+        directory.close()
+
+
+def _agree_on_attention(run: Run, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
+    """Choose on the first rank and tell the others: all must run the same arithmetic."""
+    dtype = PRECISIONS[run.layout.precision]
+    shape = AttentionShape(layout.microbatch, run.data.sequence_length, dtype, run.data.document_mask)
+    if not dist.is_initialized():
+        return choose_attention(run.training.attention, run.model, shape, device)
+    choice = [choose_attention(run.training.attention, run.model, shape, device)] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(choice, src=0)
+    assert choice[0] is not None
+    return choice[0]
+
+
+def _begin(
+    run: Run,
+    store: CheckpointStore,
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    scaler: GradScaler | None,
+    data_fingerprint: str,
+) -> int:
+    """Load the checkpoint the run goes on from, if any; returns the last step already done."""
+    resume = run.training.resume
+    newest = store.newest()
+    if resume == "never" and newest is not None:
+        raise CheckpointError(
+            f"training.resume=never, but {store.root} holds a checkpoint of step {newest.step}; "
+            f"choose another --run-dir or training.resume=auto"
+        )
+    elsewhere = resume not in ("auto", "must", "never") and newest is None
+    if newest is None and not elsewhere:
+        if resume == "must":
+            raise CheckpointError(
+                f"training.resume=must, but {store.root} holds no whole checkpoint; use training.resume=auto"
+            )
+        if run.training.init_from is not None:
+            load_weights(Path(run.training.init_from), model)
+        return 0
+    source = CheckpointStore.open(Path(resume)) if elsewhere else store
+    materialise_optimizer_state(optimizer)
+    loaded = source.load_newest_usable(collect_tensors(model, optimizer))
+    if loaded is None:
+        raise CheckpointError(f"training.resume={resume}: no whole checkpoint there")
+    checkpoint, state = loaded
+    _check_same_run(run, state, data_fingerprint, str(checkpoint.path))
+    if scaler is not None and state["scaler"] is not None:
+        scaler.load_state_dict(state["scaler"])
+    set_rng_state(state["rng"])
+    return int(state["step"])
+
+
+def _check_same_run(run: Run, state: dict[str, Any], data_fingerprint: str, where: str) -> None:
+    """Refuse to go on with other samples than the run began with: the steps done would no longer mean anything."""
+    if state["data_fingerprint"] != data_fingerprint:
+        raise ConfigError(
+            f"{where} was trained on other data, weights of sources, seed, sequence length or global batch than this run "
+            f"file asks for; put them back, or start a new run with training.init_from={where}"
+        )
+    if state["step"] > run.training.steps:
+        raise ConfigError(
+            f"{where} is at step {state['step']}, past training.steps={run.training.steps}; raise training.steps"
+        )
+
+
+def load_weights(path: Path, model: Decoder) -> None:
+    """Fill `model` with the weights of the newest checkpoint at `path`, whatever else that checkpoint holds."""
+    store = CheckpointStore.open(path)
+    newest = store.newest()
+    if newest is None:
+        raise CheckpointError(f"training.init_from={path}: no whole checkpoint there")
+    tensors = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
+    store.load(newest, tensors)

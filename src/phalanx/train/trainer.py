@@ -1,0 +1,197 @@
+"""The training loop: decides when to log, evaluate, save and stop. `train.start` builds what it joins."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from phalanx import __version__
+from phalanx.config.load import dump_run
+from phalanx.config.schema import Run
+from phalanx.data.language.batches import TokenBatchStream
+from phalanx.errors import PhalanxError
+from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.mesh import Ranks
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.models.language.decoder import Decoder
+from phalanx.train.checkpoint import CheckpointStore, collect_tensors, rng_state
+from phalanx.train.evaluator import Evaluator
+from phalanx.train.interrupt import Interrupted, StopRequest
+from phalanx.train.logs import Sink, format_duration
+from phalanx.train.metrics import StepMeter, StepMetrics
+from phalanx.train.optimizer import set_learning_rate
+from phalanx.train.profile import Probes
+from phalanx.train.run_dir import RunDirectory
+from phalanx.train.schedule import learning_rate
+from phalanx.train.step import TrainStep
+
+
+@dataclass
+class Parts:
+    """Everything a training loop joins, built for one run on this rank."""
+
+    run: Run
+    layout: ResolvedLayout
+    ranks: Ranks
+    device: torch.device
+    attention: AttentionChoice
+    model: Decoder
+    optimizer: torch.optim.Optimizer
+    scaler: GradScaler | None
+    stream: TokenBatchStream
+    evaluator: Evaluator
+    store: CheckpointStore
+    directory: RunDirectory
+    meter: StepMeter
+    sinks: list[Sink]
+
+
+class Trainer:
+    """Trains from `first_step` (the last step already done) to the run's last step."""
+
+    def __init__(self, parts: Parts, first_step: int) -> None:
+        self.parts = parts
+        self.run = parts.run
+        self.step = first_step
+        self.saved_step = first_step if first_step else -1
+        self.stall = 0.0
+        self.probes = Probes(parts.run.training, parts.directory.path, parts.device, parts.ranks.rank)
+        self.train_step = TrainStep(
+            parts.model,
+            parts.optimizer,
+            device=parts.device,
+            microbatch=parts.layout.microbatch,
+            seed=parts.run.training.seed,
+            grad_clip=parts.run.optimizer.grad_clip,
+            scaler=parts.scaler,
+        )
+
+    def train(self) -> None:
+        """Run the remaining steps; always leaves a checkpoint of the last step done, unless a step failed.
+
+        Raises Interrupted after a first SIGINT or SIGTERM, and PhalanxError on a non-finite step under
+        `training.on_nonfinite=stop`.
+        """
+        start = time.perf_counter()
+        with StopRequest() as stop, self.parts.attention.active():
+            for step in range(self.step + 1, self.run.training.steps + 1):
+                self._one_step(step)
+                signal_number = stop.agreed(self.parts.device)
+                if signal_number:
+                    self._stop(signal_number)
+            self._evaluate(self.step)
+            self._save(final=True)
+        self._event("end", seconds=time.perf_counter() - start)
+        self._note(f"trained to step {self.step} in {format_duration(time.perf_counter() - start)}")
+
+    def _one_step(self, step: int) -> None:
+        rate = learning_rate(self.run.optimizer, step, self.run.training.steps)
+        set_learning_rate(self.parts.optimizer, rate)
+        self.probes.before(step)
+        start = time.perf_counter()
+        batch = self.parts.stream.next()
+        wait = time.perf_counter() - start
+        result = self.train_step.run(step, batch)
+        seconds = time.perf_counter() - start + self.stall
+        for path in self.probes.after(step):
+            self._note(f"wrote {path}")
+        metrics = self.parts.meter.measure(
+            step=step,
+            result=result,
+            lr=rate,
+            seconds=seconds,
+            data_wait=wait,
+            checkpoint_stall=self.stall,
+        )
+        self._check_finite(metrics)
+        self.step = step
+        # The line is on disk before a checkpoint of the same step can be: a resumed run then has no gap.
+        self._log(metrics)
+        self.stall = 0.0
+        if step < self.run.training.steps:
+            if _due(step, self.run.checkpoint.every):
+                self.stall = self._save()
+            if _due(step, self.run.evaluation.every):
+                self._evaluate(step)
+
+    def _check_finite(self, metrics: StepMetrics) -> None:
+        # Under dynamic loss scaling an overflow now and then is how the scale is found.
+        if metrics.updated or self.run.training.on_nonfinite == "skip" or self.parts.scaler is not None:
+            return
+        self._log(metrics)
+        raise PhalanxError(
+            f"step {metrics.step}: loss={metrics.loss} gradient norm={metrics.grad_norm} is not finite; stopped before "
+            f"the update. Resume with a lower optimizer.lr, or with training.on_nonfinite=skip"
+        )
+
+    def _save(self, *, final: bool = False) -> float:
+        """Checkpoint the present step; returns the seconds training stood still for it."""
+        if self.saved_step == self.step:
+            self.parts.store.wait()
+            return 0.0
+        start = time.perf_counter()
+        if self.parts.ranks.first:
+            self.parts.directory.metrics.sync()
+        handle = self.parts.store.save(
+            self.step,
+            collect_tensors(self.parts.model, self.parts.optimizer),
+            self._state(),
+            asynchronous=self.run.checkpoint.asynchronous and not final,
+        )
+        self.saved_step = self.step
+        stall = time.perf_counter() - start
+        self._event("checkpoint", path=str(handle.path), stall_seconds=round(stall, 4))
+        if final:
+            self._note(f"checkpoint {handle.path}")
+        return stall
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "data_fingerprint": self.parts.stream.fingerprint,
+            "scaler": None if self.parts.scaler is None else self.parts.scaler.state_dict(),
+            "rng": rng_state(),
+            "run": dump_run(self.run),
+            "phalanx": __version__,
+            "torch": torch.__version__,
+        }
+
+    def _evaluate(self, step: int) -> None:
+        held_out, sample = self.parts.evaluator.evaluate(self.parts.model)
+        if held_out is not None:
+            self._event("evaluation", **held_out.as_dict())
+            self._note(f"step {step}  {held_out}")
+        if sample is not None:
+            self._event("sample", prompt=self.run.evaluation.prompt, text=sample)
+            self._note(f"sample: {self.run.evaluation.prompt}{sample}")
+
+    def _stop(self, signal_number: int) -> None:
+        self._save(final=True)
+        raise Interrupted(
+            f"stopped by signal {signal_number} after step {self.step}, checkpoint written; "
+            f"the same command goes on from there",
+            signal_number,
+        )
+
+    def _log(self, metrics: StepMetrics) -> None:
+        if not self.parts.ranks.first:
+            return
+        self.parts.directory.metrics.append(metrics.as_dict())
+        for sink in self.parts.sinks:
+            sink.step(metrics)
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        if self.parts.ranks.first:
+            self.parts.directory.event(kind, self.step, **fields)
+
+    def _note(self, text: str) -> None:
+        for sink in self.parts.sinks:
+            sink.note(text)
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

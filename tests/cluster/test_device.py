@@ -1,0 +1,50 @@
+import pytest
+import torch
+
+from phalanx.cluster.device import choose_device, device_name, find_facts, known_devices, measure_matmul_tflops
+from phalanx.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("reported", "name", "bf16"),
+    [
+        ("NVIDIA H200", "H200", 989),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM", 989.5),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB", 312),
+        ("AMD Instinct MI250X", "MI250X GCD", 191.5),
+        ("AMD Instinct MI250X / MI250", "MI250X GCD", 191.5),
+        ("AMD Instinct MI300X", "MI300X", 1307.4),
+    ],
+)
+def test_names_that_drivers_report_find_their_device(reported: str, name: str, bf16: float) -> None:
+    facts = find_facts(reported)
+    assert facts is not None
+    assert (facts.name, facts.peak_tflops["bf16"]) == (name, bf16)
+
+
+def test_an_unknown_device_gets_no_guess() -> None:
+    assert find_facts("Some Future Accelerator") is None
+    assert find_facts("cpu") is None
+
+
+def test_no_entry_is_hidden_by_one_before_it() -> None:
+    for match, facts in known_devices():
+        for part in match:
+            assert find_facts(part) == facts, part
+
+
+def test_cpu_can_always_be_asked_for() -> None:
+    assert choose_device("cpu") == torch.device("cpu")
+    assert device_name(torch.device("cpu")) == "cpu"
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator to fall back to")
+def test_without_an_accelerator_auto_is_the_cpu_and_others_are_refused() -> None:
+    assert choose_device("auto").type == "cpu"
+    with pytest.raises(ConfigError, match=r"cluster\.device=cuda cannot be used.*allowed here: auto, cpu"):
+        choose_device("cuda")
+
+
+def test_the_matmul_measurement_counts_real_work() -> None:
+    rate = measure_matmul_tflops(torch.device("cpu"), torch.float32, size=256)
+    assert 1e-4 < rate < 1e3

@@ -1,0 +1,39 @@
+"""The table of fields that messages, the printed reference and the guide are made from."""
+
+from phalanx.config.fields import all_fields, nearest_field, sections
+
+
+def test_every_field_is_described() -> None:
+    for field in all_fields().values():
+        assert field.description.endswith("."), field.name
+        assert field.allowed, field.name
+    for section in sections():
+        assert section.description, section.name
+
+
+def test_types_and_bounds_in_words() -> None:
+    allowed = {name: field.allowed for name, field in all_fields().items()}
+    assert allowed["layout.microbatch"] == "a whole number of at least 1"
+    assert allowed["layout.dp_shard"] == "a whole number of at least 1, or auto"
+    assert allowed["data.prefetch"] == "a whole number from 0 to 64"
+    assert allowed["model.dropout"] == "a number of at least 0 and less than 1"
+    assert allowed["optimizer.no_decay"] == "a list, each norm, bias or embedding"
+    assert allowed["training.compile"] == "true, false or auto"
+    assert allowed["training.profile"] == "a mapping with first and last, or null"
+    assert allowed["data.sources.N.weight"] == "a number greater than 0"
+
+
+def test_defaults_as_in_a_run_file() -> None:
+    fields = all_fields()
+    assert fields["training.steps"].required and fields["training.steps"].default is None
+    assert fields["optimizer.betas"].default == "[0.9, 0.95]"
+    assert fields["training.profile"].default == "null"
+
+
+def test_nearest_names() -> None:
+    assert nearest_field("layout.microbach") == "layout.microbatch"
+    assert nearest_field("training.lr") == "optimizer.lr"
+    assert nearest_field("warmup_step") == "optimizer.warmup_steps"
+    assert nearest_field("optimiser") == "optimizer"
+    assert nearest_field("data.sources.N.pth") == "data.sources.N.path"
+    assert nearest_field("layout.zzzz") is None
