@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def matmul_wide(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,3 +65,10 @@ def update_scaled(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tenso
         optimizer.step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
+    """Where this rank's part of `tensor` begins in the whole, by dim. Each rank must hold one contiguous box of it."""
+    chunks = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    assert len(chunks) == 1, tensor
+    return tuple(chunks[0].offsets)

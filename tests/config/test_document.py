@@ -26,6 +26,7 @@ from phalanx.errors import ConfigError
         ("2026-01-01", "2026-01-01"),
         ("0x10", "0x10"),
         (".inf", ".inf"),
+        ("1e999", "1e999"),
         ("1_", "1_"),
         ("9" * 5000, "9" * 5000),
         ("bf16", "bf16"),
@@ -53,13 +54,22 @@ def test_lines_of_values() -> None:
     [
         ("a: 1\nb: 2\na: 3", "a is given twice, first on line 1 (f.yaml:3)"),
         ("a:\n  b: 1\n  b: 1", "a.b is given twice, first on line 2 (f.yaml:3)"),
-        ("a: &x 1\nb: *x", "anchors and aliases (&name, *name) are not read in run files; write the value out (f.yaml:1)"),
+        (
+            "a: &x 1\nb: *x",
+            "anchors and aliases (&name, *name) are not read in run files; write the value out (f.yaml:1)",
+        ),
         ("a: !!int 3", "tags (tag:yaml.org,2002:int) are not read in run files (f.yaml:1)"),
         ("a: !!python/object/apply:os.system [x]", "tags (tag:yaml.org,2002:python/object/apply:os.system)"),
         ("a: 1\n---\nb: 2", "a run file holds one document, here a second one begins (f.yaml:2)"),
         ("? [1]\n: 2", "a field name must be plain text (f.yaml:1)"),
-        ("a: [1", "not valid YAML: expected ',' or ']', but got '<stream end>' while parsing a flow sequence (f.yaml:1)"),
-        ("a:\n\tb: 1", "found character '\\t' that cannot start any token while scanning for the next token (f.yaml:2)"),
+        (
+            "a: [1",
+            "not valid YAML: expected ',' or ']', but got '<stream end>' while parsing a flow sequence (f.yaml:1)",
+        ),
+        (
+            "a:\n\tb: 1",
+            "found character '\\t' that cannot start any token while scanning for the next token (f.yaml:2)",
+        ),
         ("a: \x01", "special characters are not allowed"),
         ('a: "\\ud800"', "half of a surrogate pair is not text (f.yaml:1)"),
         ("[" * 5000, "nested more than 20 deep (f.yaml:1)"),

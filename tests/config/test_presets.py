@@ -7,8 +7,26 @@ from phalanx.config.presets import PublishedCount, load_preset, preset_names
 from phalanx.models.language.decoder import Decoder
 from phalanx.models.language.sizes import parameter_count
 
-WANTED = """gpt-1.4b gpt-22b gpt-175b gpt-1t gpt2 llama3-8b llama3-70b llama3-405b lumi-140b
-mpt-125m mpt-350m mpt-760m mpt-1b mpt-3b mpt-7b mpt-13b mpt-30b mpt-70b""".split()
+WANTED = [
+    "gpt-1.4b",
+    "gpt-22b",
+    "gpt-175b",
+    "gpt-1t",
+    "gpt2",
+    "llama3-8b",
+    "llama3-70b",
+    "llama3-405b",
+    "lumi-140b",
+    "mpt-125m",
+    "mpt-350m",
+    "mpt-760m",
+    "mpt-1b",
+    "mpt-3b",
+    "mpt-7b",
+    "mpt-13b",
+    "mpt-30b",
+    "mpt-70b",
+]
 
 EXACT = {
     "gpt2": 124_439_808,
@@ -31,7 +49,7 @@ def test_every_published_run_has_its_preset() -> None:
 
 def test_families_stand_together_small_before_large() -> None:
     mpt = [name for name in preset_names() if name.startswith("mpt-")]
-    assert mpt == [f"mpt-{size}" for size in "125m 350m 760m 1b 3b 7b 13b 30b 70b".split()]
+    assert mpt == [f"mpt-{size}" for size in ["125m", "350m", "760m", "1b", "3b", "7b", "13b", "30b", "70b"]]
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -3,10 +3,10 @@
 from typing import Any
 
 import yaml
-from config.run_text import RUN
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from config.run_text import RUN
 from phalanx.config.fields import all_fields, sections
 from phalanx.config.load import dump_run, parse_run
 from phalanx.errors import ConfigError
@@ -14,12 +14,22 @@ from phalanx.errors import ConfigError
 FIELD_NAMES = [name.replace(".N.", ".0.") for name in all_fields()]
 SECTION_NAMES = [section.name for section in sections()]
 
-words = st.sampled_from(["auto", "null", "true", "no", "bf16", "gpt2", "mpt-125m", "524288 tokens", ".inf", "1e999", "~", "-1", "0"])
+words = st.sampled_from(
+    ["auto", "null", "true", "no", "bf16", "gpt2", "mpt-125m", "524288 tokens", ".inf", "1e999", "~", "-1", "0"]
+)
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | words
-values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3), max_leaves=6)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
 names = st.sampled_from(FIELD_NAMES + SECTION_NAMES) | st.text(max_size=12)
-written = values.map(lambda value: yaml.dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip())
-overrides = st.lists(st.builds("{}={}".format, names, written | st.text(max_size=20)) | st.text(max_size=20), max_size=4)
+written = values.map(
+    lambda value: yaml.dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
+)
+overrides = st.lists(
+    st.builds("{}={}".format, names, written | st.text(max_size=20)) | st.text(max_size=20), max_size=4
+)
 
 quick = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
@@ -49,7 +59,8 @@ def test_any_text(text: str) -> None:
 
 def run_trees() -> st.SearchStrategy[dict[str, Any]]:
     section_values = {
-        section.name: st.dictionaries(st.sampled_from([field.leaf for field in section.fields]), values, max_size=4) | values
+        section.name: st.dictionaries(st.sampled_from([field.leaf for field in section.fields]), values, max_size=4)
+        | values
         for section in sections()
     }
     return st.fixed_dictionaries({}, optional=section_values)

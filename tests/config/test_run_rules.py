@@ -1,8 +1,8 @@
 """Rules between sections, and the global batch."""
 
 import pytest
-from config.run_text import RUN
 
+from config.run_text import RUN
 from phalanx.config.check import check_run, global_batch_samples
 from phalanx.config.load import parse_run
 from phalanx.errors import ConfigError
@@ -23,7 +23,8 @@ from phalanx.errors import ConfigError
         ),
         (
             ["layout.global_batch=100 tokens"],
-            "layout.global_batch=100 tokens is not a multiple of data.sequence_length=2048\nnearest: 2048 tokens (1 samples)",
+            "layout.global_batch=100 tokens is not a multiple of data.sequence_length=2048\n"
+            "nearest: 2048 tokens (1 samples)",
         ),
         (
             ["layout.microbatch=3"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from phalanx.config.document import Path
+from phalanx.config.document import FieldPath
 from phalanx.config.fields import nearest_names
 from phalanx.config.problems import Problem, config_error
 from phalanx.config.schema import Run
@@ -74,7 +74,7 @@ def _batch_in_tokens(run: Run) -> Iterator[Problem]:
 
 def _schedule(run: Run) -> Iterator[Problem]:
     optimizer, steps = run.optimizer, run.training.steps
-    path: Path = ("optimizer", "warmup_steps")
+    path: FieldPath = ("optimizer", "warmup_steps")
     stated = f"optimizer.warmup_steps={optimizer.warmup_steps}"
     if optimizer.warmup_steps > steps:
         yield Problem(path, f"{stated} is more than training.steps={steps}", f"optimizer.warmup_steps={steps}")
@@ -103,7 +103,7 @@ def _checkpoints(run: Run) -> Iterator[Problem]:
     every, keep = run.checkpoint.every, run.checkpoint.keep_every
     if keep is None:
         return
-    path: Path = ("checkpoint", "keep_every")
+    path: FieldPath = ("checkpoint", "keep_every")
     if every is None:
         yield Problem(path, f"checkpoint.keep_every={keep} has no effect while checkpoint.every is null")
     elif keep % every:

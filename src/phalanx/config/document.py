@@ -8,6 +8,7 @@ large one. Knows nothing of the schema.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ MAX_DEPTH = 20
 
 Scalar = str | int | float | bool | None
 Value = Scalar | list["Value"] | dict[str, "Value"]
-Path = tuple[str | int, ...]
+FieldPath = tuple[str | int, ...]
 
 # Bounded in length: no field wants more digits, Python refuses to convert very many, and products must fit a float.
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]{0,25}")
@@ -35,7 +36,7 @@ class Document:
     """A parsed YAML document: its value, and the line (from 1) on which the value at each path begins."""
 
     value: Value
-    lines: dict[Path, int]
+    lines: dict[FieldPath, int]
 
 
 def parse_document(text: str, name: str) -> Document:
@@ -61,7 +62,8 @@ def plain_scalar(text: str) -> Scalar:
         return _WORDS[text.lower()]
     if _INTEGER.fullmatch(text) and not text.endswith("_"):
         return int(text.replace("_", ""))
-    return float(text) if _FLOAT.fullmatch(text) else text
+    number = float(text) if _FLOAT.fullmatch(text) else math.inf
+    return number if math.isfinite(number) else text
 
 
 def show_value(value: object, width: int = 60) -> str:
@@ -99,7 +101,7 @@ class _Composer:
 
     def __init__(self, events: Iterator[yaml.Event]) -> None:
         self.events = events
-        self.lines: dict[Path, int] = {}
+        self.lines: dict[FieldPath, int] = {}
 
     def document(self) -> Document:
         value: Value = None
@@ -112,7 +114,7 @@ class _Composer:
                 value = self.value(next(self.events), ())
         return Document(value, self.lines)
 
-    def value(self, event: yaml.Event, path: Path) -> Value:
+    def value(self, event: yaml.Event, path: FieldPath) -> Value:
         self.lines[path] = _line(event)
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             self.fail(event, "anchors and aliases (&name, *name) are not read in run files; write the value out")
@@ -128,7 +130,7 @@ class _Composer:
         assert isinstance(event, yaml.ScalarEvent)
         return self.scalar(event)
 
-    def mapping(self, path: Path) -> dict[str, Value]:
+    def mapping(self, path: FieldPath) -> dict[str, Value]:
         found: dict[str, Value] = {}
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             if not isinstance(event, yaml.ScalarEvent):
@@ -142,7 +144,7 @@ class _Composer:
             self.lines[(*path, key)] = line
         return found
 
-    def sequence(self, path: Path) -> list[Value]:
+    def sequence(self, path: FieldPath) -> list[Value]:
         found: list[Value] = []
         while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
             found.append(self.value(event, (*path, len(found))))
@@ -159,7 +161,7 @@ class _Composer:
         raise _UnreadableError(reason, _line(event))
 
 
-def dotted(path: Path) -> str:
+def dotted(path: FieldPath) -> str:
     """A path as it is written in messages and overrides: `data.sources.0.weight`."""
     return ".".join(_name(str(part)) for part in path)
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
 from phalanx.config.check import check_run
-from phalanx.config.document import MAX_BYTES, Document, Path, Value, parse_document, plain_scalar, show_value
+from phalanx.config.document import MAX_BYTES, Document, FieldPath, Value, parse_document, plain_scalar, show_value
 from phalanx.config.fields import nearest_names
 from phalanx.config.model import LanguageModel
 from phalanx.config.override import Override, apply_overrides, parse_overrides
@@ -28,7 +28,7 @@ RESOLVED_NAME = "run.yaml"
 """Name of the resolved run file in a run folder; the folder may be given in place of the file."""
 
 
-def load_run(path: FilePath, overrides: Sequence[str] = ()) -> Run:
+def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
     """Read a run file, or the resolved one of a run folder, and apply `section.field=value` overrides.
 
     Raises ConfigError for anything a person can get wrong.
@@ -72,7 +72,7 @@ def dump_run(run: Run) -> str:
     return _with_preset_comments(model, run) + "".join(f"\n{_to_yaml({key: value})}" for key, value in values.items())
 
 
-def _read(file: FilePath) -> str:
+def _read(file: Path) -> str:
     try:
         with file.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
@@ -87,7 +87,7 @@ def _read(file: FilePath) -> str:
         raise ConfigError(f"run file {show_value(str(file))} cannot be read: {reason}") from None
 
 
-def _nearest_file(file: FilePath) -> str | None:
+def _nearest_file(file: Path) -> str | None:
     if not file.parent.is_dir():
         return None
     candidates = [path.name for path in file.parent.iterdir() if path.suffix in (".yaml", ".yml") or path.is_dir()]
@@ -140,8 +140,8 @@ def _merged(lower: dict[str, Value], upper: dict[str, Value]) -> dict[str, Value
     return merged
 
 
-def _locator(document: Document, name: str, changes: Sequence[Override]) -> Callable[[Path], str | None]:
-    def locate(path: Path) -> str | None:
+def _locator(document: Document, name: str, changes: Sequence[Override]) -> Callable[[FieldPath], str | None]:
+    def locate(path: FieldPath) -> str | None:
         if any(change.path[: len(path)] == path[: len(change.path)] for change in changes):
             return None  # it comes from the command line, at least in part
         while path and path not in document.lines:
@@ -159,7 +159,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, None if plain_scalar(text) == text else '"')
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, None)
 
 
 def _represent_list(dumper: _Dumper, items: list[Any]) -> yaml.SequenceNode:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.config.document import Path, Value, dotted, parse_value, plain_scalar, show_value
+from phalanx.config.document import FieldPath, Value, dotted, parse_value, plain_scalar, show_value
 from phalanx.config.fields import all_fields
 from phalanx.config.problems import Problem, config_error
 from phalanx.errors import ConfigError
@@ -15,7 +15,7 @@ from phalanx.errors import ConfigError
 class Override:
     """One change: the field and its new value."""
 
-    path: Path
+    path: FieldPath
     value: Value
 
 
@@ -72,7 +72,7 @@ def _assign(values: dict[str, Value], override: Override) -> Problem | None:
     return None
 
 
-def _no_such_place(path: Path, depth: int, found: Value) -> Problem:
+def _no_such_place(path: FieldPath, depth: int, found: Value) -> Problem:
     here = dotted(path[:depth])
     what = "does not exist in the list" if found is None else f"is {show_value(found)} and holds no fields"
     return Problem((), f"{dotted(path)}: {here} {what}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from phalanx.config.document import Path, Scalar, Value, dotted, plain_scalar, show_value
+from phalanx.config.document import FieldPath, Scalar, Value, dotted, plain_scalar, show_value
 from phalanx.config.fields import Field, all_fields, fields_in, nearest_field, nearest_names, sections
 from phalanx.errors import ConfigError
 
@@ -20,12 +20,14 @@ _PRESET = "model.preset (phalanx config list shows them)"
 class Problem:
     """One mistake: where it is, what is wrong with it, and what was probably meant."""
 
-    path: Path
+    path: FieldPath
     text: str
     nearest: str | None = None
 
 
-def config_error(problems: Sequence[Problem], locate: Callable[[Path], str | None] = lambda _: None) -> ConfigError:
+def config_error(
+    problems: Sequence[Problem], locate: Callable[[FieldPath], str | None] = lambda _: None
+) -> ConfigError:
     """All problems as one ConfigError. `locate` gives the file and line of a path, or None if it stands in no file."""
     alone = len(problems) == 1
     lines: list[str] = []
@@ -41,8 +43,8 @@ def config_error(problems: Sequence[Problem], locate: Callable[[Path], str | Non
 
 def explain(error: ValidationError, values: Value) -> list[Problem]:
     """The mistakes pydantic found in `values`, in the words of the schema; at most one for each field."""
-    found: dict[Path, Problem] = {}
-    missing: dict[Path, list[str]] = {}
+    found: dict[FieldPath, Problem] = {}
+    missing: dict[FieldPath, list[str]] = {}
     for item in error.errors(include_url=False, include_input=False):
         path = _existing_part(item["loc"], values)
         if item["type"] == "missing" and isinstance(item["loc"][-1], str):
@@ -56,14 +58,14 @@ def explain(error: ValidationError, values: Value) -> list[Problem]:
     return [*found.values(), *_missing_problems(missing, misspelt, values)]
 
 
-def unknown_choice(path: Path, value: str, kind: str, known: Iterable[str]) -> Problem:
+def unknown_choice(path: FieldPath, value: str, kind: str, known: Iterable[str]) -> Problem:
     """A name that is not one of the `known` ones; `kind` says what they are."""
     matches = nearest_names(value, list(known))
     nearest = f"{dotted(path)}={matches[0]}" if matches else None
     return Problem(path, f"{dotted(path)}={show_value(value)} is not {kind}", nearest)
 
 
-def _explain_one(item: ErrorDetails, path: Path, values: Value) -> Problem:
+def _explain_one(item: ErrorDetails, path: FieldPath, values: Value) -> Problem:
     value = _value_at(values, path)
     if item["type"] == "extra_forbidden":
         return _unknown(path, value)
@@ -85,10 +87,12 @@ def _meant(value: Value, field: Field) -> Scalar:
     unquoted = plain_scalar(value) if isinstance(value, str) else value
     if isinstance(unquoted, float) and unquoted.is_integer() and "whole number" in field.allowed:
         return int(unquoted)
-    return unquoted if isinstance(value, str) and isinstance(unquoted, int | float) and "number" in field.allowed else None
+    return (
+        unquoted if isinstance(value, str) and isinstance(unquoted, int | float) and "number" in field.allowed else None
+    )
 
 
-def _unknown(path: Path, value: Value) -> Problem:
+def _unknown(path: FieldPath, value: Value) -> Problem:
     name, nearest = dotted(path), nearest_field(_pattern(path))
     for index in (part for part in path if isinstance(part, int)):
         nearest = nearest and nearest.replace(".N.", f".{index}.", 1)
@@ -101,7 +105,9 @@ def _unknown(path: Path, value: Value) -> Problem:
     return Problem(path, f"{name}={show_value(value)} is outside any section; fields are section.field", nearest)
 
 
-def _missing_problems(missing: dict[Path, list[str]], misspelt: set[str | None], values: Value) -> Iterator[Problem]:
+def _missing_problems(
+    missing: dict[FieldPath, list[str]], misspelt: set[str | None], values: Value
+) -> Iterator[Problem]:
     for parent, leaves in missing.items():
         names = [name for leaf in leaves if (name := dotted((*parent, leaf))) not in misspelt]
         if parent == ():
@@ -125,7 +131,7 @@ def _advice(names: list[str], values: Value) -> str:
     return f"it must be {all_fields()[_pattern(tuple(names[0].split('.')))].allowed}"
 
 
-def _field_around(path: Path) -> tuple[Path, Field | None]:
+def _field_around(path: FieldPath) -> tuple[FieldPath, Field | None]:
     """The innermost field of the schema that holds `path`, and its own path."""
     for length in range(len(path), 1, -1):
         if (field := all_fields().get(_pattern(path[:length]))) is not None:
@@ -133,12 +139,12 @@ def _field_around(path: Path) -> tuple[Path, Field | None]:
     return path, None
 
 
-def _pattern(path: Path) -> str:
+def _pattern(path: FieldPath) -> str:
     """The name in the table of fields: list items are all called N."""
     return dotted(tuple("N" if isinstance(part, int) or part.isdecimal() else part for part in path))
 
 
-def _existing_part(loc: Path, values: Value) -> Path:
+def _existing_part(loc: FieldPath, values: Value) -> FieldPath:
     """`loc` without what pydantic adds to it: names of union members, and the name of a missing field."""
     path: list[str | int] = []
     for part in loc:
@@ -152,7 +158,7 @@ def _existing_part(loc: Path, values: Value) -> Path:
     return tuple(path)
 
 
-def _value_at(values: Value, path: Path) -> Value:
+def _value_at(values: Value, path: FieldPath) -> Value:
     for part in path:
         if isinstance(values, dict):
             values = values.get(str(part))

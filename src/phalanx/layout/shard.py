@@ -30,3 +30,5 @@ def shard_model(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            # Plain sums: the pre-multiplied sum that FSDP2 would use instead does not exist in gloo.
+            module.set_force_sum_reduction_for_comms(True)

@@ -6,7 +6,7 @@ This module must not know what the quantities are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +20,9 @@ PLOT_WIDTH, PLOT_HEIGHT = 1000, 400
 """The SVG's own units; the page stretches them."""
 
 MOST_POINTS_UNREDUCED = 1500
-BUCKETS = 500
-MOST_MARKS = 250
+BUCKETS = 350
+MOST_MARKS = 100
+MOST_SPANS = 500
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Series:
 
     key: str
     label: str
+    """Its name in the legend and the read-out; empty for a curve that only accompanies another."""
     colour: int
     """Which of the page's curve colours, from 1."""
     positions: Positions
@@ -147,20 +149,16 @@ def draw(chart: Chart, domains: dict[str, Scale], marks: Marks) -> Drawing:
         marks: resumes and checkpoints.
     """
     values = np.concatenate([series.values[series.kept] for series in chart.series])
-    scales = {
-        name: value_scale(values, logarithmic=name == "log", from_zero=chart.from_zero) for name in chart.scales
-    }
-    paths = []
+    scales = {name: value_scale(values, logarithmic=name == "log", from_zero=chart.from_zero) for name in chart.scales}
+    paths: list[Path] = []
     for axis in AXES:
         paths += _mark_paths(chart, axis, domains[axis], marks)
         for name, scale in scales.items():
+            shown = _shown_for(axis, name, chart.scales)
             for series in chart.series:
                 x = domains[axis].share(series.positions.on(axis)) * PLOT_WIDTH
                 y = (1 - scale.share(series.values)) * PLOT_HEIGHT
-                style = f"colour-{series.colour} {_shown_for(axis, name, chart.scales)}"
-                paths.append(Path(f"curve {series.look} {style}", _curve(x, y, series.kept)))
-                if series.look == "dotted":
-                    paths.append(Path(f"dots {style}", _dots(x, y, series.kept)))
+                paths += _series_paths(series, x, y, f"colour-{series.colour} {shown}")
     return Drawing(
         paths=[path for path in paths if path.d],
         value_ticks=[AxisTicks(_shown_for(None, name, chart.scales), value_ticks(scales[name])) for name in scales],
@@ -172,21 +170,37 @@ def _shown_for(axis: str | None, scale: str, scales: tuple[str, ...]) -> str:
     return " ".join([f"x-{axis}"] * (axis is not None) + [f"y-{scale}"] * (len(scales) > 1))
 
 
-def _curve(x: FloatArray, y: FloatArray, kept: IntArray) -> str:
-    """The line through the kept points, in SVG units: broken at gaps, a point without neighbours as a dot."""
+def _series_paths(series: Series, x: FloatArray, y: FloatArray, style: str) -> Iterator[Path]:
+    line, lone = _curve(x, y, series.kept)
+    yield Path(f"curve {series.look} {style}", line)
+    yield Path(f"lone dots {series.look} {style}", _dots(x, y, lone))
+    if series.look == "dotted":
+        yield Path(f"dots {style}", _dots(x, y, series.kept[np.isfinite(y[series.kept])]))
+
+
+def _curve(x: FloatArray, y: FloatArray, kept: IntArray) -> tuple[str, list[int]]:
+    """The line through the kept points, in SVG units, broken at gaps; and the points that no line reaches."""
     # a gap between two kept points breaks the line even where the gap itself was not kept
     gaps_before = np.cumsum(~np.isfinite(y))
     pieces: list[str] = []
-    previous_gaps = -1
-    for i in kept[np.isfinite(y[kept])]:
-        # h0 gives the round line cap something to cap, so that a lone point shows
-        pieces.append(f"L{x[i]:.1f} {y[i]:.1f}" if gaps_before[i] == previous_gaps else f"M{x[i]:.1f} {y[i]:.1f}h0")
-        previous_gaps = gaps_before[i]
-    return "".join(pieces)
+    lone: list[int] = []
+    previous = None
+    for i in kept[np.isfinite(y[kept])].tolist():
+        joined = previous is not None and gaps_before[i] == gaps_before[previous]
+        if joined:
+            pieces.append(f"L{x[i]:.1f} {y[i]:.1f}")
+            if lone and lone[-1] == previous:
+                lone.pop()
+        else:
+            pieces.append(f"M{x[i]:.1f} {y[i]:.1f}")
+            lone.append(i)
+        previous = i
+    return "".join(pieces), lone
 
 
-def _dots(x: FloatArray, y: FloatArray, kept: IntArray) -> str:
-    return "".join(f"M{x[i]:.1f} {y[i]:.1f}h0" for i in kept[np.isfinite(y[kept])])
+def _dots(x: FloatArray, y: FloatArray, index: Iterable[int]) -> str:
+    # a line of no length shows its round caps: a dot that the stretched drawing does not flatten
+    return "".join(f"M{x[i]:.1f} {y[i]:.1f}h0" for i in index)
 
 
 def _mark_paths(chart: Chart, axis: str, domain: Scale, marks: Marks) -> Iterator[Path]:
@@ -208,7 +222,7 @@ def _distinct(positions: FloatArray) -> FloatArray:
 
 def _merged(first: FloatArray, last: FloatArray) -> Iterator[tuple[float, float]]:
     """Spans in order, joined where the eye could not tell them apart."""
-    hair = PLOT_WIDTH / MOST_MARKS
+    hair = PLOT_WIDTH / MOST_SPANS
     start = end = float("nan")
     for a, b in zip(first, last, strict=True):
         if a - end < hair:

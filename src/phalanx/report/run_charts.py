@@ -13,6 +13,9 @@ from phalanx.report.run_log import FloatArray, RunLog
 from phalanx.report.scale import Scale
 from phalanx.report.text import count, duration, number
 
+MOST_DOTS = 60
+"""Evaluations that are drawn with a dot each."""
+
 
 @dataclass(frozen=True)
 class RunCharts:
@@ -27,8 +30,8 @@ class RunCharts:
 
 def run_charts(log: RunLog) -> RunCharts:
     """The charts of a run: loss, learning rate, gradient norm, throughput, memory and step time."""
-    seconds = np.nancumsum(log.columns["step_seconds"])
-    tokens = np.maximum.accumulate(np.nan_to_num(log.columns["tokens"]))
+    seconds = np.cumsum(_positive_or_zero(log.columns["step_seconds"]))
+    tokens = np.maximum.accumulate(_positive_or_zero(log.columns["tokens"]))
     positions = Positions(log.steps.astype(np.float64), tokens, seconds)
     charts = [
         _loss(log, positions),
@@ -48,38 +51,57 @@ def half_life(records: int) -> int:
     return max(1, round(records / 100))
 
 
-def smoothed(values: FloatArray, half_life_steps: int) -> FloatArray:
+def smoothed(values: FloatArray, longest_half_life: int) -> FloatArray:
     """Exponential moving average of the finite values, shape kept, without bias towards a starting value.
 
-    A value that is not finite has no weight and stays a gap (NaN) in the result.
+    The half-life is a twentieth of the steps so far, up to the given one: a fixed one would trail far behind the steep
+    start of a loss curve. A value that is not finite has no weight and stays a gap (NaN) in the result.
     """
-    keep = 0.5 ** (1 / half_life_steps)
     total = weight = 0.0
     result = np.full(len(values), np.nan)
     for i, value in enumerate(values.tolist()):
         if math.isfinite(value):
+            keep = 0.5 ** (1 / min(longest_half_life, (i + 1) / 20))
             total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
             result[i] = total / weight
     return result
 
 
-def readout(run: RunCharts) -> dict[str, object]:
-    """What the page's script reads out under the pointer: for each point any curve draws, its positions as numbers and
-    every figure as it is to be shown (one string a column, fields divided by "|")."""
-    points = np.unique(np.concatenate([np.searchsorted(run.positions.step, _steps(s)) for c in run.charts for s in c.series]))
-    points = points[points < len(run.positions.step)]
-    at = run.positions.take(points)
+@dataclass(frozen=True)
+class Readout:
+    """What the page's script reads out under the pointer, for each record that any curve draws."""
+
+    domains: dict[str, tuple[float, float]]
+    """Low and high end of each horizontal axis."""
+    positions: dict[str, list[float]]
+    """Where the records lie on each horizontal axis."""
+    columns: dict[str, list[str]]
+    """Every figure as it is to be shown: "step", "tokens", "time", and "chart.series" for each curve."""
+
+    @property
+    def last(self) -> dict[str, str]:
+        """The figures of the last record, shown while nothing points at a chart."""
+        return {name: texts[-1] for name, texts in self.columns.items()}
+
+
+def readout(run: RunCharts) -> Readout:
+    """The figures to read out."""
+    drawn = [series.positions.step[series.kept] for chart in run.charts for series in chart.series]
+    records = np.searchsorted(run.positions.step, np.concatenate(drawn))
+    last = len(run.positions.step) - 1
+    # an evaluation may lie after the last record; the last record is the one shown at rest
+    at = run.positions.take(np.unique(np.minimum(np.append(records, last), last)))
     columns = {
-        f"{chart.key}.{series.key}": "|".join(_shown_at(series, at.step, FORMATS[chart.key]))
+        f"{chart.key}.{series.key}": _shown_at(series, at.step, FORMATS[chart.key])
         for chart in run.charts
         for series in chart.series
+        if series.label
     }
-    columns["step"] = "|".join(f"{step:,.0f}" for step in at.step)
-    columns["tokens"] = "|".join(count(tokens) for tokens in at.tokens)
-    columns["time"] = "|".join(duration(seconds) for seconds in at.time)
-    domains = {axis: [scale.low, scale.high] for axis, scale in run.domains.items()}
-    places = {"step": at.step.tolist(), "tokens": at.tokens.tolist(), "time": [round(t, 3) for t in at.time.tolist()]}
-    return {"domains": domains, "positions": places, "columns": columns}
+    columns["step"] = [f"{step:,.0f}" for step in at.step]
+    columns["tokens"] = [count(tokens) for tokens in at.tokens]
+    columns["time"] = [duration(seconds) for seconds in at.time]
+    domains = {axis: (scale.low, scale.high) for axis, scale in run.domains.items()}
+    return Readout(domains, {axis: at.on(axis).round(3).tolist() for axis in AXES}, columns)
 
 
 FORMATS: dict[str, Callable[[float], str]] = {
@@ -93,10 +115,6 @@ FORMATS: dict[str, Callable[[float], str]] = {
 """How each chart's values are written."""
 
 
-def _steps(series: Series) -> FloatArray:
-    return series.positions.step[series.kept]
-
-
 def _shown_at(series: Series, steps: FloatArray, show: Callable[[float], str]) -> list[str]:
     """The series' value at each step as text: its newest value so far, "–" before its first."""
     index = np.searchsorted(series.positions.step, steps, side="right") - 1
@@ -105,20 +123,19 @@ def _shown_at(series: Series, steps: FloatArray, show: Callable[[float], str]) -
 
 def _loss(log: RunLog, positions: Positions) -> Chart:
     loss = log.columns["loss"]
-    series = [_series("train", "train", 1, positions, loss, look="faint")]
-    if len(loss) > 10:
-        smooth = smoothed(loss, half_life(len(loss)))
-        series.append(_series("smoothed", "train, smoothed", 1, positions, smooth))
-    # a run that lost steps to a kill may have evaluated one step twice: the later evaluation counts
+    series = list(_with_average("train", "train", 1, positions, loss, average_label="train, smoothed"))
+    explanation = "Nats per token."
+    if len(series) > 1:
+        explanation += f" Smoothed: moving average with a half-life of up to {half_life(len(loss)):,} steps."
+    # a step evaluated twice keeps its later evaluation
     held_out = {event.step: event.number("loss") for event in log.of_kind("evaluation")}
     if held_out:
         steps = np.asarray(sorted(held_out), dtype=np.float64)
         values = np.asarray([held_out[int(step)] for step in steps])
-        series.append(_series("validation", "validation", 2, positions.at_steps(steps), values, look="dotted"))
-    explanation = f"Nats a token. Smoothed with a half-life of {half_life(len(loss)):,} steps."
-    return Chart(
-        "loss", "Loss", "", explanation, tuple(series), nonfinite=_nonfinite_spans(loss, positions), wide=True
-    )
+        look = "dotted" if len(steps) <= MOST_DOTS else "line"
+        series.append(_series("validation", "validation", 2, positions.at_steps(steps), values, look))
+    spans = _nonfinite_spans(loss, positions)
+    return Chart("loss", "Loss", "", explanation, tuple(series), nonfinite=spans, wide=True)
 
 
 def _learning_rate(log: RunLog, positions: Positions) -> Chart:
@@ -128,15 +145,16 @@ def _learning_rate(log: RunLog, positions: Positions) -> Chart:
 
 def _gradient_norm(log: RunLog, positions: Positions) -> Chart:
     norm = log.columns["grad_norm"]
-    series = _series("norm", "gradient norm", 1, positions, norm)
-    explanation = "Euclidean norm over all parameters, before clipping."
+    series = _with_average("norm", "gradient norm", 1, positions, norm)
+    explanation = f"Euclidean norm over all parameters, before clipping.{_strong_line(series)}"
     spans = _nonfinite_spans(norm, positions)
-    return Chart("grad-norm", "Gradient norm", "", explanation, (series,), nonfinite=spans, from_zero=True)
+    return Chart("grad-norm", "Gradient norm", "", explanation, series, nonfinite=spans, from_zero=True)
 
 
 def _throughput(log: RunLog, positions: Positions) -> Chart | None:
-    series = _recorded([("tokens", "throughput", 1, log.tokens_per_second)], positions)
-    explanation = "Tokens a second of each step, over all devices."
+    columns = [("tokens", "throughput", 1, log.tokens_per_second)]
+    series = _recorded(columns, positions, averaged=("tokens",))
+    explanation = f"Of each step, over all devices.{_strong_line(series)}"
     return _chart_of(series, "throughput", "Throughput", "tokens/s", explanation, scales=("linear",))
 
 
@@ -155,8 +173,10 @@ def _step_time(log: RunLog, positions: Positions) -> Chart | None:
         ("data", "data wait", 2, log.column("data_wait_seconds")),
         ("checkpoint", "checkpoint stall", 3, log.column("checkpoint_stall_seconds")),
     ]
-    explanation = "The whole of each step, and the parts of it spent waiting."
-    return _chart_of(_recorded(columns, positions), "step-time", "Step time", "s", explanation)
+    # a stall once in many steps has no average worth drawing
+    series = _recorded(columns, positions, averaged=("step", "data"))
+    explanation = f"The whole of each step, and the parts of it spent waiting.{_strong_line(series)}"
+    return _chart_of(series, "step-time", "Step time", "s", explanation)
 
 
 def _chart_of(
@@ -170,19 +190,35 @@ def _chart_of(
     return Chart(key, title, unit, explanation, series, scales=scales, from_zero=True) if series else None
 
 
-def _series(
-    key: str, label: str, colour: int, positions: Positions, values: FloatArray, look: str = "line"
-) -> Series:
+def _strong_line(series: tuple[Series, ...]) -> str:
+    return " The strong line is the moving average." if any(not one.label for one in series) else ""
+
+
+def _series(key: str, label: str, colour: int, positions: Positions, values: FloatArray, look: str = "line") -> Series:
     return Series(key, label, colour, positions, values, reduce_points(values), look)
 
 
-def _recorded(columns: list[tuple[str, str, int, FloatArray]], positions: Positions) -> tuple[Series, ...]:
+def _with_average(
+    key: str, label: str, colour: int, positions: Positions, values: FloatArray, average_label: str = ""
+) -> tuple[Series, ...]:
+    """A noisy curve, pale, and its moving average over it; of a very short curve only the curve."""
+    if len(values) <= 10:
+        return (_series(key, label, colour, positions, values),)
+    raw = _series(key, label, colour, positions, values, "faint")
+    average = smoothed(values, half_life(len(values)))
+    return raw, Series(f"{key}-average", average_label, colour, positions, average, raw.kept)
+
+
+def _recorded(
+    columns: list[tuple[str, str, int, FloatArray]], positions: Positions, averaged: tuple[str, ...] = ()
+) -> tuple[Series, ...]:
     """Series of the columns that hold values, over the records that hold them: a value not recorded is no gap."""
-    series = []
+    series: list[Series] = []
     for key, label, colour, values in columns:
         rows = np.flatnonzero(np.isfinite(values))
         if rows.size:
-            series.append(_series(key, label, colour, positions.take(rows), values[rows]))
+            column = (key, label, colour, positions.take(rows), values[rows])
+            series += _with_average(*column) if key in averaged else (_series(*column),)
     return tuple(series)
 
 
@@ -199,8 +235,13 @@ def _event_positions(log: RunLog, positions: Positions, kind: str) -> Positions:
     return positions.at_steps(np.asarray(sorted(steps), dtype=np.float64))
 
 
+def _positive_or_zero(values: FloatArray) -> FloatArray:
+    return np.where(np.isfinite(values) & (values > 0), values, 0.0)
+
+
 def _domain(axis: str, charts: list[Chart]) -> Scale:
-    ends = np.concatenate([series.positions.on(axis)[[0, -1]] for chart in charts for series in chart.series])
-    low, high = float(ends.min()), float(ends.max())
-    # one step has no extent of its own
-    return Scale(low, high) if high > low else Scale(low - 0.5, high + 0.5)
+    series = [series.positions for chart in charts for series in chart.series]
+    ends = np.concatenate([positions.on(axis)[[0, -1]] for positions in series])
+    from_start = min(positions.step[0] for positions in series) <= 1
+    low, high = 0.0 if from_start else float(ends.min()), float(ends.max())
+    return Scale(low, high) if high > low else Scale(low - 0.5, low + 0.5)

@@ -48,7 +48,7 @@ class Event:
     step: int
     """Optimizer steps done when it happened."""
     time: datetime
-    """When it happened, in UTC where the log names no zone."""
+    """When it happened, in UTC; a log time without a zone is taken as UTC."""
     fields: Mapping[str, Any]
     """Whatever else the line holds, for example `loss` of an evaluation."""
 
@@ -68,7 +68,8 @@ class RunLog:
     steps: IntArray
     """Optimizer steps that were recorded, shape (records,)."""
     columns: Mapping[str, FloatArray]
-    """Every numeric column of `metrics.jsonl` by name, each of shape (records,); NaN where a record has no value."""
+    """Every column of `metrics.jsonl` by name, each of shape (records,): NaN where a record has no number, 1 and 0 for
+    true and false."""
     events: tuple[Event, ...]
     """In the order they were written."""
     config: Mapping[str, Any] | None
@@ -111,12 +112,12 @@ class RunLog:
     @property
     def tokens_per_second(self) -> FloatArray:
         """Tokens a second of each step over all devices, as recorded or, failing that, new tokens over step time."""
-        derived = np.diff(self.columns["tokens"], prepend=np.nan)
+        tokens, seconds = (np.where(np.isfinite(v), v, np.nan) for v in map(self.column, ("tokens", "step_seconds")))
+        derived = np.diff(tokens, prepend=np.nan)
         # the step before a missing one is unknown, so its tokens cannot be told apart from those of the gap
         derived[1:][np.diff(self.steps) != 1] = np.nan
         if self.steps[0] == 1:
-            derived[0] = self.columns["tokens"][0]
-        seconds = self.columns["step_seconds"]
+            derived[0] = tokens[0]
         derived = np.divide(derived, seconds, out=np.full(len(seconds), np.nan), where=seconds > 0)
         recorded = self.column("tokens_per_second")
         return np.where(np.isfinite(recorded), recorded, derived)
@@ -124,10 +125,10 @@ class RunLog:
 
 def _read_metrics(path: Path, notes: list[str]) -> tuple[IntArray, dict[str, FloatArray]]:
     if not path.exists():
-        raise RunLogError(f"{path} is missing: give a run directory in which `phalanx train` has done at least one step")
+        raise RunLogError(f"{path} is missing: give a run directory in which `phalanx train` has finished a step")
     records = _json_lines(path, notes)
     if not records:
-        raise RunLogError(f"{path} holds no whole record: let `phalanx train` finish at least one step in this directory")
+        raise RunLogError(f"{path} holds no whole record: let `phalanx train` finish a step in this directory first")
     names = {name: None for _, record in records for name in record}
     columns = {name: np.full(len(records), np.nan) for name in names}
     for row, (line, record) in enumerate(records):
@@ -137,16 +138,19 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[IntArray, dict[str, Flo
         if not _is_count(record["step"]):
             raise _bad_line(path, line, f"has step {record['step']!r}, not a whole number from 0")
         for name, value in record.items():
+            ours = name in REQUIRED_COLUMNS or name in OPTIONAL_COLUMNS
             try:
-                columns[name][row] = _number(value)
+                columns[name][row] = float(value) if isinstance(value, bool) and not ours else _number(value)
             except ValueError:
-                # columns added by others may hold anything; only ours must be numbers
-                if name in REQUIRED_COLUMNS or name in OPTIONAL_COLUMNS:
+                # columns of others may hold anything; only ours must be numbers
+                if ours:
                     raise _bad_line(path, line, f"has {name} {value!r}, not a number") from None
     return _in_step_order(path, columns, notes)
 
 
-def _in_step_order(path: Path, columns: dict[str, FloatArray], notes: list[str]) -> tuple[IntArray, dict[str, FloatArray]]:
+def _in_step_order(
+    path: Path, columns: dict[str, FloatArray], notes: list[str]
+) -> tuple[IntArray, dict[str, FloatArray]]:
     """Sort the records by step and keep the last one of each; note repeats and gaps."""
     steps = columns["step"].astype(np.int64)
     unique, last_from_end = np.unique(steps[::-1], return_index=True)
@@ -168,14 +172,15 @@ def _read_events(path: Path, notes: list[str]) -> tuple[Event, ...]:
     for line, record in _json_lines(path, notes):
         kind, step, time = record.pop("kind", None), record.pop("step", None), record.pop("time", None)
         if not isinstance(kind, str):
-            raise _bad_line(path, line, f"has kind {kind!r}, not a name such as \"evaluation\"")
+            raise _bad_line(path, line, f'has kind {kind!r}, not a name such as "evaluation"')
         if not _is_count(step):
             raise _bad_line(path, line, f"has step {step!r}, not a whole number from 0")
         try:
             moment = datetime.fromisoformat(time)
         except (TypeError, ValueError):
             raise _bad_line(path, line, f"has time {time!r}, not an ISO 8601 date and time") from None
-        events.append(Event(kind, step, moment if moment.tzinfo else moment.replace(tzinfo=UTC), record))
+        in_utc = moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+        events.append(Event(kind, step, in_utc, record))
     return tuple(events)
 
 
@@ -233,7 +238,7 @@ def _bad_line(path: Path, line: int, problem: str) -> RunLogError:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 
 def _number(value: object) -> float:

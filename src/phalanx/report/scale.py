@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,8 +13,8 @@ from phalanx.report.run_log import FloatArray
 from phalanx.report.text import duration, short
 
 _DURATION_STEPS = [
-    *(1, 2, 5, 10, 15, 30),
-    *(60 * minutes for minutes in (1, 2, 5, 10, 15, 30)),
+    *(1, 2, 5, 10, 15, 20, 30),
+    *(60 * minutes for minutes in (1, 2, 3, 5, 10, 15, 20, 30)),
     *(3600 * hours for hours in (1, 2, 3, 6, 12)),
     *(86400 * days for days in (1, 2, 5, 10, 20, 50)),
 ]
@@ -55,8 +56,9 @@ def value_scale(values: FloatArray, *, logarithmic: bool, from_zero: bool) -> Sc
     shown = values[np.isfinite(values) & ((values > 0) | (not logarithmic))]
     low, high = (float(shown.min()), float(shown.max())) if shown.size else (1.0, 1.0)
     if logarithmic:
-        air = max((high / low) ** 0.04, 1.05)
-        return Scale(low / air, high * air, logarithmic=True)
+        air = max(math.exp(0.04 * (math.log(high) - math.log(low))), 1.05)
+        limits = sys.float_info
+        return Scale(max(low / air, limits.min), min(high * air, limits.max), logarithmic=True)
     air = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     if from_zero and low >= 0:
         return Scale(0.0, high + air if high > 0 else 1.0)
@@ -68,10 +70,12 @@ def value_ticks(scale: Scale) -> list[Tick]:
     if not scale.logarithmic:
         return scale.ticks(_linear_values(scale, wanted=5), short)
     decades = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
-    stride = math.ceil(len(decades) / 8)
+    stride = math.ceil(len(decades) / 7)
+    powers = [10.0**decade for decade in decades if decade % stride == 0]
+    if stride > 1:
+        return scale.ticks(powers, short)
     for multiples in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
-        values = [multiple * 10.0**decade for decade in decades for multiple in multiples if decade % stride == 0]
-        ticks = scale.ticks(values, short)
+        ticks = scale.ticks([multiple * power for power in powers for multiple in multiples], short)
         if len(ticks) >= 4:
             return ticks
     return scale.ticks(_linear_values(scale, wanted=5), short)
@@ -94,7 +98,7 @@ def position_ticks(scale: Scale, axis: str) -> list[Tick]:
 def _linear_values(scale: Scale, wanted: int) -> list[float]:
     rough = (scale.high - scale.low) / wanted
     power = 10.0 ** math.floor(math.log10(rough))
-    stride = power * next(factor for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    stride = power * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * power >= 0.85 * rough)
     first, last = math.ceil(scale.low / stride - 1e-9), math.floor(scale.high / stride + 1e-9)
     # a stride such as 0.1 is not exact in binary; rounding keeps 0.30000000000000004 off the page
     return [float(f"{i * stride:.10g}") for i in range(first, last + 1)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,13 +21,15 @@ class Summary:
     finished: bool
     """Whether the last event but samples and warnings is the end of the run."""
     tokens: int
-    """Tokens trained on, from the last record."""
+    """Tokens trained on, the largest count recorded."""
     final_loss: float
     """Training loss of the last step, nats a token."""
     lowest_loss: float
     """The lowest finite training loss of any step, nats a token."""
     nonfinite_losses: int
     """Steps whose loss is NaN, infinite or null."""
+    skipped_updates: int
+    """Steps that left the parameters alone because the gradient was not finite."""
     validation_step: int | None
     """The step of the last evaluation."""
     validation_loss: float
@@ -57,10 +58,6 @@ class Summary:
     """Share of `step_seconds` that training stood still for checkpoints."""
     resumes: int
 
-    def as_json(self) -> dict[str, Any]:
-        """The figures as JSON values: null for what is unknown or not finite."""
-        return {name: _json_value(value) for name, value in asdict(self).items()}
-
 
 def summarise(log: RunLog) -> Summary:
     """The headline figures of a run."""
@@ -74,10 +71,11 @@ def summarise(log: RunLog) -> Summary:
         steps=int(log.steps[-1]),
         records=len(log.steps),
         finished=states[-1:] == ["end"],
-        tokens=int(np.nan_to_num(log.columns["tokens"][-1])),
+        tokens=int(np.max(log.columns["tokens"], where=np.isfinite(log.columns["tokens"]), initial=0.0)),
         final_loss=float(loss[-1]),
         lowest_loss=float(finite.min()) if finite.size else math.nan,
         nonfinite_losses=int(loss.size - finite.size),
+        skipped_updates=int(np.count_nonzero(log.column("updated") == 0)),
         validation_step=last.step if last else None,
         validation_loss=last.number("loss") if last else math.nan,
         perplexity=last.number("perplexity") if last else math.nan,
@@ -88,7 +86,7 @@ def summarise(log: RunLog) -> Summary:
         median_mfu_measured=_median(log.column("mfu_measured")),
         flops_convention=str(convention) if convention is not None else None,
         wall_seconds=_wall_seconds(log),
-        step_seconds=float(np.nansum(seconds)),
+        step_seconds=_total(seconds),
         data_wait_share=_share(log.column("data_wait_seconds"), seconds),
         checkpoint_stall_share=_share(log.column("checkpoint_stall_seconds"), seconds),
         resumes=len(log.of_kind("resume")),
@@ -97,14 +95,18 @@ def summarise(log: RunLog) -> Summary:
 
 def _wall_seconds(log: RunLog) -> float:
     seconds = log.columns["step_seconds"]
-    in_steps = float(np.nansum(seconds))
+    in_steps = _total(seconds)
     if not log.events:
         return in_steps
     first: Event = min(log.events, key=lambda event: event.time)
     last: Event = max(log.events, key=lambda event: event.time)
     # a killed run trains on after its last event; those steps are only known by their length
-    after = float(np.nansum(seconds[log.steps > last.step]))
+    after = _total(seconds[log.steps > last.step])
     return max(in_steps, (last.time - first.time).total_seconds() + after)
+
+
+def _total(values: FloatArray) -> float:
+    return float(values[np.isfinite(values)].sum())
 
 
 def _median(values: FloatArray) -> float:
@@ -117,7 +119,3 @@ def _share(part: FloatArray, whole: FloatArray) -> float:
     both = np.isfinite(part) & np.isfinite(whole)
     total = float(whole[both].sum())
     return float(part[both].sum()) / total if total > 0 else math.nan
-
-
-def _json_value(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -6,16 +6,16 @@ import math
 
 
 def number(value: float) -> str:
-    """Four significant digits; very large and very small values with an exponent; NaN and infinities by name."""
+    """Four significant digits; very large and very small values in three with an exponent; NaN and infinities by name."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("∞" if value > 0 else "−∞")
     if value == 0:
         return "0"
     if not 1e-3 <= abs(value) < 1e5:
-        mantissa, exponent = f"{value:.2e}".split("e")
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
         return f"{mantissa}e{int(exponent)}".replace("-", "−")
-    digits = max(0, 3 - math.floor(math.log10(abs(value))))
-    return f"{value:.{digits}f}".replace("-", "−")
+    _, _, exponent = f"{value:.3e}".partition("e")
+    return f"{value:.{max(0, 3 - int(exponent))}f}".replace("-", "−")
 
 
 def count(value: float) -> str:
@@ -52,9 +52,11 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the two largest units that matter: 0.41 s, 12.3 s, 4 min 10 s, 3 h 20 min, 2 d 4 h."""
+    """Seconds in the two largest units that matter: 4.1 ms, 12.3 s, 4 min 10 s, 3 h 20 min, 2 d 4 h."""
     if not math.isfinite(seconds):
         return number(seconds)
+    if 0 < seconds < 0.1:
+        return f"{1000 * seconds:.3g} ms"
     if seconds < 59.95:
         return f"{seconds:.3g} s"
     for size, unit, small, small_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):

@@ -21,17 +21,8 @@ import torch
 from phalanx import __version__
 from phalanx.cluster.device import device_name
 from phalanx.errors import PhalanxError
+from phalanx.files import write_atomically
 from phalanx.train.metrics import GIB, Peaks
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by a file holding `text`; a crash leaves the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 class JsonLines:
@@ -99,9 +90,9 @@ class RunDirectory:
             raise PhalanxError(f"run directory {self.path} is not writable; choose another --run-dir")
 
     def rewind(self, step: int) -> None:
-        """Make the logs end at `step`, the step of the checkpoint that the run goes on from."""
-        self.metrics.drop_after(step)
-        self.events.drop_after(step)
+        """Make the logs end at `step`, the step of the checkpoint that the run goes on from; 0 begins them anew."""
+        for log in (self.metrics, self.events):
+            log.drop_after(step if step else -1)
 
     def event(self, kind: str, step: int, **fields: Any) -> None:
         """Add an event with the present time."""

@@ -14,6 +14,7 @@ from phalanx.cluster.device import choose_device
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, ConfigError
+from phalanx.files import write_atomically
 from phalanx.layout.apply import PRECISIONS, apply_layout
 from phalanx.layout.attention import AttentionChoice, AttentionShape, choose_attention
 from phalanx.layout.mesh import Ranks, build_mesh, join_process_group, ranks_from_environment
@@ -30,7 +31,7 @@ from phalanx.train.inputs import open_inputs
 from phalanx.train.logs import open_sinks
 from phalanx.train.metrics import StepMeter, find_peaks
 from phalanx.train.optimizer import build_optimizer
-from phalanx.train.run_dir import RunDirectory, describe_machine, write_atomically
+from phalanx.train.run_dir import RunDirectory, describe_machine
 from phalanx.train.trainer import Parts, Trainer
 
 
@@ -60,7 +61,10 @@ def _train(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device,
     inputs = open_inputs(run, layout, ranks, device)
     attention = _agree_on_attention(run, layout, device)
     store = CheckpointStore(
-        directory.checkpoints, keep_last=run.checkpoint.keep_last, keep_every=run.checkpoint.keep_every
+        directory.checkpoints,
+        keep_last=run.checkpoint.keep_last,
+        keep_every=run.checkpoint.keep_every,
+        on_failure="warn",
     )
     mesh = build_mesh(layout, device) if ranks.world_size > 1 else None
     model = apply_layout(run, mesh, device, attention)

@@ -13,7 +13,7 @@ from phalanx import __version__
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.data.language.batches import TokenBatchStream
-from phalanx.errors import PhalanxError
+from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.mesh import Ranks
 from phalanx.layout.spec import ResolvedLayout
@@ -136,12 +136,20 @@ class Trainer:
         start = time.perf_counter()
         if self.parts.ranks.first:
             self.parts.directory.metrics.sync()
-        handle = self.parts.store.save(
-            self.step,
-            collect_tensors(self.parts.model, self.parts.optimizer),
-            self._state(),
-            asynchronous=self.run.checkpoint.asynchronous and not final,
-        )
+        try:
+            handle = self.parts.store.save(
+                self.step,
+                collect_tensors(self.parts.model, self.parts.optimizer),
+                self._state(),
+                asynchronous=self.run.checkpoint.asynchronous and not final,
+            )
+        except CheckpointError as error:
+            # Hours of training are worth more than one checkpoint: only the last one must succeed.
+            if final:
+                raise
+            self._note(f"warning: {error}")
+            self._event("warning", text=str(error))
+            return time.perf_counter() - start
         self.saved_step = self.step
         stall = time.perf_counter() - start
         self._event("checkpoint", path=str(handle.path), stall_seconds=round(stall, 4))
@@ -157,7 +165,7 @@ class Trainer:
             "rng": rng_state(),
             "run": dump_run(self.run),
             "phalanx": __version__,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
         }
 
     def _evaluate(self, step: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ class AttentionContext(NamedTuple):
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of the positions seen so far by one layer, [B, K, S, E] each; grows in place while generating."""
+    """Keys and values of the positions seen so far by one layer, [B, K, S, E] each."""
 
     keys: Tensor | None = None
     values: Tensor | None = None
@@ -51,6 +51,11 @@ class KeyValueCache:
             value_BKSE = torch.cat((self.values, value_BKSE), dim=2)
         self.keys, self.values = key_BKSE, value_BKSE
         return key_BKSE, value_BKSE
+
+    def repeat(self, samples: int) -> None:
+        """Let the one sample held stand for `samples` equal ones."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = (x.expand(samples, -1, -1, -1) for x in (self.keys, self.values))
 
     @property
     def length(self) -> int:
@@ -145,13 +150,16 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) 
         return score + slopes_H[head] * (key_index - query_index)
 
     # Inside a compiled block the call is traced; outside it, an uncompiled call would build the whole score matrix.
-    run = flex_attention if torch.compiler.is_compiling() or query.device.type == "cpu" else _compiled_flex()
+    eager = torch.compiler.is_compiling() or query.device.type == "cpu"
+    run = cast(Callable[..., Tensor], flex_attention) if eager else _compiled_flex()
     result = run(
         query,
         key,
         value,
         score_mod=None if slopes_H is None else alibi,
         block_mask=context.block_mask,
+        # Every query may at least attend to itself, so no row needs the guard against being fully masked.
+        kernel_options={"ROWS_GUARANTEED_SAFE": True},
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(result, Tensor)

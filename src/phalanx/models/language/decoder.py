@@ -32,7 +32,7 @@ class TokenEmbedding(nn.Module):
             self.positions = nn.Parameter(torch.empty(config.max_positions, config.d_model))
         else:
             self.register_parameter("positions", None)
-        self.dropout = CounterDropout(config.dropout, layer_id=0)
+        self.dropout = CounterDropout(config.dropout, site=0)
 
     def forward(self, tokens_BS: Tensor, positions_S: Tensor, dropout: DropoutContext | None = None) -> Tensor:
         """Token ids and global positions -> activations [B, S, D] in the model's activation format."""
@@ -46,14 +46,14 @@ class TokenEmbedding(nn.Module):
 class Block(nn.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: LanguageModel, index: int) -> None:
+    def __init__(self, config: LanguageModel) -> None:
         super().__init__()
         self.attention_norm = _norm(config)
         self.attention = Attention(config)
         self.mlp_norm = _norm(config)
         self.mlp = build_mlp(config)
-        self.attention_dropout = CounterDropout(config.dropout, layer_id=2 * index + 1)
-        self.mlp_dropout = CounterDropout(config.dropout, layer_id=2 * index + 2)
+        self.attention_dropout = CounterDropout(config.dropout, site=0)
+        self.mlp_dropout = CounterDropout(config.dropout, site=1)
 
     def forward(
         self,
@@ -126,7 +126,7 @@ class Decoder(nn.Module):
         self.dtype = dtype
         self.kernel: AttentionKernel = kernel
         self.embedding = TokenEmbedding(config, dtype)
-        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.head = OutputHead(config, chunk_tokens=chunk_tokens, z_loss=z_loss)
 
     def forward(
@@ -143,16 +143,19 @@ class Decoder(nn.Module):
             self.config, positions_S, self.dtype, kernel=self.kernel, document_ids_BS=document_ids_BS
         )
         x_BSD = self.embedding(tokens_BS, positions_S, dropout)
-        for block in self.blocks:
-            x_BSD = block(x_BSD, context, dropout)
+        for index, block in enumerate(self.blocks):
+            x_BSD = block(x_BSD, context, None if dropout is None else dropout.at_layer(index))
         loss: LossSum = self.head(x_BSD, targets_BS, self._tied_weight())
         return loss
 
     @torch.no_grad()
-    def logits(self, tokens_BS: Tensor, caches: list[KeyValueCache] | None = None) -> Tensor:
+    def logits(
+        self, tokens_BS: Tensor, caches: list[KeyValueCache] | None = None, *, last_only: bool = False
+    ) -> Tensor:
         """Logits [B, S, V] in the activation format, for generation and scoring; dropout is off.
 
-        With `caches` (one a layer, from `new_caches`), tokens_BS continues what the caches have seen.
+        With `caches` (one a layer, from `new_caches`), tokens_BS continues what the caches have seen. last_only: logits of
+        the last position alone, [B, 1, V].
         """
         past = caches[0].length if caches else 0
         positions_S = torch.arange(past, past + tokens_BS.shape[1], device=tokens_BS.device)
@@ -161,7 +164,7 @@ class Decoder(nn.Module):
         x_BSD = self.embedding(tokens_BS, positions_S)
         for index, block in enumerate(self.blocks):
             x_BSD = block(x_BSD, context, None, caches[index] if caches else None)
-        result: Tensor = self.head.logits(x_BSD, self._tied_weight())
+        result: Tensor = self.head.logits(x_BSD[:, -1:] if last_only else x_BSD, self._tied_weight())
         return result
 
     def _tied_weight(self) -> Tensor | None:

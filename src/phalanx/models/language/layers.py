@@ -63,9 +63,9 @@ def gate_block(d_ff: int) -> int:
 
     One matrix holds both projections in alternating groups of this many rows, so that a contiguous part of its rows holds
     matching gate and up rows (a tensor-parallel shard is then a plain slice), while a group is still long enough for
-    contiguous memory access. At least 32 groups remain whenever `d_ff` allows.
+    contiguous memory access. At least 32 groups remain where 32 divides `d_ff`; elsewhere a group is one row.
     """
-    return math.gcd(d_ff // 32, 64) if d_ff >= 32 else 1
+    return math.gcd(d_ff // 32, 64) if d_ff % 32 == 0 else 1
 
 
 class GeluMLP(nn.Module):

@@ -26,7 +26,7 @@ class LossSum(NamedTuple):
     """Loss summed over targets, in at least float32, and how many targets there were (int64); both 0-dim."""
 
     total: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]
 
 
 def linear_cross_entropy(

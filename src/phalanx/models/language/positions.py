@@ -50,7 +50,7 @@ def alibi_slopes(config: LanguageModel, device: torch.device) -> Tensor:
     """
     count = 2 ** math.ceil(math.log2(config.n_heads))
     exponents = torch.arange(1, count + 1, dtype=torch.float32, device=device) * (config.alibi_bias_max / count)
-    slopes = 2.0**-exponents
+    slopes: Tensor = 2.0**-exponents
     if count != config.n_heads:
         slopes = torch.cat((slopes[1::2], slopes[::2]))
     return slopes[: config.n_heads]

@@ -1,0 +1,142 @@
+"""Speed of `phalanx train` on one device, through the command itself: tokens/s, MFU, memory, data wait.
+
+    python benchmarks/train_speed.py --data data/text --out results.json [--case mpt-1b ...] [--steps 12]
+
+Each case is a run file under examples/ with overrides. The figures are medians over the steps after `--skip`, taken from
+the run's own metrics.jsonl. `flops=palm` counts the whole attention matrix, as LLM Foundry does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+
+from phalanx.config.load import load_run  # noqa: E402
+from phalanx.layout.memory import state_bytes  # noqa: E402
+from phalanx.layout.spec import resolve_layout  # noqa: E402
+
+GIB = 2**30
+
+CASES: dict[str, list[str]] = {
+    "mpt-1b": ["examples/mpt-1b.yaml", "layout.microbatch=16", "layout.global_batch=128"],
+    "mpt-1b-cudnn": ["examples/mpt-1b.yaml", "layout.microbatch=16", "layout.global_batch=128", "model.positions=learned"],
+    "mpt-7b-16-layers": ["examples/mpt-7b.yaml", "model.n_layers=16", "layout.microbatch=8", "layout.global_batch=128"],
+    "mpt-7b-recompute": [
+        "examples/mpt-7b.yaml", "layout.microbatch=4", "layout.global_batch=64", "layout.recompute=full",
+    ],
+    "llama3-8b-8-layers": [
+        "examples/llama3-8b.yaml", "model.n_layers=8", "layout.microbatch=2", "layout.global_batch=4",
+        "layout.recompute=none",
+    ],
+    "tiny": [
+        "examples/quickstart.yaml", "model.n_layers=2", "layout.global_batch=16", "layout.microbatch=8",
+    ],
+}  # fmt: skip
+DEFAULT = ("mpt-1b", "mpt-1b-cudnn", "mpt-7b-16-layers", "mpt-7b-recompute", "llama3-8b-8-layers")
+
+
+def overrides(case: str, data: str, steps: int) -> tuple[Path, list[str]]:
+    """Run file of a case and the overrides it is run with."""
+    run_file, *changes = CASES[case]
+    return ROOT / run_file, [
+        *changes,
+        f"data.sources=[{data}]",
+        f"training.steps={steps}",
+        "training.flops=palm",
+        "training.tensorboard=false",
+        "checkpoint.every=null",
+        "evaluation.every=null",
+        "evaluation.samples=8",
+        "evaluation.prompt=null",
+        "optimizer.warmup_steps=2",
+    ]
+
+
+def measure(case: str, data: str, steps: int, skip: int, folder: Path) -> dict[str, Any]:
+    """Run one case in a process of its own and summarise its metrics."""
+    run_file, changes = overrides(case, data, steps)
+    command = [sys.executable, "-m", "phalanx", "train", str(run_file), "--run-dir", str(folder), *changes]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    (folder.parent / f"{case}.log").write_text(f"$ {' '.join(command)}\n{done.stdout}{done.stderr}")
+    if done.returncode:
+        return {"case": case, "failed": done.returncode, "error": done.stderr.strip().splitlines()[-3:]}
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    machine = json.loads((folder / "machine.json").read_text())
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    run = load_run(run_file, changes)
+    state = state_bytes(run, resolve_layout(run, 1))
+    kept = rows[skip:]
+
+    def median(name: str) -> float | None:
+        values = [row[name] for row in kept if row[name] is not None]
+        return statistics.median(values) if values else None
+
+    return {
+        "case": case,
+        "command": " ".join(command[2:]),
+        "attention": events[0]["attention"],
+        "tokens_per_second": median("tokens_per_second"),
+        "tokens_per_second_times_layers": (median("tokens_per_second") or 0) * run.model.n_layers,
+        "mfu_palm": median("mfu"),
+        "mfu_palm_of_measured": median("mfu_measured"),
+        "step_seconds": median("step_seconds"),
+        "step_seconds_spread": [min(r["step_seconds"] for r in kept), max(r["step_seconds"] for r in kept)],
+        "data_wait_share": sum(r["data_wait_seconds"] for r in kept) / sum(r["step_seconds"] for r in kept),
+        "memory_peak_gib": max((r["memory_peak_gib"] or 0) for r in rows),
+        "memory_between_steps_gib": rows[-1]["memory_now_gib"],
+        "memory_accounted_between_steps_gib": state.between_steps / GIB,
+        "memory_accounted_gib": state.total / GIB,
+        "memory_growth_gib": (rows[-1]["memory_now_gib"] or 0) - (rows[skip]["memory_now_gib"] or 0),
+        "loss": [rows[0]["loss"], rows[-1]["loss"]],
+        "machine": machine,
+    }
+
+
+def main() -> None:
+    """Measure the cases named on the command line and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="prepared data, see `phalanx data prepare`")
+    parser.add_argument("--case", action="append", choices=list(CASES))
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--skip", type=int, default=4)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    results = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for case in options.case or DEFAULT:
+            result = measure(case, str(Path(options.data).resolve()), options.steps, options.skip, Path(scratch) / case)
+            results.append(result)
+            log = Path(scratch) / f"{case}.log"
+            options.out.with_name(f"{options.out.stem}.{case}.log").write_text(log.read_text())
+            print_row(result)
+    options.out.write_text(json.dumps({"python": platform.python_version(), "results": results}, indent=1) + "\n")
+
+
+def print_row(result: dict[str, Any]) -> None:
+    """One line of the table."""
+    if "failed" in result:
+        print(f"{result['case']:22s} failed with {result['failed']}: {' / '.join(result['error'])}", flush=True)
+        return
+    mfu = "-" if result["mfu_palm"] is None else f"{result['mfu_palm']:.4f}"
+    print(
+        f"{result['case']:22s} {result['attention']:9s} {result['tokens_per_second']:10,.0f} tok/s  MFU {mfu}  "
+        f"step {result['step_seconds']:.3f} s  data wait {result['data_wait_share']:.3%}  "
+        f"peak {result['memory_peak_gib']:.1f} GiB  between steps {result['memory_between_steps_gib'] or 0:.2f} "
+        f"(accounted {result['memory_accounted_between_steps_gib']:.2f}) GiB  loss {result['loss'][0]:.3f}->{result['loss'][1]:.3f}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

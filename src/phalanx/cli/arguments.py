@@ -1,0 +1,36 @@
+"""Arguments that several verbs take, so that they read, complete and are explained the same everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.config.fields import all_fields
+
+
+def complete_override(incomplete: str) -> list[str]:
+    """Shell completion of a `section.field=value` argument: the fields, then the words a field accepts."""
+    name, equals, begun = incomplete.partition("=")
+    if equals:
+        field = all_fields().get(name)
+        return [f"{name}={choice}" for choice in (field.choices if field else ()) if choice.startswith(begun)]
+    return [f"{known}=" for known in all_fields() if known.startswith(name) and ".N." not in known]
+
+
+def examples(*commands: str) -> str:
+    """Help text that shows commands, one a line (the mark in front keeps the lines apart)."""
+    return "\b\n" + "\n".join(["Examples:" if len(commands) > 1 else "Example:", *(f"  {line}" for line in commands)])
+
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN", help="Run file, or folder of a run.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SECTION.FIELD=VALUE",
+        help="Fields to change, e.g. training.steps=100.",
+        autocompletion=complete_override,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]

@@ -1,0 +1,265 @@
+"""`phalanx config`: list presets, show and check run files, explain their fields. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Annotated, Any
+
+import typer
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.cli.arguments import Json, Overrides, RunFile, examples
+from phalanx.cli.console import output, print_json, print_pairs, short_count
+from phalanx.config.check import global_batch_samples
+from phalanx.config.document import show_value
+from phalanx.config.fields import Field, SectionInfo, nearest_names, sections
+from phalanx.config.load import dump_run, load_run
+from phalanx.config.model import LanguageModel
+from phalanx.config.presets import Preset, load_preset, preset_names
+from phalanx.config.schema import Run
+from phalanx.errors import ConfigError
+from phalanx.models.language.sizes import matmul_parameters, model_flops_per_token, parameter_count
+
+config_app = typer.Typer(
+    help="Show, check and explain run files; list the presets.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print a Markdown table, as in the guide.")]
+
+
+@config_app.command("list", epilog=examples("phalanx config list", "phalanx config list mpt-7b"))
+def list_presets(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PRESET", help="Tell everything about this one.", autocompletion=lambda: list(preset_names())
+        ),
+    ] = None,
+    as_json: Json = False,
+    markdown: Markdown = False,
+) -> None:
+    """List the model presets.
+
+    Their sizes, shapes, and where the figures come from.
+    """
+    if name is not None and name not in preset_names():
+        matches = nearest_names(name, preset_names())
+        raise ConfigError(f"{name} is not a preset" + (f"\nnearest: {', '.join(matches)}" if matches else ""))
+    presets = [load_preset(known) for known in preset_names() if name in (None, known)]
+    if as_json:
+        print_json({"presets": [_preset_facts(preset) for preset in presets]})
+    elif markdown:
+        print("\n".join(_markdown_presets(presets)))
+    elif name is not None:
+        _print_preset(presets[0])
+    else:
+        _print_presets(presets)
+
+
+@config_app.command(epilog=examples("phalanx config show examples/quickstart.yaml training.steps=9"))
+def show(run: RunFile, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Print the resolved run file.
+
+    Every field, as it is after preset, run file and overrides.
+    """
+    loaded = load_run(run, overrides or [])
+    if as_json:
+        print_json(loaded.model_dump(mode="json"))
+    else:
+        print(dump_run(loaded), end="")
+
+
+@config_app.command(epilog=examples("phalanx config check examples/quickstart.yaml layout.global_batch=256"))
+def check(run: RunFile, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Check a run file.
+
+    Prints what follows from it: parameters, batch, tokens, floating-point operations. Exit code 2 if it is wrong.
+    """
+    loaded = load_run(run, overrides or [])
+    facts = run_facts(loaded)
+    if as_json:
+        print_json(facts)
+        return
+    output().print(f"{run} is sound", style="green")
+    print_pairs(_facts_in_words(loaded, facts))
+
+
+@config_app.command(epilog=examples("phalanx config fields", "phalanx config fields layout"))
+def fields(
+    section: Annotated[
+        str | None,
+        typer.Argument(help="Only this section.", autocompletion=lambda: [section.name for section in sections()]),
+    ] = None,
+    as_json: Json = False,
+    markdown: Markdown = False,
+) -> None:
+    """Explain the fields of a run file.
+
+    What each does, what it may be, and what it is by default.
+    """
+    known = [info.name for info in sections()]
+    if section is not None and section not in known:
+        matches = nearest_names(section, known)
+        raise ConfigError(f"{section} is not a section\nnearest: {matches[0] if matches else ', '.join(known)}")
+    chosen = [info for info in sections() if section in (None, info.name)]
+    if as_json:
+        print_json({"sections": [_section_facts(info) for info in chosen]})
+    elif markdown:
+        print("\n".join(line for info in chosen for line in _markdown_section(info)))
+    else:
+        for info in chosen:
+            _print_section(info)
+
+
+def run_facts(run: Run) -> dict[str, Any]:
+    """What follows from a run file without knowing the devices: sizes, batch, tokens and floating-point operations."""
+    samples = global_batch_samples(run)
+    tokens = samples * run.data.sequence_length * run.training.steps
+    per_token = model_flops_per_token(run.model, run.data.sequence_length, run.training.flops)
+    return {
+        "parameters": parameter_count(run.model),
+        "matmul_parameters": matmul_parameters(run.model),
+        "steps": run.training.steps,
+        "global_batch_samples": samples,
+        "global_batch_tokens": samples * run.data.sequence_length,
+        "tokens": tokens,
+        "tokens_per_parameter": tokens / parameter_count(run.model),
+        "flops_convention": run.training.flops,
+        "flops_per_token": per_token,
+        "flops": per_token * tokens,
+    }
+
+
+def _facts_in_words(run: Run, facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    preset = f"{run.model.preset}: " if run.model.preset else ""
+    yield "model", f"{preset}{_shape(run.model)}"
+    yield "parameters", f"{facts['parameters']:,} ({short_count(facts['matmul_parameters'])} in matmuls)"
+    yield (
+        "global batch",
+        f"{facts['global_batch_samples']:,} samples x {run.data.sequence_length:,} = "
+        f"{facts['global_batch_tokens']:,} tokens",
+    )
+    yield (
+        "run",
+        f"{facts['steps']:,} steps, {short_count(facts['tokens'])} tokens, "
+        f"{facts['tokens_per_parameter']:.3g} a parameter",
+    )
+    halved = "attention halved" if run.training.flops == "causal" else "attention not halved"
+    yield (
+        "model FLOPs",
+        f"{facts['flops']:.3g} ({short_count(facts['flops_per_token'])} a token; {run.training.flops}: {halved})",
+    )
+
+
+def _print_presets(presets: list[Preset]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("preset", no_wrap=True)
+    for column in ("params", "layers", "width", "heads", "vocab", "length"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for preset in presets:
+        model = preset.model()
+        heads = f"{model.n_heads}" if model.kv_heads == model.n_heads else f"{model.n_heads}/{model.kv_heads}"
+        numbers = (model.n_layers, model.d_model, heads, model.vocab_size, preset.sequence_length)
+        table.add_row(preset.name, short_count(parameter_count(model)), *map(str, numbers))
+    console = output()
+    console.print(table)
+    console.print("\nheads: query/key-value; length: tokens a sample when published. Sources:")
+    for source, group in groupby(presets, key=lambda preset: preset.source):
+        names = [preset.name for preset in group]
+        listed = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        console.print(Padding(Text(f"{listed}: {source}", "dim"), (0, 0, 0, 2), expand=False))
+    console.print("Use one as model.preset=NAME; phalanx config list NAME tells more.")
+
+
+def _print_preset(preset: Preset) -> None:
+    model = preset.model()
+    output().print(f"{preset.name}: {preset.about}", style="bold")
+    print_pairs(
+        [
+            ("shape", _shape(model)),
+            ("parameters", f"{parameter_count(model):,}"),
+            *(("published", f"{printed.parameters} ({printed.counts})") for printed in preset.published),
+            ("source", preset.source),
+            *((field, show_value(value)) for field, value in preset.fields.items()),
+        ]
+    )
+
+
+def _print_section(info: SectionInfo) -> None:
+    console = output()
+    console.print(Text.assemble((info.name, "bold"), f"  {info.description}"))
+    for field in info.fields:
+        default = (" required", "yellow") if field.required else (f" = {field.default}", "dim")
+        console.print(Text.assemble(f"  {field.name}", default))
+        console.print(Padding(f"{field.description} May be {field.allowed}.", (0, 0, 0, 6), expand=False))
+    console.print()
+
+
+def _markdown_section(info: SectionInfo) -> Iterator[str]:
+    yield f"### {info.name}"
+    yield ""
+    yield info.description
+    yield ""
+    yield "| field | default | may be | what it does |"
+    yield "| --- | --- | --- | --- |"
+    for field in info.fields:
+        default = "required" if field.required else f"`{field.default}`"
+        yield f"| `{field.name.removeprefix(info.name + '.')}` | {default} | {field.allowed} | {field.description} |"
+    yield ""
+
+
+def _markdown_presets(presets: list[Preset]) -> Iterator[str]:
+    yield "| preset | parameters | layers | width | heads | MLP | vocabulary | positions | published as | source |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- | --- |"
+    for preset in presets:
+        model = preset.model()
+        heads = f"{model.n_heads}" if model.kv_heads == model.n_heads else f"{model.n_heads} ({model.kv_heads} kv)"
+        published = "; ".join(f"{printed.parameters}, {printed.counts}" for printed in preset.published)
+        yield (
+            f"| `{preset.name}` | {parameter_count(model):,} | {model.n_layers} | {model.d_model} | {heads} "
+            f"| {model.ff_size} | {model.vocab_size} | {model.positions} | {published} | {preset.source} |"
+        )
+
+
+def _preset_facts(preset: Preset) -> dict[str, Any]:
+    return {
+        "name": preset.name,
+        "about": preset.about,
+        "source": preset.source,
+        "parameters": parameter_count(preset.model()),
+        "published": [{"parameters": printed.parameters, "counts": printed.counts} for printed in preset.published],
+        "sequence_length": preset.sequence_length,
+        "model": preset.model().model_dump(mode="json"),
+    }
+
+
+def _section_facts(info: SectionInfo) -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "description": info.description,
+        "required": info.required,
+        "fields": [_field_facts(field) for field in info.fields],
+    }
+
+
+def _field_facts(field: Field) -> dict[str, Any]:
+    return {
+        "name": field.name,
+        "description": field.description,
+        "allowed": field.allowed,
+        "required": field.required,
+        "default": field.default,
+        "choices": list(field.choices),
+    }
+
+
+def _shape(model: LanguageModel) -> str:
+    heads = f"{model.n_heads} heads" + ("" if model.kv_heads == model.n_heads else f" ({model.kv_heads} kv)")
+    return f"{model.n_layers} layers x {model.d_model}, {heads}, vocabulary {model.vocab_size:,}"

@@ -1,0 +1,84 @@
+"""What the verbs print with: results go to stdout, everything else to stderr.
+
+With `--json` a verb prints exactly one JSON object, through `print_json`, and nothing else on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import textwrap
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+UNWRAPPED = 1000
+"""Columns for output that no terminal shows: lines stay whole for grep and for files."""
+
+_ERROR = "error: "
+
+
+def output() -> Console:
+    """A console for results on stdout; colours and line breaks are for terminals only."""
+    return _console(stderr=False)
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Print one JSON object. Numbers that JSON cannot hold (NaN, infinities) become null."""
+    print(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def print_error(text: str) -> None:
+    """Print an error message on stderr, later lines aligned with the first: `error: ...`."""
+    console = _console(stderr=True)
+    lines = [piece for line in text.splitlines() for piece in _wrapped(line, console.width - len(_ERROR))]
+    console.print(Text.assemble((_ERROR, "bold red"), ("\n" + " " * len(_ERROR)).join(lines)), soft_wrap=True)
+
+
+def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
+    """Print labels and values in two columns, indented by two, long values wrapped within theirs."""
+    console, pairs = output(), list(pairs)
+    label_width = max((len(label) for label, _ in pairs), default=0) + 2
+    for label, value in pairs:
+        lines = _wrapped(value, console.width - label_width - 2, hanging="")
+        text = ("\n" + " " * (label_width + 2)).join(lines)
+        console.print(Text.assemble((f"  {label:{label_width}}", "bold"), text), soft_wrap=True)
+
+
+def short_count(number: float) -> str:
+    """Three digits and a unit: 6,649,024,512 -> "6.65B"."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size * 0.9995:
+            scaled = number / size
+            digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
+            return f"{scaled:.{digits}f}{unit}"
+    return f"{number:g}"
+
+
+def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else UNWRAPPED
+    return Console(stderr=stderr, highlight=False, emoji=False, markup=False, width=width)
+
+
+def _wrapped(line: str, width: int, hanging: str = "  ") -> list[str]:
+    """`line` in pieces of at most `width` columns, its own margin kept; words and paths stay whole."""
+    margin = " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(
+        line,
+        max(20, width),
+        subsequent_indent=margin + hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [""]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,195 @@
+"""The `phalanx` command: which verbs there are, and what happens when one fails.
+
+A verb's module is imported when the verb is called, not before: `phalanx --help` and `phalanx config` answer at once
+because torch is loaded only by the verbs that compute.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from phalanx import __version__
+from phalanx.cli.arguments import examples
+from phalanx.cli.console import print_error
+from phalanx.config.fields import nearest_names
+from phalanx.errors import PhalanxError
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One verb: where its function or Typer application lives, its line in the help, and commands to show."""
+
+    name: str
+    target: str
+    help: str
+    examples: tuple[str, ...]
+
+
+VERBS = (
+    Verb(
+        "data",
+        "phalanx.cli.data:data_app",
+        "Turn text into token shards.",
+        ("phalanx data prepare texts/ --out data/texts",),
+    ),
+    Verb(
+        "config",
+        "phalanx.cli.config:config_app",
+        "Show, check and explain run files.",
+        ("phalanx config list", "phalanx config check examples/quickstart.yaml training.steps=1000"),
+    ),
+    Verb(
+        "train",
+        "phalanx.cli.train:train",
+        "Train a model, or go on with a run.",
+        (
+            "phalanx train examples/quickstart.yaml",
+            "phalanx train runs/quickstart training.steps=2000",
+            "torchrun --nproc-per-node 8 -m phalanx train examples/quickstart.yaml",
+        ),
+    ),
+    Verb(
+        "evaluate",
+        "phalanx.cli.evaluate:evaluate",
+        "Held-out loss and perplexity.",
+        ("phalanx evaluate runs/quickstart",),
+    ),
+    Verb(
+        "generate",
+        "phalanx.cli.generate:generate",
+        "Write text with a checkpoint.",
+        ('phalanx generate runs/quickstart --prompt "def "',),
+    ),
+    Verb(
+        "report",
+        "phalanx.cli.report:report",
+        "Make an HTML page about a run.",
+        ("phalanx report runs/quickstart",),
+    ),
+    Verb(
+        "convert",
+        "phalanx.cli.convert:convert",
+        "Import or export Hugging Face checkpoints.",
+        ("phalanx convert runs/quickstart exported/",),
+    ),
+)
+
+# typer exports none of the bases of its usage errors, and where it keeps them differs between its releases.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+class _LazyVerb(TyperCommand):
+    """Stands for a verb in the help and in completion; becomes the real command when its arguments are parsed."""
+
+    def __init__(self, verb: Verb) -> None:
+        super().__init__(verb.name, short_help=verb.help)
+        self.verb = verb
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        return _load(self.verb).make_context(info_name, args, parent=parent, **extra)
+
+
+class _VerbGroup(TyperGroup):
+    """All verbs, in the order in which one meets them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for verb in VERBS:
+            self.add_command(_LazyVerb(verb))
+
+
+app = typer.Typer(
+    name="phalanx",
+    cls=_VerbGroup,
+    help="Train foundation models on AMD, NVIDIA or plain CPU devices with one program.",
+    epilog="Fields of a run file are changed as section.field=value; phalanx config fields lists them.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and end the process with its exit code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command line. Returns the exit code; defects of ours come out as the exceptions they are."""
+    command = typer.main.get_command(app)
+    try:
+        result = command.main(list(arguments) or ["--help"], prog_name="phalanx", standalone_mode=False)
+        sys.stdout.flush()
+    except PhalanxError as error:
+        print_error(str(error))
+        return error.exit_code
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message())
+            return 0
+        print_error(_usage_message(error))
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:
+        _close_stdout()
+        return 1
+    return result if isinstance(result, int) else 0
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        python = ".".join(map(str, sys.version_info[:3]))
+        print(f"phalanx {__version__} (torch {metadata.version('torch')}, Python {python})")
+        raise typer.Exit
+
+
+@app.callback()
+def phalanx(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, help="Print the version and exit.", callback=_version),
+    ] = False,
+) -> None:
+    """The options in front of the verb."""
+
+
+def _load(verb: Verb) -> Any:
+    module, _, attribute = verb.target.partition(":")
+    target = getattr(import_module(module), attribute)
+    if not isinstance(target, typer.Typer):
+        function, target = target, typer.Typer(add_completion=False, rich_markup_mode=None)
+        target.command(name=verb.name, context_settings=app.info.context_settings)(function)
+    command = typer.main.get_command(target)
+    command.name = verb.name
+    if command.epilog is None and "Example" not in (command.help or ""):
+        command.epilog = examples(*verb.examples)
+    return command
+
+
+def _usage_message(error: Any) -> str:
+    """What was wrong with the arguments, then the nearest verb or option, or where to read on."""
+    nearest = list(getattr(error, "possibilities", None) or ())
+    message: str = error.message if nearest else error.format_message()
+    if verb := re.match("No such command '(.*?)'", message):
+        message, nearest = verb[0], nearest_names(verb[1], list(error.ctx.command.commands))
+    lines = [message[:1].lower() + message[1:].rstrip(".")]
+    if nearest:
+        lines.append(f"nearest: {', '.join(nearest)}")
+    elif error.ctx is not None:
+        lines.append(f"{error.ctx.command_path} --help shows what it takes")
+    return "\n".join(lines)
+
+
+def _close_stdout() -> None:
+    """Let the interpreter flush into nothing at exit: the reader of stdout has gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

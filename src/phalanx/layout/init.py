@@ -1,0 +1,76 @@
+"""Initial values that are the same in every layout: element i of a parameter is a function of (seed, name, i) alone.
+
+i is the row-major index in the whole parameter, so a rank fills its own shard and reads nobody else's.
+"""
+
+from __future__ import annotations
+
+import math
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from phalanx import compat
+from phalanx.counter_random import normal_values, stream_key
+from phalanx.errors import PhalanxError
+from phalanx.models.initial import InitRule, InitRules
+
+_CHUNK = {"cpu": 2**16}
+_CHUNK_ELSEWHERE = 2**22
+"""Elements filled at a time: temporaries then stay in the cache of a CPU core or of a GPU."""
+
+
+@torch.no_grad()
+def initialise_parameters(module: nn.Module, rules: InitRules, seed: int) -> None:
+    """Fill every parameter of `module` as the first matching rule says; shared parameters once, under their first name.
+
+    Raises PhalanxError for a parameter that no rule covers.
+    """
+    for raw_name, parameter in module.named_parameters():
+        name = compat.full_name(raw_name)
+        rule = next((rule for pattern, rule in rules if fnmatchcase(name, pattern)), None)
+        if rule is None:
+            raise PhalanxError(f"no initial value is declared for parameter {name}; add a rule to its model family")
+        fill(parameter, name, rule, seed)
+
+
+@torch.no_grad()
+def fill(tensor: Tensor, name: str, rule: InitRule, seed: int) -> None:
+    """Fill a tensor, or this rank's shard of a DTensor, with the initial values of parameter `name`.
+
+    Values are rounded to float32 first, whatever the format of `tensor`: all precisions start from the same weights.
+    """
+    if isinstance(tensor, DTensor):
+        local, offsets, shape = tensor.to_local(), compat.shard_offsets(tensor), tuple(tensor.shape)
+    else:
+        local, offsets, shape = tensor, (0,) * tensor.dim(), tuple(tensor.shape)
+    if rule.kind == "constant":
+        local.fill_(rule.value)
+        return
+    assert local.is_contiguous(), name
+    key = stream_key("initial values", seed, name)
+    flat = local.view(-1)
+    chunk = _CHUNK.get(flat.device.type, _CHUNK_ELSEWHERE)
+    for start in range(0, flat.numel(), chunk):
+        stop = min(start + chunk, flat.numel())
+        place = torch.arange(start, stop, device=flat.device)
+        values = normal_values(key, _global_index(place, tuple(local.shape), offsets, shape)).mul_(rule.value)
+        flat[start:stop] = values.to(torch.float32)
+
+
+def _global_index(
+    place: Tensor, local_shape: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...]
+) -> Tensor:
+    """Row-major indices in the whole parameter of row-major indices `place` in the shard at `offsets`."""
+    # A shard of whole rows is one contiguous run of the whole parameter.
+    if local_shape[1:] == shape[1:]:
+        return place + offsets[0] * math.prod(shape[1:]) if shape else place
+    index = torch.zeros_like(place)
+    stride = 1
+    for size, offset, whole in reversed(list(zip(local_shape, offsets, shape, strict=True))):
+        index += (place % size + offset) * stride
+        place = place // size
+        stride *= whole
+    return index

@@ -1,0 +1,41 @@
+"""What a run keeps on each device between and during steps, counted from its run file alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.config.schema import Run
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.models.language.sizes import parameter_count
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes one rank holds for its share of the training state. Activations come on top and are not counted here."""
+
+    parameters: int
+    """Master parameters."""
+    gradients: int
+    """Accumulated gradients; freed between steps."""
+    optimizer: int
+    """Both AdamW moments."""
+
+    @property
+    def between_steps(self) -> int:
+        """What stays allocated from one step to the next."""
+        return self.parameters + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """What is held during the backward pass, besides activations."""
+        return self.between_steps + self.gradients
+
+
+def state_bytes(run: Run, layout: ResolvedLayout) -> StateBytes:
+    """Training state of one rank: master format for all four, split evenly over `dp_shard` ranks.
+
+    Sharding pads a parameter whose first dim `dp_shard` does not divide; that padding is not counted.
+    """
+    width = 8 if run.layout.precision == "fp64" else 4
+    share = -(-parameter_count(run.model) * width // layout.dp_shard)
+    return StateBytes(parameters=share, gradients=share, optimizer=2 * share)

@@ -1,0 +1,289 @@
+"""What manifest.json says about a checkpoint, and refusing a manifest that says something impossible.
+
+Nothing here opens a data file. A manifest that passes describes each tensor completely and exactly once, and claims no
+more bytes than its files are said to hold, so that nothing a reader allocates can be larger than what is on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Final, Literal
+
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+FORMAT: Final = "phalanx-checkpoint"
+VERSION: Final = 1
+MANIFEST_NAME = "manifest.json"
+STATE_NAME = "state.json"
+MAX_MANIFEST_BYTES = 1 << 28
+MAX_STATE_BYTES = 1 << 26
+MAX_HEADER_BYTES = 1 << 24
+MAX_NAME_LENGTH = 1024
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.complex64,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint64,
+        torch.uint32,
+        torch.uint16,
+        torch.uint8,
+        torch.bool,
+    )
+}
+"""Every dtype a checkpoint can hold, by the name the manifest uses."""
+
+
+def _file_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", name) or name.startswith("."):
+        raise ValueError("a file is named with letters, digits, '.', '_' and '-' only, and stays in its own folder")
+    return name
+
+
+def _dtype_name(name: str) -> str:
+    if name not in DTYPES:
+        raise ValueError("not a dtype that a checkpoint holds")
+    return name
+
+
+def check_tensor_name(name: str) -> str:
+    """Return `name`. Raises ValueError for names that could not be told apart in a message or in a data file's keys."""
+    if not 0 < len(name) <= MAX_NAME_LENGTH or not name.isprintable() or "@" in name:
+        raise ValueError(f"a tensor's name is 1 to {MAX_NAME_LENGTH} printable characters without '@'")
+    return name
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Dims = Annotated[list[Count], Field(max_length=32)]
+Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+"""CRC-32 as eight hexadecimal digits."""
+FileName = Annotated[str, AfterValidator(_file_name)]
+TensorName = Annotated[str, AfterValidator(check_tensor_name)]
+
+
+class Record(BaseModel):
+    """Part of a manifest: nothing missing, nothing unknown, no value converted."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Chunk(Record):
+    """A box of a tensor, stored in one piece: `sizes` elements a dim, the first at `offsets`."""
+
+    offsets: Dims
+    sizes: Dims
+    file: FileName
+    key: str = Field(max_length=2 * MAX_NAME_LENGTH)
+    crc32: Checksum
+
+
+class TensorRecord(Record):
+    """A tensor of global `shape`, and the chunks that make it up."""
+
+    name: TensorName
+    dtype: Annotated[str, AfterValidator(_dtype_name)]
+    shape: Dims
+    chunks: list[Chunk]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The element type."""
+        return DTYPES[self.dtype]
+
+
+class FileRecord(Record):
+    """A data file: its length, and the length and checksum of what precedes the tensors (safetensors' header)."""
+
+    name: FileName
+    bytes: Count
+    header_bytes: Annotated[int, Field(ge=8, le=MAX_HEADER_BYTES)]
+    header_crc32: Checksum
+
+
+class StateRecord(Record):
+    """Length and checksum of state.json."""
+
+    bytes: Annotated[int, Field(ge=0, le=MAX_STATE_BYTES)]
+    crc32: Checksum
+
+
+class Manifest(Record):
+    """The table of contents of one checkpoint."""
+
+    format: Literal["phalanx-checkpoint"]
+    version: Literal[1]
+    step: Count
+    world_size: Annotated[int, Field(ge=1)]
+    """Ranks that wrote the checkpoint; any number may read it."""
+    state: StateRecord
+    files: list[FileRecord]
+    tensors: list[TensorRecord]
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """CRC-32 of `data`, as eight hexadecimal digits."""
+    return f"{zlib.crc32(data):08x}"
+
+
+def nbytes(sizes: Iterable[int], dtype: torch.dtype) -> int:
+    """Bytes that a box of `sizes` elements a dim takes."""
+    return math.prod(sizes) * dtype.itemsize
+
+
+_TRAILER = re.compile(rb'"crc32": "([0-9a-f]{8})"\n\}\n\Z')
+
+
+def render_manifest(manifest: Manifest) -> bytes:
+    """The text of manifest.json: one line a file and a tensor, and at the end the checksum of all that precedes it."""
+    fields = manifest.model_dump()
+    lines = ["{"]
+    for name, value in fields.items():
+        if isinstance(value, list):
+            lines += [f'"{name}": [', ",\n".join(json.dumps(entry) for entry in value), "],"]
+        else:
+            lines.append(f'"{name}": {json.dumps(value)},')
+    body = ("\n".join(lines) + "\n").encode()
+    return body + f'"crc32": "{checksum(body)}"\n}}\n'.encode()
+
+
+def parse_manifest(text: bytes) -> Manifest:
+    """The manifest that `text` holds. Raises ValueError with one line saying what is wrong with it."""
+    trailer = _TRAILER.search(text[-64:])
+    if trailer is None:
+        raise ValueError("does not end with its checksum: truncated, or not a manifest")
+    expected = trailer[1].decode()
+    found = checksum(memoryview(text)[: len(text) - len(trailer[0])])
+    if found != expected:
+        raise ValueError(f"checksum expected {expected}, found {found}")
+    fields = parse_json(text)
+    if isinstance(fields, dict) and fields.get("format") == FORMAT and fields.get("version") != VERSION:
+        raise ValueError(f"format version {fields.get('version')!r} is unknown; this program reads version {VERSION}")
+    if isinstance(fields, dict):
+        fields.pop("crc32", None)
+    try:
+        manifest = Manifest.model_validate(fields)
+    except ValidationError as error:
+        raise ValueError(_first_problem(error)) from None
+    for tensor in manifest.tensors:
+        _check_chunks(tensor)
+    _check_files(manifest)
+    return manifest
+
+
+def parse_json(text: bytes) -> Any:
+    """The JSON value that `text` holds. Raises ValueError for anything else, also for a key given twice and for NaN."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8 text") from None
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        _refuse_repeats("key", (name for name, _ in pairs))
+    return unique
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    return f"{where}={str(problem['input'])[:80]!r}: {problem['msg']}"
+
+
+def _check_files(manifest: Manifest) -> None:
+    _refuse_repeats("file", (file.name for file in manifest.files))
+    _refuse_repeats("tensor", (tensor.name for tensor in manifest.tensors))
+    held: dict[str, int] = defaultdict(int)
+    keys: set[tuple[str, str]] = set()
+    for tensor, chunk in _chunks(manifest):
+        if (chunk.file, chunk.key) in keys:
+            raise ValueError(f"tensor {tensor.name!r}: key {chunk.key!r} of {chunk.file} is used twice")
+        keys.add((chunk.file, chunk.key))
+        held[chunk.file] += nbytes(chunk.sizes, tensor.torch_dtype)
+    for file in manifest.files:
+        claimed = file.header_bytes + held.pop(file.name, 0)
+        if claimed != file.bytes:
+            raise ValueError(f"{file.name} is {file.bytes} bytes, but header and chunks make {claimed}")
+    if held:
+        raise ValueError(f"chunks lie in {min(held)}, which is not listed under files")
+
+
+def _chunks(manifest: Manifest) -> Iterator[tuple[TensorRecord, Chunk]]:
+    return ((tensor, chunk) for tensor in manifest.tensors for chunk in tensor.chunks)
+
+
+def _refuse_repeats(kind: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{kind} {name[:80]!r} appears twice")
+        seen.add(name)
+
+
+def _check_chunks(tensor: TensorRecord) -> None:
+    """Refuse chunks that do not make up the tensor exactly: together as many elements as it has, inside it, none twice."""
+    covered = 0
+    for chunk in tensor.chunks:
+        if len(chunk.offsets) != len(tensor.shape) or len(chunk.sizes) != len(tensor.shape):
+            raise ValueError(
+                f"tensor {tensor.name!r} has {len(tensor.shape)} dims, its chunk at {chunk.offsets} does not"
+            )
+        ends = [start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if 0 in chunk.sizes or any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
+            raise ValueError(f"tensor {tensor.name!r}: chunk {chunk.sizes} at {chunk.offsets} is not in {tensor.shape}")
+        covered += math.prod(chunk.sizes)
+    if covered != math.prod(tensor.shape):
+        raise ValueError(f"tensor {tensor.name!r}: chunks hold {covered} of {math.prod(tensor.shape)} elements")
+    _refuse_overlap(tensor)
+
+
+def _refuse_overlap(tensor: TensorRecord) -> None:
+    """Sweep along the dim that tells most chunks apart; compare each chunk only with those it meets there."""
+    if len(tensor.chunks) < 2:
+        return
+    dims = range(len(tensor.shape))
+    sweep = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in tensor.chunks}))
+    open_chunks: list[tuple[int, int]] = []
+    ordered = sorted(tensor.chunks, key=lambda chunk: chunk.offsets[sweep])
+    for index, chunk in enumerate(ordered):
+        while open_chunks and open_chunks[0][0] <= chunk.offsets[sweep]:
+            open_chunks.pop(0)
+        for _, other in open_chunks:
+            if _overlap(chunk, ordered[other]):
+                raise ValueError(
+                    f"tensor {tensor.name!r}: chunks at {ordered[other].offsets} and {chunk.offsets} overlap"
+                )
+        insort(open_chunks, (chunk.offsets[sweep] + chunk.sizes[sweep], index))
+
+
+def _overlap(one: Chunk, other: Chunk) -> bool:
+    return all(
+        start < other_start + other_size and other_start < start + size
+        for start, size, other_start, other_size in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )

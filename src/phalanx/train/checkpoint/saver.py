@@ -1,0 +1,143 @@
+"""One save from start to end: who writes what, the copy to host memory, the files, the manifest, publication.
+
+Any rank may fail at any point; all ranks then fail alike, and nothing is published.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.errors import CheckpointError
+from phalanx.train.checkpoint import folders
+from phalanx.train.checkpoint.handle import SaveHandle
+from phalanx.train.checkpoint.manifest import (
+    FORMAT,
+    VERSION,
+    Chunk,
+    Manifest,
+    StateRecord,
+    TensorRecord,
+    checksum,
+    render_manifest,
+)
+from phalanx.train.checkpoint.names import step_name
+from phalanx.train.checkpoint.plan import Piece, SavePlanning
+from phalanx.train.checkpoint.rank_group import RankGroup, as_checkpoint_error
+from phalanx.train.checkpoint.staging import Staging
+from phalanx.train.checkpoint.state import render_state
+from phalanx.train.checkpoint.writer import Report, group_by_file, write_file
+
+
+@dataclass
+class Save:
+    """A save on its way: what this rank has to write."""
+
+    handle: SaveHandle
+    state: bytes
+    """Text of state.json, on rank 0."""
+    files: list[list[Piece]]
+    staged: list[list[Tensor]] | None = None
+    """Each file's pieces in host memory; None to copy file by file while writing."""
+    error: Exception | None = None
+    """Why this rank cannot do its part, found before the writing."""
+
+
+class Saver:
+    """Saves to `root`, one save at a time. Every method is called by all ranks."""
+
+    def __init__(self, root: Path, ranks: RankGroup) -> None:
+        self._root = root
+        self._ranks = ranks
+        self._planning = SavePlanning(ranks)
+        self._staging = Staging()
+
+    def prepare(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Save:
+        """Decide what this rank writes, and make the folder to write to.
+
+        Raises CheckpointError, on all ranks, for a state or a tensor that cannot be saved. A folder that cannot be made
+        is for `complete` to report, as any other failure of the disk.
+        """
+        if step < 0:
+            raise CheckpointError(f"step={step} cannot be saved; steps count from 0")
+        text = self._ranks.on_first(lambda: render_state(state)) or b""
+        pieces = self._planning.plan(tensors)
+        handle = SaveHandle(step, self._root / step_name(step))
+        handle.bytes_written = sum(piece.bytes for piece in pieces)
+        save = Save(handle, text, list(group_by_file(pieces)))
+        try:
+            self._ranks.on_first(lambda: folders.begin(self._root, step))
+        except (OSError, CheckpointError) as error:
+            save.error = error
+        return save
+
+    def stage(self, save: Save) -> None:
+        """Copy this rank's pieces to host memory; the caller may change its tensors afterwards."""
+        if save.error is not None:
+            return
+        try:
+            save.staged = [self._staging.copy(block, pieces) for block, pieces in enumerate(save.files)]
+        except (RuntimeError, OSError, MemoryError) as error:
+            save.error = error  # no memory here; the other ranks, about to write, have to hear of it in `complete`
+
+    def complete(self, save: Save) -> CheckpointError | None:
+        """Write this rank's files and, on rank 0, publish when all ranks have; returns why it failed, if it did."""
+        start = time.perf_counter()
+        error: CheckpointError | None = None
+        try:
+            self._write_and_publish(save)
+        except Exception as failure:
+            error = CheckpointError(f"checkpoint of step {save.handle.step} was not saved: {as_checkpoint_error(failure)}")
+            error.__cause__ = failure
+        save.handle.write_seconds = time.perf_counter() - start
+        return error
+
+    def _write_and_publish(self, save: Save) -> None:
+        report = Report([], [])
+        try:
+            if save.error is None:
+                report = self._write_files(save)
+        except Exception as failure:
+            save.error = failure
+        try:
+            self._ranks.agree(save.error)
+            reports = self._ranks.gather(report)
+            self._ranks.on_first(lambda: self._publish(save, reports))
+        except BaseException:
+            if self._ranks.first:
+                folders.abandon(self._root, save.handle.step)
+            raise
+
+    def _write_files(self, save: Save) -> Report:
+        report = Report([], [])
+        folder = folders.writing_folder(self._root, save.handle.step)
+        for number, pieces in enumerate(save.files):
+            staged = save.staged[number] if save.staged is not None else self._staging.copy(0, pieces)
+            written = write_file(folder, f"rank-{self._ranks.rank:05d}-{number:03d}.safetensors", pieces, staged)
+            report.files.extend(written.files)
+            report.chunks.extend(written.chunks)
+        return report
+
+    def _publish(self, save: Save, reports: list[Report]) -> None:
+        chunks: dict[str, list[Chunk]] = {shape.name: [] for shape in self._planning.shapes}
+        for report in reports:
+            for name, chunk in report.chunks:
+                chunks[name].append(chunk)
+        manifest = Manifest(
+            format=FORMAT,
+            version=VERSION,
+            step=save.handle.step,
+            world_size=self._ranks.size,
+            state=StateRecord(bytes=len(save.state), crc32=checksum(save.state)),
+            files=[file for report in reports for file in report.files],
+            tensors=[
+                TensorRecord(name=shape.name, dtype=shape.dtype, shape=shape.shape, chunks=chunks[shape.name])
+                for shape in self._planning.shapes
+            ],
+        )
+        folders.publish(self._root, save.handle.step, render_manifest(manifest), save.state)
+

@@ -1,0 +1,178 @@
+"""The checkpoints of one run: saving new ones, in the background if asked, and keeping the right ones."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from torch import Tensor
+
+from phalanx.errors import CheckpointError
+from phalanx.train.checkpoint import folders
+from phalanx.train.checkpoint.handle import SaveHandle
+from phalanx.train.checkpoint.lock import RunLock
+from phalanx.train.checkpoint.names import Checkpoint
+from phalanx.train.checkpoint.rank_group import RankGroup
+from phalanx.train.checkpoint.saver import Save, Saver
+from phalanx.train.checkpoint.source import CheckpointSource
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointStore(CheckpointSource):
+    """The checkpoints under `root`, which is `<run directory>/checkpoints`.
+
+    keep_last: newest checkpoints to keep, at least 1. keep_every: also keep for good each one whose step is a multiple
+    of this. on_failure: what a failed background save does beside the warning: "raise" at the next `save`, `wait` or
+    `close`, or "warn" and nothing more. warn: called on rank 0 with one line of text, from the writing thread where a
+    background save has failed. timeout_s: seconds one rank waits for another within a save or load.
+
+    With several ranks every method is called by all ranks, in the same order. A store holds the run directory's RunLock:
+    the caller's if this process has it, else its own until `close`. Whatever a dead process left half done is cleared up
+    when the store is made.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep_last: int,
+        keep_every: int | None = None,
+        on_failure: Literal["raise", "warn"] = "raise",
+        warn: Callable[[str], None] = logger.warning,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        if keep_last < 1 or (keep_every is not None and keep_every < 1):
+            raise CheckpointError(
+                f"keep_last={keep_last}, keep_every={keep_every}: each is at least 1; the newest is kept"
+            )
+        super().__init__(root, RankGroup.own(timeout_s), warn)
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._on_failure = on_failure
+        self._saver = Saver(root, self._ranks)
+        self._thread = ThreadPoolExecutor(1, "checkpoint-save")
+        self._running: SaveHandle | None = None
+        self._lock: RunLock | None = None
+        self._closed = False
+        self._ranks.on_first(self._take_over_directory)
+
+    @staticmethod
+    def open(path: Path, *, warn: Callable[[str], None] = logger.warning) -> CheckpointSource:
+        """What `path` holds, for reading only: a run directory, its checkpoints/ folder, or one checkpoint."""
+        return CheckpointSource.at(path, warn=warn)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def save(
+        self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], asynchronous: bool = False
+    ) -> SaveHandle:
+        """Write the checkpoint of `step`; it becomes the newest, and those of later steps are set aside.
+
+        tensors: by a name of its own each, plain (then alike on all ranks that have it) or DTensor. state: JSON values;
+        rank 0's is written. asynchronous: return as soon as everything is copied to host memory, and write in the
+        background; one such save runs at a time, the next one waits for it.
+
+        Raises CheckpointError, on all ranks, when something cannot be saved or, unless asynchronous, when the save
+        failed; older checkpoints are then as before.
+        """
+        start = time.perf_counter()
+        if self._closed:
+            raise CheckpointError(f"{self.root}: the store is closed; nothing can be saved to it")
+        self.wait()
+        save = self._saver.prepare(step, tensors, state)
+        if asynchronous:
+            self._saver.stage(save)
+            self._running = save.handle
+            self._thread.submit(self._complete_in_background, save)
+        else:
+            self._complete(save)
+        save.handle.stall_seconds = time.perf_counter() - start
+        if not asynchronous:
+            save.handle.wait()
+        return save.handle
+
+    def wait(self) -> None:
+        """Return when no save is running. Raises CheckpointError if it failed and `on_failure` is "raise"."""
+        handle, self._running = self._running, None
+        if handle is None:
+            return
+        try:
+            handle.wait()
+        except CheckpointError:
+            if self._on_failure == "raise":
+                raise
+
+    def close(self) -> None:
+        """Wait for a running save, then give up the thread and the store's own lock. Raises as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            self._thread.shutdown()
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    def list(self) -> Sequence[Checkpoint]:
+        """Whole checkpoints, newest first: manifest sound, every file there and as long as it should be."""
+        self._let_finish()
+        return super().list()
+
+    def newest(self) -> Checkpoint | None:
+        """The newest whole checkpoint, if there is one."""
+        self._let_finish()
+        return super().newest()
+
+    def load(self, checkpoint: Checkpoint, tensors: dict[str, Tensor], *, prefix: str = "") -> dict[str, Any]:
+        """As `CheckpointSource.load`."""
+        self._let_finish()
+        return super().load(checkpoint, tensors, prefix=prefix)
+
+    def load_newest_usable(
+        self, tensors: dict[str, Tensor], *, prefix: str = ""
+    ) -> tuple[Checkpoint, dict[str, Any]] | None:
+        """As `CheckpointSource.load_newest_usable`."""
+        self._let_finish()
+        return super().load_newest_usable(tensors, prefix=prefix)
+
+    def _take_over_directory(self) -> None:
+        if not RunLock.held(self.root.parent):
+            self._lock = RunLock(self.root.parent)
+            self._lock.acquire()
+        folders.clear_up(self.root)
+
+    def _let_finish(self) -> None:
+        """Let a running save end, as it uses the same rank group; its failure stays for the next save, wait or close."""
+        if self._running is not None:
+            self._running.join()
+
+    def _complete_in_background(self, save: Save) -> None:
+        error = self._complete(save)
+        if error is not None and self._ranks.first:
+            self._warn(str(error))
+
+    def _complete(self, save: Save) -> CheckpointError | None:
+        error = self._saver.complete(save)
+        if error is None and self._ranks.first:
+            self._tidy(save.handle.step)
+        save.handle.finish(error)
+        return error
+
+    def _tidy(self, step: int) -> None:
+        """Leave only the checkpoints to keep. A failure here is no failure of the save, which is on disk."""
+        try:
+            folders.supersede(self.root, step, self._warn)
+            folders.retire(self.root, keep_last=self._keep_last, keep_every=self._keep_every)
+        except OSError as error:
+            self._warn(f"{self.root}: an old checkpoint could not be removed: {error.strerror} ({error.filename})")

@@ -1,0 +1,40 @@
+"""`phalanx` in a process of its own: with pipes, or on a real terminal of a given width."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(*arguments: str, **settings: Any) -> subprocess.Popen[bytes]:
+    """Start `phalanx ARGUMENTS` from these sources, in the repository root."""
+    wanted = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **settings.pop("env", {})}
+    environment = {name: value for name, value in wanted.items() if value is not None}
+    return subprocess.Popen([sys.executable, "-m", "phalanx", *arguments], cwd=ROOT, env=environment, **settings)
+
+
+def run_in_terminal(columns: int, *arguments: str, **settings: str) -> tuple[int, str]:
+    """Run `phalanx ARGUMENTS` in a terminal `columns` wide. Returns the exit code and all that appears on it."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    unset = {"COLUMNS": None, "NO_COLOR": None, "FORCE_COLOR": None}
+    environment = {**unset, "TERM": "xterm-256color", **settings}
+    child = start(*arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            shown += chunk
+    except OSError:  # Linux ends a closed terminal with an input/output error
+        pass
+    os.close(ours)
+    return child.wait(), shown.decode().replace("\r\n", "\n")

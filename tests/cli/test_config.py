@@ -1,0 +1,123 @@
+"""`phalanx config`: what it prints for people, for programs and for the guide."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import Call
+from config.run_text import RUN
+from phalanx.config.load import load_run, parse_run
+from phalanx.config.presets import preset_names
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    file = tmp_path / "run.yaml"
+    file.write_text(RUN)
+    return str(file)
+
+
+def test_list_shows_every_preset_and_its_source(call: Call) -> None:
+    outcome = call("config", "list")
+    assert outcome.code == 0 and outcome.err == ""
+    table, sources = outcome.out.split("\n\n")
+    assert [line.split()[0] for line in table.splitlines()[1:]] == list(preset_names())
+    assert "llama3-8b     8.03B     32  4096  32/8 128256   8192" in table
+    assert "arXiv:2312.12705" in sources
+
+
+def test_list_of_one_preset(call: Call) -> None:
+    outcome = call("config", "list", "mpt-7b")
+    assert "6,649,024,512" in outcome.out and "6.6589B" in outcome.out and "positions      alibi" in outcome.out
+    unknown = call("config", "list", "mpt-7")
+    assert (unknown.code, unknown.err) == (
+        2,
+        "error: mpt-7 is not a preset\n       nearest: mpt-7b, mpt-70b, mpt-760m\n",
+    )
+
+
+def test_list_json(call: Call) -> None:
+    presets = json.loads(call("config", "list", "--json").out)["presets"]
+    assert [preset["name"] for preset in presets] == list(preset_names())
+    by_name = {preset["name"]: preset for preset in presets}
+    assert by_name["gpt2"]["parameters"] == 124_439_808
+    assert by_name["gpt2"]["model"]["n_layers"] == 12
+
+
+def test_show_prints_a_run_file_that_loads_back(call: Call, run_file: str) -> None:
+    outcome = call("config", "show", run_file, "training.steps=9")
+    assert outcome.code == 0
+    assert parse_run(outcome.out, "shown") == load_run(Path(run_file), ["training.steps=9"])
+
+
+def test_show_json_is_the_resolved_run(call: Call, run_file: str) -> None:
+    shown = json.loads(call("config", "show", run_file, "--json").out)
+    assert shown == load_run(Path(run_file)).model_dump(mode="json")
+
+
+def test_check_prints_what_follows(call: Call, run_file: str) -> None:
+    assert call("config", "check", run_file).out == (
+        f"{run_file} is sound\n"
+        "  model         llama3-8b: 4 layers x 4096, 32 heads (8 kv), vocabulary 128,256\n"
+        "  parameters    1,923,125,248 (1.40B in matmuls)\n"
+        "  global batch  256 samples x 2,048 = 524,288 tokens\n"
+        "  run           100 steps, 52.4M tokens, 0.0273 a parameter\n"
+        "  model FLOPs   4.5e+17 (8.59B a token; causal: attention halved)\n"
+    )
+
+
+def test_check_json(call: Call, run_file: str) -> None:
+    facts = json.loads(call("config", "check", run_file, "--json", "training.flops=palm").out)
+    matmul = 4 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
+    per_token = 6 * matmul + 12 * 4 * 4096 * 2048
+    assert facts["matmul_parameters"] == matmul and facts["flops_per_token"] == per_token
+    assert facts["tokens"] == 100 * 524288 and facts["flops"] == per_token * 100 * 524288
+    assert facts["flops_convention"] == "palm"
+
+
+def test_check_of_a_wrong_file(call: Call, run_file: str) -> None:
+    outcome = call("config", "check", run_file, "layout.microbach=1", "--json")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == "error: layout.microbach=1: there is no such field\n       nearest: layout.microbatch\n"
+
+
+def test_fields(call: Call) -> None:
+    one = call("config", "fields", "layout").out
+    assert (
+        "  layout.microbatch = 1\n      Samples one rank computes at a time. May be a whole number of at least 1.\n"
+        in one
+    )
+    assert "  layout.global_batch required\n" in one and "optimizer" not in one.split("\n")[0]
+    everything = call("config", "fields").out
+    assert one in everything and "training.profile.first required" in everything
+    facts = json.loads(call("config", "fields", "layout", "--json").out)["sections"]
+    assert [section["name"] for section in facts] == ["layout"]
+    assert call("config", "fields", "layuot").err == "error: layuot is not a section\n       nearest: layout\n"
+
+
+@pytest.mark.parametrize(
+    ("guide", "command"), [("run_file.md", "config fields --markdown"), ("presets.md", "config list --markdown")]
+)
+def test_guide_holds_the_current_table(guide: str, command: str, call: Call) -> None:
+    text = (DOCS / guide).read_text("utf-8")
+    table = text.partition(f"<!-- phalanx {command} -->\n")[2].partition("<!-- end -->")[0]
+    assert table.strip() == call(*command.split()).out.strip(), (
+        f"paste the output of phalanx {command} into docs/{guide}"
+    )
+
+
+def test_first_run_file_of_the_guide_is_sound(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text((DOCS / "run_file.md").read_text("utf-8").split("```yaml\n")[1].split("```")[0])
+    assert call("config", "check", str(file)).code == 0
+
+
+@pytest.mark.parametrize("example", sorted((DOCS.parent / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_examples_are_sound(example: Path, call: Call) -> None:
+    outcome = call("config", "check", str(example))
+    assert (outcome.code, outcome.err) == (0, "")

@@ -1,0 +1,215 @@
+"""The `phalanx` command: help, verbs, exit codes, and what is printed where."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+
+from cli.conftest import Call
+from cli.terminal import ROOT, run_in_terminal, start
+from phalanx import __version__
+from phalanx.cli import main
+from phalanx.cli.console import print_error, print_json, short_count
+from phalanx.cli.main import VERBS, Verb
+from phalanx.errors import CheckFailed, ConfigError, DataError, PhalanxError
+
+QUICKSTART = "examples/quickstart.yaml"
+
+
+def test_help_lists_the_verbs_in_order_of_use(call: Call) -> None:
+    outcome = call("--help")
+    verbs = outcome.out.split("Commands:\n")[1].split("\n\n")[0]
+    assert outcome.code == 0
+    names = [line.split()[0] for line in verbs.splitlines()]
+    assert names == ["data", "config", "train", "evaluate", "generate", "report", "convert"]
+    assert "..." not in verbs
+    assert call().out == outcome.out
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
+def test_every_verb_has_help_with_an_example(verb: Verb, call: Call) -> None:
+    outcome = call(verb.name, "--help")
+    assert outcome.code == 0
+    assert f"Usage: phalanx {verb.name}" in outcome.out
+    assert "Example" in outcome.out.split("Usage:")[1]
+
+
+def test_version(call: Call) -> None:
+    assert call("--version").out.startswith(f"phalanx {__version__} (torch ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--help", "--version", "config --help", "config list", "config fields", f"config check {QUICKSTART}"],
+)
+def test_torch_is_not_loaded(arguments: str) -> None:
+    program = (
+        f"import sys; sys.path.insert(0, 'src'); from phalanx.cli.main import run; code = run({arguments.split()}); "
+        "sys.exit(code or (9 if 'torch' in sys.modules else 0))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "no such command 'trian'\n       nearest: train"),
+        (["zzz"], "no such command 'zzz'\n       phalanx --help shows what it takes"),
+        (
+            ["config", "lst"],
+            "no such command 'lst'\n       nearest: list",
+        ),
+        (["config", "list", "--jsn"], "no such option: --jsn\n       nearest: --json"),
+        (["config", "show"], "missing argument 'RUN'\n       phalanx config show --help shows what it takes"),
+        (["--verson"], "no such option: --verson\n       nearest: --version"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_usage_mistakes(arguments: list[str], message: str, call: Call) -> None:
+    outcome = call(*arguments)
+    assert (outcome.code, outcome.out, outcome.err) == (2, "", f"error: {message}\n")
+
+
+def test_group_without_a_verb_prints_its_help(call: Call) -> None:
+    outcome = call("config")
+    assert outcome.code == 0 and outcome.out.startswith("Usage: phalanx config") and outcome.err == ""
+
+
+FAILURES: dict[str, tuple[BaseException, int, str]] = {
+    "general": (PhalanxError("disk full\nfree 3 GB"), 1, "error: disk full\n       free 3 GB\n"),
+    "config": (ConfigError("a.b=1 is wrong"), 2, "error: a.b=1 is wrong\n"),
+    "data": (DataError("shard 3 is truncated"), 1, "error: shard 3 is truncated\n"),
+    "check": (CheckFailed("rank 2 differs"), 3, "error: rank 2 differs\n"),
+    "interrupt": (KeyboardInterrupt(), 130, ""),
+    "exit": (typer.Exit(3), 3, ""),
+}
+
+
+def _fail(name: str) -> None:
+    raise FAILURES[name][0]
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_failures_end_with_their_exit_code(name: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "VERBS", (*VERBS, Verb("fail", f"{__name__}:_fail", "Fail.", ())))
+    outcome = call("fail", name)
+    assert (outcome.code, outcome.out, outcome.err) == (FAILURES[name][1], "", FAILURES[name][2])
+
+
+def _crash() -> None:
+    raise ZeroDivisionError("a defect of ours")
+
+
+def test_defects_keep_their_traceback(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "VERBS", (*VERBS, Verb("crash", f"{__name__}:_crash", "Crash.", ())))
+    with pytest.raises(ZeroDivisionError, match="a defect of ours"):
+        call("crash")
+
+
+def test_interrupt_while_running(tmp_path: Path) -> None:
+    fifo = tmp_path / "run.yaml"
+    os.mkfifo(fifo)
+    child = start("config", "check", str(fifo), stderr=subprocess.PIPE)
+    writer = _open_once_read(fifo, child)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate()
+    os.close(writer)
+    assert (child.returncode, err) == (130, b"")
+
+
+def _open_once_read(fifo: Path, child: subprocess.Popen[bytes]) -> int:
+    while child.poll() is None:
+        try:
+            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:  # nobody reads yet
+            time.sleep(0.01)
+    raise AssertionError(f"ended with {child.returncode} before it read its file")
+
+
+def test_reader_that_goes_away() -> None:
+    child = start("config", "list", "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None and child.stderr is not None
+    child.stdout.close()
+    err = child.stderr.read()
+    child.stderr.close()
+    assert (child.wait(), err) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    ("line", "completions"),
+    [
+        ("phalanx tr", ["train"]),
+        ("phalanx config check run.yaml layout.recompute=s", ["layout.recompute=selective"]),
+        ("phalanx config check run.yaml layout.micro", ["layout.microbatch="]),
+        ("phalanx config list llama3-4", ["llama3-405b"]),
+    ],
+)
+def test_shell_completion(line: str, completions: list[str]) -> None:
+    asked = {"_PHALANX_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    out, _ = start(env=asked, stdout=subprocess.PIPE).communicate()
+    assert out.decode().split() == completions
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--help",
+        "config --help",
+        "config list",
+        "config list lumi-140b",
+        "config fields",
+        f"config check {QUICKSTART}",
+        f"config check {QUICKSTART} layout.microbach=1 layout.zzzz=1",
+    ],
+)
+def test_sixty_columns_are_enough(arguments: str) -> None:
+    _, shown = run_in_terminal(60, *arguments.split(), NO_COLOR="1")
+    examples = ("phalanx config check examples/quickstart.yaml",)  # commands stay whole so that they can be copied
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    long = [line for line in plain.splitlines() if len(line) > 60 and not line.strip().startswith(examples)]
+    assert plain.strip() and long == [] and "...\n" not in plain
+
+
+def test_colour_is_for_terminals_that_want_it() -> None:
+    code, shown = run_in_terminal(80, "config", "check", "no.yaml")
+    assert code == 2 and shown.startswith("\x1b[1;31merror: \x1b[0mrun file no.yaml does not exist")
+    _, shown = run_in_terminal(80, "config", "check", "no.yaml", NO_COLOR="1")
+    assert shown.startswith("\x1b[1merror: \x1b[0mrun file")
+    _, piped = start("config", "check", "no.yaml", stderr=subprocess.PIPE).communicate()
+    assert piped == b"error: run file no.yaml does not exist\n"
+
+
+def test_long_errors_are_not_broken_in_files(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error("word " * 60 + "[red]end")
+    assert capsys.readouterr().err == "error: " + "word " * 60 + "[red]end\n"
+
+
+def test_json_holds_only_what_json_can(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"loss": float("nan"), "all": [1.5, float("inf")], "name": "é"})
+    assert json.loads(capsys.readouterr().out) == {"loss": None, "all": [1.5, None], "name": "é"}
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1.00K"),
+        (124_439_808, "124M"),
+        (999_999_999, "1.00B"),
+        (6_649_024_512, "6.65B"),
+        (29_956_742_144, "30.0B"),
+        (1.008e12, "1.01T"),
+    ],
+)
+def test_short_counts(number: float, text: str) -> None:
+    assert short_count(number) == text

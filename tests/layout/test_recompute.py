@@ -1,0 +1,76 @@
+"""Recomputing activations changes no number: loss and gradients are equal to the bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.config.model import LanguageModel
+from phalanx.layout.recompute import Recompute, recompute_block
+from small_models import FAMILIES, random_decoder, random_tokens
+
+
+def loss_and_gradients(
+    family: str, mode: Recompute, documents: torch.Tensor | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    decoder = random_decoder(FAMILIES[family])
+    for block in decoder.blocks:
+        recompute_block(block, mode)
+    total = decoder(random_tokens(2, 32), random_tokens(2, 32, seed=2), document_ids_BS=documents).total
+    total.backward()
+    return total.detach(), {name: parameter.grad for name, parameter in decoder.named_parameters()}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_gradients_are_equal_to_the_bit(mode: Recompute, family: str, packed: bool) -> None:
+    documents = torch.tensor([[0] * 10 + [1] * 22, [0] * 32]) if packed else None
+    plain_loss, plain = loss_and_gradients(family, "none", documents)
+    loss, gradients = loss_and_gradients(family, mode, documents)
+    assert torch.equal(loss, plain_loss)
+    assert gradients.keys() == plain.keys()
+    for name, gradient in gradients.items():
+        assert gradient is not None and torch.equal(gradient, plain[name]), name
+
+
+class OperationCount(TorchDispatchMode):
+    """Counts the operations that really run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[operation.overloadpacket.__name__] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def operation_counts(model: LanguageModel, mode: Recompute) -> Counter[str]:
+    decoder = random_decoder(model)
+    recompute_block(decoder.blocks[0], mode)
+    with OperationCount() as operations:
+        decoder(random_tokens(2, 32), random_tokens(2, 32, seed=2)).total.backward()
+    return operations.counts
+
+
+@pytest.mark.parametrize(
+    ("mode", "attention", "activations"),
+    [("none", 1, 1), ("selective", 1, 2), ("full", 2, 2)],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_computed_twice(mode: Recompute, attention: int, activations: int, family: str) -> None:
+    """One layer, forward and backward: how often attention, the MLP's activation and the matrix products run."""
+    model = FAMILIES[family].model_copy(update={"n_layers": 1})
+    counts = operation_counts(model, mode)
+    assert counts["_scaled_dot_product_flash_attention_for_cpu"] == attention
+    assert counts["silu" if model.mlp == "swiglu" else "gelu"] == activations
+    plain = operation_counts(model, "none")
+    repeated = counts["mm"] + counts["addmm"] - plain["mm"] - plain["addmm"]
+    # Selective repeats the products that widen by more than half: the MLP's first, and queries, keys and values of these
+    # models. Full repeats all but the last product of the layer, which no gradient needs.
+    assert repeated == {"none": 0, "selective": 2, "full": 3}[mode]

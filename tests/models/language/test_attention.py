@@ -1,0 +1,116 @@
+"""Both attention kernels against each other, and documents in one sample against documents run by themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phalanx.config.model import LanguageModel
+from phalanx.models.language.attention import AttentionKernel, attend, attention_context
+from phalanx.models.language.loss import IGNORED
+from small_models import FAMILIES, LLAMA, MPT, random_decoder, random_tokens
+
+DOCUMENTS = torch.tensor([[0] * 7 + [1] * 20 + [2] * 13, [0] * 39 + [1]])
+
+
+def mixed_values(
+    model: LanguageModel, kernel: AttentionKernel, documents: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """Attention over random queries, keys and values of 40 positions: the result."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(2, heads, 40, model.head_size) for heads in (model.n_heads, model.kv_heads, model.kv_heads)]
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    context = attention_context(model, torch.arange(40), dtype, kernel=kernel, document_ids_BS=documents)
+    return attend(*inputs, context)
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flex_gives_the_numbers_of_sdpa(family: str, documents: torch.Tensor | None) -> None:
+    model = FAMILIES[family]
+    sdpa = mixed_values(model, "sdpa", documents, torch.float32)
+    flex = mixed_values(model, "flex", documents, torch.float32)
+    torch.testing.assert_close(flex, sdpa, rtol=1e-5, atol=1e-5)
+
+
+def test_alibi_bias_is_slope_times_distance() -> None:
+    context = attention_context(MPT, torch.arange(5), torch.float64)
+    assert context.bias is not None
+    slope = 2.0 ** -(8 * 2 / 8)  # head 0 of 6 takes the second slope of 8
+    expected = torch.tensor([-3 * slope, -2 * slope, -slope, 0.0, -torch.inf], dtype=torch.float64)
+    torch.testing.assert_close(context.bias[0, 0, 3], expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kernel", ["sdpa", "flex"])
+@pytest.mark.parametrize("family", ["llama", "mpt"])
+def test_documents_packed_in_a_sample_do_not_see_each_other(family: str, kernel: AttentionKernel) -> None:
+    """With relative positions, a packed document has the loss it has by itself."""
+    decoder = random_decoder(FAMILIES[family])
+    decoder.kernel = kernel
+    tokens, targets = random_tokens(1, 40), random_tokens(1, 40, seed=2)
+    apart = torch.zeros(())
+    for part in (slice(0, 7), slice(7, 27), slice(27, 40)):
+        apart = apart + decoder(tokens[:, part], targets[:, part]).total
+    packed = decoder(tokens, targets, document_ids_BS=DOCUMENTS[:1]).total
+    torch.testing.assert_close(packed, apart, rtol=1e-5, atol=1e-4)
+    together = decoder(tokens, targets).total
+    assert abs(together - packed) > 1e-2, "without the mask documents do see each other"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_later_tokens_do_not_change_earlier_logits(family: str) -> None:
+    decoder = random_decoder(FAMILIES[family])
+    tokens = random_tokens(1, 30)
+    changed = tokens.clone()
+    changed[:, 20:] = (changed[:, 20:] + 1) % 97
+    before, after = decoder.logits(tokens), decoder.logits(changed)
+    torch.testing.assert_close(before[:, :20], after[:, :20], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(before[:, 20:], after[:, 20:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_from_caches_equal_those_of_the_whole_sequence(family: str) -> None:
+    decoder = random_decoder(FAMILIES[family])
+    tokens = random_tokens(3, 24)
+    whole = decoder.logits(tokens)
+    caches = decoder.new_caches()
+    pieces = [decoder.logits(tokens[:, a:b], caches) for a, b in ((0, 9), (9, 10), (10, 15), (15, 16), (16, 24))]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-5, atol=1e-5)
+    last = decoder.logits(tokens, last_only=True)
+    torch.testing.assert_close(last, whole[:, -1:], rtol=1e-5, atol=1e-5)
+
+
+def test_queries_and_keys_are_normalised_a_head() -> None:
+    model = LLAMA.model_copy(update={"qk_norm": True})
+    attention = random_decoder(model).blocks[0].attention
+    x = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(0))
+    query, key, value = attention._project(x)
+    attention.query_norm = attention.key_norm = None
+    plain_query, plain_key, plain_value = attention._project(x)
+    attention = random_decoder(model).blocks[0].attention
+    for ours, plain, norm in ((query, plain_query, attention.query_norm), (key, plain_key, attention.key_norm)):
+        scale = (plain.square().mean(-1, keepdim=True) + model.norm_eps).rsqrt()
+        torch.testing.assert_close(ours, plain * scale * norm.weight)
+    assert torch.equal(value, plain_value)
+
+
+def test_clipping_clamps_queries_keys_and_values() -> None:
+    model = LLAMA.model_copy(update={"clip_qkv": 0.3})
+    attention = random_decoder(model).blocks[0].attention
+    x = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(0))
+    clipped = attention._project(x)
+    attention.clip_qkv = None
+    for ours, plain in zip(clipped, attention._project(x), strict=True):
+        assert plain.abs().max() > 0.3
+        assert torch.equal(ours, plain.clamp(-0.3, 0.3))
+
+
+def test_padding_targets_and_chunks_leave_the_loss_alone() -> None:
+    decoder = random_decoder(LLAMA)
+    tokens, targets = random_tokens(2, 20), random_tokens(2, 20, seed=2)
+    short = decoder(tokens[:, :13], targets[:, :13])
+    targets[:, 13:] = IGNORED
+    padded = decoder(tokens, targets)
+    assert padded.count == short.count == 26
+    torch.testing.assert_close(padded.total, short.total, rtol=1e-6, atol=0)

@@ -1,0 +1,182 @@
+"""Reading a run directory: what is tolerated, and what is refused by file and line."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.report.run_log import RunLog, RunLogError
+from report.run_dirs import EVENTS, MACHINE, RUN_YAML, TOKENS_A_STEP, event, metric, write_lines, write_run
+
+
+def test_reads_everything_a_run_leaves(tmp_path: Path) -> None:
+    log = RunLog.read(write_run(tmp_path))
+    assert log.steps.tolist() == list(range(1, 41))
+    assert log.columns["loss"].tolist() == [10 / step for step in range(1, 41)]
+    assert log.columns["updated"].tolist() == [1.0] * 40
+    assert [e.kind for e in log.events] == [e["kind"] for e in EVENTS]
+    assert log.of_kind("evaluation")[-1].fields == {"loss": 0.5, "perplexity": 1.6487, "bits_per_byte": 0.175}
+    assert log.config_text == RUN_YAML and log.config is not None and log.config["training"]["flops"] == "palm"
+    assert log.machine == MACHINE
+    assert log.notes == ()
+
+
+def test_a_torn_last_line_is_left_out_and_noted(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=3)
+    metrics = tmp_path / "metrics.jsonl"
+    for cut in (1, 30, len(json.dumps(metric(4))) - 1):
+        whole = "".join(json.dumps(metric(step)) + "\n" for step in (1, 2, 3))
+        metrics.write_text(whole + json.dumps(metric(4))[:cut])
+        log = RunLog.read(tmp_path)
+        assert log.steps.tolist() == [1, 2, 3]
+        assert log.notes == ("metrics.jsonl: its last line, 4, is cut off as by a kill, and is left out.",)
+
+
+def test_a_last_line_that_lacks_only_its_line_break_counts(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=3)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes().removesuffix(b"\n"))
+    log = RunLog.read(tmp_path)
+    assert log.steps.tolist() == [1, 2, 3] and log.notes == ()
+
+
+def test_a_character_torn_in_two_is_a_torn_line(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    line = json.dumps(event("sample", 40, 113, prompt="", text="é"), ensure_ascii=False).encode()
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(line[: line.index("é".encode()) + 1])
+    log = RunLog.read(tmp_path)
+    assert len(log.events) == len(EVENTS)
+    assert log.notes == (f"events.jsonl: its last line, {len(EVENTS) + 1}, is cut off as by a kill, and is left out.",)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"step": 2, "lo', "is not JSON"),
+        ("", "is not JSON"),
+        ("[1, 2]", "is not a JSON object"),
+        (json.dumps({k: v for k, v in metric(2).items() if k != "lr"}), "has no 'lr'"),
+        (json.dumps(metric(2, step=2.5)), "has step 2.5, not a whole number from 0"),
+        (json.dumps(metric(2, step=True)), "has step True, not a whole number from 0"),
+        (json.dumps(metric(2, step=2**53)), "has step 9007199254740992, not a whole number from 0"),
+        (json.dumps(metric(2, loss="low")), "has loss 'low', not a number"),
+        (json.dumps(metric(2, mfu=[0.4])), "has mfu [0.4], not a number"),
+        (json.dumps(metric(2, loss=False)), "has loss False, not a number"),
+    ],
+)
+def test_any_other_bad_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("\n".join([json.dumps(metric(1)), line, json.dumps(metric(3)), ""]))
+    with pytest.raises(RunLogError) as caught:
+        RunLog.read(tmp_path)
+    assert str(caught.value) == f"{metrics}, line 2: the line {problem}; mend or remove this line"
+
+
+def test_a_bad_last_line_with_its_line_break_is_not_torn(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(json.dumps(metric(1)) + '\n{"step": 2, "lo\n')
+    with pytest.raises(RunLogError, match=r"metrics\.jsonl, line 2: the line is not JSON"):
+        RunLog.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"kind": 3}, 'has kind 3, not a name such as "evaluation"'),
+        ({"step": None}, "has step None, not a whole number from 0"),
+        ({"step": -1}, "has step -1, not a whole number from 0"),
+        ({"time": "noon"}, "has time 'noon', not an ISO 8601 date and time"),
+        ({"time": None}, "has time None, not an ISO 8601 date and time"),
+    ],
+)
+def test_a_bad_event_is_named(tmp_path: Path, fields: dict[str, Any], problem: str) -> None:
+    write_run(tmp_path, events=[event("start", 0, 0), {**event("end", 40, 9), **fields}])
+    with pytest.raises(RunLogError) as caught:
+        RunLog.read(tmp_path)
+    assert str(caught.value) == f"{tmp_path / 'events.jsonl'}, line 2: the line {problem}; mend or remove this line"
+
+
+def test_no_run_directory_no_metrics_and_no_record_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere is not a directory: give the run directory"):
+        RunLog.read(tmp_path / "nowhere")
+    metrics = tmp_path / "metrics.jsonl"
+    with pytest.raises(PhalanxError, match=r"metrics\.jsonl is missing: give a run directory in which"):
+        RunLog.read(tmp_path)
+    for content in ("", '{"step": 1, "lo'):
+        metrics.write_text(content)
+        with pytest.raises(PhalanxError, match=r"metrics\.jsonl holds no whole record: let `phalanx train` finish"):
+            RunLog.read(tmp_path)
+
+
+def test_only_metrics_must_be_there(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", [metric(1)])
+    log = RunLog.read(tmp_path)
+    assert log.events == () and log.config is None and log.config_text is None and log.machine is None
+    assert [note.split()[0] for note in log.notes] == ["events.jsonl", "run.yaml", "machine.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("run.yaml", "a: [", "is not YAML"),
+        ("run.yaml", "just words", "holds no sections"),
+        ("machine.json", "{", "is not JSON"),
+        ("machine.json", "[]", "is not a JSON object"),
+    ],
+)
+def test_a_broken_small_file_is_named_with_a_way_out(tmp_path: Path, name: str, content: str, problem: str) -> None:
+    write_run(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(RunLogError) as caught:
+        RunLog.read(tmp_path)
+    message = str(caught.value)
+    assert f"{tmp_path / name} {problem}" in message and "or move it away to leave it out" in message
+    assert "\n" not in message
+
+
+def test_values_that_are_not_finite_keep_their_meaning(tmp_path: Path) -> None:
+    losses = [float("nan"), float("inf"), "NaN", "Infinity", "-Infinity", None, 2]
+    write_lines(tmp_path / "metrics.jsonl", [metric(i, loss=loss) for i, loss in enumerate(losses, start=1)])
+    expected = [np.nan, np.inf, np.nan, np.inf, -np.inf, np.nan, 2.0]
+    np.testing.assert_array_equal(RunLog.read(tmp_path).columns["loss"], expected)
+
+
+def test_columns_of_others_may_hold_anything(tmp_path: Path) -> None:
+    write_lines(tmp_path / "metrics.jsonl", [metric(1, scale=65536), metric(2, scale="?", note={"a": 1})])
+    log = RunLog.read(tmp_path)
+    np.testing.assert_array_equal(log.column("scale"), [65536, np.nan])
+    assert np.isnan(log.column("note")).all() and np.isnan(log.column("unheard_of")).all()
+
+
+def test_repeats_keep_the_later_record_and_gaps_are_noted(tmp_path: Path) -> None:
+    steps = [1, 2, 3, 4, 3, 4, 7]
+    write_lines(tmp_path / "metrics.jsonl", [metric(step, loss=float(row)) for row, step in enumerate(steps)])
+    log = RunLog.read(tmp_path)
+    assert log.steps.tolist() == [1, 2, 3, 4, 7]
+    assert log.columns["loss"].tolist() == [0, 1, 4, 5, 6]
+    assert log.notes[:2] == (
+        "metrics.jsonl: 2 steps are recorded more than once; the last record of each counts.",
+        "metrics.jsonl: 2 steps have no record, the first of them step 5.",
+    )
+
+
+def test_tokens_per_second_is_derived_where_it_was_not_recorded(tmp_path: Path) -> None:
+    records = [metric(step, tokens_per_second=None) for step in (1, 2, 3, 6, 7)]
+    records[1]["tokens_per_second"] = 5.0
+    write_lines(tmp_path / "metrics.jsonl", records)
+    rate = TOKENS_A_STEP / 0.5
+    np.testing.assert_array_equal(RunLog.read(tmp_path).tokens_per_second, [rate, 5.0, rate, np.nan, rate])
+
+
+@pytest.mark.parametrize("time", ["2026-03-01T12:00:00", "2026-03-01T12:00:00Z", "2026-03-01T14:30:00+02:30"])
+def test_times_are_in_utc(tmp_path: Path, time: str) -> None:
+    write_run(tmp_path, events=[{"kind": "start", "step": 0, "time": time}])
+    (start,) = RunLog.read(tmp_path).events
+    assert start.time == datetime(2026, 3, 1, 12, tzinfo=UTC) and start.time.tzinfo is UTC

@@ -1,0 +1,96 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.config.schema import Optimizer
+from phalanx.train.optimizer import build_optimizer, clipped_update, gradient_norm, set_learning_rate
+
+
+class Named(nn.Module):
+    """Parameters with the names the decoder gives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.embedding = nn.Module()
+        self.embedding.weight = nn.Parameter(torch.randn(5, 4, generator=generator))
+        self.up = nn.Module()
+        self.up.weight = nn.Parameter(torch.randn(6, 4, generator=generator))
+        self.up.bias = nn.Parameter(torch.randn(6, generator=generator))
+        self.mlp_norm = nn.Module()
+        self.mlp_norm.weight = nn.Parameter(torch.randn(4, generator=generator))
+
+    def set_gradients(self, scale: float) -> None:
+        generator = torch.Generator().manual_seed(4)
+        for parameter in self.parameters():
+            parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
+
+
+def config(**fields: object) -> Optimizer:
+    return Optimizer.model_validate({"lr": 1e-2, "weight_decay": 0.1, **fields})
+
+
+def test_by_default_only_matrices_decay() -> None:
+    model = Named()
+    decayed, free = build_optimizer(model, config()).param_groups
+    assert [p is model.up.weight for p in decayed["params"]] == [True]
+    assert decayed["weight_decay"] == 0.1
+    assert len(free["params"]) == 3
+    assert free["weight_decay"] == 0.0
+
+
+def test_decay_is_configurable() -> None:
+    groups = build_optimizer(Named(), config(no_decay=("norm",))).param_groups
+    assert [len(group["params"]) for group in groups] == [3, 1]
+    (only,) = build_optimizer(Named(), config(no_decay=())).param_groups
+    assert len(only["params"]) == 4
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e6, None])
+def test_update_equals_clipping_and_then_adamw(limit: float | None) -> None:
+    ours, reference = Named(), Named()
+    optimizer = build_optimizer(ours, config())
+    expected = torch.optim.AdamW(
+        [
+            {"params": [reference.up.weight], "weight_decay": 0.1},
+            {"params": [reference.embedding.weight, reference.up.bias, reference.mlp_norm.weight], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+    )
+    for step in range(3):
+        for model in (ours, reference):
+            model.set_gradients(1.0 + step)
+        clipped_update(optimizer, torch.tensor(1.0), gradient_norm(ours.parameters()), limit)
+        nn.utils.clip_grad_norm_(reference.parameters(), limit or float("inf"))
+        expected.step()
+    for (name, a), b in zip(ours.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("loss", "gradient"), [(float("nan"), 1.0), (1.0, float("inf")), (1.0, float("nan"))])
+def test_nothing_changes_where_loss_or_gradient_is_not_finite(loss: float, gradient: float) -> None:
+    model = Named()
+    optimizer = build_optimizer(model, config())
+    model.set_gradients(1.0)
+    clipped_update(optimizer, torch.tensor(1.0), gradient_norm(model.parameters()), 1.0)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model.set_gradients(gradient)
+    clipped_update(optimizer, torch.tensor(loss), gradient_norm(model.parameters()), 1.0)
+    after = (model.state_dict(), optimizer.state_dict())
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_gradient_norm_counts_every_element_once() -> None:
+    model = Named()
+    model.set_gradients(1.0)
+    flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert float(gradient_norm(model.parameters())) == pytest.approx(float(flat.norm()), rel=1e-6)
+
+
+def test_learning_rate_reaches_every_group() -> None:
+    optimizer = build_optimizer(Named(), config())
+    set_learning_rate(optimizer, 0.125)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
