@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import tempfile
 import time
@@ -85,9 +86,14 @@ def _run_rank(
         )
         result = work(*arguments)
         dist.destroy_process_group()
-        connection.send((True, result))
+        _send(connection, True, result)
     except BaseException:
-        connection.send((False, traceback.format_exc()))
+        _send(connection, False, traceback.format_exc())
+
+
+def _send(connection: Connection, succeeded: bool, value: Any) -> None:
+    # Plain pickle carries tensors by value; Connection.send would leave them in memory of a process about to end.
+    connection.send_bytes(pickle.dumps((succeeded, value)))
 
 
 def _collect(ranks: list[tuple[ForkServerProcess, Connection]], deadline: float) -> list[Any]:
@@ -100,7 +106,7 @@ def _collect(ranks: list[tuple[ForkServerProcess, Connection]], deadline: float)
             assert isinstance(connection, Connection)
             rank = waiting.pop(connection)
             try:
-                succeeded, value = connection.recv()
+                succeeded, value = pickle.loads(connection.recv_bytes())
             except EOFError:
                 ranks[rank][0].join()
                 succeeded, value = False, f"ended without a word, exit code {ranks[rank][0].exitcode}"
@@ -109,7 +115,7 @@ def _collect(ranks: list[tuple[ForkServerProcess, Connection]], deadline: float)
                 # The others now fail of the lost connection, or hang: a moment is enough to hear from them.
                 deadline = min(deadline, time.monotonic() + 2.0)
         if not ready:
-            failures |= {rank: "still running" for rank in waiting.values()}
+            failures |= dict.fromkeys(waiting.values(), "still running")
             break
     if failures:
         raise AssertionError("\n".join(f"rank {rank} failed: {text}" for rank, text in failures.items()))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import tokenizers
 import torch
 import transformers
 
+from phalanx.config.load import dump_run
 from phalanx.config.model import LanguageModel, RopeScaling
+from phalanx.config.schema import Run
 from phalanx.models.language.decoder import Decoder
+from phalanx.models.language.huggingface.tokens import SpecialTokens, TokenizerFiles
+from phalanx.train.checkpoint import CheckpointStore
 
 _SIZE = {"n_layers": 2, "d_model": 48, "n_heads": 6, "vocab_size": 97, "max_positions": 64}
 
@@ -23,6 +29,9 @@ GPT = LanguageModel(**_SIZE, positions="learned", norm="layernorm", mlp="gelu_ta
 MPT = LanguageModel(**_SIZE, positions="alibi", norm="layernorm", mlp="gelu", tied_head=True)
 
 FAMILIES = {"llama": LLAMA, "gpt": GPT, "mpt": MPT}
+
+READER = LLAMA.model_copy(update={"vocab_size": 300, "max_positions": 128})
+"""A decoder for the tokens of `byte_tokenizer`."""
 
 
 def random_decoder(model: LanguageModel, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -80,3 +89,45 @@ def save_huggingface(
     model = random_transformers(config)
     model.save_pretrained(path, **options)
     return model
+
+
+def byte_tokenizer(vocab_size: int = 300) -> tokenizers.Tokenizer:
+    """A byte-level BPE tokenizer with <|endoftext|> as token 0, trained on this file."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
+    return tokenizer
+
+
+def run_of(model: LanguageModel, data: str = "nowhere", **fields: object) -> Run:
+    """A run that could have trained `model`, in float32."""
+    sections = {
+        "model": model.model_dump(),
+        "data": {"sources": [data], "sequence_length": 32},
+        "layout": {"global_batch": 4, "precision": "fp32"},
+        "optimizer": {"lr": 1e-3},
+        "training": {"steps": 10},
+        **fields,
+    }
+    return Run.model_validate_json(json.dumps(sections))
+
+
+def save_run(path: Path, decoder: Decoder, *, step: int = 10, data: str = "nowhere", tokenizer: bool = True) -> Run:
+    """A run directory with one checkpoint of `decoder`, as training leaves it; float32, some optimizer state included."""
+    run = run_of(decoder.config, data)
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}
+    tensors |= {name.replace("model.", "optimizer.exp_avg.", 1): tensor * 0 for name, tensor in tensors.items()}
+    with CheckpointStore(path / "checkpoints", keep_last=2) as store:
+        store.save(step, tensors, {"step": step, "run": dump_run(run)})
+    if tokenizer:
+        (path / "tokenizer").mkdir(exist_ok=True)
+        files = {"tokenizer.json": byte_tokenizer().to_str().encode()}
+        TokenizerFiles(files, SpecialTokens(end=(0,))).write(path / "tokenizer", decoder.config.max_positions)
+    return run

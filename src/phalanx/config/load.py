@@ -159,7 +159,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, None)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, None if plain_scalar(text) == text else '"')
 
 
 def _represent_list(dumper: _Dumper, items: list[Any]) -> yaml.SequenceNode:

@@ -1,4 +1,4 @@
-"""Text to tokens and back, as an evaluation needs it: prompts, text that appears piece by piece, bytes a token stands for."""
+"""Text to tokens and back, as evaluation needs it: prompts, text that appears piece by piece, bytes a token stands for."""
 
 from __future__ import annotations
 

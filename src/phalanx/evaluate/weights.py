@@ -19,7 +19,6 @@ from phalanx.config.model import LanguageModel
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError
 from phalanx.models.language.decoder import Decoder
-from phalanx.models.language.huggingface.folder import read_json
 from phalanx.models.language.huggingface.read import HuggingFaceFolder, is_huggingface_folder
 from phalanx.models.language.huggingface.tokens import SpecialTokens, TokenizerFiles
 from phalanx.train.checkpoint import CheckpointStore, read_state, read_tensors

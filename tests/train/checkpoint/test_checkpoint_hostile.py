@@ -103,7 +103,8 @@ def test_a_pickle_beside_the_files_is_never_opened(path, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["../secret.bin", "/etc/passwd", "..", ".", "a/b", "", ".hidden", "a\x00b", "a b", "ä", "x" * 129, "a\n", 7, None]
+    "name",
+    ["../secret.bin", "/etc/passwd", "..", ".", "a/b", "", ".hidden", "a\x00b", "a b", "ä", "x" * 129, "a\n", 7, None],
 )
 def test_a_file_name_that_leaves_the_folder_is_refused(path, tmp_path, name):
     (tmp_path / "checkpoints" / "secret.bin").write_bytes((path / DATA).read_bytes())
@@ -257,9 +258,7 @@ def write_data(path: Path, header: bytes, length: int | None = None) -> None:
     (path / DATA).write_bytes(start + data)
 
     def adopt(manifest: dict[str, Any]) -> None:
-        manifest["files"][0].update(
-            bytes=len(start) + len(data), header_bytes=len(start), header_crc32=checksum(start)
-        )
+        manifest["files"][0].update(bytes=len(start) + len(data), header_bytes=len(start), header_crc32=checksum(start))
 
     rewrite(path, adopt)
 

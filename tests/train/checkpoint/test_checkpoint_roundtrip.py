@@ -157,8 +157,9 @@ def test_tensors_that_do_not_fit_are_named_in_one_error(store):
         store.load(store.newest(), wanted)
     assert str(refusal.value) == (
         f"{store.root}/step-00000005 does not fit this model: 5 missing from the checkpoint: model.new0, model.new1, "
-        "model.new2, ...; 1 in the checkpoint but not in this model: model.c; 2 of another dtype or shape: model.a (saved "
-        "float32[2, 3], wanted float32[3, 2]), model.b (saved float32[4], wanted bfloat16[4]). Use the run file it was saved with"
+        "model.new2, ...; 1 in the checkpoint but not in this model: model.c; 2 of another dtype or shape: "
+        "model.a (saved float32[2, 3], wanted float32[3, 2]), model.b (saved float32[4], wanted bfloat16[4]). "
+        "Use the run file it was saved with"
     )
     assert torch.equal(wanted["model.a"], torch.ones(3, 2))
 
@@ -203,7 +204,7 @@ def test_names_depend_on_the_model_alone():
 def test_optimizer_goes_on_as_if_nothing_had_happened(store):
     model, optimizer = trained_model(seed=0)
     store.save(2, collect_tensors(model, optimizer), {})
-    other_model, other = trained_model(seed=1)
+    other_model, _ = trained_model(seed=1)
     fresh = torch.optim.AdamW(reversed(list(other_model.parameters())), lr=0.25, betas=(0.5, 0.6), fused=True)
     materialise_optimizer_state(fresh)
     store.load(store.newest(), collect_tensors(other_model, fresh))
@@ -264,7 +265,13 @@ def test_strange_optimizer_state_is_refused():
 
 def test_generators_go_on_where_they_were(store):
     def draw():
-        return [random.gauss(0, 1), random.random(), np.random.standard_normal(), np.random.rand(), float(torch.rand(()))]
+        return [
+            random.gauss(0, 1),
+            random.random(),
+            np.random.standard_normal(),
+            np.random.rand(),
+            float(torch.rand(())),
+        ]
 
     # An odd number of Gaussians leaves half a pair behind in Python's and NumPy's generator.
     draw()

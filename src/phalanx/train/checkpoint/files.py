@@ -85,9 +85,7 @@ class CheckpointFolder:
         """A descriptor of the regular file `name`, for reading."""
         try:
             status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-            if not stat.S_ISREG(status.st_mode):
-                kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
-                raise CheckpointDamaged(f"{self.path / name} is {kind}; refused")
+            self._check_kind(name, status)
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             return os.open(name, flags, dir_fd=self._fd)
         except FileNotFoundError as error:
@@ -120,9 +118,16 @@ class CheckpointFolder:
             found = {entry.name: entry for entry in entries}
         for name, size in [(STATE_NAME, manifest.state.bytes), *((file.name, file.bytes) for file in manifest.files)]:
             entry = found.get(name)
-            if entry is None or not entry.is_file(follow_symlinks=False):
-                raise CheckpointDamaged(f"{self.path / name} is {'missing' if entry is None else 'not a regular file'}")
-            self._check_length(name, size, entry.stat(follow_symlinks=False).st_size)
+            if entry is None:
+                raise CheckpointDamaged(f"{self.path / name} is missing")
+            status = entry.stat(follow_symlinks=False)
+            self._check_kind(name, status)
+            self._check_length(name, size, status.st_size)
+
+    def _check_kind(self, name: str, status: os.stat_result) -> None:
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
+            raise CheckpointDamaged(f"{self.path / name} is {kind}; refused")
 
     def _check_length(self, name: str, expected: int, found: int) -> None:
         if found != expected:

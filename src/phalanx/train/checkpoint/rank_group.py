@@ -6,7 +6,8 @@ something of every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
@@ -49,7 +50,8 @@ class RankGroup:
         if self._group is None:
             return [value]
         values: list[T] | None = [value] * self.size if self.first else None
-        dist.gather_object(value, values, group=self._group, group_dst=0)
+        with _exchange():
+            dist.gather_object(value, values, group=self._group, group_dst=0)
         return values or []
 
     def scatter(self, values: list[T]) -> T:
@@ -57,14 +59,16 @@ class RankGroup:
         if self._group is None:
             return values[0]
         received: list[T | None] = [None]
-        dist.scatter_object_list(received, values if self.first else None, group=self._group, group_src=0)
+        with _exchange():
+            dist.scatter_object_list(received, values if self.first else None, group=self._group, group_src=0)
         (value,) = received
         return value  # type: ignore[return-value]
 
     def any(self, flags: Tensor) -> Tensor:
         """Element-wise maximum of `flags` (uint8, any shape, the same on all ranks) over the ranks."""
         if self._group is not None:
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+            with _exchange():
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         return flags
 
     def on_first(self, work: Callable[[], T]) -> T | None:
@@ -107,7 +111,8 @@ class RankGroup:
         if self._group is None:
             return value
         values = [value]
-        dist.broadcast_object_list(values, group=self._group, group_src=0)
+        with _exchange():
+            dist.broadcast_object_list(values, group=self._group, group_src=0)
         return values[0]
 
 
@@ -118,6 +123,14 @@ def as_checkpoint_error(error: Exception) -> CheckpointError:
     if isinstance(error, OSError) and error.strerror:
         return CheckpointError(f"{error.strerror} ({error.filename})" if error.filename else error.strerror)
     return CheckpointError(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def _exchange() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(f"contact with another rank was lost: {error}") from error
 
 
 def _raise_worst(found: list[CheckpointError | None]) -> None:

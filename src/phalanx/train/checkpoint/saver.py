@@ -91,7 +91,9 @@ class Saver:
         try:
             self._write_and_publish(save)
         except Exception as failure:
-            error = CheckpointError(f"checkpoint of step {save.handle.step} was not saved: {as_checkpoint_error(failure)}")
+            error = CheckpointError(
+                f"checkpoint of step {save.handle.step} was not saved: {as_checkpoint_error(failure)}"
+            )
             error.__cause__ = failure
         save.handle.write_seconds = time.perf_counter() - start
         return error
@@ -140,4 +142,3 @@ class Saver:
             ],
         )
         folders.publish(self._root, save.handle.step, render_manifest(manifest), save.state)
-

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from phalanx.models.language.huggingface.folder import file_inside
+from phalanx.models.language.huggingface.folder import file_inside, read_json
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -46,9 +46,16 @@ class TokenizerFiles:
 
     @classmethod
     def read(cls, folder: Path, special: SpecialTokens) -> Self:
-        """The tokenizer files among those in `folder`; none without a `tokenizer.json`."""
+        """The tokenizer files among those in `folder`; none without a `tokenizer.json`.
+
+        special: the special tokens, if known; those that are not come from `tokenizer_config.json`.
+        """
         names = (TOKENIZER, *_COMPANIONS) if (folder / TOKENIZER).exists() else ()
-        return cls({n: file_inside(folder, n).read_bytes() for n in names if (folder / n).exists()}, special)
+        files = {name: file_inside(folder, name).read_bytes() for name in names if (folder / name).exists()}
+        if SETTINGS in files:
+            named = _named_tokens(read_json(folder / SETTINGS), read_json(folder / TOKENIZER))
+            special = SpecialTokens(named.begin if special.begin is None else special.begin, special.end or named.end)
+        return cls(files, special)
 
     def write(self, folder: Path, max_positions: int) -> None:
         """Put the files into `folder`, with a `tokenizer_config.json` made up where there is none."""
@@ -59,7 +66,7 @@ class TokenizerFiles:
             (folder / name).write_bytes(content)
 
     def _settings(self, max_positions: int) -> bytes:
-        texts = {token["id"]: token["content"] for token in json.loads(self.files[TOKENIZER]).get("added_tokens", [])}
+        texts = {number: text for text, number in _added_tokens(json.loads(self.files[TOKENIZER])).items()}
         settings: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": max_positions,
@@ -70,6 +77,23 @@ class TokenizerFiles:
         if self.special.end and self.special.end[0] in texts:
             settings["eos_token"] = texts[self.special.end[0]]
         return json.dumps(settings, indent=2).encode() + b"\n"
+
+
+def _named_tokens(settings: dict[str, Any], tokenizer: dict[str, Any]) -> SpecialTokens:
+    numbers = _added_tokens(tokenizer)
+
+    def numbered(field: str) -> int | None:
+        value = settings.get(field)
+        text = value.get("content") if isinstance(value, dict) else value
+        return numbers.get(text) if isinstance(text, str) else None
+
+    return SpecialTokens.from_config({f"{name}_id": numbered(name) for name in ("bos_token", "eos_token")})
+
+
+def _added_tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
+    entries = tokenizer.get("added_tokens")
+    tokens = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    return {str(token.get("content")): number for token in tokens for number in _ids([token.get("id")])}
 
 
 def _ids(values: list[Any]) -> Iterator[int]:

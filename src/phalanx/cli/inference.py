@@ -1,0 +1,46 @@
+"""What the verbs that load a model have in common: the arguments that say which model, where and how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from phalanx.cluster.device import choose_device
+from phalanx.errors import ConfigError
+from phalanx.evaluate.load import LoadedModel, load_for_inference
+from phalanx.layout.apply import PRECISIONS
+
+ModelPath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL",
+        help="Run directory (its newest whole checkpoint), one checkpoint, or a Hugging Face folder.",
+    ),
+]
+TokenizerPath = Annotated[
+    Path | None, typer.Option(help="A tokenizer.json, or a folder with one, in place of the model's own.")
+]
+Device = Annotated[str, typer.Option(help="Device type: auto takes the accelerator PyTorch finds, else the CPU.")]
+PrecisionName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(PRECISIONS),
+        help="Number format; by default that of the run, and for imported models bf16 (fp32 on the CPU).",
+    ),
+]
+
+
+def load(path: Path, *, device: str, precision: str | None, tokenizer: Path | None) -> LoadedModel:
+    """Load the model that the arguments of a verb ask for. Raises ConfigError for a device or format there is not."""
+    dtype = None if precision is None else precision_named(precision, "--precision")
+    return load_for_inference(path, choose_device(device), dtype=dtype, tokenizer=tokenizer)
+
+
+def precision_named(name: str, option: str) -> torch.dtype:
+    """The number format called `name`. Raises ConfigError naming the option and what is allowed."""
+    if name not in PRECISIONS:
+        raise ConfigError(f"{option}={name} must be {', '.join(PRECISIONS)}")
+    return PRECISIONS[name]
