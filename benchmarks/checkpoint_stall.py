@@ -90,7 +90,7 @@ def plain_dcp(root: Path, *, asynchronous: bool) -> Save:
 
 
 def measure(folder: Path, tensors: dict[str, Tensor], repeats: int) -> dict[str, list[Timing]]:
-    """`repeats` saves of `tensors` with each way, taking turns, so that a slow moment of the machine falls on all of them."""
+    """`repeats` saves of `tensors` with each way, in turn, so that a slow moment of the machine falls on all alike."""
     ways = {
         "ours, background": ours(folder / "a", asynchronous=True),
         "ours, synchronous": ours(folder / "b", asynchronous=False),

@@ -62,6 +62,34 @@ def test_staging_memory_is_reused_and_still_right(root):
             assert_same_bits(read_tensors(checkpoint.path), small_state(checkpoint.step))
 
 
+def test_reserved_memory_is_what_the_first_save_uses(root):
+    with CheckpointStore(root, keep_last=9) as store:
+        tensors = small_state(0)
+        store.reserve(tensors)
+        handle = store.save(0, tensors, {}, asynchronous=True)
+        (block,) = store._saver._staging._blocks.values()
+        handle.wait()
+        store.reserve(tensors)
+        store.save(1, tensors, {}, asynchronous=True).wait()
+        assert [kept.data_ptr() for kept in store._saver._staging._blocks.values()] == [block.data_ptr()]
+        assert_same_bits(read_tensors(handle.path), tensors)
+
+
+def test_memory_that_cannot_be_had_is_warned_of_and_fails_the_save(root):
+    warnings: list[str] = []
+    with CheckpointStore(root, keep_last=9, on_failure="warn", warn=warnings.append) as store:
+        tensors = {"x": torch.zeros(1).expand(1 << 28, 1 << 30)}
+        store.reserve(tensors)
+        handle = store.save(0, tensors, {}, asynchronous=True)
+        with pytest.raises(CheckpointError, match="checkpoint of step 0 was not saved: Cannot allocate memory"):
+            handle.wait()
+        assert store.list() == []
+    assert warnings[0] == (
+        "1073741824.0 GiB of host memory for background checkpoints cannot be had: [Errno 12] Cannot allocate memory"
+    )
+    assert len(warnings) == 2
+
+
 def test_one_save_at_a_time(root):
     with CheckpointStore(root, keep_last=3) as store:
         gate = hold(store)

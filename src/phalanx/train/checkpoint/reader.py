@@ -132,6 +132,10 @@ def _read(folder: CheckpointFolder, manifest: Manifest, reads: Iterable[Read]) -
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    # The threads copied to accelerators on streams of their own choosing; what the caller starts next must see it all.
+    for device in {copy.target.device for _, _, copies in reads for copy in copies}:
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
 
 def _open(folder: CheckpointFolder, entry: FileRecord, held: Sequence[str]) -> DataFile:

@@ -6,6 +6,7 @@ Any rank may fail at any point; all ranks then fail alike, and nothing is publis
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ from phalanx.train.checkpoint.state import render_state
 from phalanx.train.checkpoint.writer import Report, group_by_file, write_file
 
 
+NO_MEMORY = (MemoryError, OSError, RuntimeError)
+"""What is raised where host memory cannot be had, by Python, the system and PyTorch."""
+
+
 @dataclass
 class Save:
     """A save on its way: what this rank has to write."""
@@ -56,6 +61,15 @@ class Saver:
         self._planning = SavePlanning(ranks)
         self._staging = Staging()
 
+    def plan(self, tensors: dict[str, Tensor]) -> list[list[Piece]]:
+        """The files this rank writes for `tensors`, and the pieces in each. Raises CheckpointError on all ranks."""
+        return list(group_by_file(self._planning.plan(tensors)))
+
+    def reserve(self, files: Sequence[Sequence[Piece]]) -> None:
+        """Have host memory ready to stage `files`. Raises what having no memory raises."""
+        for block, pieces in enumerate(files):
+            self._staging.reserve(block, pieces)
+
     def prepare(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Save:
         """Decide what this rank writes, and make the folder to write to.
 
@@ -65,10 +79,8 @@ class Saver:
         if step < 0:
             raise CheckpointError(f"step={step} cannot be saved; steps count from 0")
         text = self._ranks.on_first(lambda: render_state(state)) or b""
-        pieces = self._planning.plan(tensors)
-        handle = SaveHandle(step, self._root / step_name(step))
-        handle.bytes_written = sum(piece.bytes for piece in pieces)
-        save = Save(handle, text, list(group_by_file(pieces)))
+        save = Save(SaveHandle(step, self._root / step_name(step)), text, self.plan(tensors))
+        save.handle.bytes_written = sum(piece.bytes for pieces in save.files for piece in pieces)
         try:
             self._ranks.on_first(lambda: folders.begin(self._root, step))
         except (OSError, CheckpointError) as error:
@@ -81,7 +93,7 @@ class Saver:
             return
         try:
             save.staged = [self._staging.copy(block, pieces) for block, pieces in enumerate(save.files)]
-        except (RuntimeError, OSError, MemoryError) as error:
+        except NO_MEMORY as error:
             save.error = error  # no memory here; the other ranks, about to write, have to hear of it in `complete`
 
     def complete(self, save: Save) -> CheckpointError | None:

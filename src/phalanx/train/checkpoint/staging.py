@@ -29,10 +29,8 @@ class Staging:
 
         The copies are complete when this returns: whatever happens to the pieces' sources later does not show.
         """
-        starts = [0]
-        for piece in pieces:
-            starts.append(-(-(starts[-1] + piece.bytes) // ALIGNMENT) * ALIGNMENT)
-        memory = self._block(block, starts[-1], pinned=any(piece.source.device.type != "cpu" for piece in pieces))
+        starts = _starts(pieces)
+        memory = self._block(block, pieces)
         staged = [memory[start : start + piece.bytes] for start, piece in zip(starts, pieces, strict=False)]
         with torch.no_grad():
             for piece, target in zip(pieces, staged, strict=True):
@@ -42,12 +40,26 @@ class Staging:
             torch.accelerator.synchronize(device)
         return staged
 
-    def _block(self, block: int, size: int, *, pinned: bool) -> Tensor:
+    def reserve(self, block: int, pieces: Sequence[Piece]) -> None:
+        """Have the memory for `pieces` ready, down to its last page."""
+        self._block(block, pieces).zero_()
+
+    def _block(self, block: int, pieces: Sequence[Piece]) -> Tensor:
+        size = _starts(pieces)[-1]
+        pinned = any(piece.source.device.type != "cpu" for piece in pieces)
         memory = self._blocks.get(block)
         if memory is None or memory.numel() < size or memory.is_pinned() != pinned:
             self._blocks.pop(block, None)
             memory = self._blocks[block] = _allocate(size, pinned=pinned)
         return memory
+
+
+def _starts(pieces: Sequence[Piece]) -> list[int]:
+    """Where in its block each piece starts, and after them the size of the block; in bytes."""
+    starts = [0]
+    for piece in pieces:
+        starts.append(-(-(starts[-1] + piece.bytes) // ALIGNMENT) * ALIGNMENT)
+    return starts
 
 
 def _allocate(size: int, *, pinned: bool) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -17,8 +17,9 @@ from phalanx.train.checkpoint import folders
 from phalanx.train.checkpoint.handle import SaveHandle
 from phalanx.train.checkpoint.lock import RunLock
 from phalanx.train.checkpoint.names import Checkpoint
+from phalanx.train.checkpoint.plan import Piece
 from phalanx.train.checkpoint.rank_group import RankGroup
-from phalanx.train.checkpoint.saver import Save, Saver
+from phalanx.train.checkpoint.saver import NO_MEMORY, Save, Saver
 from phalanx.train.checkpoint.source import CheckpointSource
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ class CheckpointStore(CheckpointSource):
         self._saver = Saver(root, self._ranks)
         self._thread = ThreadPoolExecutor(1, "checkpoint-save")
         self._running: SaveHandle | None = None
+        self._reserved: Future[None] = Future()
+        self._reserved.set_result(None)
         self._lock: RunLock | None = None
         self._closed = False
         self._ranks.on_first(self._take_over_directory)
@@ -91,6 +94,7 @@ class CheckpointStore(CheckpointSource):
             raise CheckpointError(f"{self.root}: the store is closed; nothing can be saved to it")
         self.wait()
         save = self._saver.prepare(step, tensors, state)
+        self._reserved.result()
         if asynchronous:
             self._saver.stage(save)
             self._running = save.handle
@@ -101,6 +105,15 @@ class CheckpointStore(CheckpointSource):
         if not asynchronous:
             save.handle.wait()
         return save.handle
+
+    def reserve(self, tensors: dict[str, Tensor]) -> None:
+        """Get ready, in the background, to save such tensors in the background. Optional.
+
+        Without it the first background save stalls for several times as long as later ones, for fresh host memory.
+        """
+        self._let_finish()
+        files = self._saver.plan(tensors)
+        self._reserved = self._thread.submit(self._reserve, files)
 
     def wait(self) -> None:
         """Return when no save is running. Raises CheckpointError if it failed and `on_failure` is "raise"."""
@@ -151,6 +164,13 @@ class CheckpointStore(CheckpointSource):
             self._lock = RunLock(self.root.parent)
             self._lock.acquire()
         folders.clear_up(self.root)
+
+    def _reserve(self, files: Sequence[Sequence[Piece]]) -> None:
+        try:
+            self._saver.reserve(files)
+        except NO_MEMORY as error:
+            size = sum(piece.bytes for pieces in files for piece in pieces)
+            self._warn(f"{size / 2**30:.1f} GiB of host memory for background checkpoints cannot be had: {error}")
 
     def _let_finish(self) -> None:
         """Let a running save end, as it uses the same rank group; its failure stays for the next save, wait or close."""

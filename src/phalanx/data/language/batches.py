@@ -1,0 +1,236 @@
+"""The batches of a run: step k reads the same samples whatever the number of ranks, and costs the same for any k.
+
+    global sample number -> (source, place in its reading) -> (epoch, sample) -> tokens
+
+Every arrow is a pure function (see `data.order`); the position of a run is one integer. A background thread reads ahead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import threading
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.data.language.sources import Int64Array, TokenSource
+from phalanx.data.order import ORDER_VERSION, EpochShuffle, Mixture, stable_key
+from phalanx.errors import DataError
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Samples of one rank."""
+
+    tokens: Tensor
+    """int64 [B, S]."""
+    targets: Tensor
+    """int64 [B, S]: for each token the one after it."""
+    document_ids: Tensor | None
+    """int32 [B, S], equal within a document of a sample; None where attention crosses documents."""
+    sample_indices: Tensor
+    """int64 [B]: global sample numbers."""
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """The batch on `device`, copied without waiting when it lies in pinned memory."""
+        documents = None if self.document_ids is None else self.document_ids.to(device, non_blocking=True)
+        return TokenBatch(
+            self.tokens.to(device, non_blocking=True),
+            self.targets.to(device, non_blocking=True),
+            documents,
+            self.sample_indices.to(device, non_blocking=True),
+        )
+
+    def pinned(self) -> TokenBatch:
+        """A copy in pinned memory, from which an accelerator copies on its own."""
+        documents = None if self.document_ids is None else self.document_ids.pin_memory()
+        return TokenBatch(
+            self.tokens.pin_memory(), self.targets.pin_memory(), documents, self.sample_indices.pin_memory()
+        )
+
+    def split(self, samples: int) -> Iterator[TokenBatch]:
+        """Parts of `samples` samples, in order."""
+        for start in range(0, len(self.tokens), samples):
+            rows = slice(start, start + samples)
+            documents = None if self.document_ids is None else self.document_ids[rows]
+            yield TokenBatch(self.tokens[rows], self.targets[rows], documents, self.sample_indices[rows])
+
+
+class SampleReader:
+    """Reads samples by global sample number from a weighted mixture of sources."""
+
+    def __init__(
+        self, sources: Sequence[tuple[TokenSource, float]], *, sequence_length: int, seed: int, documents: bool = False
+    ) -> None:
+        """Take the sources with their weights. Raises DataError for a source too short for one sample."""
+        self.sources = [source for source, _ in sources]
+        self.sequence_length = sequence_length
+        self.documents = documents
+        for source in self.sources:
+            if source.samples(sequence_length) == 0:
+                raise DataError(
+                    f"{source.path} holds {source.tokens} tokens, too few for one sample of "
+                    f"data.sequence_length={sequence_length} and its last target"
+                )
+        self._mixture = Mixture([weight for _, weight in sources])
+        self._orders = [
+            EpochShuffle(source.samples(sequence_length), stable_key("samples", seed, index))
+            for index, source in enumerate(self.sources)
+        ]
+        description = [ORDER_VERSION, seed, sequence_length, self._mixture.weights, [s.fingerprint for s in self.sources]]
+        self.fingerprint = hashlib.sha256(json.dumps(description).encode()).hexdigest()
+
+    def locate(self, numbers: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """For each global sample number: its source and the number of the sample in that source."""
+        source, place = self._mixture(numbers)
+        sample = np.empty_like(place)
+        for index, order in enumerate(self._orders):
+            mine = np.flatnonzero(source == index)
+            if mine.size:
+                sample[mine] = order(place[mine])
+        return source, sample
+
+    def read(self, numbers: Int64Array) -> TokenBatch:
+        """The samples with these global numbers."""
+        source, sample = self.locate(numbers)
+        length = self.sequence_length
+        rows = np.empty((len(numbers), length + 1), dtype=np.int64)
+        documents = np.empty((len(numbers), length), dtype=np.int32) if self.documents else None
+        for index, origin in enumerate(self.sources):
+            mine = np.flatnonzero(source == index)
+            if not mine.size:
+                continue
+            starts = sample[mine] * length
+            rows[mine] = origin.read(starts, length + 1)
+            self._check_ids(origin, rows[mine], sample[mine])
+            if documents is not None:
+                ids = origin.document_of(starts[:, None] + np.arange(length))
+                documents[mine] = ids - ids[:, :1]
+        tokens = torch.from_numpy(rows)
+        return TokenBatch(
+            tokens[:, :-1].contiguous(),
+            tokens[:, 1:].contiguous(),
+            None if documents is None else torch.from_numpy(documents),
+            torch.from_numpy(numbers),
+        )
+
+    def require_vocabulary(self, vocab_size: int) -> None:
+        """Refuse token ids that the model has no row for: now where a source says, else sample by sample."""
+        self._vocab_size = vocab_size
+        for source in self.sources:
+            if source.vocab_size is not None and source.vocab_size > vocab_size:
+                raise DataError(
+                    f"{source.path}: its tokenizer has {source.vocab_size} tokens, model.vocab_size={vocab_size}; "
+                    f"raise model.vocab_size to at least {source.vocab_size}"
+                )
+
+    _vocab_size: int | None = None
+
+    def _check_ids(self, origin: TokenSource, rows: Int64Array, samples: Int64Array) -> None:
+        if origin.vocab_size is not None or self._vocab_size is None:
+            return
+        wrong = (rows < 0) | (rows >= self._vocab_size)
+        if wrong.any():
+            row = int(np.flatnonzero(wrong.any(axis=1))[0])
+            found = int(rows[row][wrong[row]][0])
+            raise DataError(
+                f"{origin.path}: sample {int(samples[row])} holds token id {found}, "
+                f"outside model.vocab_size={self._vocab_size}"
+            )
+
+
+class TokenBatchStream:
+    """This rank's share of each global batch, step after step, read ahead in the background."""
+
+    def __init__(
+        self,
+        reader: SampleReader,
+        *,
+        global_batch: int,
+        rank: int = 0,
+        ranks: int = 1,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        """Rank `rank` of `ranks` takes a contiguous part of each batch of `global_batch` samples."""
+        assert global_batch % ranks == 0
+        self.reader = reader
+        self.global_batch = global_batch
+        self.share = global_batch // ranks
+        self.offset = rank * self.share
+        self.prefetch = prefetch
+        self.pin_memory = pin_memory
+        self.fingerprint = f"{reader.fingerprint}/{global_batch}"
+        self._step = 0
+        self._ahead: _ReadAhead | None = None
+
+    def batch(self, step: int) -> TokenBatch:
+        """This rank's samples of optimizer step `step`, counted from 1."""
+        first = (step - 1) * self.global_batch + self.offset
+        batch = self.reader.read(np.arange(first, first + self.share, dtype=np.int64))
+        return batch.pinned() if self.pin_memory else batch
+
+    def seek(self, step: int) -> None:
+        """Go on after `step`, the last step already done."""
+        self.close()
+        self._step = step
+
+    def next(self) -> TokenBatch:
+        """The batch of the next step. Raises what reading it raised."""
+        self._step += 1
+        if self.prefetch == 0:
+            return self.batch(self._step)
+        if self._ahead is None:
+            self._ahead = _ReadAhead(self, self._step, self.prefetch)
+        return self._ahead.next()
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+
+class _ReadAhead:
+    """A thread that keeps the next few batches ready."""
+
+    def __init__(self, stream: TokenBatchStream, first_step: int, depth: int) -> None:
+        self._stream = stream
+        self._ready: queue.Queue[TokenBatch | BaseException] = queue.Queue(depth)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(first_step,), name="read-ahead", daemon=True)
+        self._thread.start()
+
+    def next(self) -> TokenBatch:
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        self._stopped.set()
+        while self._thread.is_alive():
+            # Makes room, in case the thread waits to put a batch.
+            while not self._ready.empty():
+                self._ready.get_nowait()
+            self._thread.join(0.01)
+
+    def _run(self, step: int) -> None:
+        item: TokenBatch | BaseException
+        while not self._stopped.is_set():
+            try:
+                item = self._stream.batch(step)
+            except Exception as error:
+                item = error
+            self._ready.put(item)
+            if isinstance(item, BaseException):
+                return
+            step += 1
+
+
