@@ -133,7 +133,8 @@ def print_row(result: dict[str, Any]) -> None:
         f"{result['case']:22s} {result['attention']:9s} {result['tokens_per_second']:10,.0f} tok/s  MFU {mfu}  "
         f"step {result['step_seconds']:.3f} s  data wait {result['data_wait_share']:.3%}  "
         f"peak {result['memory_peak_gib']:.1f} GiB  between steps {result['memory_between_steps_gib'] or 0:.2f} "
-        f"(accounted {result['memory_accounted_between_steps_gib']:.2f}) GiB  loss {result['loss'][0]:.3f}->{result['loss'][1]:.3f}",
+        f"(accounted {result['memory_accounted_between_steps_gib']:.2f}) GiB  "
+        f"loss {result['loss'][0]:.3f}->{result['loss'][1]:.3f}",
         flush=True,
     )
 

@@ -69,6 +69,6 @@ def update_scaled(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tenso
 
 def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
     """Where this rank's part of `tensor` begins in the whole, by dim. Each rank must hold one contiguous box of it."""
-    chunks = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    chunks = tensor.__create_chunk_list__()
     assert len(chunks) == 1, tensor
     return tuple(chunks[0].offsets)

@@ -207,7 +207,10 @@ class CounterDropout(nn.Module):
         if self.p == 0.0 or context is None:
             return x_BSD
         row_BS = mix(
-            context.key + self.site + context.sample_indices_B[:, None] * _GOLDEN + context.positions_S[None, :] * _POSITION
+            context.key
+            + self.site
+            + context.sample_indices_B[:, None] * _GOLDEN
+            + context.positions_S[None, :] * _POSITION
         )
         channels_D = torch.arange(x_BSD.shape[-1], device=x_BSD.device) * _GOLDEN
         bits_BSD = _shift_right(mix(row_BS[..., None] + channels_D), 33)

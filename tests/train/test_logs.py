@@ -52,7 +52,15 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
     assert captured.out == ""
     line = captured.err.strip()
     assert "\n" not in line
-    for part in ("step 7/20", "loss 3.2500", "grad 0.5", "lr 3.00e-04", "2,048 tok/s", "25.0% of nominal", "50.0% of measured"):
+    for part in (
+        "step 7/20",
+        "loss 3.2500",
+        "grad 0.5",
+        "lr 3.00e-04",
+        "2,048 tok/s",
+        "25.0% of nominal",
+        "50.0% of measured",
+    ):
         assert part in line
     assert "data wait 2.0%" in line
     assert line.endswith("ETA 0:00:06")

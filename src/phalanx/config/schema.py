@@ -51,6 +51,8 @@ class Data(Section):
     """Whether attention stops at document boundaries inside a packed sample."""
     prefetch: Annotated[int, Field(ge=0, le=64)] = 2
     """Batches read ahead in the background; 0 reads in the training loop."""
+    verify: bool = True
+    """Whether checksums of all training data are compared in the background as training begins."""
 
 
 class Layout(Section):

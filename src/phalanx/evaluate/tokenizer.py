@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from phalanx.config.schema import Run
+from phalanx.data.language.manifest import MANIFEST, read_manifest
 from phalanx.errors import CheckpointError
 from phalanx.evaluate.weights import Weights
-from phalanx.models.language.huggingface.tokens import TOKENIZER, TokenizerFiles
+from phalanx.models.language.huggingface.tokens import TOKENIZER, SpecialTokens, TokenizerFiles
 
 
 def tokenizer_files(weights: Weights, override: Path | None = None) -> TokenizerFiles:
     """The tokenizer of `weights`, or the one at `override` (a tokenizer.json, or a folder with one); empty if none is found.
 
-    Raises CheckpointError if there is none at `override`.
+    Raises CheckpointError if there is none at `override`, DataError if the run's data is there but damaged.
     """
     if override is not None:
         return _at(override, weights)
     if weights.tokenizer.files or weights.run is None:
         return weights.tokenizer
-    return weights.tokenizer
+    return _of_data(weights.run) or weights.tokenizer
 
 
 def _at(path: Path, weights: Weights) -> TokenizerFiles:
@@ -30,3 +32,14 @@ def _at(path: Path, weights: Weights) -> TokenizerFiles:
     if not path.is_file():
         raise CheckpointError(f"--tokenizer={path} does not exist; give a {TOKENIZER}, or a folder with one")
     return TokenizerFiles({TOKENIZER: path.read_bytes()}, weights.tokenizer.special)
+
+
+def _of_data(run: Run) -> TokenizerFiles | None:
+    """The tokenizer in the first of the run's data folders that is still there and has one."""
+    for source in run.data.sources:
+        folder = Path(source.path)
+        if (folder / MANIFEST).is_file():
+            record = read_manifest(folder).tokenizer
+            content = (folder / record.file.name).read_bytes()
+            return TokenizerFiles({TOKENIZER: content}, SpecialTokens(end=(record.end_of_document,)))
+    return None

@@ -1,31 +1,68 @@
-"""Held-out loss and sample text in the middle of a run."""
+"""Held-out loss and sample text in the middle of a run, measured the same way each time."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from phalanx.config.schema import Evaluation
+from phalanx.config.schema import Run
 from phalanx.data.language.sources import TokenSource
-from phalanx.data.language.tokenizer import Tokenizer
-from phalanx.evaluate.held_out import HeldOut, evaluate_split
+from phalanx.evaluate.held_out import HeldOut, evaluate_split, spread_samples
+from phalanx.evaluate.text import TextTokenizer
+from phalanx.layout.mesh import Ranks
 from phalanx.models.language.decoder import Decoder
 from phalanx.models.language.sampling import generate_tokens
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates a model the same way each time: the same held-out samples, the same prompt, greedy continuation."""
+    """Evaluates one model again and again: the same samples, the same prompt, greedy continuation."""
 
-    config: Evaluation
-    sequence_length: int
+    run: Run
     sources: list[TokenSource]
-    """Validation splits; empty when the data has none."""
-    tokenizer: Tokenizer | None
-    """None when the data came without one; then there is no sample text."""
+    """Validation splits that hold text; empty when there is none."""
+    tokenizer: TextTokenizer | None
+    """None when the data came without one; then there is no sample text and no bits per byte."""
+    token_bytes_V: Tensor | None
+    """UTF-8 bytes each token stands for, int64 [V]."""
+    ranks: Ranks
     device: torch.device
 
     def evaluate(self, model: Decoder) -> tuple[HeldOut | None, str | None]:
-        """Held-out scores over `evaluation.samples` samples, and what the model writes after the prompt."""
-        raise NotImplementedError
+        """Scores over `evaluation.samples` held-out samples, and what the model writes after `evaluation.prompt`."""
+        return self._scores(model), self._continue(model)
+
+    def _scores(self, model: Decoder) -> HeldOut | None:
+        if not self.sources:
+            return None
+        length = self.run.data.sequence_length
+        total = HeldOut(0.0, 0, 0)
+        chosen = spread_samples(self.sources, length, self.run.evaluation.samples)
+        for source, numbers in zip(self.sources, chosen, strict=True):
+            total += evaluate_split(
+                model,
+                source,
+                sequence_length=length,
+                device=self.device,
+                numbers=numbers,
+                microbatch=self.run.layout.microbatch,
+                document_mask=self.run.data.document_mask,
+                byte_counts=self.token_bytes_V,
+                rank=self.ranks.rank,
+                ranks=self.ranks.world_size,
+            )
+        return total
+
+    def _continue(self, model: Decoder) -> str | None:
+        prompt = self.run.evaluation.prompt
+        # Generation reads whole parameters, which sharded ranks do not have.
+        if prompt is None or self.tokenizer is None or self.ranks.world_size > 1:
+            return None
+        ids = self.tokenizer.encode_prompt(prompt)
+        room = min(self.run.evaluation.prompt_tokens, model.config.max_positions - len(ids))
+        model.eval()
+        tokens = list(generate_tokens(model, ids, max_tokens=room, temperature=0.0))
+        model.train()
+        return self.tokenizer.decode(ids + tokens)[len(self.tokenizer.decode(ids)) :]

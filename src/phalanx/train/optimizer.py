@@ -15,7 +15,8 @@ from phalanx.models.language.declare import parameter_kind
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter 2019) in two groups, with and without weight decay; fused, on every device type."""
-    decayed, free = [], []
+    decayed: list[nn.Parameter] = []
+    free: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         (free if parameter_kind(name) in config.no_decay else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": free, "weight_decay": 0.0}]

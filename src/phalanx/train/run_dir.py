@@ -2,7 +2,8 @@
 
     run.yaml        resolved run file          metrics.jsonl   one object a step
     machine.json    where it ran               events.jsonl    starts, resumes, checkpoints, evaluations, samples
-    checkpoints/    see train.checkpoint       tensorboard/  profile/  memory/   when asked for
+    checkpoints/    see train.checkpoint       tokenizer/      of the data, where it has one
+    tensorboard/  profile/  memory/            when asked for
 
 A resumed run continues metrics.jsonl without a gap or a repeat: lines past the checkpoint it starts from are dropped.
 """
@@ -77,6 +78,11 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         """The checkpoints' folder."""
         return self.path / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder of the tokenizer the run's tokens come from, in Hugging Face's files."""
+        return self.path / "tokenizer"
 
     def create(self) -> None:
         """Make the folder. Raises PhalanxError when it cannot be made or written."""

@@ -77,6 +77,8 @@ def _train(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device,
         write_atomically(directory.run_file, dump_run(run))
         machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
         write_atomically(directory.path / "machine.json", json.dumps(machine, indent=1) + "\n")
+        directory.tokenizer.mkdir(exist_ok=True)
+        inputs.tokenizer.write(directory.tokenizer, run.model.max_positions)
         directory.event("resume" if first_step else "start", first_step, attention=attention.name)
     inputs.stream.seek(first_step)
     parts = Parts(
@@ -88,8 +90,7 @@ def _train(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device,
         model=model,
         optimizer=optimizer,
         scaler=scaler,
-        stream=inputs.stream,
-        evaluator=inputs.evaluator,
+        inputs=inputs,
         store=store,
         directory=directory,
         meter=StepMeter(run, global_batch=layout.global_batch, world_size=ranks.world_size, device=device, peaks=peaks),

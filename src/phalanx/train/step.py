@@ -95,4 +95,3 @@ class TrainStep:
         if dist.is_initialized():
             dist.all_reduce(value)
         return value
-

@@ -12,14 +12,13 @@ from torch.amp.grad_scaler import GradScaler
 from phalanx import __version__
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
-from phalanx.data.language.batches import TokenBatchStream
 from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.mesh import Ranks
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.models.language.decoder import Decoder
 from phalanx.train.checkpoint import CheckpointStore, collect_tensors, rng_state
-from phalanx.train.evaluator import Evaluator
+from phalanx.train.inputs import Inputs
 from phalanx.train.interrupt import Interrupted, StopRequest
 from phalanx.train.logs import Sink, format_duration
 from phalanx.train.metrics import StepMeter, StepMetrics
@@ -40,10 +39,9 @@ class Parts:
     device: torch.device
     attention: AttentionChoice
     model: Decoder
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.AdamW
     scaler: GradScaler | None
-    stream: TokenBatchStream
-    evaluator: Evaluator
+    inputs: Inputs
     store: CheckpointStore
     directory: RunDirectory
     meter: StepMeter
@@ -76,6 +74,9 @@ class Trainer:
         Raises Interrupted after a first SIGINT or SIGTERM, and PhalanxError on a non-finite step under
         `training.on_nonfinite=stop`.
         """
+        if self.step >= self.run.training.steps:
+            self._note(f"already trained to step {self.step}; raise training.steps to go on")
+            return
         start = time.perf_counter()
         with StopRequest() as stop, self.parts.attention.active():
             for step in range(self.step + 1, self.run.training.steps + 1):
@@ -93,7 +94,7 @@ class Trainer:
         set_learning_rate(self.parts.optimizer, rate)
         self.probes.before(step)
         start = time.perf_counter()
-        batch = self.parts.stream.next()
+        batch = self.parts.inputs.stream.next()
         wait = time.perf_counter() - start
         result = self.train_step.run(step, batch)
         seconds = time.perf_counter() - start + self.stall
@@ -107,6 +108,7 @@ class Trainer:
             data_wait=wait,
             checkpoint_stall=self.stall,
         )
+        self.parts.inputs.verification.raise_if_failed()
         self._check_finite(metrics)
         self.step = step
         # The line is on disk before a checkpoint of the same step can be: a resumed run then has no gap.
@@ -160,16 +162,17 @@ class Trainer:
     def _state(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "data_fingerprint": self.parts.stream.fingerprint,
+            "data_fingerprint": self.parts.inputs.stream.fingerprint,
             "scaler": None if self.parts.scaler is None else self.parts.scaler.state_dict(),
             "rng": rng_state(),
             "run": dump_run(self.run),
+            "special_tokens": self.parts.inputs.tokenizer.special.as_config(),
             "phalanx": __version__,
             "torch": str(torch.__version__),
         }
 
     def _evaluate(self, step: int) -> None:
-        held_out, sample = self.parts.evaluator.evaluate(self.parts.model)
+        held_out, sample = self.parts.inputs.evaluator.evaluate(self.parts.model)
         if held_out is not None:
             self._event("evaluation", **held_out.as_dict())
             self._note(f"step {step}  {held_out}")

@@ -35,7 +35,9 @@ class CountingSource(TokenSource):
         raise DataError(f"{self.path}: nothing to verify")
 
 
-def reader(*sizes: int, weights: tuple[float, ...] = (), length: int = 8, seed: int = 3, documents: bool = False) -> SampleReader:
+def reader(
+    *sizes: int, weights: tuple[float, ...] = (), length: int = 8, seed: int = 3, documents: bool = False
+) -> SampleReader:
     sources = [CountingSource(f"source-{i}", size) for i, size in enumerate(sizes)]
     return SampleReader(
         list(zip(sources, weights or [1.0] * len(sizes), strict=True)),
@@ -85,7 +87,9 @@ def test_a_batch_is_a_pure_function_of_its_step(step: int, batch: int, seed: int
     ahead = TokenBatchStream(reader(5000, seed=seed), global_batch=batch, prefetch=2)
     ahead.seek(step - 1)
     try:
-        assert torch.equal(ahead.next().tokens, TokenBatchStream(reader(5000, seed=seed), global_batch=batch).batch(step).tokens)
+        assert torch.equal(
+            ahead.next().tokens, TokenBatchStream(reader(5000, seed=seed), global_batch=batch).batch(step).tokens
+        )
     finally:
         ahead.close()
 
@@ -100,7 +104,9 @@ def test_resuming_far_into_a_run_reads_only_what_it_needs() -> None:
 
 
 def test_another_seed_gives_another_order() -> None:
-    assert global_batches(reader(1000, seed=1), ranks=1, steps=1) != global_batches(reader(1000, seed=2), ranks=1, steps=1)
+    assert global_batches(reader(1000, seed=1), ranks=1, steps=1) != global_batches(
+        reader(1000, seed=2), ranks=1, steps=1
+    )
 
 
 def test_document_ids_count_from_zero_in_every_sample() -> None:

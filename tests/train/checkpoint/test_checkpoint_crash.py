@@ -143,7 +143,7 @@ def small_disk(tmp_path):
     )
     if mounted.returncode == 0:
         yield folder, errno.ENOSPC, lambda: subprocess.run(["mount", "-o", "remount,size=4m", folder], check=True)
-        subprocess.run(["umount", folder], check=True)
+        subprocess.run(["umount", "--lazy", folder], check=True)
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))

@@ -11,7 +11,6 @@ import hashlib
 import json
 import queue
 import threading
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -83,7 +82,13 @@ class SampleReader:
             EpochShuffle(source.samples(sequence_length), stable_key("samples", seed, index))
             for index, source in enumerate(self.sources)
         ]
-        description = [ORDER_VERSION, seed, sequence_length, self._mixture.weights, [s.fingerprint for s in self.sources]]
+        description = [
+            ORDER_VERSION,
+            seed,
+            sequence_length,
+            self._mixture.weights,
+            [s.fingerprint for s in self.sources],
+        ]
         self.fingerprint = hashlib.sha256(json.dumps(description).encode()).hexdigest()
 
     def locate(self, numbers: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -232,5 +237,3 @@ class _ReadAhead:
             if isinstance(item, BaseException):
                 return
             step += 1
-
-

@@ -100,7 +100,9 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; make it with: phalanx data prepare INPUT... --out {folder}") from error
+        raise DataError(
+            f"{path}: {error.strerror}; make it with: phalanx data prepare INPUT... --out {folder}"
+        ) from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "content"

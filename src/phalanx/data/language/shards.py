@@ -26,7 +26,9 @@ class ShardSource(TokenSource):
             [np.memmap(check_size(folder, s.data), dtype, mode="r") for s in self._split.shards if s.tokens]
         )
         if self._stream.length != self._split.tokens:
-            raise DataError(f"{folder}: {split} shards hold {self._stream.length} tokens, {self._split.tokens} expected")
+            raise DataError(
+                f"{folder}: {split} shards hold {self._stream.length} tokens, {self._split.tokens} expected"
+            )
         self.tokens = self._split.tokens
         self.text_bytes = self._split.text_bytes
         self.fingerprint = self._manifest.fingerprint(split)

@@ -12,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.language.manifest import Split
-
 Int64Array = npt.NDArray[np.int64]
 
 

@@ -33,7 +33,6 @@ from phalanx.train.checkpoint.staging import Staging
 from phalanx.train.checkpoint.state import render_state
 from phalanx.train.checkpoint.writer import Report, group_by_file, write_file
 
-
 NO_MEMORY = (MemoryError, OSError, RuntimeError)
 """What is raised where host memory cannot be had, by Python, the system and PyTorch."""
 
