@@ -16,6 +16,7 @@ import os
 import platform
 import shutil
 import statistics
+import subprocess
 import tempfile
 import time
 import warnings
@@ -56,9 +57,11 @@ def training_state(device: torch.device) -> dict[str, Tensor]:
     return collect_tensors(model, optimizer)
 
 
-def ours(root: Path, *, asynchronous: bool) -> Save:
-    """Our store; a background save is waited for outside the stall."""
+def ours(root: Path, *, asynchronous: bool, reserve: dict[str, Tensor] | None = None) -> Save:
+    """Our store; a background save is waited for outside the stall. reserve: tensors to get host memory for at once."""
     store = CheckpointStore(root / "run" / "checkpoints", keep_last=1)
+    if reserve is not None:
+        store.reserve(reserve)
 
     def save(step: int, tensors: dict[str, Tensor]) -> Timing:
         start = time.perf_counter()
@@ -92,12 +95,14 @@ def plain_dcp(root: Path, *, asynchronous: bool) -> Save:
 def measure(folder: Path, tensors: dict[str, Tensor], repeats: int) -> dict[str, list[Timing]]:
     """`repeats` saves of `tensors` with each way, in turn, so that a slow moment of the machine falls on all alike."""
     ways = {
-        "ours, background": ours(folder / "a", asynchronous=True),
-        "ours, synchronous": ours(folder / "b", asynchronous=False),
-        "DCP async_save": plain_dcp(folder / "c", asynchronous=True),
-        "DCP save": plain_dcp(folder / "d", asynchronous=False),
+        "ours, background, memory reserved": ours(folder / "reserved", asynchronous=True, reserve=tensors),
+        "ours, background": ours(folder / "background", asynchronous=True),
+        "ours, synchronous": ours(folder / "synchronous", asynchronous=False),
+        "DCP async_save": plain_dcp(folder / "dcp-async", asynchronous=True),
+        "DCP save": plain_dcp(folder / "dcp", asynchronous=False),
     }
     timings: dict[str, list[Timing]] = {name: [] for name in ways}
+    time.sleep(5)  # a run that reserves memory does so while it sets up
     for step in range(repeats):
         for name, save in ways.items():
             if torch.accelerator.is_available():
@@ -108,21 +113,29 @@ def measure(folder: Path, tensors: dict[str, Tensor], repeats: int) -> dict[str,
 
 def table(timings: dict[str, list[Timing]]) -> str:
     """The first save apart, then the median and the range of the others."""
-    lines = [f"{'':20} {'stall of the first':>20} {'stall of later saves (min - max)':>36} {'until on disk':>15}"]
+    lines = [f"{'':34} {'stall of the first':>20} {'stall of later saves (min - max)':>36} {'until on disk':>15}"]
     for name, entries in timings.items():
         later = [entry.stall_seconds for entry in entries[1:]]
         total = statistics.median(entry.total_seconds for entry in entries[1:])
         spread = f"{statistics.median(later):.3f} s ({min(later):.3f} - {max(later):.3f})"
-        lines.append(f"{name:20} {entries[0].stall_seconds:18.3f} s {spread:>36} {total:13.3f} s")
+        lines.append(f"{name:34} {entries[0].stall_seconds:18.3f} s {spread:>36} {total:13.3f} s")
     return "\n".join(lines)
 
 
 def machine(device: torch.device) -> dict[str, Any]:
     """What the figures hold for."""
-    name = platform.processor() or platform.machine()
-    if device.type != "cpu":
+    if device.type == "cpu":
+        models = [
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ]
+        name = models[0] if models else platform.machine()
+    else:
         name = torch.get_device_module(device).get_device_name()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
+        "commit": commit.stdout.strip() or "unknown",
         "device": name,
         "cpu_count": os.cpu_count(),
         "python": platform.python_version(),
@@ -152,7 +165,8 @@ def main() -> None:
         "state_bytes": size,
         **machine(device),
     }
-    report = f"state of {size / 1e6:.0f} MB on {about['device']}, torch {torch.__version__}\n{table(timings)}\n"
+    report = f"state of {size / 1e6:.0f} MB on {about['device']}, torch {torch.__version__}, commit {about['commit']}\n"
+    report += table(timings) + "\n"
     print(report)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     results = {name: [vars(entry) for entry in entries] for name, entries in timings.items()}

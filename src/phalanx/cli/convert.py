@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from phalanx.cli.arguments import Json
 from phalanx.cli.console import output, print_json, short_count
-from phalanx.cli.inference import TokenizerPath, precision_named
+from phalanx.cli.inference import TokenizerPath, precision_named, progress_bar
 from phalanx.evaluate.convert import Conversion
 from phalanx.evaluate.convert import convert as convert_weights
 from phalanx.layout.apply import PRECISIONS
@@ -45,7 +43,7 @@ def convert(
     rounds it. An import has no optimizer state; train from it with training.init_from=OUT.
     """
     chosen = None if dtype is None else precision_named(dtype, "--dtype")
-    with _progress_bar() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("weights")
         done = convert_weights(
             source,
@@ -60,12 +58,6 @@ def convert(
         print_json(_facts(done))
     else:
         _print_result(done)
-
-
-def _progress_bar() -> Progress:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _facts(done: Conversion) -> dict[str, object]:

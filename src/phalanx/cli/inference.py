@@ -7,6 +7,8 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from phalanx.cluster.device import choose_device
 from phalanx.errors import ConfigError
@@ -44,3 +46,10 @@ def precision_named(name: str, option: str) -> torch.dtype:
     if name not in PRECISIONS:
         raise ConfigError(f"{option}={name} must be {', '.join(PRECISIONS)}")
     return PRECISIONS[name]
+
+
+def progress_bar() -> Progress:
+    """A bar on stderr that disappears when it is done; nothing at all where stderr is no terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

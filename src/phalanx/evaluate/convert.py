@@ -1,7 +1,7 @@
 """Weights from one form into the other: Hugging Face folders and checkpoints of ours. Exact, and sparing with memory.
 
 A Hugging Face folder is written tensor by tensor. A checkpoint is written from a scratch file that holds the tensors in
-our order, so it needs room for the weights on disk twice, and in memory for half a gigabyte of them.
+our order, so it needs room for the weights on disk twice, and in memory for about a gigabyte of them.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -140,7 +141,7 @@ def spread_samples(sources: Sequence[TokenSource], sequence_length: int, samples
     total = int(ends[-1])
     count = total if samples is None else min(samples, total)
     chosen = np.arange(count, dtype=np.int64) * total // max(1, count)
-    return [(chosen[(a <= chosen) & (chosen < b)] - a).tolist() for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [(chosen[(a <= chosen) & (chosen < b)] - a).tolist() for a, b in pairwise(ends)]
 
 
 class _Batch(NamedTuple):

@@ -34,6 +34,18 @@ class TextTokenizer:
             raise CheckpointError(f"the {TOKENIZER} of {where} is not one that can be read: {error}") from None
         return cls(tokenizer, files.special)
 
+    @classmethod
+    def from_file(cls, path: Path, end_of_document: int | None) -> Self:
+        """Build from a tokenizer.json and the id that ends a document. Raises CheckpointError as `from_files` does."""
+        special = SpecialTokens(end=() if end_of_document is None else (end_of_document,))
+        return cls.from_files(TokenizerFiles({TOKENIZER: path.read_bytes()}, special), path.parent)
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """All tokens with their ids."""
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
+
     def encode_prompt(self, text: str) -> list[int]:
         """Tokens of `text`, after what the tokenizer itself puts in front; empty text is the start of a document."""
         ids: list[int] = self._tokenizer.encode(text).ids
@@ -54,7 +66,7 @@ class TextTokenizer:
         counts = torch.zeros(vocab_size, dtype=torch.int64)
         byte_level = _is_byte_level(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
-        for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
+        for token, number in self.vocabulary.items():
             if number >= vocab_size or (number in added and added[number].special) or number in self.special.end:
                 continue
             counts[number] = _bytes_of(token, byte_level=byte_level and number not in added)

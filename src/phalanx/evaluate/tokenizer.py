@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.config.schema import Run
-from phalanx.data.language.manifest import MANIFEST, read_manifest
+from phalanx.data.language.manifest import MANIFEST, check_size, read_manifest
 from phalanx.errors import CheckpointError
 from phalanx.evaluate.weights import Weights
 from phalanx.models.language.huggingface.tokens import TOKENIZER, SpecialTokens, TokenizerFiles
@@ -16,22 +16,21 @@ def tokenizer_files(weights: Weights, override: Path | None = None) -> Tokenizer
 
     Raises CheckpointError if there is none at `override`, DataError if the run's data is there but damaged.
     """
-    if override is not None:
-        return _at(override, weights)
-    if weights.tokenizer.files or weights.run is None:
-        return weights.tokenizer
-    return _of_data(weights.run) or weights.tokenizer
+    beside = weights.tokenizer
+    if not beside.files and weights.run is not None:
+        beside = _of_data(weights.run) or beside
+    return beside if override is None else _at(override, beside.special)
 
 
-def _at(path: Path, weights: Weights) -> TokenizerFiles:
+def _at(path: Path, special: SpecialTokens) -> TokenizerFiles:
     if path.is_dir():
-        found = TokenizerFiles.read(path, weights.tokenizer.special)
+        found = TokenizerFiles.read(path, special)
         if not found.files:
             raise CheckpointError(f"--tokenizer={path} holds no {TOKENIZER}")
         return found
     if not path.is_file():
         raise CheckpointError(f"--tokenizer={path} does not exist; give a {TOKENIZER}, or a folder with one")
-    return TokenizerFiles({TOKENIZER: path.read_bytes()}, weights.tokenizer.special)
+    return TokenizerFiles({TOKENIZER: path.read_bytes()}, special)
 
 
 def _of_data(run: Run) -> TokenizerFiles | None:
@@ -40,6 +39,6 @@ def _of_data(run: Run) -> TokenizerFiles | None:
         folder = Path(source.path)
         if (folder / MANIFEST).is_file():
             record = read_manifest(folder).tokenizer
-            content = (folder / record.file.name).read_bytes()
+            content = check_size(folder, record.file).read_bytes()
             return TokenizerFiles({TOKENIZER: content}, SpecialTokens(end=(record.end_of_document,)))
     return None

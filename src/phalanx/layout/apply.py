@@ -5,9 +5,12 @@
 3. Compile: each block by itself; equal blocks share one compiled program.
 4. Shard: outside compilation, so that gathers stay outside the compiled programs.
 5. Allocate only this rank's shards, then fill them: every value is a function of seed, name and global index alone.
+6. On a rank that holds whole parameters, compute in a low-precision copy of the float32 masters.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,6 +21,7 @@ from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.init import initialise_parameters
 from phalanx.layout.recompute import recompute_block
 from phalanx.layout.shard import shard_model
+from phalanx.layout.working_copy import WorkingCopy
 from phalanx.models.language.declare import initial_rules
 from phalanx.models.language.decoder import Decoder
 
@@ -25,22 +29,30 @@ PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat
 """Format of activations and matmuls for each `layout.precision`."""
 
 
-def apply_layout(
-    run: Run, mesh: DeviceMesh | None, device: torch.device, attention: AttentionChoice, *, initialise: bool = True
-) -> Decoder:
-    """The model of `run` on this rank: built, recomputing, compiled, sharded over `mesh` (None: one rank), initialised.
+@dataclass(frozen=True)
+class Applied:
+    """A model laid out on this rank."""
 
-    initialise: False leaves the parameters unset, for a checkpoint to fill.
-    """
+    model: Decoder
+    """Runs forward and backward."""
+    masters: Decoder
+    """Holds the parameters that are initialised, updated and saved, and their gradients; often `model` itself."""
+    working_copy: WorkingCopy | None = None
+    """Joins the two where they differ."""
+
+    def refresh(self) -> None:
+        """Let `model` see the present masters."""
+        if self.working_copy is not None:
+            self.working_copy.refresh()
+
+
+def apply_layout(run: Run, mesh: DeviceMesh | None, device: torch.device, attention: AttentionChoice) -> Applied:
+    """The model of `run` on this rank, over `mesh` (None: one rank), initialised."""
     dtype = PRECISIONS[run.layout.precision]
-    with torch.device("meta"):
-        model = Decoder(
-            run.model,
-            dtype=dtype,
-            kernel=attention.kernel,
-            chunk_tokens=loss_chunk_tokens(run, device),
-            z_loss=run.training.z_loss,
-        )
+    master_dtype = torch.promote_types(dtype, torch.float32)
+    copied = mesh is None and dtype != master_dtype
+    model = _build(run, device, attention, dtype if copied else master_dtype)
+    masters = _build(run, device, attention, master_dtype) if copied else model
     blocks: list[nn.Module] = list(model.blocks)
     for block in blocks:
         recompute_block(block, run.layout.recompute)
@@ -48,14 +60,28 @@ def apply_layout(
         for block in blocks:
             block.compile()
         model.head.loss_kernel = torch.compile(model.head.loss_kernel)
-    master = torch.promote_types(dtype, torch.float32)
-    model.to(master)
     if mesh is not None:
         shard_model(model, blocks, mesh, dtype, reshard_after_forward=run.layout.reshard_after_forward)
+    masters.to_empty(device=device)
+    initialise_parameters(masters, initial_rules(run.model), run.training.seed)
+    if not copied:
+        return Applied(model, masters)
     model.to_empty(device=device)
-    if initialise:
-        initialise_parameters(model, initial_rules(run.model), run.training.seed)
-    return model
+    applied = Applied(model, masters, WorkingCopy(masters, model))
+    applied.refresh()
+    return applied
+
+
+def _build(run: Run, device: torch.device, attention: AttentionChoice, parameter_dtype: torch.dtype) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(
+            run.model,
+            dtype=PRECISIONS[run.layout.precision],
+            kernel=attention.kernel,
+            chunk_tokens=loss_chunk_tokens(run, device),
+            z_loss=run.training.z_loss,
+        )
+    return model.to(parameter_dtype)
 
 
 def compiles(run: Run, device: torch.device) -> bool:

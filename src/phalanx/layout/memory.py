@@ -15,6 +15,8 @@ class StateBytes:
 
     parameters: int
     """Master parameters."""
+    working_copy: int
+    """Parameters in the format of the arithmetic, on a rank that holds whole parameters."""
     gradients: int
     """Accumulated gradients; freed between steps."""
     optimizer: int
@@ -23,7 +25,7 @@ class StateBytes:
     @property
     def between_steps(self) -> int:
         """What stays allocated from one step to the next."""
-        return self.parameters + self.optimizer
+        return self.parameters + self.working_copy + self.optimizer
 
     @property
     def total(self) -> int:
@@ -32,10 +34,12 @@ class StateBytes:
 
 
 def state_bytes(run: Run, layout: ResolvedLayout) -> StateBytes:
-    """Training state of one rank: master format for all four, split evenly over `dp_shard` ranks.
+    """Training state of one rank: masters, gradients and moments in float32, split evenly over `dp_shard` ranks.
 
     Sharding pads a parameter whose first dim `dp_shard` does not divide; that padding is not counted.
     """
     width = 8 if run.layout.precision == "fp64" else 4
-    share = -(-parameter_count(run.model) * width // layout.dp_shard)
-    return StateBytes(parameters=share, gradients=share, optimizer=2 * share)
+    count = parameter_count(run.model)
+    share = -(-count * width // layout.dp_shard)
+    copied = run.layout.precision in ("bf16", "fp16") and layout.dp_shard * layout.dp_replicate == 1
+    return StateBytes(parameters=share, working_copy=2 * count * copied, gradients=share, optimizer=2 * share)

@@ -67,10 +67,11 @@ def _train(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device,
         on_failure="warn",
     )
     mesh = build_mesh(layout, device) if ranks.world_size > 1 else None
-    model = apply_layout(run, mesh, device, attention)
-    optimizer = build_optimizer(model, run.optimizer)
+    applied = apply_layout(run, mesh, device, attention)
+    optimizer = build_optimizer(applied.masters, run.optimizer)
     scaler = GradScaler(device.type) if run.layout.precision == "fp16" else None
-    first_step = _begin(run, store, model, optimizer, scaler, inputs.stream.fingerprint)
+    first_step = _begin(run, store, applied.masters, optimizer, scaler, inputs.stream.fingerprint)
+    applied.refresh()
     peaks = find_peaks(run, device, PRECISIONS[run.layout.precision])
     if ranks.first:
         directory.rewind(first_step)
@@ -87,7 +88,7 @@ def _train(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device,
         ranks=ranks,
         device=device,
         attention=attention,
-        model=model,
+        applied=applied,
         optimizer=optimizer,
         scaler=scaler,
         inputs=inputs,
@@ -176,4 +177,4 @@ def load_weights(path: Path, model: Decoder) -> None:
     if newest is None:
         raise CheckpointError(f"training.init_from={path}: no whole checkpoint there")
     tensors = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
-    store.load(newest, tensors)
+    store.load(newest, tensors, prefix="model.")

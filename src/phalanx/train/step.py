@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from phalanx.counter_random import DropoutContext
 from phalanx.data.language.batches import TokenBatch
-from phalanx.models.language.decoder import Decoder
+from phalanx.layout.apply import Applied
 from phalanx.models.language.loss import IGNORED, LossSum
 from phalanx.train.optimizer import clipped_update, gradient_norm
 
@@ -34,7 +34,7 @@ class TrainStep:
 
     def __init__(
         self,
-        model: Decoder,
+        applied: Applied,
         optimizer: torch.optim.AdamW,
         *,
         device: torch.device,
@@ -43,7 +43,8 @@ class TrainStep:
         grad_clip: float | None,
         scaler: GradScaler | None = None,
     ) -> None:
-        self.model = model
+        self.applied = applied
+        self.model = applied.model
         self.optimizer = optimizer
         self.device = device
         self.microbatch = microbatch
@@ -79,15 +80,17 @@ class TrainStep:
     def _update(self, loss: Tensor) -> StepResult:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        norm = gradient_norm(self.model.parameters())
+        masters = list(self.applied.masters.parameters())
+        norm = gradient_norm(masters)
         if self.scaler is None:
             clipped_update(self.optimizer, loss, norm, self.grad_clip)
         else:
             if self.grad_clip is not None:
-                torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.grad_clip, norm)
+                torch.nn.utils.clip_grads_with_norm_(masters, self.grad_clip, norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        self.applied.refresh()
         loss_value, norm_value = torch.stack((loss.double(), norm.double())).tolist()
         return StepResult(loss_value, norm_value, math.isfinite(loss_value) and math.isfinite(norm_value))
 

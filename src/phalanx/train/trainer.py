@@ -13,10 +13,10 @@ from phalanx import __version__
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, PhalanxError
+from phalanx.layout.apply import Applied
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.mesh import Ranks
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.models.language.decoder import Decoder
 from phalanx.train.checkpoint import CheckpointStore, collect_tensors, rng_state
 from phalanx.train.inputs import Inputs
 from phalanx.train.interrupt import Interrupted, StopRequest
@@ -38,7 +38,7 @@ class Parts:
     ranks: Ranks
     device: torch.device
     attention: AttentionChoice
-    model: Decoder
+    applied: Applied
     optimizer: torch.optim.AdamW
     scaler: GradScaler | None
     inputs: Inputs
@@ -59,7 +59,7 @@ class Trainer:
         self.stall = 0.0
         self.probes = Probes(parts.run.training, parts.directory.path, parts.device, parts.ranks.rank)
         self.train_step = TrainStep(
-            parts.model,
+            parts.applied,
             parts.optimizer,
             device=parts.device,
             microbatch=parts.layout.microbatch,
@@ -141,7 +141,7 @@ class Trainer:
         try:
             handle = self.parts.store.save(
                 self.step,
-                collect_tensors(self.parts.model, self.parts.optimizer),
+                collect_tensors(self.parts.applied.masters, self.parts.optimizer),
                 self._state(),
                 asynchronous=self.run.checkpoint.asynchronous and not final,
             )
@@ -172,7 +172,7 @@ class Trainer:
         }
 
     def _evaluate(self, step: int) -> None:
-        held_out, sample = self.parts.inputs.evaluator.evaluate(self.parts.model)
+        held_out, sample = self.parts.inputs.evaluator.evaluate(self.parts.applied.model)
         if held_out is not None:
             self._event("evaluation", **held_out.as_dict())
             self._note(f"step {step}  {held_out}")

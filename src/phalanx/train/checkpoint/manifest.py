@@ -12,7 +12,8 @@ import re
 import zlib
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final, Literal
 
 import torch
@@ -149,20 +150,52 @@ def nbytes(sizes: Iterable[int], dtype: torch.dtype) -> int:
     return math.prod(sizes) * dtype.itemsize
 
 
+@dataclass(frozen=True)
+class TensorShape:
+    """Name, dtype and global shape of a tensor."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank wrote: its files, and for each tensor the chunks in them, each already in its words of the manifest.
+
+    Every rank writes its own words, so that rank 0, whose training goes on meanwhile, has little to do for each chunk.
+    """
+
+    files: list[FileRecord]
+    chunks: dict[str, list[str]]
+
+
 _TRAILER = re.compile(rb'"crc32": "([0-9a-f]{8})"\n\}\n\Z')
 
 
-def render_manifest(manifest: Manifest) -> bytes:
-    """The text of manifest.json: one line a file and a tensor, and at the end the checksum of all that precedes it."""
-    fields = manifest.model_dump()
-    lines = ["{"]
-    for name, value in fields.items():
-        if isinstance(value, list):
-            lines += [f'"{name}": [', ",\n".join(json.dumps(entry) for entry in value), "],"]
-        else:
-            lines.append(f'"{name}": {json.dumps(value)},')
-    body = ("\n".join(lines) + "\n").encode()
-    return body + f'"crc32": "{checksum(body)}"\n}}\n'.encode()
+def render_manifest(step: int, state: StateRecord, tensors: Sequence[TensorShape], reports: Sequence[Report]) -> bytes:
+    """The text of manifest.json: one line a file and a tensor, and at the end the checksum of all that precedes it.
+
+    tensors: every tensor of the checkpoint. reports: one a rank.
+    """
+    fields = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "world_size": len(reports),
+        "state": state.model_dump(),
+    }
+    files = [json.dumps(file.model_dump()) for report in reports for file in report.files]
+    chunks: dict[str, list[str]] = {tensor.name: [] for tensor in tensors}
+    for report in reports:
+        for name, words in report.chunks.items():
+            chunks[name] += words
+    lines = [
+        json.dumps(asdict(tensor))[:-1] + f', "chunks": [{", ".join(chunks[tensor.name])}]}}' for tensor in tensors
+    ]
+    body = "{\n" + "".join(f'"{name}": {json.dumps(value)},\n' for name, value in fields.items())
+    body += '"files": [\n' + ",\n".join(files) + '\n],\n"tensors": [\n' + ",\n".join(lines) + "\n],\n"
+    return body.encode() + f'"crc32": "{checksum(body.encode())}"\n}}\n'.encode()
 
 
 def parse_manifest(text: bytes) -> Manifest:

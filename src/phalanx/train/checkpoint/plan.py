@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint.manifest import DTYPES, Chunk, TensorRecord, check_tensor_name, nbytes
+from phalanx.train.checkpoint.manifest import DTYPES, Chunk, TensorRecord, TensorShape, check_tensor_name, nbytes
 from phalanx.train.checkpoint.rank_group import RankGroup
 
 MAX_CHUNK_BYTES = 1 << 26
@@ -46,15 +46,6 @@ class Piece:
     def bytes(self) -> int:
         """Bytes to write."""
         return nbytes(self.sizes, self.source.dtype)
-
-
-@dataclass(frozen=True)
-class TensorShape:
-    """Name, dtype and global shape of a tensor."""
-
-    name: str
-    dtype: str
-    shape: list[int]
 
 
 class SavePlanning:

@@ -16,22 +16,13 @@ from torch import Tensor
 from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint import folders
 from phalanx.train.checkpoint.handle import SaveHandle
-from phalanx.train.checkpoint.manifest import (
-    FORMAT,
-    VERSION,
-    Chunk,
-    Manifest,
-    StateRecord,
-    TensorRecord,
-    checksum,
-    render_manifest,
-)
+from phalanx.train.checkpoint.manifest import Report, StateRecord, checksum, render_manifest
 from phalanx.train.checkpoint.names import step_name
 from phalanx.train.checkpoint.plan import Piece, SavePlanning
 from phalanx.train.checkpoint.rank_group import RankGroup, as_checkpoint_error
 from phalanx.train.checkpoint.staging import Staging
 from phalanx.train.checkpoint.state import render_state
-from phalanx.train.checkpoint.writer import Report, group_by_file, write_file
+from phalanx.train.checkpoint.writer import group_by_file, write_file
 
 NO_MEMORY = (MemoryError, OSError, RuntimeError)
 """What is raised where host memory cannot be had, by Python, the system and PyTorch."""
@@ -110,7 +101,7 @@ class Saver:
         return error
 
     def _write_and_publish(self, save: Save) -> None:
-        report = Report([], [])
+        report = Report([], {})
         try:
             if save.error is None:
                 report = self._write_files(save)
@@ -126,30 +117,15 @@ class Saver:
             raise
 
     def _write_files(self, save: Save) -> Report:
-        report = Report([], [])
+        report = Report([], {})
         folder = folders.writing_folder(self._root, save.handle.step)
         for number, pieces in enumerate(save.files):
             staged = save.staged[number] if save.staged is not None else self._staging.copy(0, pieces)
-            written = write_file(folder, f"rank-{self._ranks.rank:05d}-{number:03d}.safetensors", pieces, staged)
-            report.files.extend(written.files)
-            report.chunks.extend(written.chunks)
+            name = f"rank-{self._ranks.rank:05d}-{number:03d}.safetensors"
+            write_file(folder, name, pieces, staged, report)
         return report
 
     def _publish(self, save: Save, reports: list[Report]) -> None:
-        chunks: dict[str, list[Chunk]] = {shape.name: [] for shape in self._planning.shapes}
-        for report in reports:
-            for name, chunk in report.chunks:
-                chunks[name].append(chunk)
-        manifest = Manifest(
-            format=FORMAT,
-            version=VERSION,
-            step=save.handle.step,
-            world_size=self._ranks.size,
-            state=StateRecord(bytes=len(save.state), crc32=checksum(save.state)),
-            files=[file for report in reports for file in report.files],
-            tensors=[
-                TensorRecord(name=shape.name, dtype=shape.dtype, shape=shape.shape, chunks=chunks[shape.name])
-                for shape in self._planning.shapes
-            ],
-        )
-        folders.publish(self._root, save.handle.step, render_manifest(manifest), save.state)
+        state = StateRecord(bytes=len(save.state), crc32=checksum(save.state))
+        manifest = render_manifest(save.handle.step, state, self._planning.shapes, reports)
+        folders.publish(self._root, save.handle.step, manifest, save.state)

@@ -1,0 +1,92 @@
+"""`phalanx evaluate`: held-out loss, perplexity and bits per byte."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from phalanx.cli.arguments import Json
+from phalanx.cli.console import output, print_json, print_pairs
+from phalanx.cli.inference import Device, ModelPath, PrecisionName, TokenizerPath, load, progress_bar
+from phalanx.evaluate.held_out import HeldOut
+from phalanx.evaluate.load import LoadedModel
+from phalanx.evaluate.score import Scores, score
+
+
+def evaluate(
+    checkpoint: ModelPath,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder that phalanx data prepare wrote; by default the data of the run.")
+    ] = None,
+    split: Annotated[Literal["validation", "train"], typer.Option(help="Which part of the data.")] = "validation",
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Score this many samples, spread evenly over the split; by default all.")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens a sample; by default that of the run (2048 for imported models).")
+    ] = None,
+    tokenizer: TokenizerPath = None,
+    device: Device = "auto",
+    precision: PrecisionName = None,
+    as_json: Json = False,
+) -> None:
+    """Score a checkpoint on held-out text: the newest one where a run directory is given.
+
+    Each token of the split is a target once, given the tokens before it in its sample.
+    """
+    loaded = load(checkpoint, device=device, precision=precision, tokenizer=tokenizer)
+    start = time.perf_counter()
+    with progress_bar() as bar:
+        task = bar.add_task(split)
+        scores = score(
+            loaded,
+            data=data,
+            split=split,
+            samples=samples,
+            sequence_length=length,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    seconds = time.perf_counter() - start
+    if as_json:
+        print_json(_facts(loaded, scores, seconds))
+    else:
+        _print_scores(loaded, scores)
+
+
+def _facts(loaded: LoadedModel, scores: Scores, seconds: float) -> dict[str, object]:
+    return {
+        "checkpoint": str(loaded.where),
+        "step": loaded.step,
+        "split": scores.split,
+        "sequence_length": scores.sequence_length,
+        "samples": scores.samples,
+        "samples_in_all": scores.samples_in_all,
+        **scores.total.as_dict(),
+        "sources": {path: held_out.as_dict() for path, held_out in scores.sources.items()},
+        "seconds": seconds,
+        "tokens_per_second": scores.total.tokens / seconds,
+    }
+
+
+def _print_scores(loaded: LoadedModel, scores: Scores) -> None:
+    whole = scores.samples == scores.samples_in_all
+    part = "every token" if whole else f"{scores.samples:,} of {scores.samples_in_all:,} samples"
+    output().print(f"{loaded.where} on the {scores.split} split: {part}, {scores.sequence_length:,} tokens a sample")
+    if len(scores.sources) > 1:
+        for path, held_out in scores.sources.items():
+            print_pairs([(path, _in_words(held_out))])
+    total = scores.total
+    pairs = [("loss", f"{total.loss:.4f} nats a token"), ("perplexity", f"{total.perplexity:.3f}")]
+    if total.bits_per_byte is not None:
+        pairs.append(("bits per byte", f"{total.bits_per_byte:.4f} ({total.bytes:,} bytes of text)"))
+    print_pairs([*pairs, ("tokens", f"{total.tokens:,}")])
+
+
+def _in_words(held_out: HeldOut) -> str:
+    bits = "" if held_out.bits_per_byte is None else f", {held_out.bits_per_byte:.4f} bits a byte"
+    loss = "no samples" if math.isnan(held_out.loss) and not held_out.tokens else f"{held_out.loss:.4f} nats a token"
+    return f"{loss}{bits}, {held_out.tokens:,} tokens"
