@@ -1,14 +1,15 @@
 # Every target makes and uses its own .venv. Settings, each as `make TARGET NAME=value`:
 #   PYTHON       interpreter to build .venv from (3.11 or newer)
-#   TORCH        what to install as PyTorch, e.g. TORCH=torch==2.11.0; the constraints file names the default
+#   TORCH        which PyTorch to install, 2.11 to 2.13
 #   TORCH_INDEX  package index to take PyTorch from: give the address that pytorch.org's install page shows for your
 #                ROCm, CUDA or CPU build; empty takes the build your pip is set up for
 PYTHON ?= python3
-TORCH ?= torch
+TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 RUN_DIR ?= runs/quickstart
 
 BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 PHALANX := $(BIN)/phalanx
 
 .PHONY: quickstart test lint install clean
@@ -31,12 +32,12 @@ install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	$(PIP) -c constraints.txt -e .
 	touch $@
 
 .venv/dev: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(PIP) -c constraints.txt -e ".[dev]"
 	touch $@
 
 clean:

@@ -29,6 +29,7 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint.default_planner",
+    "phalanx.train.checkpoint",
 ]
 
 
