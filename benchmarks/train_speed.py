@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -27,22 +28,23 @@ from phalanx.layout.spec import resolve_layout  # noqa: E402
 
 GIB = 2**30
 
+FOUNDRY = ["model.positions=learned", "model.bias=true"]
+"""What LLM Foundry's published benchmark trained: learned positions and biases, where the MPT models have ALiBi."""
+
 CASES: dict[str, list[str]] = {
-    "mpt-1b": ["examples/mpt-1b.yaml", "layout.microbatch=16", "layout.global_batch=128"],
-    "mpt-1b-cudnn": ["examples/mpt-1b.yaml", "layout.microbatch=16", "layout.global_batch=128", "model.positions=learned"],
-    "mpt-7b-16-layers": ["examples/mpt-7b.yaml", "model.n_layers=16", "layout.microbatch=8", "layout.global_batch=128"],
-    "mpt-7b-recompute": [
-        "examples/mpt-7b.yaml", "layout.microbatch=4", "layout.global_batch=64", "layout.recompute=full",
+    "mpt-1b": ["examples/mpt-1b.yaml", "layout.microbatch=16", "layout.global_batch=64"],
+    "mpt-1b-foundry": ["examples/mpt-1b.yaml", "layout.microbatch=16", "layout.global_batch=64", *FOUNDRY],
+    "mpt-7b-16-layers": ["examples/mpt-7b.yaml", "model.n_layers=16", "layout.microbatch=16", "layout.global_batch=64"],
+    "mpt-7b-16-layers-foundry": [
+        "examples/mpt-7b.yaml", "model.n_layers=16", "layout.microbatch=16", "layout.global_batch=64", *FOUNDRY,
     ],
     "llama3-8b-8-layers": [
-        "examples/llama3-8b.yaml", "model.n_layers=8", "layout.microbatch=2", "layout.global_batch=4",
+        "examples/llama3-8b.yaml", "model.n_layers=8", "layout.microbatch=2", "layout.global_batch=2",
         "layout.recompute=none",
     ],
-    "tiny": [
-        "examples/quickstart.yaml", "model.n_layers=2", "layout.global_batch=16", "layout.microbatch=8",
-    ],
+    "tiny": ["examples/quickstart.yaml", "model.n_layers=2", "model.vocab_size=32768", "layout.global_batch=16", "layout.microbatch=8"],
 }  # fmt: skip
-DEFAULT = ("mpt-1b", "mpt-1b-cudnn", "mpt-7b-16-layers", "mpt-7b-recompute", "llama3-8b-8-layers")
+DEFAULT = tuple(case for case in CASES if case != "tiny")
 
 
 def overrides(case: str, data: str, steps: int) -> tuple[Path, list[str]]:
@@ -55,6 +57,8 @@ def overrides(case: str, data: str, steps: int) -> tuple[Path, list[str]]:
         "training.flops=palm",
         "training.tensorboard=false",
         "checkpoint.every=null",
+        "checkpoint.last=false",
+        "data.verify=false",
         "evaluation.every=null",
         "evaluation.samples=8",
         "evaluation.prompt=null",
@@ -62,12 +66,16 @@ def overrides(case: str, data: str, steps: int) -> tuple[Path, list[str]]:
     ]
 
 
-def measure(case: str, data: str, steps: int, skip: int, folder: Path) -> dict[str, Any]:
+def measure(case: str, data: str, steps: int, skip: int, folder: Path, log: Path) -> dict[str, Any]:
     """Run one case in a process of its own and summarise its metrics."""
     run_file, changes = overrides(case, data, steps)
     command = [sys.executable, "-m", "phalanx", "train", str(run_file), "--run-dir", str(folder), *changes]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    (folder.parent / f"{case}.log").write_text(f"$ {' '.join(command)}\n{done.stdout}{done.stderr}")
+    search_path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # torchtitan's launcher sets the allocator so too.
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONPATH": search_path}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+    with log.open("a") as file:
+        file.write(f"$ {' '.join(command)}\n{done.stdout}{done.stderr}\n")
     if done.returncode:
         return {"case": case, "failed": done.returncode, "error": done.stderr.strip().splitlines()[-3:]}
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -112,13 +120,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
+    log = options.out.with_suffix(".log")
+    log.unlink(missing_ok=True)
     results = []
     with tempfile.TemporaryDirectory() as scratch:
         for case in options.case or DEFAULT:
-            result = measure(case, str(Path(options.data).resolve()), options.steps, options.skip, Path(scratch) / case)
+            data = str(Path(options.data).resolve())
+            result = measure(case, data, options.steps, options.skip, Path(scratch) / case, log)
             results.append(result)
-            log = Path(scratch) / f"{case}.log"
-            options.out.with_name(f"{options.out.stem}.{case}.log").write_text(log.read_text())
             print_row(result)
     options.out.write_text(json.dumps({"python": platform.python_version(), "results": results}, indent=1) + "\n")
 

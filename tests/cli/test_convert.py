@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from small_models import GPT, LLAMA, READER, huggingface_config, random_decoder, save_huggingface, save_run
+from token_data import write_token_folder
 
 if TYPE_CHECKING:
     from conftest import Call
@@ -80,3 +81,27 @@ def test_pickles_are_refused(call: Call, tmp_path: Path) -> None:
     done = call("convert", str(tmp_path / "hf"), str(tmp_path / "new"))
     assert done.code == 1
     assert done.err.startswith(f"error: {tmp_path}/hf/pytorch_model.bin is a pickle, which can run code")
+
+
+def test_training_starts_from_an_import_as_the_guide_says(call: Call, tmp_path: Path) -> None:
+    """One step at a vanishing learning rate leaves the held-out loss of the model that was imported."""
+    data = write_token_folder(tmp_path / "data", train_tokens=5000)
+    config = huggingface_config("llama", vocab_size=260, max_position_embeddings=32, rms_norm_eps=1e-4)
+    save_huggingface(tmp_path / "hf", config)
+    assert call("convert", str(tmp_path / "hf"), str(tmp_path / "ours")).code == 0
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(
+        (tmp_path / "ours" / "model.yaml").read_text()
+        + f"data: {{sources: [{data}], sequence_length: 32}}\n"
+        + "layout: {global_batch: 4, precision: fp32}\n"
+        + "optimizer: {lr: 1e-12}\n"
+        + f"training: {{steps: 1, tensorboard: false, init_from: {tmp_path / 'ours'}}}\n"
+    )
+    trained = call("train", str(run_file), "--run-dir", str(tmp_path / "run"))
+    assert trained.code == 0, trained.err
+    losses = [
+        json.loads(call("evaluate", str(tmp_path / name), "--data", str(data), "--device", "cpu", "--json").out)["loss"]
+        for name in ("hf", "ours", "run")
+    ]
+    assert losses[1] == losses[0]
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)

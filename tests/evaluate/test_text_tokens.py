@@ -69,6 +69,7 @@ def test_tokens_have_as_many_bytes_together_as_their_text(make: type, text: str)
 
 def test_special_tokens_and_unused_rows_have_no_bytes() -> None:
     reader = tokenizer()
+    assert reader.decode([0, *reader.encode_prompt("a b"), 0]) == "a b"
     assert reader.byte_counts(400)[0] == 0
     assert not reader.byte_counts(400)[300:].any()
     assert len(reader.byte_counts(200)) == 200

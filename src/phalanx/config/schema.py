@@ -156,10 +156,12 @@ class Training(Section):
 
 
 class Checkpoint(Section):
-    """When training state is written, and how much of it is kept. The last step is always written."""
+    """When training state is written, and how much of it is kept."""
 
     every: PositiveInt | None = None
     """Steps between checkpoints; null writes only the last step."""
+    last: bool = True
+    """Whether the last step is written too, whatever `every` says; false suits benchmarks."""
     keep_last: PositiveInt = 2
     """Newest checkpoints to keep."""
     keep_every: PositiveInt | None = None

@@ -103,10 +103,18 @@ def _length(loaded: LoadedModel, wanted: int | None) -> int:
 
 def _open(loaded: LoadedModel, data: Path | None, split: Split) -> list[TokenSource]:
     if data is not None:
-        return [open_source(data, split)]
-    if loaded.run is None:
+        paths = [data]
+    elif loaded.run is not None:
+        paths = [Path(source.path) for source in loaded.run.data.sources]
+    else:
         raise ConfigError(f"{loaded.where} names no data; give a folder that `phalanx data prepare` wrote with --data")
-    return [open_source(Path(source.path), split) for source in loaded.run.data.sources]
+    opened = [open_source(path, split) for path in paths]
+    found = [source for source in opened if source is not None and source.tokens > 1]
+    if not found:
+        raise DataError(
+            f"{', '.join(map(str, paths))}: the {split} split is empty; prepare more text, or name another split"
+        )
+    return found
 
 
 def _byte_counts(loaded: LoadedModel, source: TokenSource) -> torch.Tensor | None:

@@ -85,7 +85,8 @@ class Trainer:
                 if signal_number:
                     self._stop(signal_number)
             self._evaluate(self.step)
-            self._save(final=True)
+            if self.run.checkpoint.last:
+                self._save(final=True)
         self._event("end", seconds=time.perf_counter() - start)
         self._note(f"trained to step {self.step} in {format_duration(time.perf_counter() - start)}")
 

@@ -48,7 +48,7 @@ def test_every_flipped_bit_is_found_and_named(checkpoint):
         assert str(path / name) in message
         header = int.from_bytes(files[DATA][:8], "little") + 8
         if name == DATA and position < header:
-            assert "header checksum expected" in message and "; it holds tensor 'model.float64' and 23 more" in message
+            assert "header checksum expected" in message and "; it holds tensor 'model.float64' and 17 more" in message
         elif name == DATA:
             assert "checksum expected" in message and any(
                 f"tensor '{tensor}', chunk at" in message for tensor in tensors
@@ -99,7 +99,7 @@ def test_missing_files_are_found(checkpoint):
     path, tensors = checkpoint
     for name in (DATA, "manifest.json", "state.json"):
         (path / name).rename(path / "elsewhere")
-        holds = "; it holds tensor 'model.float64' and 23 more" if name == DATA else ""
+        holds = "; it holds tensor 'model.float64' and 17 more" if name == DATA else ""
         assert damaged(path, tensors) == f"{path / name} is missing{holds}"
         (path / "elsewhere").rename(path / name)
 

@@ -30,8 +30,9 @@ class CheckpointStore(CheckpointSource):
 
     keep_last: newest checkpoints to keep, at least 1. keep_every: also keep for good each one whose step is a multiple
     of this. on_failure: what a failed background save does beside the warning: "raise" at the next `save`, `wait` or
-    `close`, or "warn" and nothing more. warn: called on rank 0 with one line of text, from the writing thread where a
-    background save has failed. timeout_s: seconds one rank waits for another within a save or load.
+    `close`, or "warn" and nothing more. warn: called with one line of text, on rank 0 (where host memory is short, on
+    the rank concerned), and from the writing thread where a background save has failed. timeout_s: seconds one rank
+    waits for another within a save or load.
 
     With several ranks every method is called by all ranks, in the same order. A store holds the run directory's RunLock:
     the caller's if this process has it, else its own until `close`. Whatever a dead process left half done is cleared up
