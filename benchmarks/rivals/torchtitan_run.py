@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,7 +65,10 @@ from torchtitan.train import Trainer  # noqa: E402
 
 MODEL = "llama3_random_tokens"
 TINY = {"dim": 256, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 2048, "multiple_of": 64}
-ATTENTION = re.compile(r"scaled_dot_product|sdpa|flash|fmha|flex|triton_tem", re.IGNORECASE)
+# Compiled pointwise and reduction kernels carry the names of all operators around them, attention too: they are not it.
+ATTENTION = re.compile(
+    r"(?!triton_(poi|red|per)_).*(scaled_dot_product|sdpa|flash|fmha|flex|triton_tem)", re.IGNORECASE
+)
 
 
 class RandomTokens(BaseDataLoader):
@@ -82,9 +85,11 @@ class RandomTokens(BaseDataLoader):
             yield {"input": tokens_BS[:, :-1].contiguous()}, tokens_BS[:, 1:].contiguous()
 
     def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands."""
         return {"generator": self.generator.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from where `state_dict` stood."""
         self.generator.set_state(state_dict["generator"])
 
 
@@ -92,12 +97,15 @@ class NoTokenizer(BaseTokenizer):
     """Stands where torchtitan insists on a tokenizer; random token ids need none."""
 
     def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+        """Not to be called."""
         raise NotImplementedError
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
+        """Not to be called."""
         raise NotImplementedError
 
     def get_vocab_size(self) -> int:
+        """Not to be called."""
         raise NotImplementedError
 
 
@@ -116,6 +124,7 @@ class RememberingMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
+        """Keep the mean loss (nats a token) and the gradient norm before clipping, then log as torchtitan does."""
         self.logged.append({"step": step, "loss": global_avg_loss, "grad_norm": grad_norm})
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
 
@@ -131,6 +140,7 @@ class TimedTrainer(Trainer):
         self.events = EventList()
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
+        """One step of torchtitan's, timed from an idle device to an idle device."""
         if self.step > self.timed_steps:
             with torch.profiler.profile() as profiler:
                 super().train_step(data_iterator)
@@ -190,8 +200,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a width of 256, to try the script out without a GPU")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
+    if ON_CPU and options.attention == "flex":
+        parser.error("--attention flex has no backward pass on a CPU: take sdpa to try the script out")
     if not 0 <= options.skip < options.steps:
-        parser.error(f"--skip {options.skip} leaves none of {options.steps} steps: give fewer than --steps")
+        parser.error(f"--skip {options.skip} leaves none of {options.steps} steps: give from 0 to {options.steps - 1}")
     return options
 
 
@@ -270,6 +282,8 @@ def summarise(trainer: TimedTrainer, options: argparse.Namespace) -> dict[str, A
     median = statistics.median(step_seconds[options.skip :])
     rate = options.microbatch * options.accumulation * options.sequence_length / median
     kernels = kernel_times(trainer.events)
+    settings = trainer.job_config.to_dict()
+    del settings["job"]["dump_folder"]
     return {
         "program": f"torchtitan {importlib.metadata.version('torchtitan')}",
         "command": " ".join(sys.argv),
@@ -286,11 +300,11 @@ def summarise(trainer: TimedTrainer, options: argparse.Namespace) -> dict[str, A
         "flops_per_token_as_torchtitan_counts": trainer.metrics_processor.num_flops_per_token,
         "peak_allocated_gib": peaks[0].item() / GIB,
         "peak_reserved_gib": peaks[1].item() / GIB,
-        "attention_kernels": {name: ms for name, ms in kernels.items() if ATTENTION.search(name)},
+        "attention_kernels": {name: ms for name, ms in kernels.items() if ATTENTION.match(name)},
         "longest_kernels": dict(list(kernels.items())[:25]),
         "logged": trainer.metrics_processor.logged,
-        "job_config": trainer.job_config.to_dict(),
-        "model_args": trainer.model_args.__dict__ | {"rope_scaling_args": vars(trainer.model_args.rope_scaling_args)},
+        "job_config": settings,
+        "model_args": asdict(trainer.model_args),
     }
 
 
@@ -299,8 +313,9 @@ def kernel_times(events: EventList) -> dict[str, float]:
     if ON_CPU:
         times = {event.key: event.self_cpu_time_total / 1e3 for event in events}
     else:
-        on_device = (event for event in events if event.device_type == torch.autograd.DeviceType.CUDA)
-        times = {event.key: event.self_device_time_total / 1e3 for event in on_device}
+        # Annotated ranges are listed among the kernels that they contain.
+        kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
+        times = {kernel.key: kernel.self_device_time_total / 1e3 for kernel in kernels}
     return dict(sorted(times.items(), key=lambda item: -item[1]))
 
 

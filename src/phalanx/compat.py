@@ -5,6 +5,7 @@ Features are probed, never inferred from a version string.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -12,13 +13,31 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-def matmul_wide(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b with the result in the wider `dtype`, accumulated in it where the device can do so without an extra rounding."""
+def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + a @ b in the wider `dtype`, in place where `total` is given: float32 sums of bfloat16 products, say.
+
+    Where the device's matmul can add into a wider matrix the sum costs no pass of its own and no extra rounding.
+    """
     if a.dtype == dtype:
-        return a @ b
-    if a.device.type == "cuda":
+        return a @ b if total is None else total.addmm_(a, b)
+    if not _wide_matmul(a.device, a.dtype, dtype):
+        product = (a @ b).to(dtype)
+        return product if total is None else total.add_(product)
+    if total is None:
         return torch.mm(a, b, out_dtype=dtype)
-    return (a @ b).to(dtype)
+    return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+
+
+@cache
+def _wide_matmul(device: torch.device, narrow: torch.dtype, wide: torch.dtype) -> bool:
+    """Whether `device` adds products of `narrow` matrices into a `wide` one; tried out once, on a small case."""
+    a = torch.ones(16, 16, dtype=narrow, device=device)
+    total = torch.ones(16, 16, dtype=wide, device=device)
+    try:
+        torch.addmm(total, a, a, out_dtype=wide, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 17.0).all())
 
 
 def is_rocm() -> bool:

@@ -100,6 +100,7 @@ def test_half_precision_round_trip_is_exact(tmp_path: Path) -> None:
     assert convert(tmp_path / "hf", tmp_path / "small", dtype=torch.bfloat16).dtype == "bf16"
     with open_weights(tmp_path / "small") as weights:
         assert weights.widest_format() == torch.bfloat16
+    assert convert(tmp_path / "small", tmp_path / "kept").dtype == "bf16", "an export keeps the stored format"
 
 
 def test_the_tokenizer_goes_along_and_transformers_loads_it(tmp_path: Path) -> None:

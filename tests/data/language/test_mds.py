@@ -141,6 +141,17 @@ def test_fingerprint_tells_data_apart(tmp_path: Path) -> None:
     assert len({same[0], *others}) == 4
 
 
+def test_fingerprint_sees_a_later_column_border(tmp_path: Path) -> None:
+    columns: dict[str, tuple[str, int | None]] = {"text": ("str", None), "tokens": ("ndarray:uint16", None)}
+    first = {"text": b"", "tokens": encode([1, 2], "ndarray:uint16")}
+
+    def fingerprint(name: str, text: bytes, ids: list[int]) -> str:
+        second = {"text": text, "tokens": encode(ids, "ndarray:uint16")}
+        return MdsSource(write_mds(tmp_path / name, [[first, second]], columns)).fingerprint
+
+    assert fingerprint("long", b"", [3, 4, 5]) != fingerprint("short", b"xx", [3, 4])
+
+
 def in_index(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     """Damage that changes the second shard's record."""
 

@@ -69,15 +69,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight = weight_VD.to(hidden_ND.dtype)
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
         grad_hidden = torch.empty_like(hidden_ND) if with_grad else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if with_grad else None
+        grad_weight: Tensor | None = None
         for start in range(0, len(hidden_ND), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             hidden = hidden_ND[rows]
             loss, grad_logits = loss_and_gradient(hidden @ weight.T, targets_N[rows], z_loss, with_grad)
             total += loss
-            if grad_hidden is not None and grad_weight is not None:
+            if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
-                grad_weight += compat.matmul_wide(grad_logits.T, hidden, wide)
+                grad_weight = compat.add_matmul(grad_weight, grad_logits.T, hidden, wide)
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total
 
