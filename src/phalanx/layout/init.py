@@ -17,9 +17,9 @@ from phalanx.counter_random import normal_values, stream_key
 from phalanx.errors import PhalanxError
 from phalanx.models.initial import InitRule, InitRules
 
-_CHUNK = {"cpu": 2**16}
+_CHUNK_PER_CORE = 2**16
 _CHUNK_ELSEWHERE = 2**22
-"""Elements filled at a time: temporaries then stay in the cache of a CPU core or of a GPU."""
+"""Elements filled at a time: few enough for the temporaries to stay in cache, enough to hide the cost of a call."""
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def fill(tensor: Tensor, name: str, rule: InitRule, seed: int) -> None:
     assert local.is_contiguous(), name
     key = stream_key("initial values", seed, name)
     flat = local.view(-1)
-    chunk = _CHUNK.get(flat.device.type, _CHUNK_ELSEWHERE)
+    chunk = _CHUNK_PER_CORE * torch.get_num_threads() if flat.device.type == "cpu" else _CHUNK_ELSEWHERE
     for start in range(0, flat.numel(), chunk):
         stop = min(start + chunk, flat.numel())
         place = torch.arange(start, stop, device=flat.device)
@@ -64,13 +64,10 @@ def _global_index(
     place: Tensor, local_shape: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...]
 ) -> Tensor:
     """Row-major indices in the whole parameter of row-major indices `place` in the shard at `offsets`."""
-    # A shard of whole rows is one contiguous run of the whole parameter.
-    if local_shape[1:] == shape[1:]:
-        return place + offsets[0] * math.prod(shape[1:]) if shape else place
-    index = torch.zeros_like(place)
-    stride = 1
-    for size, offset, whole in reversed(list(zip(local_shape, offsets, shape, strict=True))):
-        index += (place % size + offset) * stride
-        place = place // size
-        stride *= whole
+    index = place + sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
+    # Each wrap around a split dim skips what other shards hold of it; a shard of whole rows skips nothing.
+    for dim in range(1, len(shape)):
+        missing = shape[dim] - local_shape[dim]
+        if missing:
+            index += (place // math.prod(local_shape[dim:])) * (missing * math.prod(shape[dim + 1 :]))
     return index

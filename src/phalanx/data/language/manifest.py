@@ -82,6 +82,8 @@ class Manifest(_Part):
     """A document belongs to the validation split when the hash of its text falls below this share."""
     inputs: list[str]
     """What was tokenized, as given to `phalanx data prepare`."""
+    plan: str = ""
+    """A hash of the inputs' names and sizes and of the options, by which the same work is known again."""
     splits: dict[Split, SplitRecord]
 
     def write(self, folder: Path) -> None:

@@ -1,0 +1,150 @@
+"""`phalanx data`: turn text into token shards, look at them, verify them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from phalanx.cli.arguments import Json, examples
+from phalanx.cli.console import output, print_json, print_pairs, short_count
+from phalanx.data.language.open import open_source
+from phalanx.data.language.prepare import Options, prepare
+from phalanx.data.language.prepare import Progress as Report
+from phalanx.data.language.sources import TokenSource
+
+data_app = typer.Typer(no_args_is_help=True, help="Turn text into token shards, look at them, verify them.")
+_DEFAULTS = Options()
+
+
+@data_app.command("prepare", epilog=examples("phalanx data prepare texts/ more.jsonl.gz --out data/texts --vocab-size 32768"))
+def prepare_data(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(metavar="INPUT...", help="Files (.txt .jsonl .parquet .py, also .gz .zst), folders, python-stdlib."),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json, or a folder with one; by default one is trained on the text.")
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(help="Entries of a tokenizer trained here.")] = _DEFAULTS.vocab_size,
+    end_token: Annotated[str | None, typer.Option(help="Token that ends documents, if not a usual one.")] = None,
+    text_field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = _DEFAULTS.text_field,
+    validation_fraction: Annotated[
+        float, typer.Option(min=0.0, max=0.5, help="Share of documents held out.")
+    ] = _DEFAULTS.validation_fraction,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a shard.")] = _DEFAULTS.shard_tokens,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one a core.")] = None,
+    json_output: Json = False,
+) -> None:
+    """Tokenize text into memory-mappable shards.
+
+    Stopped at any point, the same command goes on where it was. Run again when all is done, it does nothing.
+    """
+    options = Options(
+        tokenizer=None if tokenizer is None else str(tokenizer),
+        vocab_size=vocab_size,
+        end_token=end_token,
+        text_field=text_field,
+        validation_fraction=validation_fraction,
+        shard_tokens=shard_tokens,
+    )
+    with _progress() as report:
+        prepare(inputs, out, options, workers=workers, progress=report)
+    _show(out, json_output)
+
+
+@data_app.command("show", epilog=examples("phalanx data show data/texts"))
+def show(
+    path: Annotated[Path, typer.Argument(help="Prepared folder, Megatron prefix, or folder of MDS shards.")],
+    json_output: Json = False,
+) -> None:
+    """Say what prepared data holds."""
+    _show(path, json_output)
+
+
+@data_app.command("verify", epilog=examples("phalanx data verify data/texts"))
+def verify(
+    path: Annotated[Path, typer.Argument(help="Prepared folder, Megatron prefix, or folder of MDS shards.")],
+    json_output: Json = False,
+) -> None:
+    """Read everything and compare checksums; names the first file that was altered."""
+    splits = _splits(path)
+    for source in splits.values():
+        source.verify()
+    tokens = sum(source.tokens for source in splits.values())
+    if json_output:
+        print_json({"path": str(path), "verified": True, "tokens": tokens})
+    else:
+        output().print(f"{path}: {tokens:,} tokens, nothing altered", soft_wrap=True, highlight=False)
+
+
+def _splits(path: Path) -> dict[str, TokenSource]:
+    validation = open_source(path, "validation")
+    held_out = {} if validation is None else {"validation": validation}
+    return {"train": open_source(path, "train"), **held_out}
+
+
+def _show(path: Path, json_output: bool) -> None:
+    splits = _splits(path)
+    facts: dict[str, Any] = {
+        name: {"tokens": source.tokens, "text_bytes": source.text_bytes} for name, source in splits.items()
+    }
+    train = splits["train"]
+    facts["vocab_size"] = train.vocab_size
+    facts["tokenizer"] = None if train.tokenizer is None else str(train.tokenizer)
+    if json_output:
+        print_json({"path": str(path), **facts})
+        return
+    output().print(str(path), soft_wrap=True, highlight=False)
+    vocabulary = "not stated by the format" if train.vocab_size is None else f"{train.vocab_size:,}"
+    print_pairs(
+        [
+            *((name, _describe(source)) for name, source in splits.items()),
+            ("vocabulary", vocabulary),
+            ("tokenizer", facts["tokenizer"] or "none beside the data"),
+        ]
+    )
+
+
+def _describe(source: TokenSource) -> str:
+    text = f"{short_count(source.tokens)} tokens"
+    if source.text_bytes and source.tokens:
+        text += f" of {short_count(source.text_bytes)} bytes of text, {source.text_bytes / source.tokens:.2f} a token"
+    return text
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Report]:
+    """A bar on a terminal, a line for each tenth elsewhere; on stderr."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield _lines(console)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done)
+
+        yield report
+
+
+def _lines(console: Console) -> Report:
+    shown: dict[str, int] = {}
+
+    def report(what: str, done: int, total: int) -> None:
+        tenth = 10 * done // max(1, total)
+        if tenth > shown.get(what, 0):
+            shown[what] = tenth
+            console.print(f"{what}: {10 * tenth}%", soft_wrap=True)
+
+    return report
