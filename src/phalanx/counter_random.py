@@ -1,11 +1,10 @@
-"""Random numbers as a pure function of a counter: no generator state, so no order, rank or device can change them.
+"""Random numbers that are a function of a counter: no generator state, so nothing depends on who draws first.
 
-Knows nothing of models or layouts. Integer arithmetic alone, on int64 tensors that wrap like unsigned 64-bit words.
-
-The generator is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 16):
-word i of a stream is mix(start + i * step), where mix is a bijection of 64-bit words and every stream has its own start
-and its own odd step, as that paper's split generators have. The step keeps two streams from being the same sequence
-at different places. It costs 14 integer operations a word, which a device does at the speed of its memory.
+The bits come from integer arithmetic and are the same on every device type. Normal values are made from them with float64
+additions, multiplications, divisions and square roots alone, issued as separate kernels: those are correctly rounded by
+IEEE 754 everywhere, where the logarithms and cosines of different devices are not. Uncompiled use of `normal_values` is
+part of that promise (a compiler may contract a product and a sum into one rounding); the dropout below is integer work
+only and may be compiled.
 """
 
 from __future__ import annotations
@@ -17,120 +16,203 @@ import torch
 from torch import Tensor, nn
 
 
-class Stream(NamedTuple):
-    """One sequence of 2^64 random words. Both numbers are signed 64-bit; `step` is odd."""
-
-    start: int
-    step: int
-
-
-def stream(seed: int, *labels: str | int) -> Stream:
-    """The stream that belongs to `seed` and `labels`: the same everywhere and always, unrelated for any other labels."""
-    text = repr((seed, *labels)).encode()
-    digest = hashlib.sha256(text).digest()
-    return Stream(_signed(int.from_bytes(digest[:8], "little")), _signed(_odd_step(int.from_bytes(digest[8:16], "little"))))
-
-
-def random_words(index: Tensor, source: Stream) -> Tensor:
-    """Words of `source` at `index`, int64 of any shape: int64 of the same shape, every one of the 64 bits fair."""
-    return mix(index * source.step + source.start)
-
-
-def mix(x: Tensor) -> Tensor:
-    """A bijection of 64-bit words, int64 in and out, in which every input bit flips each output bit half of the time.
-
-    Stafford's variant 13 of the MurmurHash3 finaliser, as in SplitMix64.
-    """
-    x = (x ^ _shift_right(x, 30)) * _MULTIPLIER_1
-    x = (x ^ _shift_right(x, 27)) * _MULTIPLIER_2
-    return x ^ _shift_right(x, 31)
-
-
-class DropoutContext(NamedTuple):
-    """What makes each dropout decision of one forward pass unique, whatever this rank's part of the batch is.
-
-    token_keys_BS: int64, one random word for each token, a function of seed, step, global sample and global position. It
-    splits over batch and sequence as the tokens themselves do.
-    """
-
-    token_keys_BS: Tensor
-
-    @classmethod
-    def of_step(cls, seed: int, step: int, sample_indices_B: Tensor, positions_S: Tensor) -> DropoutContext:
-        """Keys of optimizer step `step` for samples with these global indices at these global positions, both int64."""
-        source = stream(seed, "dropout", step)
-        sample_keys_B = random_words(sample_indices_B, source)
-        return cls(mix(sample_keys_B[:, None] + positions_S * source.step))
-
-    def for_block(self, index: int) -> DropoutContext:
-        """The context of block `index`, in which each block may number its own dropouts from 0.
-
-        A compiled block treats its layer numbers as constants, so blocks that are to share one compiled program must not
-        differ in them: they get their number here, outside the program, instead.
-        """
-        return DropoutContext(mix(self.token_keys_BS + index))
-
-
-class CounterDropout(nn.Module):
-    """Dropout whose decisions are a function of seed, step, layer, sample, position and channel; see `counter_dropout`.
-
-    layer_id: tells apart the dropouts that see the same context.
-    channel_offset: global index of this rank's first channel; set by whoever splits the channels.
-    """
-
-    def __init__(self, p: float, layer_id: int, channel_offset: int = 0) -> None:
-        super().__init__()
-        assert 0.0 <= p < 1.0
-        self.p = p
-        self.layer_id = layer_id
-        self.channel_offset = channel_offset
-
-    def forward(self, x_BSD: Tensor, context: DropoutContext | None = None) -> Tensor:
-        """[B, S, D] -> same shape and format. The identity in evaluation mode, with p = 0, and without a context."""
-        if context is None or not self.training or self.p == 0.0:
-            return x_BSD
-        return counter_dropout(
-            x_BSD, self.p, context.token_keys_BS, layer_id=self.layer_id, channel_offset=self.channel_offset
-        )
-
-    def extra_repr(self) -> str:
-        """Shown by print(model)."""
-        return f"p={self.p}, layer_id={self.layer_id}"
-
-
-def counter_dropout(
-    x_BSD: Tensor, p: float, token_keys_BS: Tensor, *, layer_id: int = 0, channel_offset: int = 0
-) -> Tensor:
-    """Zero each element with probability `p` and scale the others by 1 / (1 - p).
-
-    x_BSD: activations of any floating format. token_keys_BS: int64, see `DropoutContext`. layer_id: below 2^31.
-    channel_offset: global index of channel 0 of x_BSD.
-    The decision on an element depends on its token's key, the layer and the global channel, so neither splitting the
-    tensor along any dim nor computing it twice changes it. Compiled, it is part of the kernel around it.
-    """
-    first = (layer_id << 32) + channel_offset
-    counter_D = torch.arange(first, first + x_BSD.shape[-1], device=x_BSD.device)
-    words_BSD = mix(token_keys_BS[..., None] + counter_D * _GOLDEN)
-    keep_BSD = words_BSD >= _signed(round(p * 2**64) + 2**63)
-    return torch.where(keep_BSD, x_BSD * (1.0 / (1.0 - p)), 0.0)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Unsigned right shift; that of int64 tensors repeats the sign bit."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _odd_step(word: int) -> int:
-    """The odd number nearest above `word`, with enough changes between neighbouring bits (the paper's mixGamma)."""
-    odd = word | 1
-    return odd if (odd ^ (odd >> 1)).bit_count() >= 24 else odd ^ 0xAAAAAAAAAAAAAAAA
-
-
-def _signed(word: int) -> int:
-    """The number that an int64 with the low 64 bits of `word` holds."""
-    return (word + 2**63) % 2**64 - 2**63
+def _signed(value: int) -> int:
+    """The int64 with the bits of the unsigned 64-bit `value`; torch has no unsigned 64-bit arithmetic."""
+    return value - (1 << 64) if value >> 63 else value
 
 
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
-_MULTIPLIER_2 = _signed(0x94D049BB133111EB)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+_POSITION = _signed(0xD1B54A32D192ED03)
+
+
+def stream_key(*parts: object) -> int:
+    """A signed 64-bit key made from the text of `parts`: the same in every process, on every machine."""
+    text = "\x1f".join(str(part) for part in parts)
+    return _signed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift: torch's is arithmetic on int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """Well-spread 64 bits from each int64 of `x`: SplitMix64's finalizer (Steele, Lea & Flood 2014, figure 16)."""
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def random_bits(key: int, counter: Tensor) -> Tensor:
+    """64 random bits for each int64 `counter` of stream `key`: the counter-th output of SplitMix64 started at the key."""
+    return mix(counter * _GOLDEN + key)
+
+
+def uniform_values(key: int, counter: Tensor) -> Tensor:
+    """Float64 values in (0, 1), the midpoints of 2^52 equal intervals, for each int64 `counter`."""
+    return (_shift_right(random_bits(key, counter), 12).to(torch.float64) + 0.5) * 2.0**-52
+
+
+def normal_values(key: int, counter: Tensor) -> Tensor:
+    """Standard normal float64 values for each int64 `counter`, by inverting the normal distribution function.
+
+    Wichura (1988), algorithm AS 241 (PPND16), accurate to about 1e-16.
+    """
+    p = uniform_values(key, counter)
+    q = p - 0.5
+    central = q * q
+    central.neg_().add_(0.180625)
+    values = _ratio(central, _CENTRAL).mul_(q)
+    tail = torch.nonzero(q.abs() > 0.425, as_tuple=True)
+    values[tail] = _tail_values(p[tail])
+    return values
+
+
+def _tail_values(p: Tensor) -> Tensor:
+    upper = p > 0.5
+    distance = _log(torch.where(upper, 1.0 - p, p)).neg_().sqrt_()
+    values = torch.where(distance <= 5.0, _ratio(distance - 1.6, _MIDDLE), _ratio(distance - 5.0, _FAR))
+    return torch.where(upper, values, -values)
+
+
+def _ratio(x: Tensor, coefficients: tuple[tuple[float, ...], tuple[float, ...]]) -> Tensor:
+    """The quotient of two polynomials, highest power first, by Horner's rule."""
+    top, bottom = (_polynomial(x, c) for c in coefficients)
+    return top.div_(bottom)
+
+
+def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+    total = x * coefficients[0]
+    for coefficient in coefficients[1:-1]:
+        total.add_(coefficient).mul_(x)
+    return total.add_(coefficients[-1])
+
+
+def _log(x: Tensor) -> Tensor:
+    """Natural logarithm of float64 `x` in (0, 1): exponent times ln 2, plus the series of 2 atanh((m - 1) / (m + 1))."""
+    mantissa, exponent = torch.frexp(x)
+    small = mantissa < 0.7071067811865476
+    mantissa = torch.where(small, mantissa * 2.0, mantissa)
+    exponent = exponent - small.to(exponent.dtype)
+    s = (mantissa - 1.0) / (mantissa + 1.0)
+    series = _polynomial(s * s, tuple(1.0 / n for n in range(25, 0, -2)))
+    return exponent.to(torch.float64) * 0.6931471805599453 + series * s * 2.0
+
+
+_CENTRAL = (
+    (
+        2509.0809287301226727,
+        33430.575583588128105,
+        67265.770927008700853,
+        45921.953931549871457,
+        13731.693765509461125,
+        1971.5909503065514427,
+        133.14166789178437745,
+        3.387132872796366608,
+    ),
+    (
+        5226.495278852545925,
+        28729.085735721942674,
+        39307.89580009271061,
+        21213.794301586595867,
+        5394.1960214247511077,
+        687.1870074920579083,
+        42.313330701600911252,
+        1.0,
+    ),
+)
+_MIDDLE = (
+    (
+        7.7454501427834140764e-4,
+        0.0227238449892691845833,
+        0.24178072517745061177,
+        1.27045825245236838258,
+        3.64784832476320460504,
+        5.7694972214606914055,
+        4.6303378461565452959,
+        1.42343711074968357734,
+    ),
+    (
+        1.05075007164441684324e-9,
+        5.475938084995344946e-4,
+        0.0151986665636164571966,
+        0.14810397642748007459,
+        0.68976733498510000455,
+        1.6763848301838038494,
+        2.05319162663775882187,
+        1.0,
+    ),
+)
+_FAR = (
+    (
+        2.01033439929228813265e-7,
+        2.71155556874348757815e-5,
+        0.0012426609473880784386,
+        0.026532189526576123093,
+        0.29656057182850489123,
+        1.7848265399172913358,
+        5.4637849111641143699,
+        6.6579046435011037772,
+    ),
+    (
+        2.04426310338993978564e-15,
+        1.4215117583164458887e-7,
+        1.8463183175100546818e-5,
+        7.868691311456132591e-4,
+        0.0148753612908506148525,
+        0.13692988092273580531,
+        0.59983220655588793769,
+        1.0,
+    ),
+)
+
+
+class DropoutContext(NamedTuple):
+    """What decides which activations a forward pass drops, besides the place of the dropout in the model."""
+
+    key: Tensor
+    """int64, 0-dim: a function of seed and step, and of the layer once `at_layer` was called."""
+    sample_indices_B: Tensor
+    """int64: global sample numbers."""
+    positions_S: Tensor
+    """int64: global positions in the sequence."""
+
+    @classmethod
+    def of_step(cls, seed: int, step: int, sample_indices_B: Tensor, positions_S: Tensor) -> DropoutContext:
+        """The context of one optimizer step."""
+        key = torch.tensor(stream_key("dropout", seed, step), device=sample_indices_B.device)
+        return cls(key, sample_indices_B, positions_S)
+
+    def at_layer(self, layer: int) -> DropoutContext:
+        """The context of one layer. The layer goes into a tensor, so equal layers share one compiled program."""
+        return self._replace(key=mix(self.key + (layer + 1) * _POSITION))
+
+
+class CounterDropout(nn.Module):
+    """Dropout whose decision for each element is a function of (seed, step, layer, site, sample, position, channel).
+
+    It is therefore the same however samples, positions and layers are spread over ranks and micro-batches, and the same
+    when activations are computed again. site: distinguishes several dropouts of one layer.
+    """
+
+    def __init__(self, p: float, *, site: int) -> None:
+        super().__init__()
+        self.p = p
+        self.site = site
+
+    def forward(self, x_BSD: Tensor, context: DropoutContext | None) -> Tensor:
+        """Drop with probability p and scale the rest by 1 / (1 - p); identity when p is 0, or without a context."""
+        if self.p == 0.0 or context is None:
+            return x_BSD
+        row_BS = mix(
+            context.key
+            + self.site
+            + context.sample_indices_B[:, None] * _GOLDEN
+            + context.positions_S[None, :] * _POSITION
+        )
+        channels_D = torch.arange(x_BSD.shape[-1], device=x_BSD.device) * _GOLDEN
+        bits_BSD = _shift_right(mix(row_BS[..., None] + channels_D), 33)
+        kept = bits_BSD >= int(self.p * 2**31)
+        return x_BSD * kept.to(x_BSD.dtype) * (1.0 / (1.0 - self.p))

@@ -22,11 +22,15 @@ data_app = typer.Typer(no_args_is_help=True, help="Turn text into token shards, 
 _DEFAULTS = Options()
 
 
-@data_app.command("prepare", epilog=examples("phalanx data prepare texts/ more.jsonl.gz --out data/texts --vocab-size 32768"))
+@data_app.command(
+    "prepare", epilog=examples("phalanx data prepare texts/ more.jsonl.gz --out data/texts")
+)
 def prepare_data(
     inputs: Annotated[
         list[str],
-        typer.Argument(metavar="INPUT...", help="Files (.txt .jsonl .parquet .py, also .gz .zst), folders, python-stdlib."),
+        typer.Argument(
+            metavar="INPUT...", help="Files (.txt .jsonl .parquet .py, also .gz .zst), folders, python-stdlib."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     tokenizer: Annotated[

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from phalanx.errors import ConfigError, DataError
 
@@ -72,7 +72,9 @@ def _below(path: Path) -> list[InputFile]:
         if file is None:
             near = get_close_matches(path.suffix, [*KINDS, *COMPRESSIONS], 1)
             hint = f"; nearest: {near[0]}" if near else ""
-            raise DataError(f"{path}: unknown ending {path.suffix or '(none)'}; known endings: {_known_endings()}{hint}")
+            raise DataError(
+                f"{path}: unknown ending {path.suffix or '(none)'}; known endings: {_known_endings()}{hint}"
+            )
         return [file]
     if not path.is_dir():
         raise DataError(f"{path} does not exist; give files, folders, or {PYTHON_STDLIB}")
@@ -103,7 +105,7 @@ def _known_endings() -> str:
 
 def _open(file: InputFile) -> IO[bytes]:
     if file.compression == ".gz":
-        return gzip.open(file.path)
+        return cast(IO[bytes], gzip.open(file.path))
     if file.compression == ".zst":
         reader: IO[bytes] = _extra("zstandard", file).open(file.path, "rb")
         return reader
@@ -151,7 +153,9 @@ def _text_of(line: bytes, text_field: str, where: str) -> str:
     text = row.get(text_field)
     if not isinstance(text, str):
         kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in list(row.items())[:8])
-        raise DataError(f"{where}: field {text_field!r} holds no text; found: {kinds}; name the field with --text-field")
+        raise DataError(
+            f"{where}: field {text_field!r} holds no text; found: {kinds}; name the field with --text-field"
+        )
     return text
 
 

@@ -22,8 +22,8 @@ from phalanx.errors import DataError
 from phalanx.files import write_atomically
 
 MANIFEST = "manifest.json"
-SPLITS = ("train", "validation")
 Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
 _Count = Annotated[int, Field(ge=0)]
 _FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

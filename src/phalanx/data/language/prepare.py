@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,6 @@ from phalanx.data.language.manifest import (
     SPLITS,
     Manifest,
     Split,
-    SplitRecord,
     TokenizerRecord,
     file_record,
     read_manifest,
@@ -249,7 +249,7 @@ def _join(
 ) -> Manifest:
     """Write the pieces, in order, as shards of each split; the manifest comes last."""
     size = vocabulary_size(tokenizer)
-    dtype = "uint16" if size <= 2**16 else "uint32"
+    dtype: Literal["uint16", "uint32"] = "uint16" if size <= 2**16 else "uint32"
     writers = {split: ShardWriter(out, split, np.dtype(dtype), options.shard_tokens) for split in SPLITS}
     for number in range(count):
         piece = Piece.load(_piece_path(work, number))
@@ -259,7 +259,7 @@ def _join(
             tokens = piece.tokens[end - int(piece.lengths[index]) : end]
             writers[split].add(tokens, int(piece.text_bytes[index]))
         progress("writing shards", number + 1, count)
-    splits: dict[Split, SplitRecord] = {split: writer.close() for split, writer in writers.items()}
+    splits = {split: writer.close() for split, writer in writers.items()}
     shutil.copyfile(work / "tokenizer.json", out / "tokenizer.json")
     manifest = Manifest(
         dtype=dtype,

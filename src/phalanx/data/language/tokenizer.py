@@ -28,8 +28,8 @@ def train_tokenizer(documents: Iterable[str], total_bytes: int, vocab_size: int)
     if vocab_size < least:
         raise ConfigError(f"--vocab-size={vocab_size} is too small for a byte-level tokenizer; give at least {least}")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_DOCUMENT],
@@ -63,13 +63,15 @@ def load_tokenizer(path: Path) -> Tokenizer:
             return _from_gpt2(vocabulary, merges)
     except Exception as error:  # the tokenizers package raises plain Exception
         raise DataError(f"{file}: not a tokenizer that can be read: {error}") from error
-    raise DataError(f"{path}: no tokenizer there; give a tokenizer.json, or a folder with it or with vocab.json and merges.txt")
+    raise DataError(
+        f"{path}: no tokenizer there; give a tokenizer.json, or a folder with it or with vocab.json and merges.txt"
+    )
 
 
 def _from_gpt2(vocabulary: Path, merges: Path) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     if tokenizer.token_to_id(END_OF_DOCUMENT) is not None:
         tokenizer.add_special_tokens([END_OF_DOCUMENT])
     return tokenizer
