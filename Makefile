@@ -15,7 +15,7 @@ PHALANX := $(BIN)/phalanx
 .PHONY: quickstart test lint install clean
 
 quickstart: .venv/installed
-	$(PHALANX) data prepare python-stdlib --out data/python-stdlib --vocab-size 4096 --validation-fraction 0.02
+	$(PHALANX) data prepare python-stdlib --out data/python-stdlib --vocab-size 2048 --validation-fraction 0.02
 	$(PHALANX) train examples/quickstart.yaml --run-dir $(RUN_DIR)
 	$(PHALANX) generate $(RUN_DIR) --prompt "def " --tokens 120 --temperature 0.7 --seed 1
 	$(PHALANX) report $(RUN_DIR)

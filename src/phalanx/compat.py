@@ -6,11 +6,13 @@ Features are probed, never inferred from a version string.
 from __future__ import annotations
 
 from functools import cache
+import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -87,7 +89,28 @@ def update_scaled(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tenso
 
 
 def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
-    """Where this rank's part of `tensor` begins in the whole, by dim. Each rank must hold one contiguous box of it."""
-    chunks = tensor.__create_chunk_list__()
-    assert len(chunks) == 1, tensor
-    return tuple(chunks[0].offsets)
+    """Where this rank's part of `tensor`, one contiguous box, begins in the whole, by dim.
+
+    PyTorch's own answer (`__create_chunk_list__`) is wrong for some uneven sizes split twice along one dim.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank holds no part"
+    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
+    for axis, placement in _in_order_of_splitting(tensor):
+        each = -(-sizes[placement.dim] // tensor.device_mesh.size(axis))
+        start = min(coordinate[axis] * each, sizes[placement.dim])
+        offsets[placement.dim] += start
+        sizes[placement.dim] = min(each, sizes[placement.dim] - start)
+    local = tensor.to_local()
+    assert local.numel() == math.prod(sizes) == 0 or list(local.shape) == sizes, (tensor.placements, local.shape, sizes)
+    return tuple(offsets)
+
+
+def _in_order_of_splitting(tensor: DTensor) -> list[tuple[int, Shard | _StridedShard]]:
+    """Mesh axes that split `tensor`, with how: a strided shard was split after all plain ones and those to its right."""
+    placed = list(enumerate(tensor.placements))
+    strided = [(axis, placement) for axis, placement in placed if isinstance(placement, _StridedShard)]
+    plain = [(axis, p) for axis, p in placed if isinstance(p, Shard) and not isinstance(p, _StridedShard)]
+    assert len(plain) + len(strided) == sum(not p.is_replicate() for _, p in placed), tensor.placements
+    return [*plain, *reversed(strided)]
+

@@ -18,7 +18,17 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(run_file: Path, run_dir: Path, ranks: int, *overrides: str) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launcher, "-m", "phalanx", "train", str(run_file), "--run-dir", str(run_dir), *overrides]
+    command = [
+        sys.executable,
+        *launcher,
+        "-m",
+        "phalanx",
+        "train",
+        str(run_file),
+        "--run-dir",
+        str(run_dir),
+        *overrides,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=200)
 
@@ -63,6 +73,8 @@ def test_replicas_with_recompute_train_as_one_rank_does(run_file: Path, one_rank
 def test_a_batch_that_the_ranks_cannot_share_is_refused_before_anything_starts(run_file: Path) -> None:
     done = train(run_file, run_file.parent / "uneven", 2, "layout.global_batch=12", "layout.microbatch=4")
     assert done.returncode != 0
-    assert "layout.global_batch=12 samples is not a multiple of layout.microbatch=4 x 2 data-parallel ranks" in done.stderr
+    assert (
+        "layout.global_batch=12 samples is not a multiple of layout.microbatch=4 x 2 data-parallel ranks" in done.stderr
+    )
     assert "nearest legal: global_batch=8 or 16" in done.stderr
     assert not (run_file.parent / "uneven").exists()

@@ -131,11 +131,13 @@ def refused(run_file: Path, run_dir: Path, *overrides: str) -> str:
 
 def test_a_used_run_directory_is_refused_under_resume_never(run_file: Path, straight: Path) -> None:
     errors = refused(run_file, straight, "training.resume=never")
-    assert f"training.resume=never, but {straight}/checkpoints holds a checkpoint of step 40" in errors
+    assert f"training.resume=never, but {straight}/checkpoints holds checkpoints; choose another --run-dir" in errors
 
 
 def test_resume_must_without_a_checkpoint_is_refused(run_file: Path, tmp_path: Path) -> None:
-    assert "holds no whole checkpoint; use training.resume=auto" in refused(run_file, tmp_path / "new", "training.resume=must")
+    assert "holds no whole checkpoint; use training.resume=auto" in refused(
+        run_file, tmp_path / "new", "training.resume=must"
+    )
 
 
 def test_other_samples_than_before_are_refused(run_file: Path, straight: Path) -> None:
@@ -157,6 +159,16 @@ def test_going_on_from_another_runs_checkpoint_and_from_weights_alone(run_file: 
     finish(run_file, fresh, f"training.init_from={straight}", "training.steps=6", "training.seed=5")
     assert rows(fresh)[0]["step"] == 1
     assert rows(fresh)[0]["loss"] < rows(straight)[0]["loss"] - 1.0
+
+
+def test_when_every_checkpoint_is_damaged_nothing_starts_anew(run_file: Path) -> None:
+    run_dir = run_file.parent / "all-damaged"
+    finish(run_file, run_dir, "training.steps=10", "checkpoint.every=5")
+    for victim in (run_dir / "checkpoints").glob("step-*/*.safetensors"):
+        victim.write_bytes(victim.read_bytes()[:-8])
+    errors = refused(run_file, run_dir)
+    assert "none of the 2 checkpoints in" in errors
+    assert len(rows(run_dir)) == 10
 
 
 def test_a_finished_run_says_so(run_file: Path, straight: Path) -> None:

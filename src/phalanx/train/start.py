@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def _train(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device,
         keep_last=run.checkpoint.keep_last,
         keep_every=run.checkpoint.keep_every,
         on_failure="warn",
+        warn=lambda text: _warn(directory, text),
     )
     mesh = build_mesh(layout, device) if ranks.world_size > 1 else None
     applied = apply_layout(run, mesh, device, attention)
@@ -107,6 +109,12 @@ def _train(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device,
         directory.close()
 
 
+def _warn(directory: RunDirectory, text: str) -> None:
+    """Tell the terminal and the event log; called on the first rank, perhaps from the thread that saves."""
+    sys.stderr.write(f"warning: {text}\n")
+    directory.event("warning", 0, text=text)
+
+
 def _agree_on_attention(run: Run, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
     """Choose on the first rank and tell the others: all must run the same arithmetic."""
     dtype = PRECISIONS[run.layout.precision]
@@ -122,33 +130,33 @@ def _agree_on_attention(run: Run, layout: ResolvedLayout, device: torch.device) 
 def _begin(
     run: Run,
     store: CheckpointStore,
-    model: Decoder,
+    masters: Decoder,
     optimizer: torch.optim.Optimizer,
     scaler: GradScaler | None,
     data_fingerprint: str,
 ) -> int:
     """Load the checkpoint the run goes on from, if any; returns the last step already done."""
     resume = run.training.resume
-    newest = store.newest()
-    if resume == "never" and newest is not None:
+    present = store.newest() is not None
+    if resume == "never" and present:
         raise CheckpointError(
-            f"training.resume=never, but {store.root} holds a checkpoint of step {newest.step}; "
-            f"choose another --run-dir or training.resume=auto"
+            f"training.resume=never, but {store.root} holds checkpoints; choose another --run-dir or training.resume=auto"
         )
-    elsewhere = resume not in ("auto", "must", "never") and newest is None
-    if newest is None and not elsewhere:
-        if resume == "must":
-            raise CheckpointError(
-                f"training.resume=must, but {store.root} holds no whole checkpoint; use training.resume=auto"
-            )
-        if run.training.init_from is not None:
-            load_weights(Path(run.training.init_from), model)
-        return 0
+    elsewhere = resume not in ("auto", "must", "never") and not present
     source = CheckpointStore.open(Path(resume)) if elsewhere else store
     materialise_optimizer_state(optimizer)
-    loaded = source.load_newest_usable(collect_tensors(model, optimizer))
+    tensors = collect_tensors(masters, optimizer)
+    store.reserve(tensors)
+    loaded = source.load_newest_usable(tensors)
     if loaded is None:
-        raise CheckpointError(f"training.resume={resume}: no whole checkpoint there")
+        if elsewhere or resume == "must":
+            where = resume if elsewhere else store.root
+            raise CheckpointError(
+                f"training.resume={resume}, but {where} holds no whole checkpoint; use training.resume=auto"
+            )
+        if run.training.init_from is not None:
+            load_weights(Path(run.training.init_from), masters)
+        return 0
     checkpoint, state = loaded
     _check_same_run(run, state, data_fingerprint, str(checkpoint.path))
     if scaler is not None and state["scaler"] is not None:

@@ -33,6 +33,14 @@ def test_flex_gives_the_numbers_of_sdpa(family: str, documents: torch.Tensor | N
     torch.testing.assert_close(flex, sdpa, rtol=1e-5, atol=1e-5)
 
 
+def test_only_plain_causal_masks_run_without_the_guard_for_masked_rows() -> None:
+    """On a GPU, unguarded document masks give NaN: a query meets blocks of keys that it may not see at all."""
+    positions = torch.arange(40)
+    assert attention_context(MPT, positions, torch.float32, kernel="flex").rows_safe
+    packed = attention_context(MPT, positions, torch.float32, kernel="flex", document_ids_BS=DOCUMENTS)
+    assert not packed.rows_safe
+
+
 def test_alibi_bias_is_slope_times_distance() -> None:
     context = attention_context(MPT, torch.arange(5), torch.float64)
     assert context.bias is not None

@@ -35,6 +35,12 @@ class AttentionContext(NamedTuple):
     """ALiBi slopes for the flex kernel, float32 [H]."""
     block_mask: BlockMask | None
     """Causal (and document) mask; its presence selects the flex kernel."""
+    rows_safe: bool = False
+    """Whether every query attends to a key in each block of keys it meets; the flex kernel then needs no guard.
+
+    True of causal masks. With document masks a query also meets blocks of earlier documents alone, and an unguarded
+    kernel, whose running maximum is still -inf then, gives NaN.
+    """
 
 
 @dataclass
@@ -81,7 +87,8 @@ def attention_context(
     alibi = config.positions == "alibi"
     if kernel == "flex":
         slopes = alibi_slopes(config, positions_S.device) if alibi else None
-        return AttentionContext(rope, None, slopes, _flex_mask(positions_S, document_ids_BS))
+        mask = _flex_mask(positions_S, document_ids_BS)
+        return AttentionContext(rope, None, slopes, mask, rows_safe=document_ids_BS is None)
     if not alibi and document_ids_BS is None and past == 0:
         return AttentionContext(rope, None, None, None)
     keys = torch.arange(past + len(positions_S), device=positions_S.device)
@@ -158,8 +165,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) 
         value,
         score_mod=None if slopes_H is None else alibi,
         block_mask=context.block_mask,
-        # Every query may at least attend to itself, so no row needs the guard against being fully masked.
-        kernel_options={"ROWS_GUARANTEED_SAFE": True},
+        kernel_options={"ROWS_GUARANTEED_SAFE": context.rows_safe},
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(result, Tensor)
