@@ -34,15 +34,20 @@ FOUNDRY = ["model.positions=learned", "model.bias=true"]
 CASES: dict[str, list[str]] = {
     "mpt-1b": ["examples/mpt-1b.yaml", "layout.microbatch=16", "layout.global_batch=64"],
     "mpt-1b-foundry": ["examples/mpt-1b.yaml", "layout.microbatch=16", "layout.global_batch=64", *FOUNDRY],
-    "mpt-7b-16-layers": ["examples/mpt-7b.yaml", "model.n_layers=16", "layout.microbatch=16", "layout.global_batch=64"],
+    "mpt-7b-16-layers": [
+        "examples/mpt-7b.yaml", "model.n_layers=16", "layout.microbatch=16", "layout.global_batch=256",
+    ],
     "mpt-7b-16-layers-foundry": [
-        "examples/mpt-7b.yaml", "model.n_layers=16", "layout.microbatch=16", "layout.global_batch=64", *FOUNDRY,
+        "examples/mpt-7b.yaml", "model.n_layers=16", "layout.microbatch=16", "layout.global_batch=256", *FOUNDRY,
     ],
     "llama3-8b-8-layers": [
         "examples/llama3-8b.yaml", "model.n_layers=8", "layout.microbatch=2", "layout.global_batch=2",
         "layout.recompute=none",
     ],
-    "tiny": ["examples/quickstart.yaml", "model.n_layers=2", "model.vocab_size=32768", "layout.global_batch=16", "layout.microbatch=8"],
+    "tiny": [
+        "examples/quickstart.yaml", "model.n_layers=2", "model.vocab_size=32768", "layout.global_batch=16",
+        "layout.microbatch=8",
+    ],
 }  # fmt: skip
 DEFAULT = tuple(case for case in CASES if case != "tiny")
 

@@ -5,8 +5,8 @@ Features are probed, never inferred from a version string.
 
 from __future__ import annotations
 
-from functools import cache
 import math
+from functools import cache
 from pathlib import Path
 
 import torch

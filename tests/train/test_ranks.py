@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from token_data import write_run_file, write_token_folder
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from token_data import write_run_file, write_token_folder
 
 from phalanx.train.checkpoint import CheckpointStore, read_tensors
+from token_data import write_run_file, write_token_folder
 
 STEPS = 40
 

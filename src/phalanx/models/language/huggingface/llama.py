@@ -12,7 +12,8 @@ from phalanx.config.model import LanguageModel, RopeScaling
 from phalanx.models.language.huggingface.architecture import Architecture, ConfigFields, Positive, Size
 from phalanx.models.language.huggingface.rules import Counterpart
 
-One = Annotated[float, Field(ge=1.0, le=1.0)]
+One = Annotated[float, Field(ge=1.0, le=1.0, exclude=True)]
+"""A field that is read, to refuse other values, and not written."""
 
 
 class RopeParameters(BaseModel):
