@@ -3,8 +3,7 @@
     python benchmarks/init_speed.py --device cuda --elements 8000000000 --out benchmarks/results/init/h200.json
 
 Fills one float32 parameter a few times; the best time counts, the first one is printed too. On an accelerator, stretches
-at the beginning, in the middle and at the end of it are then compared with the CPU's, bit by bit. `--split` fills the left
-half of the columns of a matrix, as tensor parallelism would, in place of a whole matrix.
+at the beginning, in the middle and at the end of it are then compared with the CPU's, bit by bit.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 from phalanx.counter_random import normal_values, stream_key  # noqa: E402
-from phalanx.layout.init import _global_index, fill  # noqa: E402
+from phalanx.layout.init import fill  # noqa: E402
 from phalanx.models.initial import InitRule  # noqa: E402
 
 NAME, SEED, STD = "blocks.0.mlp.up.weight", 0, 0.02
@@ -42,22 +41,6 @@ def fill_seconds(tensor: Tensor, repeats: int) -> list[float]:
         start = time.perf_counter()
         fill(tensor, NAME, InitRule.normal(STD), SEED)
         synchronise(tensor.device)
-        seconds.append(time.perf_counter() - start)
-    return seconds
-
-
-def split_seconds(device: torch.device, elements: int, repeats: int) -> list[float]:
-    """Wall time of finding the places and values of half the columns of a [elements / 4096, 8192] matrix."""
-    shard, whole = (max(1, elements // 4096), 4096), (max(1, elements // 4096), 8192)
-    chunk = 2**16 * torch.get_num_threads() if device.type == "cpu" else 2**22
-    seconds = []
-    for _ in range(repeats):
-        synchronise(device)
-        start = time.perf_counter()
-        for first in range(0, shard[0] * shard[1], chunk):
-            place = torch.arange(first, min(first + chunk, shard[0] * shard[1]), device=device)
-            normal_values(stream_key(NAME), _global_index(place, shard, (0, 0), whole))
-        synchronise(device)
         seconds.append(time.perf_counter() - start)
     return seconds
 
@@ -117,20 +100,16 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=2**24, help="values to fill")
     parser.add_argument("--repeats", type=int, default=5, help="times to fill them")
     parser.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
-    parser.add_argument("--split", action="store_true", help="half the columns of a matrix")
     parser.add_argument("--out", type=Path, help="result file")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     result: dict[str, Any] = {"command": f"python {' '.join(sys.argv)}", **machine(device)}
-    if arguments.split:
-        seconds = split_seconds(device, arguments.elements, arguments.repeats)
-    else:
-        tensor = torch.empty(arguments.elements, device=device)
-        seconds = fill_seconds(tensor, arguments.repeats)
-        if device.type != "cpu":
-            result["against_cpu"] = compare_with_cpu(tensor)
+    tensor = torch.empty(arguments.elements, device=device)
+    seconds = fill_seconds(tensor, arguments.repeats)
+    if device.type != "cpu":
+        result["against_cpu"] = compare_with_cpu(tensor)
     result |= {
         "elements": arguments.elements,
         "seconds": seconds,

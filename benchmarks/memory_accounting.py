@@ -18,14 +18,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
-from phalanx.config.load import load_run  # noqa: E402
-from phalanx.data.language.batches import TokenBatch  # noqa: E402
-from phalanx.layout.apply import PRECISIONS, apply_layout  # noqa: E402
-from phalanx.layout.attention import AttentionShape, choose_attention  # noqa: E402
-from phalanx.layout.memory import state_bytes  # noqa: E402
-from phalanx.layout.spec import resolve_layout  # noqa: E402
-from phalanx.train.optimizer import build_optimizer  # noqa: E402
-from phalanx.train.step import TrainStep  # noqa: E402
+from phalanx.config.load import load_run
+from phalanx.data.language.batches import TokenBatch
+from phalanx.layout.apply import PRECISIONS, apply_layout
+from phalanx.layout.attention import AttentionShape, choose_attention
+from phalanx.layout.memory import state_bytes
+from phalanx.layout.spec import resolve_layout
+from phalanx.train.optimizer import build_optimizer
+from phalanx.train.step import TrainStep
 
 GIB = 2**30
 

@@ -18,7 +18,8 @@ def test_products_are_summed_in_the_wider_format(narrow: torch.dtype) -> None:
     assert total is not None
     assert total.dtype == wide
     expected = sum(a.double() @ b.double() for a, b in parts)
-    torch.testing.assert_close(total.double(), expected, rtol=1e-2 if narrow == torch.bfloat16 else 1e-5, atol=1e-2 if narrow == torch.bfloat16 else 1e-5)
+    tolerance = 1e-2 if narrow == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(total.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_wrappers_leave_no_trace_in_names() -> None:

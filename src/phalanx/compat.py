@@ -110,7 +110,6 @@ def _in_order_of_splitting(tensor: DTensor) -> list[tuple[int, Shard | _StridedS
     """Mesh axes that split `tensor`, with how: a strided shard was split after all plain ones and those to its right."""
     placed = list(enumerate(tensor.placements))
     strided = [(axis, placement) for axis, placement in placed if isinstance(placement, _StridedShard)]
-    plain = [(axis, p) for axis, p in placed if isinstance(p, Shard) and not isinstance(p, _StridedShard)]
+    plain = [(axis, p) for axis, p in placed if type(p) is Shard]
     assert len(plain) + len(strided) == sum(not p.is_replicate() for _, p in placed), tensor.placements
     return [*plain, *reversed(strided)]
-

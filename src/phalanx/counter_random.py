@@ -21,6 +21,11 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
+def _wrapped(value: int) -> int:
+    """`value` modulo 2^64, as int64 arithmetic would have left it."""
+    return _signed(value % (1 << 64))
+
+
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
@@ -35,24 +40,24 @@ def stream_key(*parts: object) -> int:
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical right shift: torch's is arithmetic on int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
     """Well-spread 64 bits from each int64 of `x`: SplitMix64's finalizer (Steele, Lea & Flood 2014, figure 16)."""
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
+    x = (x ^ _shift_right(x, 30)).mul_(_MIX_1)
+    x = x.bitwise_xor_(_shift_right(x, 27)).mul_(_MIX_2)
+    return x.bitwise_xor_(_shift_right(x, 31))
 
 
 def random_bits(key: int, counter: Tensor) -> Tensor:
     """64 random bits for each int64 `counter` of stream `key`: the counter-th output of SplitMix64 started at the key."""
-    return mix(counter * _GOLDEN + key)
+    return mix((counter * _GOLDEN).add_(key))
 
 
 def uniform_values(key: int, counter: Tensor) -> Tensor:
     """Float64 values in (0, 1), the midpoints of 2^52 equal intervals, for each int64 `counter`."""
-    return (_shift_right(random_bits(key, counter), 12).to(torch.float64) + 0.5) * 2.0**-52
+    return _shift_right(random_bits(key, counter), 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
 
 
 def normal_values(key: int, counter: Tensor) -> Tensor:
@@ -60,21 +65,21 @@ def normal_values(key: int, counter: Tensor) -> Tensor:
 
     Wichura (1988), algorithm AS 241 (PPND16), accurate to about 1e-16.
     """
-    p = uniform_values(key, counter)
-    q = p - 0.5
-    central = q * q
-    central.neg_().add_(0.180625)
-    values = _ratio(central, _CENTRAL).mul_(q)
+    q = uniform_values(key, counter).sub_(0.5)
+    values = _ratio((q * q).neg_().add_(0.180625), _CENTRAL).mul_(q)
     tail = torch.nonzero(q.abs() > 0.425, as_tuple=True)
-    values[tail] = _tail_values(p[tail])
+    # Exact: the uniform values and their distance to 0.5 are both multiples of 2^-53 below 1.
+    values[tail] = _tail_values(q[tail].add_(0.5))
     return values
 
 
 def _tail_values(p: Tensor) -> Tensor:
-    upper = p > 0.5
-    distance = _log(torch.where(upper, 1.0 - p, p)).neg_().sqrt_()
-    values = torch.where(distance <= 5.0, _ratio(distance - 1.6, _MIDDLE), _ratio(distance - 5.0, _FAR))
-    return torch.where(upper, values, -values)
+    distance = _log(torch.minimum(p, 1.0 - p)).neg_().sqrt_()
+    values = _ratio(distance - 1.6, _MIDDLE)
+    # One value in 36 billion.
+    far = torch.nonzero(distance > 5.0, as_tuple=True)
+    values[far] = _ratio(distance[far] - 5.0, _FAR)
+    return values.copysign_(p - 0.5)
 
 
 def _ratio(x: Tensor, coefficients: tuple[tuple[float, ...], tuple[float, ...]]) -> Tensor:
@@ -187,7 +192,7 @@ class DropoutContext(NamedTuple):
 
     def at_layer(self, layer: int) -> DropoutContext:
         """The context of one layer. The layer goes into a tensor, so equal layers share one compiled program."""
-        return self._replace(key=mix(self.key + (layer + 1) * _POSITION))
+        return self._replace(key=mix(self.key + _wrapped((layer + 1) * _POSITION)))
 
 
 class CounterDropout(nn.Module):
@@ -214,5 +219,6 @@ class CounterDropout(nn.Module):
         )
         channels_D = torch.arange(x_BSD.shape[-1], device=x_BSD.device) * _GOLDEN
         bits_BSD = _shift_right(mix(row_BS[..., None] + channels_D), 33)
-        kept = bits_BSD >= int(self.p * 2**31)
-        return x_BSD * kept.to(x_BSD.dtype) * (1.0 / (1.0 - self.p))
+        kept_BSD = bits_BSD >= int(self.p * 2**31)
+        # A choice, not a product: one byte an element is kept for backward, and what is dropped spreads no NaN.
+        return torch.where(kept_BSD, x_BSD * (1.0 / (1.0 - self.p)), 0.0)

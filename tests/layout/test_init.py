@@ -45,12 +45,12 @@ def test_element_i_is_value_i_of_the_stream_of_seed_and_name() -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
 def test_chunks_change_no_value(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = filled((9, 13))
-    monkeypatch.setattr(init, "_CHUNK_PER_CORE", chunk)
+    monkeypatch.setattr(init, "_CHUNK_CPU", chunk)
     assert torch.equal(filled((9, 13)), whole)
 
 
 def test_a_parameter_of_several_chunks_is_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(init, "_CHUNK_PER_CORE", 2**12)
+    monkeypatch.setattr(init, "_CHUNK_CPU", 2**12)
     values = normal_values(stream_key("initial values", 3, "weight"), torch.arange(300 * 101)) * 0.02
     assert torch.equal(filled((300, 101)), values.float().view(300, 101))
 

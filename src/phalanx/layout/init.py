@@ -6,6 +6,7 @@ i is the row-major index in the whole parameter, so a rank fills its own shard a
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 
 import torch
@@ -17,9 +18,12 @@ from phalanx.counter_random import normal_values, stream_key
 from phalanx.errors import PhalanxError
 from phalanx.models.initial import InitRule, InitRules
 
-_CHUNK_PER_CORE = 2**16
+_CHUNK_CPU = 32_000
+"""Elements a thread fills at a time: its temporaries stay in the cache of its core, and PyTorch spreads no operation on
+fewer than 2^15 elements over threads. A hundred operations a chunk that each wait for the slowest thread would be ten times
+slower on cores that are shared with other processes."""
 _CHUNK_ELSEWHERE = 2**22
-"""Elements filled at a time: few enough for the temporaries to stay in cache, enough to hide the cost of a call."""
+"""Elements filled at a time on other devices: enough to hide the cost of a call."""
 
 
 @torch.no_grad()
@@ -51,13 +55,24 @@ def fill(tensor: Tensor, name: str, rule: InitRule, seed: int) -> None:
         return
     assert local.is_contiguous(), name
     key = stream_key("initial values", seed, name)
-    flat = local.view(-1)
-    chunk = _CHUNK_PER_CORE * torch.get_num_threads() if flat.device.type == "cpu" else _CHUNK_ELSEWHERE
-    for start in range(0, flat.numel(), chunk):
-        stop = min(start + chunk, flat.numel())
-        place = torch.arange(start, stop, device=flat.device)
+    # Detached, since the worker threads below have gradients on: the mode belongs to a thread.
+    flat = local.detach().view(-1)
+
+    def fill_chunk(chunk: range) -> None:
+        place = torch.arange(chunk.start, chunk.stop, device=flat.device)
         values = normal_values(key, _global_index(place, tuple(local.shape), offsets, shape)).mul_(rule.value)
-        flat[start:stop] = values.to(torch.float32)
+        flat[chunk.start : chunk.stop] = values.to(torch.float32)
+
+    if flat.device.type == "cpu":
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(fill_chunk, _chunks(flat.numel(), _CHUNK_CPU)))
+    else:
+        for chunk in _chunks(flat.numel(), _CHUNK_ELSEWHERE):
+            fill_chunk(chunk)
+
+
+def _chunks(count: int, size: int) -> list[range]:
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _global_index(

@@ -107,8 +107,8 @@ def _open(file: InputFile) -> IO[bytes]:
     if file.compression == ".gz":
         return cast(IO[bytes], gzip.open(file.path))
     if file.compression == ".zst":
-        reader: IO[bytes] = _extra("zstandard", file).open(file.path, "rb")
-        return reader
+        # Buffered, since zstandard's own reader knows no lines.
+        return io.BufferedReader(_extra("zstandard", file).open(file.path, "rb"))
     return file.path.open("rb")
 
 

@@ -190,6 +190,7 @@ def _tokenize(
     count = 0
     # Pieces waiting for a worker hold text: no more of them than keeps all workers busy.
     room = threading.Semaphore(2 * workers)
+    stopped = threading.Event()
 
     def missing() -> Iterator[tuple[list[str], Path]]:
         nonlocal count
@@ -198,12 +199,19 @@ def _tokenize(
             path = _piece_path(work, number)
             if not path.exists():
                 room.acquire()
+                if stopped.is_set():
+                    return
                 yield texts, path
 
     context = multiprocessing.get_context("forkserver")
     setup = (str(work / "tokenizer.json"), end, options.validation_fraction)
     with context.Pool(workers, _start_worker, setup) as pool:
-        for _ in pool.imap_unordered(_tokenize_piece, missing()):
+        try:
+            for _ in pool.imap_unordered(_tokenize_piece, missing()):
+                room.release()
+        finally:
+            # The pool reads the pieces in a thread of its own, which must not wait for room when work stops early.
+            stopped.set()
             room.release()
     if count == 0:
         raise DataError("the inputs hold no text at all: every document is empty")
