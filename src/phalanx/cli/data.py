@@ -22,9 +22,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Turn text into token shards, 
 _DEFAULTS = Options()
 
 
-@data_app.command(
-    "prepare", epilog=examples("phalanx data prepare texts/ more.jsonl.gz --out data/texts")
-)
+@data_app.command("prepare", epilog=examples("phalanx data prepare texts/ more.jsonl.gz --out data/texts"))
 def prepare_data(
     inputs: Annotated[
         list[str],

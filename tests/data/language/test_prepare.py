@@ -154,6 +154,26 @@ def test_the_standard_library_is_there_and_large() -> None:
     assert "class JSONDecoder" in source
 
 
+def test_text_that_spells_special_tokens_or_half_characters_is_only_text(tmp_path: Path) -> None:
+    text = tmp_path / "t.jsonl"
+    rows = ["one <|endoftext|> document", "half \ud800 a character"]
+    text.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    prepare([str(text)], tmp_path / "out", Options(vocab_size=300, validation_fraction=0.0), workers=1)
+    assert decoded(ShardSource(tmp_path / "out", "train")) == ["one <|endoftext|> document", "half \ufffd a character"]
+
+
+def test_a_tokenizer_that_asks_for_cuts_does_not_get_them(tmp_path: Path) -> None:
+    text = tmp_path / "t.txt"
+    text.write_text("word " * 500)
+    prepare([str(text)], tmp_path / "first", Options(vocab_size=300, validation_fraction=0.0), workers=1)
+    cutting = load_tokenizer(tmp_path / "first")
+    cutting.enable_truncation(16)
+    cutting.save(str(tmp_path / "cutting.json"))
+    options = Options(tokenizer=str(tmp_path / "cutting.json"), validation_fraction=0.0)
+    prepare([str(text)], tmp_path / "second", options, workers=1)
+    assert decoded(ShardSource(tmp_path / "second", "train")) == ["word " * 500]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -209,12 +209,14 @@ class _ReadAhead:
         self._stream = stream
         self._ready: queue.Queue[TokenBatch | BaseException] = queue.Queue(depth)
         self._stopped = threading.Event()
+        self._failure: BaseException | None = None  # the thread ended with it, so every later batch fails alike
         self._thread = threading.Thread(target=self._run, args=(first_step,), name="read-ahead", daemon=True)
         self._thread.start()
 
     def next(self) -> TokenBatch:
-        item = self._ready.get()
+        item = self._failure or self._ready.get()
         if isinstance(item, BaseException):
+            self._failure = item
             raise item
         return item
 

@@ -156,7 +156,8 @@ def _text_of(line: bytes, text_field: str, where: str) -> str:
         raise DataError(
             f"{where}: field {text_field!r} holds no text; found: {kinds}; name the field with --text-field"
         )
-    return text
+    # JSON can spell half a character, which no encoding can write.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _read_parquet(file: InputFile, text_field: str) -> Iterator[str]:

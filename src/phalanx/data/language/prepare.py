@@ -230,7 +230,13 @@ def _start_worker(tokenizer: str, end: int, validation_fraction: float) -> None:
     global _worker
     # One process a core is parallel enough.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker = (Tokenizer.from_file(tokenizer), end, validation_fraction)
+    loaded = Tokenizer.from_file(tokenizer)
+    # A tokenizer.json may ask for cuts and padding, and text may spell out special tokens: documents are neither cut nor
+    # ended by what they say.
+    loaded.no_truncation()
+    loaded.no_padding()
+    loaded.encode_special_tokens = True
+    _worker = (loaded, end, validation_fraction)
 
 
 def _tokenize_piece(job: tuple[list[str], Path]) -> None:
