@@ -23,7 +23,8 @@ from phalanx.data.language.batches import TokenBatch
 from phalanx.layout.apply import PRECISIONS, apply_layout
 from phalanx.layout.attention import AttentionShape, choose_attention
 from phalanx.layout.memory import state_bytes
-from phalanx.layout.spec import resolve_layout
+from phalanx.layout.mesh import ONE_RANK
+from phalanx.layout.resolve import resolve_layout
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.step import TrainStep
 
@@ -44,9 +45,9 @@ def main() -> None:
     memory = torch.cuda
     shape = AttentionShape(layout.microbatch, run.data.sequence_length, PRECISIONS[run.layout.precision], False)
     attention = choose_attention(run.training.attention, run.model, shape, device)
-    applied = apply_layout(run, None, device, attention)
-    optimizer = build_optimizer(applied.masters, run.optimizer)
-    step = TrainStep(applied, optimizer, device=device, microbatch=layout.microbatch, seed=0, grad_clip=1.0)
+    applied = apply_layout(run, layout, ONE_RANK, device, attention)
+    optimizer = build_optimizer(applied.parameters, run.optimizer)
+    step = TrainStep(applied, optimizer, device=device, grad_clip=1.0)
 
     def batch(samples: int) -> TokenBatch:
         tokens = torch.randint(0, run.model.vocab_size, (samples, run.data.sequence_length + 1))
@@ -56,7 +57,7 @@ def main() -> None:
         step.run(1, batch(2 * layout.microbatch))
         part = batch(layout.microbatch).to(device)
         before = memory.memory_allocated()
-        loss = applied.model(part.tokens, part.targets)
+        loss = applied.stages[0](part.tokens, part.targets, part.sample_indices)
         activations = memory.memory_allocated() - before
         del loss, part
         memory.reset_peak_memory_stats()

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from phalanx.config.load import load_run  # noqa: E402
 from phalanx.layout.memory import state_bytes  # noqa: E402
-from phalanx.layout.spec import resolve_layout  # noqa: E402
+from phalanx.layout.resolve import resolve_layout  # noqa: E402
 
 GIB = 2**30
 

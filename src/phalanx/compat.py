@@ -8,9 +8,13 @@ from __future__ import annotations
 import math
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -113,3 +117,93 @@ def _in_order_of_splitting(tensor: DTensor) -> list[tuple[int, Shard | _StridedS
     plain = [(axis, p) for axis, p in placed if type(p) is Shard]
     assert len(plain) + len(strided) == sum(not p.is_replicate() for _, p in placed), tensor.placements
     return [*plain, *reversed(strided)]
+
+
+def all_gather(x: Tensor, group: str, size: int) -> Tensor:
+    """Every rank's `x` of the named group of `size` ranks, [size, *x.shape]; traceable by the compiler, no gradient."""
+    functional = torch.ops._c10d_functional
+    gathered: Tensor = functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), size, group))
+    return gathered.unflatten(0, (size, x.shape[0])) if x.dim() else gathered.view(size)
+
+
+def reduce_scatter(parts: Tensor, group: str, size: int) -> Tensor:
+    """The sum over ranks of their `parts[i]` on rank i; contiguous [size, ...] -> [...]; traceable, no gradient."""
+    functional = torch.ops._c10d_functional
+    flat = parts.flatten(0, 1)
+    result: Tensor = functional.wait_tensor(functional.reduce_scatter_tensor(flat, "sum", size, group))
+    return result
+
+
+def all_to_all(parts: Tensor, group: str, size: int) -> Tensor:
+    """Send `parts[i]` to rank i; what comes back is what each rank sent here. [size, ...]; traceable, no gradient."""
+    functional = torch.ops._c10d_functional
+    each = [1] * size
+    result: Tensor = functional.wait_tensor(functional.all_to_all_single(parts, each, each, group))
+    return result
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group of this name, as compiled code refers to it."""
+    group = _resolve_process_group(cast(Any, name))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def has_attention_kernel(query: Tensor) -> bool:
+    """Whether `attention_kernel` covers this format on this device."""
+    return query.device.type == "cpu" or query.dtype in (torch.bfloat16, torch.float16)
+
+
+def attention_kernel(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention [B, H, Q, E] and its log-partitions [B, H, Q], for H query heads and K key/value heads, K dividing H."""
+    aten = torch.ops.aten
+    if query.device.type == "cpu":
+        group = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+        out, log_z = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+        return out, log_z
+    out, log_z = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)[:2]
+    return out, log_z
+
+
+def attention_kernel_gradients(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_z: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, from the result and the log-partitions over all keys, not these alone."""
+    aten = torch.ops.aten
+    if query.device.type == "cpu":
+        heads = key.shape[1]
+        group = query.shape[1] // heads
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, query, key, value, out, log_z, 0.0, causal
+        )
+        grad_query, *rest = grads
+        grad_key, grad_value = (grad.unflatten(1, (heads, group)).sum(2) for grad in rest)
+        return grad_query, grad_key, grad_value
+    # Random state of dropout, which is off: two integers that nothing reads.
+    unused = torch.zeros((), dtype=torch.int64, device=query.device)
+    grad_query, grad_key, grad_value = aten._scaled_dot_product_flash_attention_backward(
+        grad_out,
+        query,
+        key,
+        value,
+        out,
+        log_z,
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        0.0,
+        causal,
+        torch.zeros(2, dtype=torch.uint64, device=query.device),
+        unused,
+    )
+    return grad_query, grad_key, grad_value
+
+
+def share_overflow(scaler: GradScaler, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
+    """After `scaler.unscale_`: let every rank know of an overflow on any, so that all skip the same updates."""
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    for value in found.values():
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)

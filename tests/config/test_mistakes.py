@@ -8,7 +8,10 @@ from config.run_text import RUN
 from phalanx.config.load import load_run, parse_run
 from phalanx.errors import ConfigError
 
-LAYOUT_HAS = "dp_replicate, dp_shard, microbatch, global_batch, recompute, precision and reshard_after_forward"
+LAYOUT_HAS = (
+    "dp_replicate, dp_shard, tp, cp, pp, zero, schedule, stages_per_rank, context, tp_across_nodes, microbatch, "
+    "global_batch, recompute, precision and reshard_after_forward"
+)
 SECTIONS = "model, data, layout, optimizer, training, checkpoint, evaluation and cluster"
 PRESETS = "(phalanx config list shows them)"
 SOURCES = "a list of at least one, each a path or a mapping with path and weight"

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distributed_ranks import run_ranks
+from phalanx.compat import full_name
 from phalanx.counter_random import normal_values, stream_key
 from phalanx.errors import PhalanxError
 from phalanx.layout import init
@@ -78,7 +79,7 @@ def test_a_decoder_is_filled_as_declared(family: Any) -> None:
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.fill_(math.nan)
-    initialise_parameters(decoder, initial_rules(decoder.config), 0)
+    initialise_parameters(dict(decoder.named_parameters()), initial_rules(decoder.config), 0)
     for name, parameter in decoder.named_parameters():
         if "norm" in name or name.endswith("bias"):
             assert torch.equal(parameter, torch.full_like(parameter, 0.0 if name.endswith("bias") else 1.0)), name
@@ -100,7 +101,7 @@ class Tied(nn.Module):
 
 def test_a_shared_parameter_is_filled_once_under_its_first_name() -> None:
     tied = Tied()
-    initialise_parameters(tied, RULES, 3)
+    initialise_parameters(dict(tied.named_parameters()), RULES, 3)
     expected = torch.empty(6, 6)
     fill(expected, "first.weight", NORMAL, 3)
     assert tied.second.weight is tied.first.weight
@@ -109,24 +110,27 @@ def test_a_shared_parameter_is_filled_once_under_its_first_name() -> None:
 
 def test_a_parameter_without_a_rule_is_refused_by_name() -> None:
     with pytest.raises(PhalanxError, match=r"no initial value is declared for parameter 1\.bias; add a rule"):
-        initialise_parameters(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2)), [("*weight", NORMAL)], 0)
+        layers = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
+        initialise_parameters(dict(layers.named_parameters()), [("*weight", NORMAL)], 0)
 
 
 def test_the_first_rule_that_matches_counts() -> None:
     layer = nn.Linear(4, 4)
-    initialise_parameters(layer, [("w*", InitRule.constant(2.0)), ("*", InitRule.constant(3.0))], 0)
+    initialise_parameters(
+        dict(layer.named_parameters()), [("w*", InitRule.constant(2.0)), ("*", InitRule.constant(3.0))], 0
+    )
     assert layer.weight.unique().tolist() == [2.0]
     assert layer.bias.unique().tolist() == [3.0]
 
 
 def test_compiled_modules_start_from_the_same_values() -> None:
     plain = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
-    initialise_parameters(plain, RULES, 3)
+    initialise_parameters(dict(plain.named_parameters()), RULES, 3)
     inner = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5))
     inner[0] = torch.compile(inner[0])
     compiled = torch.compile(inner)
     assert any("_orig_mod" in name for name, _ in compiled.named_parameters())
-    initialise_parameters(compiled, RULES, 3)
+    initialise_parameters({full_name(name): p for name, p in compiled.named_parameters()}, RULES, 3)
     for a, b in zip(plain.parameters(), compiled.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -186,14 +190,14 @@ def parallel_shards_differ() -> list[str]:
         even = width % 6 == hidden % 6 == 0
         for dtype in DTYPES:
             before = Pair(width, hidden).to(dtype)
-            initialise_parameters(before, [("*", NORMAL)], 3)
+            initialise_parameters(dict(before.named_parameters()), [("*", NORMAL)], 3)
             whole = {name: parameter.detach().clone() for name, parameter in before.named_parameters()}
             split(before, mesh)
             with torch.device("meta"):
                 after = Pair(width, hidden).to(dtype)
             split(after, mesh)
             after.to_empty(device="cpu")
-            initialise_parameters(after, [("*", NORMAL)], 3)
+            initialise_parameters(dict(after.named_parameters()), [("*", NORMAL)], 3)
             for (name, parameter), expected in zip(after.named_parameters(), before.parameters(), strict=True):
                 assert isinstance(parameter, DTensor) and isinstance(expected, DTensor)
                 same = torch.equal(parameter.to_local(), expected.to_local())
@@ -218,9 +222,9 @@ def decoder_differs() -> list[str]:
         fully_shard(block, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
     sharded.to_empty(device="cpu")
-    initialise_parameters(sharded, initial_rules(LLAMA), 3)
+    initialise_parameters(dict(sharded.named_parameters()), initial_rules(LLAMA), 3)
     whole = Decoder(LLAMA)
-    initialise_parameters(whole, initial_rules(LLAMA), 3)
+    initialise_parameters(dict(whole.named_parameters()), initial_rules(LLAMA), 3)
     expected = dict(whole.named_parameters())
     parts = {name: parameter for name, parameter in sharded.named_parameters() if isinstance(parameter, DTensor)}
     assert parts.keys() == expected.keys()

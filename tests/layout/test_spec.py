@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.layout.spec import resolve_layout
+from phalanx.layout.resolve import resolve_layout
 
 
 def run_with(**layout: Any) -> Run:
@@ -45,7 +45,7 @@ def test_a_batch_stated_in_tokens_is_exact() -> None:
             {"dp_replicate": 2, "dp_shard": 2},
             8,
             "layout.dp_replicate=2 x layout.dp_shard=2 = 4 ranks, but 8 were started\n"
-            "nearest legal: dp_replicate=1 dp_shard=8, or dp_shard=auto",
+            "nearest legal: dp_replicate=2 dp_shard=4, or dp_replicate=4 dp_shard=2",
         ),
         (
             {"microbatch": 4, "global_batch": 24},

@@ -15,6 +15,7 @@ from phalanx.config.model import LanguageModel
 from phalanx.config.section import Section, Words
 
 PositiveInt = Annotated[int, Field(ge=1)]
+Degree = PositiveInt | Literal["auto"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 GlobalBatch = Annotated[
@@ -56,12 +57,29 @@ class Data(Section):
 
 
 class Layout(Section):
-    """How one model is spread over devices. The product of the degrees is the world size."""
+    """How one model is spread over devices. The product of the degrees is the world size; one of them may be auto."""
 
-    dp_replicate: PositiveInt = 1
+    dp_replicate: Degree = 1
     """Data-parallel replicas of the whole (sharded) model."""
-    dp_shard: PositiveInt | Literal["auto"] = "auto"
-    """Data-parallel ranks that share one copy of parameters, gradients and optimizer state; auto takes the rest."""
+    dp_shard: Degree = "auto"
+    """Data-parallel ranks that share what `zero` says; auto takes the rest, or is 1 where another degree is auto."""
+    tp: Degree = 1
+    """Tensor-parallel ranks: each keeps a part of every large matrix and of the positions between them."""
+    cp: Degree = 1
+    """Context-parallel ranks: each computes a part of every sample's positions."""
+    pp: Degree = 1
+    """Pipeline-parallel ranks: each keeps a part of the layers."""
+    zero: Literal[0, 1, 2, 3] = 3
+    """What dp_shard (and cp) ranks share out: nothing, optimizer state (1), gradients too (2), parameters too (3)."""
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
+    """Order in which pipeline ranks compute micro-batches."""
+    stages_per_rank: PositiveInt | Literal["auto"] = "auto"
+    """Pipeline stages on each rank; auto is 1 for gpipe and 1f1b, else 2."""
+    context: Literal["auto", "ring", "all_to_all"] = "auto"
+    """Context parallelism: keys and values travel a ring, or heads are exchanged; auto is the ring where it is exact and
+    cheap (no ALiBi, no document mask), else the exchange where heads allow it."""
+    tp_across_nodes: bool = False
+    """Whether tensor-parallel groups may span nodes (slow on most networks)."""
     microbatch: PositiveInt = 1
     """Samples one rank computes at a time."""
     global_batch: GlobalBatch
@@ -70,8 +88,9 @@ class Layout(Section):
     """Activations computed again in the backward pass: none, all but the costly ones, or all of each block."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"
     """Number format of activations and matmuls; master weights and optimizer state stay float32 (float64 for fp64)."""
-    reshard_after_forward: bool = True
-    """Whether gathered parameters are freed between forward and backward (less memory, one more gather)."""
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    """Whether gathered parameters are freed between forward and backward (less memory, one more gather); needs zero=3,
+    and auto does so there unless there are pipeline stages."""
 
 
 class Optimizer(Section):
@@ -188,6 +207,8 @@ class Cluster(Section):
 
     device: str = "auto"
     """Device type: auto takes the accelerator PyTorch finds, else the CPU."""
+    devices_per_node: PositiveInt | None = None
+    """Devices that share a node; null takes the launcher's word for it."""
     peak_tflops: Annotated[float, Field(gt=0.0)] | None = None
     """Nominal peak of one device in TFLOP/s at the run's precision, where the built-in table has no entry."""
 

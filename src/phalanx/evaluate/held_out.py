@@ -10,17 +10,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.data.language.batches import TokenBatch
 from phalanx.data.language.sources import TokenSource
 from phalanx.errors import DataError
 from phalanx.models.language.decoder import Decoder
-from phalanx.models.language.loss import IGNORED
+from phalanx.models.language.loss import IGNORED, LossSum
 
 _BATCH_TOKENS = 16384
 """Tokens computed at a time where the caller does not say how many samples."""
@@ -75,7 +75,25 @@ class HeldOut:
         return f"held-out loss {self.loss:.4f} (perplexity {self.perplexity:.2f}{bits}, {self.tokens:,} tokens)"
 
 
-@torch.no_grad()
+Score = Callable[[TokenBatch], Tensor]
+"""Gives this rank's part of the summed loss of a batch (nats, 0-dim)."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """This rank among those that score a split together."""
+
+    rank: int = 0
+    """Which share of the samples this rank scores."""
+    shares: int = 1
+    counts: bool = True
+    """Whether this rank counts the targets of its share: one rank of those that score the same samples does."""
+
+
+WHOLE = Sharing()
+"""One rank that scores everything."""
+
+
 def evaluate_split(
     model: Decoder,
     source: TokenSource,
@@ -90,38 +108,74 @@ def evaluate_split(
     ranks: int = 1,
     progress: Callable[[int], None] = lambda samples: None,
 ) -> HeldOut:
-    """Score `model` on the split `source`, dropout off.
+    """Score a whole model on the split `source`, dropout off; see `score_split`. rank, ranks: who shares the samples."""
+
+    def score(batch: TokenBatch) -> Tensor:
+        loss: LossSum = model(batch.tokens, batch.targets, document_ids_BS=batch.document_ids)
+        return loss.total
+
+    was_training = model.training
+    model.eval()
+    result = score_split(
+        score,
+        source,
+        vocab_size=model.config.vocab_size,
+        sequence_length=sequence_length,
+        device=device,
+        numbers=numbers,
+        microbatch=microbatch,
+        document_mask=document_mask,
+        byte_counts=byte_counts,
+        sharing=Sharing(rank, ranks),
+        progress=progress,
+    )
+    model.train(was_training)
+    return result
+
+
+@torch.no_grad()
+def score_split(
+    score: Score,
+    source: TokenSource,
+    *,
+    vocab_size: int,
+    sequence_length: int,
+    device: torch.device,
+    numbers: Sequence[int] | None = None,
+    microbatch: int | None = None,
+    document_mask: bool = False,
+    byte_counts: Tensor | None = None,
+    sharing: Sharing = WHOLE,
+    progress: Callable[[int], None] = lambda samples: None,
+) -> HeldOut:
+    """Scores of the split `source`.
 
     sequence_length: tokens a sample. numbers: the samples to score, see `spread_samples`; None scores all. microbatch:
     samples computed at a time. document_mask: whether attention stops at document boundaries. byte_counts: bytes of text
-    that each token stands for, int64 [V]. rank, ranks: this process among those that share the work; every one of them
-    gets the result and runs the model as often as the others, so a sharded model may be given. progress: called with the
-    number of samples just scored.
+    that each token stands for, int64 [V]. sharing: every rank gets the result and scores as often as the others, so a
+    model that needs all ranks may be scored. progress: called with the number of samples just scored.
 
     Raises DataError for tokens that the model has no row for.
     """
-    _check_vocabulary(source, source.vocab_size or 0, model.config.vocab_size)
+    _check_vocabulary(source, source.vocab_size or 0, vocab_size)
     numbers = range(sample_count(source, sequence_length)) if numbers is None else numbers
     size = min(microbatch or max(1, _BATCH_TOKENS // sequence_length), max(1, len(numbers)))
     batches = [numbers[start : start + size] for start in range(0, len(numbers), size)]
     bytes_of = None if byte_counts is None else byte_counts.to(device)
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    was_training = model.training
-    model.eval()
-    for start in range(0, len(batches), ranks):
-        # A rank without a batch of its own computes an empty one: a sharded model needs all ranks.
-        mine = batches[start + rank] if start + rank < len(batches) else []
-        batch = _read(source, mine, sequence_length, size, document_mask)
-        _check_vocabulary(source, batch.highest + 1, model.config.vocab_size)
-        targets = batch.targets.to(device)
-        documents = None if batch.documents is None else batch.documents.to(device)
-        loss = model(batch.tokens.to(device), targets, document_ids_BS=documents)
-        scored = targets[targets != IGNORED]
-        text_bytes = scored.new_zeros(()) if bytes_of is None else bytes_of[scored].sum()
-        sums += torch.stack((loss.total.double(), loss.count.double(), text_bytes.double()))
-        progress(sum(map(len, batches[start : start + ranks])))
-    model.train(was_training)
-    if ranks > 1:
+    for start in range(0, len(batches), sharing.shares):
+        # A rank without a batch of its own scores an empty one: a sharded model needs all ranks.
+        mine = batches[start + sharing.rank] if start + sharing.rank < len(batches) else []
+        batch, highest = _read(source, mine, sequence_length, size, document_mask)
+        _check_vocabulary(source, highest + 1, vocab_size)
+        batch = batch.to(device)
+        sums[0] += score(batch).double()
+        scored = batch.targets[batch.targets != IGNORED]
+        if sharing.counts:
+            sums[1] += len(scored)
+            sums[2] += scored.new_zeros(()) if bytes_of is None else bytes_of[scored].sum()
+        progress(sum(map(len, batches[start : start + sharing.shares])))
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(sums)
     nats, count, text_bytes = sums.tolist()
     return HeldOut(nats, int(count), None if byte_counts is None else int(text_bytes))
@@ -144,16 +198,10 @@ def spread_samples(sources: Sequence[TokenSource], sequence_length: int, samples
     return [(chosen[(a <= chosen) & (chosen < b)] - a).tolist() for a, b in pairwise(ends)]
 
 
-class _Batch(NamedTuple):
-    tokens: Tensor
-    targets: Tensor
-    documents: Tensor | None
-    highest: int
-    """Largest token id."""
-
-
-def _read(source: TokenSource, numbers: Sequence[int], length: int, size: int, document_mask: bool) -> _Batch:
-    """Samples as int64 [size, length]: the shape never changes, so nothing recompiles."""
+def _read(
+    source: TokenSource, numbers: Sequence[int], length: int, size: int, document_mask: bool
+) -> tuple[TokenBatch, int]:
+    """Samples as int64 [size, length], whose shape never changes, so nothing recompiles; and the largest token id."""
     tokens = np.zeros((size, length), dtype=np.int64)
     targets = np.full((size, length), IGNORED, dtype=np.int64)
     documents = np.zeros((size, length), dtype=np.int32)
@@ -168,7 +216,8 @@ def _read(source: TokenSource, numbers: Sequence[int], length: int, size: int, d
             ids = source.document_of(np.arange(start, start + width))
             documents[row, :width] = ids - ids[0]
     kept = torch.from_numpy(documents) if document_mask else None
-    return _Batch(torch.from_numpy(tokens), torch.from_numpy(targets), kept, highest)
+    indices = torch.zeros(size, dtype=torch.int64)
+    return TokenBatch(torch.from_numpy(tokens), torch.from_numpy(targets), kept, indices), highest
 
 
 def _check_vocabulary(source: TokenSource, tokens: int, rows: int) -> None:

@@ -1,29 +1,40 @@
 """From a run and its layout to a model on this rank's device, ready to train. The whole order, on one screen.
 
-1. Build on meta: nothing is allocated, whatever the size of the model.
-2. Recompute: inside compilation, so that the compiler sees what is kept.
-3. Compile: each block by itself; equal blocks share one compiled program.
-4. Shard: outside compilation, so that gathers stay outside the compiled programs.
-5. Allocate only this rank's shards, then fill them: every value is a function of seed, name and global index alone.
-6. On a rank that holds whole parameters, compute in a low-precision copy of the float32 masters.
+1. Build this rank's pipeline stages on meta: nothing is allocated, whatever the size of the model.
+2. Split matrices over `tp`: first of all, since everything after it must see the parts.
+3. Join attention over `cp`, and tell it which heads are its own.
+4. Recompute: inside compilation, so that the compiler sees what is kept.
+5. Compile: each block by itself; equal blocks share one compiled program.
+6. Shard over data ranks: outside compilation, so that gathers stay outside the compiled programs.
+7. Allocate only this rank's shards, then fill them: every value is a function of seed, name and global index alone.
+8. On a rank whose parameters are shared with nobody, compute in a low-precision copy of the float32 masters.
+9. Join the stages into a pipeline: it runs what is by then a finished model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from phalanx import compat
 from phalanx.config.schema import Run
 from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context import SequenceShare, split_context
 from phalanx.layout.init import initialise_parameters
+from phalanx.layout.mesh import Mesh
+from phalanx.layout.pipeline import Pipeline, model_parts
+from phalanx.layout.place import TensorSplits
 from phalanx.layout.recompute import recompute_block
-from phalanx.layout.shard import shard_model
+from phalanx.layout.shard import shard_stage
+from phalanx.layout.spec import ZERO_BUBBLE, ResolvedLayout
+from phalanx.layout.stage import Stage
+from phalanx.layout.tensor import split_tensors
 from phalanx.layout.working_copy import WorkingCopy
-from phalanx.models.language.declare import initial_rules
+from phalanx.models.language.declare import TIED, initial_rules, relative_block_costs, tensor_splits
 from phalanx.models.language.decoder import Decoder
+from phalanx.models.splits import ModelPart
 
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Format of activations and matmuls for each `layout.precision`."""
@@ -33,65 +44,118 @@ PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat
 class Applied:
     """A model laid out on this rank."""
 
-    model: Decoder
-    """Runs forward and backward."""
-    masters: Decoder
-    """Holds the parameters that are initialised, updated and saved, and their gradients; often `model` itself."""
-    working_copy: WorkingCopy | None = None
-    """Joins the two where they differ."""
+    layout: ResolvedLayout
+    mesh: Mesh
+    stages: list[Stage]
+    """Run forward and backward, in the order of the model."""
+    parameters: dict[str, nn.Parameter]
+    """By their names in the whole model: what is initialised, updated and saved, with its gradients."""
+    splits: TensorSplits
+    """Which part of its parameter a rank's is, over `tp`; data-parallel shards are parts of that part."""
+    pipeline: Pipeline | None
+    tied: frozenset[str] = frozenset()
+    """Parameters that this rank shares with the other end of the pipeline."""
+    working_copies: list[WorkingCopy] = field(default_factory=list)
+    """Join the masters with what runs, where the two differ."""
 
     def refresh(self) -> None:
-        """Let `model` see the present masters."""
-        if self.working_copy is not None:
-            self.working_copy.refresh()
+        """Let the stages see the present masters."""
+        for copy in self.working_copies:
+            copy.refresh()
 
 
-def apply_layout(run: Run, mesh: DeviceMesh | None, device: torch.device, attention: AttentionChoice) -> Applied:
-    """The model of `run` on this rank, over `mesh` (None: one rank), initialised."""
+def apply_layout(
+    run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device, attention: AttentionChoice
+) -> Applied:
+    """The stages of `run`'s model that belong on this rank, over `mesh`, initialised."""
     dtype = PRECISIONS[run.layout.precision]
     master_dtype = torch.promote_types(dtype, torch.float32)
-    copied = mesh is None and dtype != master_dtype
-    model = _build(run, device, attention, dtype if copied else master_dtype)
-    masters = _build(run, device, attention, master_dtype) if copied else model
-    blocks: list[nn.Module] = list(model.blocks)
-    for block in blocks:
-        recompute_block(block, run.layout.recompute)
-    if compiles(run, device):
-        for block in blocks:
-            block.compile()
-        model.head.loss_kernel = torch.compile(model.head.loss_kernel)
-    if mesh is not None:
-        shard_model(model, blocks, mesh, dtype, reshard_after_forward=run.layout.reshard_after_forward)
-    masters.to_empty(device=device)
-    initialise_parameters(masters, initial_rules(run.model), run.training.seed)
-    if not copied:
-        return Applied(model, masters)
-    model.to_empty(device=device)
-    applied = Applied(model, masters, WorkingCopy(masters, model))
+    copied = mesh.data is None and dtype != master_dtype
+    build = _Builder(run, device, attention, SequenceShare(mesh.cp, mesh.tp, layout.context))
+    costs = relative_block_costs(run.model, run.data.sequence_length)
+    stages: list[Stage] = []
+    copies: list[WorkingCopy] = []
+    parameters: dict[str, nn.Parameter] = {}
+    for index, part in model_parts(layout, mesh.pp.rank, run.model.n_layers, costs).items():
+        model = build.part(part, dtype if copied else master_dtype)
+        stage = Stage(model, index, build.share, run.training.seed)
+        for block in model.blocks:
+            recompute_block(block, run.layout.recompute)
+        if compiles(run, layout, device):
+            _compile(model)
+        if mesh.data is not None:
+            shard_stage(stage, mesh.data, dtype, reshard_after_forward=layout.reshard_after_forward)
+        masters = build.part(part, master_dtype) if copied else model
+        masters.to_empty(device=device)
+        named = named_parameters(masters)
+        initialise_parameters(named, initial_rules(run.model), run.training.seed, build.splits)
+        if copied:
+            copies.append(WorkingCopy(masters, model.to_empty(device=device)))
+        stages.append(stage)
+        parameters.update(named)
+    pipeline = None
+    if layout.pp > 1:
+        pipeline = Pipeline(stages, layout, mesh.pp, run.data.sequence_length, device)
+    tied = TIED if run.model.tied_head and mesh.tie.size > 1 else {}
+    applied = Applied(layout, mesh, stages, parameters, build.splits, pipeline, frozenset(tied.values()), copies)
     applied.refresh()
     return applied
 
 
-def _build(run: Run, device: torch.device, attention: AttentionChoice, parameter_dtype: torch.dtype) -> Decoder:
-    with torch.device("meta"):
-        model = Decoder(
-            run.model,
-            dtype=PRECISIONS[run.layout.precision],
-            kernel=attention.kernel,
-            chunk_tokens=loss_chunk_tokens(run, device),
-            z_loss=run.training.z_loss,
-        )
-    return model.to(parameter_dtype)
+@dataclass
+class _Builder:
+    """Builds parts of a run's model on meta, split over `tp` and `cp`."""
+
+    run: Run
+    device: torch.device
+    attention: AttentionChoice
+    share: SequenceShare
+    splits: TensorSplits = field(default_factory=dict)
+    """Of all parts built so far."""
+
+    def part(self, part: ModelPart, parameter_dtype: torch.dtype) -> Decoder:
+        with torch.device("meta"):
+            model = Decoder(
+                self.run.model,
+                dtype=PRECISIONS[self.run.layout.precision],
+                kernel=self.attention.kernel,
+                chunk_tokens=loss_chunk_tokens(self.run, self.device, self.share.tp.size),
+                z_loss=self.run.training.z_loss,
+                part=part,
+            )
+        splits = split_tensors(model, tensor_splits(self.run.model), self.share.tp)
+        self.splits.update({_whole_name(name, model): split for name, split in splits.items()})
+        split_context(model, self.share)
+        return model.to(parameter_dtype)
 
 
-def compiles(run: Run, device: torch.device) -> bool:
-    """Whether blocks are compiled: as the run file says, and for `auto` on accelerators only."""
-    return device.type != "cpu" if run.training.compile == "auto" else run.training.compile
+def named_parameters(part: Decoder) -> dict[str, nn.Parameter]:
+    """The parameters of a part by their names in the whole model: a copy of a shared table goes by the table's name."""
+    return {_whole_name(name, part): parameter for name, parameter in part.named_parameters()}
 
 
-def loss_chunk_tokens(run: Run, device: torch.device) -> int:
-    """Tokens whose logits are held at once; `auto` keeps a chunk's logits near 2^29 elements (2^24 on the CPU)."""
+def _whole_name(name: str, part: Decoder) -> str:
+    name = compat.full_name(name)
+    return TIED.get(name, name) if part.config.tied_head else name
+
+
+def _compile(model: Decoder) -> None:
+    for block in model.blocks:
+        block.compile()
+    if model.part.last:
+        model.head.loss_kernel = torch.compile(model.head.loss_kernel)
+
+
+def compiles(run: Run, layout: ResolvedLayout, device: torch.device) -> bool:
+    """Whether blocks are compiled: as the run file says, and for `auto` on accelerators wherever the schedule allows it."""
+    if run.training.compile == "auto":
+        return device.type != "cpu" and not (layout.pp > 1 and layout.schedule in ZERO_BUBBLE)
+    return run.training.compile
+
+
+def loss_chunk_tokens(run: Run, device: torch.device, tp: int = 1) -> int:
+    """Tokens whose logits are held at once; `auto` keeps a rank's logits near 2^29 elements (2^24 on the CPU)."""
     if run.training.loss_chunk_tokens != "auto":
         return run.training.loss_chunk_tokens
     elements = 2**24 if device.type == "cpu" else 2**29
-    return max(128, elements // run.model.vocab_size // 128 * 128)
+    return max(128, elements * tp // run.model.vocab_size // 128 * 128)

@@ -6,16 +6,16 @@ i is the row-major index in the whole parameter, so a rank fills its own shard a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from phalanx import compat
 from phalanx.counter_random import normal_values, stream_key
 from phalanx.errors import PhalanxError
+from phalanx.layout.place import TensorSplit, TensorSplits, place_of
 from phalanx.models.initial import InitRule, InitRules
 
 _CHUNK_CPU = 32_000
@@ -27,29 +27,27 @@ _CHUNK_ELSEWHERE = 2**22
 
 
 @torch.no_grad()
-def initialise_parameters(module: nn.Module, rules: InitRules, seed: int) -> None:
-    """Fill every parameter of `module` as the first matching rule says; shared parameters once, under their first name.
+def initialise_parameters(
+    parameters: Mapping[str, Tensor], rules: InitRules, seed: int, splits: TensorSplits | None = None
+) -> None:
+    """Fill every parameter, by its name in the whole model, as the first matching rule says.
 
-    Raises PhalanxError for a parameter that no rule covers.
+    splits: which parts of them are held here. Raises PhalanxError for a parameter that no rule covers.
     """
-    for raw_name, parameter in module.named_parameters():
-        name = compat.full_name(raw_name)
+    for name, parameter in parameters.items():
         rule = next((rule for pattern, rule in rules if fnmatchcase(name, pattern)), None)
         if rule is None:
             raise PhalanxError(f"no initial value is declared for parameter {name}; add a rule to its model family")
-        fill(parameter, name, rule, seed)
+        fill(parameter, name, rule, seed, (splits or {}).get(name))
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, name: str, rule: InitRule, seed: int) -> None:
-    """Fill a tensor, or this rank's shard of a DTensor, with the initial values of parameter `name`.
+def fill(tensor: Tensor, name: str, rule: InitRule, seed: int, split: TensorSplit | None = None) -> None:
+    """Fill a tensor, or this rank's part of one (see `layout.place`), with the initial values of parameter `name`.
 
     Values are rounded to float32 first, whatever the format of `tensor`: all precisions start from the same weights.
     """
-    if isinstance(tensor, DTensor):
-        local, offsets, shape = tensor.to_local(), compat.shard_offsets(tensor), tuple(tensor.shape)
-    else:
-        local, offsets, shape = tensor, (0,) * tensor.dim(), tuple(tensor.shape)
+    local, offsets, shape = place_of(tensor, split)
     if rule.kind == "constant":
         local.fill_(rule.value)
         return

@@ -1,4 +1,7 @@
-"""The device mesh of a layout, and joining the process group that it stands on."""
+"""The ranks of a run, the process group they join, and the groups of each axis of a layout.
+
+Neighbouring ranks share the axes that talk most: tensor-parallel ranks are innermost, pipeline ranks outermost.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.errors import ConfigError
 from phalanx.layout.spec import ResolvedLayout
+
+_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Axes from outermost to innermost."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,8 @@ class Ranks:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    ranks_per_node: int | None = None
+    """Ranks on this node; None where the launcher does not say."""
 
     @property
     def first(self) -> bool:
@@ -41,9 +49,13 @@ def ranks_from_environment() -> Ranks:
             f"environment has {', '.join(found)} but not {missing}; start with torchrun or srun, or unset them"
         )
     if found:
-        return Ranks(*(int(os.environ[name]) for name in names))
+        on_node = os.environ.get("LOCAL_WORLD_SIZE")
+        rank, world, local = (int(os.environ[name]) for name in names)
+        return Ranks(rank, world, local, None if on_node is None else int(on_node))
     if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return Ranks(*(int(os.environ[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")))
+        rank, world, local = (int(os.environ[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+        on_node = os.environ.get("SLURM_NTASKS_PER_NODE")
+        return Ranks(rank, world, local, int(on_node) if on_node and on_node.isdecimal() else None)
     return Ranks()
 
 
@@ -69,18 +81,134 @@ def join_process_group(ranks: Ranks, device: torch.device, *, timeout_s: float =
     backend = "gloo"
     if device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    # No device is bound to the group: with one, a new group has to be made by all ranks of the run, not by its members.
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(attempt, tcp),
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=timeout,
-        device_id=device if device.type != "cpu" else None,
     )
 
 
-def build_mesh(layout: ResolvedLayout, device: torch.device) -> DeviceMesh:
-    """The mesh [dp_replicate, dp_shard]; neighbouring ranks share shards, so that gathers stay inside a node."""
-    return init_device_mesh(
-        device.type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
+@dataclass(frozen=True)
+class Axis:
+    """This rank's group along one axis of the layout."""
+
+    name: str
+    rank: int = 0
+    """Place along the axis."""
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    """None where the axis has one rank."""
+    ranks: tuple[int, ...] = (0,)
+    """Global ranks, in the order of the axis."""
+    group_name: str = ""
+    """The name by which compiled code finds the group."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All axes of a layout as this rank sees them."""
+
+    pp: Axis
+    dp_replicate: Axis
+    dp_shard: Axis
+    cp: Axis
+    tp: Axis
+    shards: Axis
+    """Ranks that share one copy of parameters, gradients or optimizer state: `dp_shard` and `cp` together, or one rank
+    where nothing is shared out."""
+    replicas: Axis
+    """Ranks that hold the same share: `dp_replicate`, with `dp_shard` and `cp` too where nothing is shared out."""
+    tie: Axis
+    """First and last stage, for a parameter that both hold."""
+    data: DeviceMesh | None = None
+    """[replicas, shards] for FSDP2; None where both are one rank."""
+    world: dist.ProcessGroup | None = None
+    """All ranks; None where there is one."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of each global batch this rank reads."""
+        return self.dp_replicate.rank * self.dp_shard.size + self.dp_shard.rank
+
+    @property
+    def reads_first(self) -> bool:
+        """Whether this rank is the first of those that read the same samples."""
+        return self.cp.rank == self.tp.rank == self.pp.rank == 0
+
+
+ONE_RANK = Mesh(
+    pp=Axis("pp"),
+    dp_replicate=Axis("dp_replicate"),
+    dp_shard=Axis("dp_shard"),
+    cp=Axis("cp"),
+    tp=Axis("tp"),
+    shards=Axis("shards"),
+    replicas=Axis("replicas"),
+    tie=Axis("tie"),
+)
+"""The mesh of a single rank."""
+
+
+def build_mesh(layout: ResolvedLayout, device: torch.device) -> Mesh:
+    """The axes of `layout` among the ranks of the default process group.
+
+    Each rank makes only the groups it is in, which costs the same however many ranks there are.
+    """
+    if layout.world_size == 1:
+        return ONE_RANK
+    assert dist.get_world_size() == layout.world_size
+    sizes = [getattr(layout, name) for name in _ORDER]
+    places = torch.arange(layout.world_size).view(sizes)
+    here = [int(i) for i in torch.unravel_index(torch.tensor(dist.get_rank()), sizes)]
+    coordinate = dict(zip(_ORDER, here, strict=True))
+
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def axis(name: str, *members: str) -> Axis:
+        index = tuple(slice(None) if axis in members else coordinate[axis] for axis in _ORDER)
+        return _make_axis(name, places[index].flatten().tolist(), made)
+
+    axes = {name: axis(name, name) for name in _ORDER}
+    shared = ("dp_shard", "cp") if layout.zero else ()
+    kept = ("dp_replicate",) if layout.zero else ("dp_replicate", "dp_shard", "cp")
+    shards, replicas = axis("shards", *shared), axis("replicas", *kept)
+    both = tuple(slice(None) if axis in ("dp_replicate", "dp_shard", "cp") else coordinate[axis] for axis in _ORDER)
+    members = places[both].reshape(replicas.size, shards.size)
+    ends = [int(places[(stage, *here[1:])]) for stage in (0, layout.pp - 1)]
+    tie = _make_axis("tie", ends, made) if layout.pp > 1 and dist.get_rank() in ends else Axis("tie")
+    return Mesh(
+        **axes,
+        shards=shards,
+        replicas=replicas,
+        data=_data_mesh(members, replicas, shards, device),
+        tie=tie,
+        world=dist.group.WORLD,
+    )
+
+
+def _make_axis(name: str, ranks: list[int], made: dict[tuple[int, ...], dist.ProcessGroup]) -> Axis:
+    """The axis over `ranks`. Axes with the same ranks share one group: each costs connections and buffers."""
+    members = tuple(ranks)
+    if len(ranks) > 1 and members not in made:
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
+        assert isinstance(group, dist.ProcessGroup)
+        made[members] = group
+    made_group = made.get(members)
+    place = ranks.index(dist.get_rank())
+    return Axis(name, place, len(ranks), made_group, members, "" if made_group is None else made_group.group_name)
+
+
+def _data_mesh(members: torch.Tensor, replicas: Axis, shards: Axis, device: torch.device) -> DeviceMesh | None:
+    if members.numel() == 1:
+        return None
+    if replicas.group is None:
+        assert shards.group is not None
+        return DeviceMesh.from_group(shards.group, device.type, mesh_dim_names=("shards",))
+    alone = shards.group or dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="shards")
+    assert isinstance(alone, dist.ProcessGroup)
+    return DeviceMesh.from_group(
+        [replicas.group, alone], device.type, mesh=members, mesh_dim_names=("replicas", "shards")
     )

@@ -1,34 +1,69 @@
-"""Data parallelism: parameters, gradients and optimizer state sharded over `dp_shard`, replicated over `dp_replicate`.
+"""Data parallelism: parameters, gradients and optimizer state shared out over ranks, replicated over others.
 
-Built on FSDP2 (`fully_shard`); a shard degree of 1 is plain replication. Gradients are summed over ranks in float32, not
-averaged: the loss is already divided by the targets of the whole global batch.
+Built on FSDP2 (`fully_shard`) at every ZeRO level (Rajbhandari et al. 2020); a shard degree of 1 is plain replication.
+
+    zero=3  parameters are gathered for each block, gradients reduced after each micro-batch
+    zero=2  parameters are gathered once a step, gradients reduced after each micro-batch
+    zero=1  parameters are gathered once a step, gradients reduced after the last micro-batch
+    zero=0  nothing is shared out: gradients are summed over all data-parallel ranks after the last micro-batch
+
+Gradients are summed over ranks in at least float32, not averaged: the loss is already divided by the targets of the whole
+global batch.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from phalanx.layout.stage import Stage
 
-def shard_model(
-    model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, *, reshard_after_forward: bool
-) -> None:
-    """Shard each block and then the rest of `model` in place over `mesh` ([dp_replicate, dp_shard]).
+
+def shard_stage(stage: Stage, mesh: DeviceMesh, dtype: torch.dtype, *, reshard_after_forward: bool) -> None:
+    """Shard each block, the embedding, the head and then what is left of `stage`, in place, over [replicas, shards].
 
     dtype: format in which parameters are gathered and used; gradients are reduced in at least float32.
     """
-    used = mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32), cast_forward_inputs=False
     )
+    part = stage.part
+    blocks: list[nn.Module] = list(part.blocks)
     for block in blocks:
-        fully_shard(block, mesh=used, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    # What the root holds (embedding, head) is used last in forward and first in backward: freeing it between is waste.
-    fully_shard(model, mesh=used, mp_policy=policy, reshard_after_forward=False)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # Plain sums: the pre-multiplied sum that FSDP2 would use instead does not exist in gloo.
-            module.set_force_sum_reduction_for_comms(True)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    if not part.config.tied_head:
+        # A shared table stays with the root, which both ends of the model can reach.
+        if part.part.first:
+            fully_shard(part.embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        if part.part.last:
+            # Used last in forward and first in backward: freeing it between is waste.
+            fully_shard(part.head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in _sharded(stage):
+        module.set_gradient_divide_factor(1.0)
+        # Plain sums: the pre-multiplied sum that FSDP2 would use instead does not exist in gloo.
+        module.set_force_sum_reduction_for_comms(True)
+    if len(blocks) > 1:
+        for block, following in pairwise(blocks):
+            assert isinstance(block, FSDPModule) and isinstance(following, FSDPModule)
+            block.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([block])
+
+
+def prepare_microbatch(stage: Stage, zero: int, *, last: bool) -> None:
+    """Tell a sharded `stage` what to communicate in the next micro-batch; `last`: of this optimizer step."""
+    assert isinstance(stage, FSDPModule)
+    stage.set_is_last_backward(last)
+    stage.set_requires_all_reduce(last)
+    stage.set_requires_gradient_sync(last or zero >= 2)
+    if zero < 3:
+        stage.set_reshard_after_backward(last)
+
+
+def _sharded(stage: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in stage.modules() if isinstance(module, FSDPModule))

@@ -1,33 +1,52 @@
-"""A layout made concrete for a world size: degrees, micro-batches and the one function that says whether it is legal."""
+"""A layout made concrete: every degree a number, every `auto` decided, and the batch arithmetic that follows.
+
+`layout.resolve` makes one from a run file and a number of ranks; `layout.legality` says whether it can be.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
+from typing import Any
 
-from phalanx.config.check import global_batch_samples
-from phalanx.config.schema import Run
-from phalanx.errors import ConfigError
+DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+"""Names of the degrees, as fields of the run file."""
+ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv")
+"""Schedules that compute the gradients of inputs and of weights apart."""
 
 
 @dataclass(frozen=True)
 class ResolvedLayout:
-    """Degrees whose product is the world size, and the batch arithmetic that follows."""
+    """Degrees whose product is the world size, the choices that go with them, and the batch arithmetic that follows."""
 
-    dp_replicate: int
-    dp_shard: int
     global_batch: int
     """Samples an optimizer step over all ranks."""
-    microbatch: int
+    microbatch: int = 1
     """Samples one rank computes at a time."""
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    zero: int = 3
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    context: str = "ring"
+    reshard_after_forward: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return math.prod(getattr(self, name) for name in DEGREES)
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that read different samples."""
+        """Groups of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples one rank computes an optimizer step."""
+        """Samples one rank takes part in an optimizer step."""
         return self.global_batch // self.data_ranks
 
     @property
@@ -35,44 +54,37 @@ class ResolvedLayout:
         """Micro-batches a rank computes an optimizer step."""
         return self.samples_per_rank // self.microbatch
 
+    @property
+    def n_stages(self) -> int:
+        """Pipeline stages in all."""
+        return self.pp * self.stages_per_rank
 
-def resolve_layout(run: Run, world_size: int) -> ResolvedLayout:
-    """The layout of `run` on `world_size` ranks, `auto` filled in.
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of what `zero` shares out: gradients of context-parallel ranks are summed anyway."""
+        return self.dp_shard * self.cp if self.zero else 1
 
-    Raises ConfigError, with the numbers and the nearest legal choice, where the degrees do not multiply to the world size
-    or the global batch cannot be split evenly.
-    """
-    layout = run.layout
-    shard = layout.dp_shard
-    if shard == "auto":
-        if world_size % layout.dp_replicate:
-            raise ConfigError(
-                f"layout.dp_replicate={layout.dp_replicate} does not divide the world size {world_size}\n"
-                f"nearest legal: dp_replicate={_nearest_divisor(world_size, layout.dp_replicate)}"
-            )
-        shard = world_size // layout.dp_replicate
-    if layout.dp_replicate * shard != world_size:
-        raise ConfigError(
-            f"layout.dp_replicate={layout.dp_replicate} x layout.dp_shard={shard} = {layout.dp_replicate * shard} ranks, "
-            f"but {world_size} were started\nnearest legal: dp_replicate=1 dp_shard={world_size}, or dp_shard=auto"
-        )
-    resolved = ResolvedLayout(layout.dp_replicate, shard, global_batch_samples(run), layout.microbatch)
-    _check_batch(resolved)
-    return resolved
+    def __str__(self) -> str:
+        """Everything that is not at its plain value, as it would be written on the command line."""
+        words = [f"{name}={value}" for name, value in self._chosen()]
+        return " ".join(words) or "one rank"
 
+    def overrides(self) -> list[str]:
+        """The command-line words that lead from any run file to this layout (batch left as it is)."""
+        return [f"layout.{name}={str(value).lower()}" for name, value in self._chosen(everything=True)]
 
-def _check_batch(layout: ResolvedLayout) -> None:
-    unit = layout.data_ranks * layout.microbatch
-    if layout.global_batch % unit == 0:
-        return
-    lower = layout.global_batch // unit * unit
-    choices = " or ".join(str(batch) for batch in (lower, lower + unit) if batch)
-    raise ConfigError(
-        f"layout.global_batch={layout.global_batch} samples is not a multiple of layout.microbatch={layout.microbatch} "
-        f"x {layout.data_ranks} data-parallel ranks = {unit}\nnearest legal: global_batch={choices}"
-    )
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    return min(divisors, key=lambda d: (abs(d - wanted), d))
+    def _chosen(self, *, everything: bool = False) -> list[tuple[str, Any]]:
+        plain = {field.name: field.default for field in fields(self)}
+        chosen = [(name, getattr(self, name)) for name in DEGREES]
+        sharded = self.dp_shard * self.cp > 1
+        if everything or (sharded and self.zero != 3) or (self.zero == 0 and self.dp_replicate > 1):
+            chosen.append(("zero", self.zero))
+        if everything or (sharded and self.zero == 3):
+            chosen.append(("reshard_after_forward", self.reshard_after_forward))
+        if everything or self.pp > 1:
+            chosen += [("schedule", self.schedule), ("stages_per_rank", self.stages_per_rank)]
+        if everything or self.cp > 1:
+            chosen.append(("context", self.context))
+        if not everything:
+            chosen = [(name, value) for name, value in chosen if name not in DEGREES or value != plain[name]]
+        return chosen

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from phalanx.config.schema import Run
 from phalanx.data.language.sources import TokenSource
-from phalanx.evaluate.held_out import HeldOut, evaluate_split, spread_samples
+from phalanx.evaluate.held_out import HeldOut, Sharing, score_split, spread_samples
 from phalanx.evaluate.text import TextTokenizer
-from phalanx.layout.mesh import Ranks
-from phalanx.models.language.decoder import Decoder
+from phalanx.layout.execute import Executor
 from phalanx.models.language.sampling import generate_tokens
 
 
@@ -27,39 +26,40 @@ class Evaluator:
     """None when the data came without one; then there is no sample text and no bits per byte."""
     token_bytes_V: Tensor | None
     """UTF-8 bytes each token stands for, int64 [V]."""
-    ranks: Ranks
     device: torch.device
 
-    def evaluate(self, model: Decoder) -> tuple[HeldOut | None, str | None]:
+    def evaluate(self, executor: Executor) -> tuple[HeldOut | None, str | None]:
         """Scores over `evaluation.samples` held-out samples, and what the model writes after `evaluation.prompt`."""
-        return self._scores(model), self._continue(model)
+        return self._scores(executor), self._continue(executor)
 
-    def _scores(self, model: Decoder) -> HeldOut | None:
+    def _scores(self, executor: Executor) -> HeldOut | None:
         if not self.sources:
             return None
         length = self.run.data.sequence_length
         total = HeldOut(0.0, 0, 0)
+        mesh = executor.mesh
         chosen = spread_samples(self.sources, length, self.run.evaluation.samples)
         for source, numbers in zip(self.sources, chosen, strict=True):
-            total += evaluate_split(
-                model,
+            total += score_split(
+                executor.evaluate,
                 source,
+                vocab_size=self.run.model.vocab_size,
                 sequence_length=length,
                 device=self.device,
                 numbers=numbers,
                 microbatch=self.run.layout.microbatch,
                 document_mask=self.run.data.document_mask,
                 byte_counts=self.token_bytes_V,
-                rank=self.ranks.rank,
-                ranks=self.ranks.world_size,
+                sharing=Sharing(mesh.data_rank, executor.layout.data_ranks, counts=mesh.reads_first),
             )
         return total
 
-    def _continue(self, model: Decoder) -> str | None:
+    def _continue(self, executor: Executor) -> str | None:
         prompt = self.run.evaluation.prompt
-        # Generation reads whole parameters, which sharded ranks do not have.
-        if prompt is None or self.tokenizer is None or self.ranks.world_size > 1:
+        # Generation reads whole parameters and positions one by one, which only a rank alone has.
+        if prompt is None or self.tokenizer is None or executor.layout.world_size > 1:
             return None
+        model = executor.applied.stages[0].part
         ids = self.tokenizer.encode_prompt(prompt)
         room = min(self.run.evaluation.prompt_tokens, model.config.max_positions - len(ids))
         model.eval()

@@ -14,7 +14,7 @@ from phalanx.data.language.open import open_source
 from phalanx.data.language.sources import TokenSource
 from phalanx.errors import DataError
 from phalanx.evaluate.text import TextTokenizer
-from phalanx.layout.mesh import Ranks
+from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.models.language.huggingface.tokens import TOKENIZER, SpecialTokens, TokenizerFiles
 from phalanx.train.evaluator import Evaluator
@@ -54,8 +54,10 @@ class Verification:
             self._error = error
 
 
-def open_inputs(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device) -> Inputs:
-    """Open every source of the run file. Raises DataError for missing, truncated or unsuitable data."""
+def open_inputs(run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
+    """Open every source of the run file. first: whether this rank does what is done once.
+
+    Raises DataError for missing, truncated or unsuitable data."""
     weights = [source.weight for source in run.data.sources]
     training = [open_source(Path(source.path), "train") for source in run.data.sources]
     reader = SampleReader(
@@ -68,7 +70,7 @@ def open_inputs(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.de
     stream = TokenBatchStream(
         reader,
         global_batch=layout.global_batch,
-        rank=ranks.rank,
+        rank=mesh.data_rank,
         ranks=layout.data_ranks,
         prefetch=run.data.prefetch,
         pin_memory=device.type != "cpu",
@@ -80,10 +82,9 @@ def open_inputs(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.de
         sources=_held_out(run),
         tokenizer=tokenizer,
         token_bytes_V=None if tokenizer is None else tokenizer.byte_counts(run.model.vocab_size),
-        ranks=ranks,
         device=device,
     )
-    return Inputs(stream, evaluator, files, Verification(training if run.data.verify and ranks.first else []))
+    return Inputs(stream, evaluator, files, Verification(training if run.data.verify and first else []))
 
 
 def _held_out(run: Run) -> list[TokenSource]:

@@ -16,16 +16,16 @@ from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.files import write_atomically
-from phalanx.layout.apply import PRECISIONS, apply_layout
+from phalanx.layout.apply import PRECISIONS, Applied, apply_layout
 from phalanx.layout.attention import AttentionChoice, AttentionShape, choose_attention
 from phalanx.layout.mesh import Ranks, build_mesh, join_process_group, ranks_from_environment
-from phalanx.layout.spec import ResolvedLayout, resolve_layout
-from phalanx.models.language.decoder import Decoder
+from phalanx.layout.resolve import resolve_layout
+from phalanx.layout.spec import ResolvedLayout
 from phalanx.train.checkpoint import (
     CheckpointStore,
     RunLock,
-    collect_tensors,
     materialise_optimizer_state,
+    placed_tensors,
     set_rng_state,
 )
 from phalanx.train.inputs import open_inputs
@@ -43,7 +43,7 @@ def train(run: Run, run_dir: Path) -> None:
     DataError and CheckpointError when what is on disk is not usable, Interrupted when asked to stop.
     """
     ranks = ranks_from_environment()
-    layout = resolve_layout(run, ranks.world_size)
+    layout = resolve_layout(run, ranks.world_size, ranks.ranks_per_node)
     device = choose_device(run.cluster.device, ranks.local_rank)
     join_process_group(ranks, device)
     try:
@@ -59,7 +59,8 @@ def train(run: Run, run_dir: Path) -> None:
 def _train(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device, directory: RunDirectory) -> None:
     if run.training.deterministic:
         torch.use_deterministic_algorithms(True)
-    inputs = open_inputs(run, layout, ranks, device)
+    mesh = build_mesh(layout, device)
+    inputs = open_inputs(run, layout, mesh, device, first=ranks.first)
     attention = _agree_on_attention(run, layout, device)
     store = CheckpointStore(
         directory.checkpoints,
@@ -68,11 +69,10 @@ def _train(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device,
         on_failure="warn",
         warn=lambda text: _warn(directory, text),
     )
-    mesh = build_mesh(layout, device) if ranks.world_size > 1 else None
-    applied = apply_layout(run, mesh, device, attention)
-    optimizer = build_optimizer(applied.masters, run.optimizer)
+    applied = apply_layout(run, layout, mesh, device, attention)
+    optimizer = build_optimizer(applied.parameters, run.optimizer)
     scaler = GradScaler(device.type) if run.layout.precision == "fp16" else None
-    first_step = _begin(run, store, applied.masters, optimizer, scaler, inputs.stream.fingerprint)
+    first_step = _begin(run, store, applied, optimizer, scaler, inputs.stream.fingerprint)
     applied.refresh()
     peaks = find_peaks(run, device, PRECISIONS[run.layout.precision])
     if ranks.first:
@@ -130,7 +130,7 @@ def _agree_on_attention(run: Run, layout: ResolvedLayout, device: torch.device) 
 def _begin(
     run: Run,
     store: CheckpointStore,
-    masters: Decoder,
+    applied: Applied,
     optimizer: torch.optim.Optimizer,
     scaler: GradScaler | None,
     data_fingerprint: str,
@@ -145,7 +145,7 @@ def _begin(
     elsewhere = resume not in ("auto", "must", "never") and not present
     source = CheckpointStore.open(Path(resume)) if elsewhere else store
     materialise_optimizer_state(optimizer)
-    tensors = collect_tensors(masters, optimizer)
+    tensors = placed_tensors(applied.parameters, applied.splits, optimizer)
     store.reserve(tensors)
     loaded = source.load_newest_usable(tensors)
     if loaded is None:
@@ -155,7 +155,7 @@ def _begin(
                 f"training.resume={resume}, but {where} holds no whole checkpoint; use training.resume=auto"
             )
         if run.training.init_from is not None:
-            load_weights(Path(run.training.init_from), masters)
+            load_weights(Path(run.training.init_from), applied)
         return 0
     checkpoint, state = loaded
     _check_same_run(run, state, data_fingerprint, str(checkpoint.path))
@@ -178,11 +178,10 @@ def _check_same_run(run: Run, state: dict[str, Any], data_fingerprint: str, wher
         )
 
 
-def load_weights(path: Path, model: Decoder) -> None:
-    """Fill `model` with the weights of the newest checkpoint at `path`, whatever else that checkpoint holds."""
+def load_weights(path: Path, applied: Applied) -> None:
+    """Fill the model's parameters with those of the newest checkpoint at `path`, whatever else it holds."""
     store = CheckpointStore.open(path)
     newest = store.newest()
     if newest is None:
         raise CheckpointError(f"training.init_from={path}: no whole checkpoint there")
-    tensors = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
-    store.load(newest, tensors, prefix="model.")
+    store.load(newest, placed_tensors(applied.parameters, applied.splits), prefix="model.")

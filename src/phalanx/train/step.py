@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from phalanx.counter_random import DropoutContext
+from phalanx import compat
 from phalanx.data.language.batches import TokenBatch
 from phalanx.layout.apply import Applied
-from phalanx.models.language.loss import IGNORED, LossSum
-from phalanx.train.optimizer import clipped_update, gradient_norm
+from phalanx.layout.execute import Executor
+from phalanx.models.language.loss import IGNORED
+from phalanx.train.optimizer import clipped_update, global_gradient_norm
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,13 @@ class TrainStep:
         optimizer: torch.optim.AdamW,
         *,
         device: torch.device,
-        microbatch: int,
-        seed: int,
         grad_clip: float | None,
         scaler: GradScaler | None = None,
     ) -> None:
         self.applied = applied
-        self.model = applied.model
+        self.executor = Executor(applied)
         self.optimizer = optimizer
         self.device = device
-        self.microbatch = microbatch
-        self.seed = seed
         self.grad_clip = grad_clip
         self.scaler = scaler
 
@@ -57,36 +54,28 @@ class TrainStep:
 
         The update is left out, on all ranks alike, when the loss or the gradient norm is not finite.
         """
-        self.model.train()
         batch = batch.to(self.device)
-        targets = self._sum_over_ranks((batch.targets != IGNORED).sum())
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for part in batch.split(self.microbatch):
-            loss = self._loss(step, part).total
-            total += loss.detach()
-            mean = loss / targets
-            (mean if self.scaler is None else self.scaler.scale(mean)).backward()
-        loss_sum = self._sum_over_ranks(total)
-        return self._update(loss_sum / targets)
+        targets = self._targets(batch)
+        scale = 1.0 / targets if self.scaler is None else self.scaler.scale(1.0 / targets)
+        loss = self._sum_over_ranks(self.executor.forward_backward(step, batch, scale))
+        return self._update(loss / targets)
 
-    def _loss(self, step: int, part: TokenBatch) -> LossSum:
-        dropout = None
-        if self.model.config.dropout:
-            positions = torch.arange(part.tokens.shape[1], device=self.device)
-            dropout = DropoutContext.of_step(self.seed, step, part.sample_indices, positions)
-        loss: LossSum = self.model(part.tokens, part.targets, document_ids_BS=part.document_ids, dropout=dropout)
-        return loss
+    def _targets(self, batch: TokenBatch) -> Tensor:
+        """Targets of the whole global batch; ranks that read the same samples count them once."""
+        count = (batch.targets != IGNORED).sum()
+        return self._sum_over_ranks(count if self.applied.mesh.reads_first else torch.zeros_like(count))
 
     def _update(self, loss: Tensor) -> StepResult:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        masters = list(self.applied.masters.parameters())
-        norm = gradient_norm(masters)
+            if self.applied.mesh.world is not None:
+                compat.share_overflow(self.scaler, self.optimizer, self.applied.mesh.world)
+        norm = global_gradient_norm(self.applied)
         if self.scaler is None:
             clipped_update(self.optimizer, loss, norm, self.grad_clip)
         else:
             if self.grad_clip is not None:
-                torch.nn.utils.clip_grads_with_norm_(masters, self.grad_clip, norm)
+                torch.nn.utils.clip_grads_with_norm_(self.applied.parameters.values(), self.grad_clip, norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -95,6 +84,6 @@ class TrainStep:
         return StepResult(loss_value, norm_value, math.isfinite(loss_value) and math.isfinite(norm_value))
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        if dist.is_initialized():
-            dist.all_reduce(value)
+        if self.applied.mesh.world is not None:
+            dist.all_reduce(value, group=self.applied.mesh.world)
         return value

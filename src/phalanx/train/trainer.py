@@ -17,7 +17,7 @@ from phalanx.layout.apply import Applied
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.mesh import Ranks
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.train.checkpoint import CheckpointStore, collect_tensors, rng_state
+from phalanx.train.checkpoint import CheckpointStore, placed_tensors, rng_state
 from phalanx.train.inputs import Inputs
 from phalanx.train.interrupt import Interrupted, StopRequest
 from phalanx.train.logs import Sink, format_duration
@@ -62,8 +62,6 @@ class Trainer:
             parts.applied,
             parts.optimizer,
             device=parts.device,
-            microbatch=parts.layout.microbatch,
-            seed=parts.run.training.seed,
             grad_clip=parts.run.optimizer.grad_clip,
             scaler=parts.scaler,
         )
@@ -142,7 +140,7 @@ class Trainer:
         try:
             handle = self.parts.store.save(
                 self.step,
-                collect_tensors(self.parts.applied.masters, self.parts.optimizer),
+                placed_tensors(self.parts.applied.parameters, self.parts.applied.splits, self.parts.optimizer),
                 self._state(),
                 asynchronous=self.run.checkpoint.asynchronous and not final,
             )
@@ -173,7 +171,7 @@ class Trainer:
         }
 
     def _evaluate(self, step: int) -> None:
-        held_out, sample = self.parts.inputs.evaluator.evaluate(self.parts.applied.model)
+        held_out, sample = self.parts.inputs.evaluator.evaluate(self.train_step.executor)
         if held_out is not None:
             self._event("evaluation", **held_out.as_dict())
             self._note(f"step {step}  {held_out}")

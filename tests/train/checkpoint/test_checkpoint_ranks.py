@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distributed_ranks import run_ranks
+from phalanx.cluster.local_ranks import RanksFailed
 from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint import (
     CheckpointDamaged,
@@ -302,7 +303,7 @@ def lose_a_rank(run_dir: Path) -> None:
 
 
 def test_a_rank_that_dies_fails_the_save(tmp_path):
-    with pytest.raises(AssertionError, match="rank 1 failed: ended without a word, exit code -9"):
+    with pytest.raises(RanksFailed, match="rank 1 failed: ended without a word, exit code -9"):
         run_ranks(lose_a_rank, 2, tmp_path)
     assert "checkpoint of step 2 was not saved: contact with another rank was lost" in (tmp_path / "said").read_text()
     with CheckpointStore(tmp_path / "checkpoints", keep_last=9) as store:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,14 @@ from phalanx.models.language.layers import Linear, Norm
 from phalanx.models.language.positions import alibi_slopes, rope_tables, rotate
 
 AttentionKernel = Literal["sdpa", "flex"]
+
+
+class RotaryContext(Protocol):
+    """The part of a context that does not depend on how attention is computed."""
+
+    @property
+    def rope(self) -> tuple[Tensor, Tensor] | None:
+        """cos and sin tables, float32 [S, E/2]."""
 
 
 class AttentionContext(NamedTuple):
@@ -77,33 +85,44 @@ def attention_context(
     kernel: AttentionKernel = "sdpa",
     document_ids_BS: Tensor | None = None,
     past: int = 0,
+    heads: slice = slice(None),
 ) -> AttentionContext:
     """Positions and masks for one forward pass.
 
     positions_S: int64 [S], the global positions of the queries. document_ids_BS: [B, S], attention stays within equal ids.
     past: number of cached positions before the first query (generation only; the keys are then positions 0 .. past+S-1).
+    heads: the query heads that are computed.
     """
     rope = rope_tables(config, positions_S) if config.positions == "rope" else None
     alibi = config.positions == "alibi"
     if kernel == "flex":
-        slopes = alibi_slopes(config, positions_S.device) if alibi else None
+        slopes = alibi_slopes(config, positions_S.device)[heads] if alibi else None
         mask = _flex_mask(positions_S, document_ids_BS)
         return AttentionContext(rope, None, slopes, mask, rows_safe=document_ids_BS is None)
     if not alibi and document_ids_BS is None and past == 0:
         return AttentionContext(rope, None, None, None)
     keys = torch.arange(past + len(positions_S), device=positions_S.device)
-    return AttentionContext(rope, _dense_bias(config, positions_S, keys, dtype, document_ids_BS), None, None)
+    documents = None if document_ids_BS is None else (document_ids_BS, document_ids_BS)
+    slopes_H = alibi_slopes(config, positions_S.device)[heads] if alibi else None
+    return AttentionContext(rope, dense_bias(slopes_H, positions_S, keys, dtype, documents), None, None)
 
 
-def _dense_bias(
-    config: LanguageModel, queries_Q: Tensor, keys_S: Tensor, dtype: torch.dtype, document_ids_BS: Tensor | None
+def dense_bias(
+    slopes_H: Tensor | None,
+    queries_Q: Tensor,
+    keys_S: Tensor,
+    dtype: torch.dtype,
+    documents: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
+    """Additive bias [B or 1, H or 1, Q, S] for queries and keys at these global positions, -inf where forbidden.
+
+    slopes_H: ALiBi slopes. documents: ids of the queries' and of the keys' documents, [B, Q] and [B, S].
+    """
     distance_QS = keys_S[None, :] - queries_Q[:, None]
     forbidden = (distance_QS > 0)[None, None]
-    if document_ids_BS is not None:
-        forbidden = forbidden | (document_ids_BS[:, None, :, None] != document_ids_BS[:, None, None, :])
-    if config.positions == "alibi":
-        slopes_H = alibi_slopes(config, queries_Q.device)
+    if documents is not None:
+        forbidden = forbidden | (documents[0][:, None, :, None] != documents[1][:, None, None, :])
+    if slopes_H is not None:
         bias = (slopes_H[:, None, None] * distance_QS)[None].to(dtype)
     else:
         bias = torch.zeros((1, 1, 1, 1), dtype=dtype, device=queries_Q.device)
@@ -142,6 +161,10 @@ def attend(query_BHSE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, context: At
         is_causal=context.bias is None and query_BHSE.shape[2] > 1,
         enable_gqa=query_BHSE.shape[1] != key_BKSE.shape[1],
     )
+
+
+AttentionCore = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+"""The signature of `attend`; each core comes with its own kind of context."""
 
 
 @cache
@@ -184,6 +207,7 @@ class Attention(nn.Module):
         self.head_size = config.head_size
         self.group = config.n_heads // config.kv_heads
         self.clip_qkv = config.clip_qkv
+        self.attend: AttentionCore = attend
         width = config.n_heads * config.head_size
         self.qkv = Linear(config.d_model, width + 2 * config.kv_heads * config.head_size, bias=config.bias)
         self.output = Linear(width, config.d_model, bias=config.bias)
@@ -192,7 +216,7 @@ class Attention(nn.Module):
             self.query_norm = Norm(config.head_size, kind=config.norm, eps=config.norm_eps, bias=False)
             self.key_norm = Norm(config.head_size, kind=config.norm, eps=config.norm_eps, bias=False)
 
-    def forward(self, x_BSD: Tensor, context: AttentionContext, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, context: RotaryContext, cache: KeyValueCache | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]. With `cache`, keys and values of earlier positions are attended to as well."""
         query, key, value = self._project(x_BSD)
         if context.rope is not None:
@@ -200,7 +224,7 @@ class Attention(nn.Module):
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         if cache is not None:
             key, value = cache.append(key, value)
-        mixed = attend(query, key, value, context)
+        mixed = self.attend(query, key, value, context)
         out: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return out
 

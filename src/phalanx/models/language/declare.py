@@ -1,4 +1,4 @@
-"""What the language family declares about its parameters, as data: how they begin and what kind each is."""
+"""What the language family declares about itself, as data: how parameters begin, what kind each is, what may be split."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Literal
 
 from phalanx.config.model import LanguageModel
 from phalanx.models.initial import InitRule
+from phalanx.models.language.layers import gate_block
+from phalanx.models.language.sizes import block_flops_per_token, head_flops_per_token
+from phalanx.models.splits import Split, SplitCount, Splits
 
 ParameterKind = Literal["norm", "bias", "embedding", "matrix"]
 
@@ -38,3 +41,42 @@ def initial_rules(config: LanguageModel) -> list[tuple[str, InitRule]]:
         ("*.mlp.down.weight", InitRule.normal(residual)),
         ("*", InitRule.normal(config.init_std)),
     ]
+
+
+TIED = {"head.weight": "embedding.weight"}
+"""Parameters that are copies of others wherever a tied head is not in one part with the table."""
+
+
+def tensor_splits(config: LanguageModel) -> Splits:
+    """How modules may be split over tensor-parallel ranks; see `models.splits`."""
+    group = config.n_heads // config.kv_heads
+    gate = gate_block(config.ff_size) if config.mlp == "swiglu" else 1
+    return [
+        ("embedding", Split("lookup")),
+        ("blocks.*.attention", Split("attention")),
+        ("blocks.*.attention.qkv", Split("column", (group + 2) * config.head_size)),
+        ("blocks.*.attention.output", Split("row", group * config.head_size)),
+        ("blocks.*.mlp.gate_up", Split("column", 2 * gate)),
+        ("blocks.*.mlp.up", Split("column")),
+        ("blocks.*.mlp.down", Split("row", gate)),
+        ("head", Split("logits")),
+    ]
+
+
+def tensor_split_counts(config: LanguageModel) -> list[SplitCount]:
+    """What a tensor-parallel degree must divide. The vocabulary is not among them: its parts may be uneven."""
+    gate = gate_block(config.ff_size) if config.mlp == "swiglu" else 1
+    return [
+        SplitCount("model.n_heads", config.n_heads),
+        SplitCount("model.n_kv_heads", config.kv_heads),
+        SplitCount("model.d_ff", config.ff_size // gate),
+    ]
+
+
+def relative_block_costs(config: LanguageModel, sequence_length: int) -> tuple[float, float]:
+    """What the embedding and the head cost beside one block, in blocks: by their floating-point operations.
+
+    The embedding is a lookup: memory traffic of a few rows a token, next to nothing beside a block's matmuls.
+    """
+    block = block_flops_per_token(config, sequence_length)
+    return 0.0, head_flops_per_token(config) / block

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,13 +13,31 @@ from phalanx.config.model import LanguageModel
 from phalanx.counter_random import CounterDropout, DropoutContext
 from phalanx.models.language.attention import (
     Attention,
-    AttentionContext,
     AttentionKernel,
     KeyValueCache,
+    RotaryContext,
     attention_context,
 )
 from phalanx.models.language.layers import Norm, build_mlp
 from phalanx.models.language.loss import ChunkLoss, LossSum, chunk_loss, linear_cross_entropy
+from phalanx.models.language.positions import Positions
+from phalanx.models.splits import ModelPart
+
+
+class ContextBuilder(Protocol):
+    """The signature of `attention_context`."""
+
+    def __call__(
+        self,
+        config: LanguageModel,
+        positions_S: Tensor,
+        dtype: torch.dtype,
+        *,
+        kernel: AttentionKernel = "sdpa",
+        document_ids_BS: Tensor | None = None,
+        past: int = 0,
+    ) -> RotaryContext:
+        """Positions and masks for one forward pass."""
 
 
 class TokenEmbedding(nn.Module):
@@ -35,12 +56,19 @@ class TokenEmbedding(nn.Module):
         self.dropout = CounterDropout(config.dropout, site=0)
 
     def forward(self, tokens_BS: Tensor, positions_S: Tensor, dropout: DropoutContext | None = None) -> Tensor:
-        """Token ids and global positions -> activations [B, S, D] in the model's activation format."""
-        x_BSD = F.embedding(tokens_BS, self.weight).to(self.dtype)
+        """Token ids -> activations [B, S, D] in the model's activation format.
+
+        positions_S: global positions of the rows that come out.
+        """
+        x_BSD = self.lookup(tokens_BS)
         if self.positions is not None:
             x_BSD = x_BSD + F.embedding(positions_S, self.positions).to(self.dtype)
         dropped: Tensor = self.dropout(x_BSD, dropout)
         return dropped
+
+    def lookup(self, tokens_BS: Tensor) -> Tensor:
+        """Rows of the token table [B, S, D], in the model's activation format."""
+        return F.embedding(tokens_BS, self.weight).to(self.dtype)
 
 
 class Block(nn.Module):
@@ -58,7 +86,7 @@ class Block(nn.Module):
     def forward(
         self,
         x_BSD: Tensor,
-        context: AttentionContext,
+        context: RotaryContext,
         dropout: DropoutContext | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
@@ -70,17 +98,21 @@ class Block(nn.Module):
 
 
 class OutputHead(nn.Module):
-    """Final norm and the projection to the vocabulary. A tied head owns no weight: it is given the embedding table."""
+    """Final norm and the projection to the vocabulary.
+
+    A tied head beside the embedding owns no weight: it is given the table. In another part it owns a copy of the table.
+    """
 
     weight: nn.Parameter | None
 
-    def __init__(self, config: LanguageModel, *, chunk_tokens: int, z_loss: float) -> None:
+    def __init__(self, config: LanguageModel, *, chunk_tokens: int, z_loss: float, owns_weight: bool) -> None:
         super().__init__()
         self.norm = _norm(config)
-        if config.tied_head:
-            self.register_parameter("weight", None)
-        else:
+        if owns_weight:
             self.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        else:
+            self.register_parameter("weight", None)
+        self.vocab_size = config.vocab_size
         self.chunk_tokens = chunk_tokens
         self.z_loss = z_loss
         self.loss_kernel: ChunkLoss = chunk_loss
@@ -106,8 +138,30 @@ class OutputHead(nn.Module):
         return weight
 
 
+class Blocks(nn.Module):
+    """Consecutive blocks under their numbers in the whole model, so that parameter names do not depend on the part."""
+
+    def __init__(self, config: LanguageModel, numbers: range) -> None:
+        super().__init__()
+        self.numbers = numbers
+        for number in numbers:
+            self.add_module(str(number), Block(config))
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[Block]:
+        return (self[number] for number in self.numbers)
+
+    def __getitem__(self, number: int) -> Block:
+        """The block with this number in the whole model."""
+        block = self._modules[str(number)]
+        assert isinstance(block, Block)
+        return block
+
+
 class Decoder(nn.Module):
-    """GPT-2/3, MPT or Llama 3, as `config` describes it.
+    """GPT-2/3, MPT or Llama 3, as `config` describes it; the whole of it or one part.
 
     Parameters are created uninitialised (see `layout.init`); build under `torch.device("meta")` to allocate nothing.
     """
@@ -120,14 +174,19 @@ class Decoder(nn.Module):
         kernel: AttentionKernel = "sdpa",
         chunk_tokens: int = 4096,
         z_loss: float = 0.0,
+        part: ModelPart | None = None,
     ) -> None:
         super().__init__()
+        self.part = part = part or ModelPart(range(config.n_layers))
         self.config = config
         self.dtype = dtype
         self.kernel: AttentionKernel = kernel
-        self.embedding = TokenEmbedding(config, dtype)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.head = OutputHead(config, chunk_tokens=chunk_tokens, z_loss=z_loss)
+        self.attention_context: ContextBuilder = attention_context
+        if part.first:
+            self.embedding = TokenEmbedding(config, dtype)
+        self.blocks = Blocks(config, part.blocks)
+        if part.last:
+            self.head = OutputHead(config, chunk_tokens=chunk_tokens, z_loss=z_loss, owns_weight=not self._tied_here())
 
     def forward(
         self,
@@ -139,12 +198,33 @@ class Decoder(nn.Module):
     ) -> LossSum:
         """Summed next-token loss. tokens, targets: int64 [B, S]; document_ids: [B, S] to keep attention in documents."""
         positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        context = attention_context(
-            self.config, positions_S, self.dtype, kernel=self.kernel, document_ids_BS=document_ids_BS
+        positions = Positions(positions_S, positions_S)
+        hidden = self.hidden(tokens_BS, positions, document_ids_BS=document_ids_BS, dropout=dropout)
+        return self.loss(hidden, targets_BS)
+
+    def hidden(
+        self,
+        inputs: Tensor,
+        positions: Positions,
+        *,
+        document_ids_BS: Tensor | None = None,
+        dropout: DropoutContext | None = None,
+    ) -> Tensor:
+        """Activations behind the last block of this part.
+
+        inputs: token ids [B, S], or activations [B, S, D] where the part does not hold the embedding. document_ids: of
+        whole samples, whatever part of their positions is computed here.
+        """
+        context = self.attention_context(
+            self.config, positions.tokens_S, self.dtype, kernel=self.kernel, document_ids_BS=document_ids_BS
         )
-        x_BSD = self.embedding(tokens_BS, positions_S, dropout)
-        for index, block in enumerate(self.blocks):
-            x_BSD = block(x_BSD, context, None if dropout is None else dropout.at_layer(index))
+        x_BSD = self.embedding(inputs, positions.rows_S, dropout) if self.part.first else inputs
+        for number, block in zip(self.part.blocks, self.blocks, strict=True):
+            x_BSD = block(x_BSD, context, None if dropout is None else dropout.at_layer(number))
+        return x_BSD
+
+    def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> LossSum:
+        """Summed loss of activations behind the model's last block."""
         loss: LossSum = self.head(x_BSD, targets_BS, self._tied_weight())
         return loss
 
@@ -160,7 +240,7 @@ class Decoder(nn.Module):
         past = caches[0].length if caches else 0
         positions_S = torch.arange(past, past + tokens_BS.shape[1], device=tokens_BS.device)
         kernel: AttentionKernel = "sdpa" if caches else self.kernel
-        context = attention_context(self.config, positions_S, self.dtype, kernel=kernel, past=past)
+        context = self.attention_context(self.config, positions_S, self.dtype, kernel=kernel, past=past)
         x_BSD = self.embedding(tokens_BS, positions_S)
         for index, block in enumerate(self.blocks):
             x_BSD = block(x_BSD, context, None, caches[index] if caches else None)
@@ -168,7 +248,11 @@ class Decoder(nn.Module):
         return result
 
     def _tied_weight(self) -> Tensor | None:
-        return self.embedding.weight if self.config.tied_head else None
+        return self.embedding.weight if self._tied_here() else None
+
+    def _tied_here(self) -> bool:
+        """Whether this part holds both the table and the head that shares it."""
+        return self.config.tied_head and self.part.first
 
     def new_caches(self) -> list[KeyValueCache]:
         """Empty key/value caches, one a layer."""

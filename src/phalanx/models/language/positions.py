@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from phalanx.config.model import LanguageModel, RopeScaling
+
+
+class Positions(NamedTuple):
+    """Global positions in the sequence of what a model computes: all of them on one device, some of them elsewhere."""
+
+    tokens_S: Tensor
+    """int64: of tokens and targets, and of queries."""
+    rows_S: Tensor
+    """int64: of the rows of the residual stream."""
 
 
 def rope_frequencies(config: LanguageModel, device: torch.device) -> Tensor:

@@ -48,6 +48,16 @@ def model_flops_per_token(model: LanguageModel, sequence_length: int, convention
     return 6 * matmul_parameters(model) + per_position * model.n_layers * attention_width * sequence_length
 
 
+def block_flops_per_token(model: LanguageModel, sequence_length: int) -> int:
+    """Share of one block in `model_flops_per_token`, causal convention."""
+    return 6 * _block_matrix_parameters(model) + 6 * model.n_heads * model.head_size * sequence_length
+
+
+def head_flops_per_token(model: LanguageModel) -> int:
+    """Share of the output head in `model_flops_per_token`."""
+    return 6 * _head_parameters(model)
+
+
 def _head_parameters(model: LanguageModel) -> int:
     return model.vocab_size * model.d_model
 

@@ -10,7 +10,7 @@ from phalanx.train.checkpoint.names import Checkpoint
 from phalanx.train.checkpoint.reader import read_state, read_tensors
 from phalanx.train.checkpoint.rng import rng_state, set_rng_state
 from phalanx.train.checkpoint.store import CheckpointStore
-from phalanx.train.checkpoint.tensors import collect_tensors, materialise_optimizer_state
+from phalanx.train.checkpoint.tensors import collect_tensors, materialise_optimizer_state, placed_tensors
 
 __all__ = [
     "Checkpoint",
@@ -20,6 +20,7 @@ __all__ = [
     "SaveHandle",
     "collect_tensors",
     "materialise_optimizer_state",
+    "placed_tensors",
     "read_state",
     "read_tensors",
     "rng_state",

@@ -7,28 +7,35 @@ save, gather every rank's reads on rank 0 although nothing is decided there, and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
 from phalanx.errors import CheckpointError
+from phalanx.layout.place import Place, as_place
 from phalanx.train.checkpoint.manifest import DTYPES, Chunk, TensorRecord, TensorShape, check_tensor_name, nbytes
 from phalanx.train.checkpoint.rank_group import RankGroup
 
 MAX_CHUNK_BYTES = 1 << 26
 """Larger shards are cut, so that a rank that needs a part of a shard reads and verifies little more than that part."""
+
+
+SavedTensors = Mapping[str, Tensor | Place]
+"""What to save or to load into, by name: tensors plain (alike on all ranks that have them) or DTensor, or parts of any."""
 
 
 @dataclass(frozen=True)
@@ -61,24 +68,24 @@ class SavePlanning:
         self.shapes: list[TensorShape] = []
         """Every tensor of the checkpoint; on rank 0 only."""
 
-    def plan(self, tensors: dict[str, Tensor]) -> list[Piece]:
-        """What this rank writes. Replicated tensors are shared out among the ranks that hold them.
+    def plan(self, tensors: SavedTensors) -> list[Piece]:
+        """What this rank writes. Parts that several ranks hold alike are shared out among them.
 
         Raises CheckpointError, on all ranks, when a tensor of any rank cannot be saved.
         """
         self._ranks.agree(_refusal(tensors))
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(tensors, is_coordinator=self._ranks.first)
-        signature = tuple(_signature(name, tensor) for name, tensor in tensors.items())
+        places = {name: as_place(tensor) for name, tensor in tensors.items()}
+        signature = tuple(_signature(name, place) for name, place in places.items())
         changed = torch.tensor([signature != self._signature], dtype=torch.uint8)
         if self._ranks.any(changed).item():
             self._signature = None
-            self._make(planner)
+            self._make([_write_item(name, place) for name, place in places.items()])
             self._signature = signature
-        return [piece for item in self._items for piece in _pieces(item, planner)]
+        return [piece for item in self._items for piece in _pieces(item, places)]
 
-    def _make(self, planner: DefaultSavePlanner) -> None:
-        local_plans = self._ranks.gather(planner.create_local_plan())
+    def _make(self, items: list[WriteItem]) -> None:
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        local_plans = self._ranks.gather(SavePlan(items))
         decided = self._ranks.on_first(lambda: planner.create_global_plan(local_plans))
         plans, metadata = decided if decided is not None else ([], Metadata({}))
         self._items = planner.finish_plan(self._ranks.scatter(plans)).items
@@ -89,13 +96,13 @@ class SavePlanning:
         ]
 
 
-def _refusal(tensors: dict[str, Tensor]) -> CheckpointError | None:
+def _refusal(tensors: SavedTensors) -> CheckpointError | None:
     for name, tensor in tensors.items():
         try:
             check_tensor_name(name)
         except ValueError as error:
             return CheckpointError(f"tensor {name!r} cannot be saved: {error}")
-        reason = _unsaveable(tensor)
+        reason = _unsaveable(tensor.local if isinstance(tensor, Place) else tensor)
         if reason:
             return CheckpointError(f"tensor {name!r} cannot be saved: {reason}")
     return None
@@ -115,19 +122,26 @@ def _unsaveable(tensor: object) -> str | None:
     return None
 
 
-def _signature(name: str, tensor: Tensor) -> tuple[Any, ...]:
-    placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-    return (name, tensor.dtype, tensor.shape, placed)
+def _signature(name: str, place: Place) -> tuple[Any, ...]:
+    return (name, place.local.dtype, place.shape, place.offsets, place.local.shape)
+
+
+def _write_item(name: str, place: Place) -> WriteItem:
+    offsets = torch.Size(place.offsets)
+    chunk = ChunkStorageMetadata(offsets, place.local.size())
+    properties = TensorProperties.create_from_tensor(place.local)
+    data = TensorWriteData(chunk, properties, torch.Size(place.shape))
+    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _pieces(item: WriteItem, planner: DefaultSavePlanner) -> Iterator[Piece]:
+def _pieces(item: WriteItem, places: dict[str, Place]) -> Iterator[Piece]:
     """Cut one shard along its first long dim into pieces of at most MAX_CHUNK_BYTES, or of one row."""
-    source = planner.resolve_data(item)
-    assert isinstance(source, Tensor) and item.tensor_data is not None
+    source = places[item.index.fqn].local.detach()
+    assert item.tensor_data is not None
     offsets, sizes = list(item.tensor_data.chunk.offsets), list(item.tensor_data.chunk.sizes)
     if 0 in sizes:
         return
@@ -160,22 +174,24 @@ class Copy:
     """Where the elements go: a view of the caller's local memory."""
 
 
-def plan_load(records: list[TensorRecord], tensors: dict[str, Tensor]) -> list[tuple[TensorRecord, Chunk, list[Copy]]]:
+def plan_load(records: list[TensorRecord], tensors: SavedTensors) -> list[tuple[TensorRecord, Chunk, list[Copy]]]:
     """The chunks that this rank has to read to fill its part of `tensors`, each once, and what to copy out of each.
 
     Every name in `tensors` must have its record, of the same global shape and dtype.
     """
     filled = {record.name: record for record in records if math.prod(record.shape)}
-    wanted = {name: tensor for name, tensor in tensors.items() if name in filled}
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(wanted, Metadata({name: _storage(filled[name]) for name in wanted}))
+    wanted = {name: as_place(tensor) for name, tensor in tensors.items() if name in filled}
     chunks = {(name, tuple(chunk.offsets)): chunk for name in wanted for chunk in filled[name].chunks}
     reads: dict[tuple[str, tuple[int, ...]], list[Copy]] = {}
-    for item in planner.create_local_plan().items:
-        assert item.storage_index.offset is not None
-        place = (item.storage_index.fqn, tuple(item.storage_index.offset))
-        copy = Copy(list(item.storage_offsets), list(item.lengths), planner.resolve_tensor(item))
-        reads.setdefault(place, []).append(copy)
+    for name, place in wanted.items():
+        own = ChunkStorageMetadata(torch.Size(place.offsets), place.local.size())
+        for item in create_read_items_for_chunk_list(name, _storage(filled[name]), [own]):
+            assert item.storage_index.offset is not None
+            target = place.local.detach()
+            for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+                target = target.narrow(dim, start, length)
+            copy = Copy(list(item.storage_offsets), list(item.lengths), target)
+            reads.setdefault((name, tuple(item.storage_index.offset)), []).append(copy)
     return [(filled[name], chunks[name, offsets], copies) for (name, offsets), copies in reads.items()]
 
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
+from phalanx.layout.place import Place, as_place
 from phalanx.train.checkpoint.damage import CheckpointDamaged
 from phalanx.train.checkpoint.files import CheckpointFolder, Contents, DataFile
 from phalanx.train.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, nbytes
-from phalanx.train.checkpoint.plan import Copy, plan_load
+from phalanx.train.checkpoint.plan import Copy, SavedTensors, plan_load
 from phalanx.train.checkpoint.rank_group import RankGroup
 
 Read = tuple[TensorRecord, Chunk, list[Copy]]
@@ -52,7 +53,7 @@ def read_state(path: Path) -> dict[str, Any]:
     return contents.state(contents.manifest())
 
 
-def load_tensors(path: Path, tensors: dict[str, Tensor], prefix: str, ranks: RankGroup) -> dict[str, Any]:
+def load_tensors(path: Path, tensors: SavedTensors, prefix: str, ranks: RankGroup) -> dict[str, Any]:
     """Fill `tensors` in place on every rank from the checkpoint at `path`, and return its state.
 
     The tensors of all ranks together must be those in the checkpoint whose names start with `prefix`. Rank 0 reads the
@@ -80,19 +81,20 @@ def _read_contents(path: Path) -> Contents:
 
 
 def _check_belongs(
-    path: Path, records: list[TensorRecord], tensors: dict[str, Tensor], prefix: str, ranks: RankGroup
+    path: Path, records: list[TensorRecord], tensors: SavedTensors, prefix: str, ranks: RankGroup
 ) -> None:
     """Refuse, on all ranks alike, tensors that are not the ones in the checkpoint."""
+    places = {name: as_place(tensor) for name, tensor in tensors.items()}
     saved = {record.name: record for record in records}
     wanted_somewhere = ranks.any(torch.tensor([record.name in tensors for record in records], dtype=torch.uint8))
     unexpected = [record.name for record, wanted in zip(records, wanted_somewhere.tolist(), strict=True) if not wanted]
     missing = [name for name in tensors if name not in saved]
     different = [
         f"{name} (saved {record.dtype}{record.shape}, wanted {_describe(tensor)})"
-        for name, tensor in tensors.items()
+        for name, tensor in places.items()
         if (record := saved.get(name)) is not None and _describe(tensor) != f"{record.dtype}{record.shape}"
     ]
-    meta = [name for name, tensor in tensors.items() if tensor.device.type == "meta"]
+    meta = [name for name, place in places.items() if place.local.device.type == "meta"]
     problems = [
         f"{len(names)} {what}: {', '.join(names[:NAMED_IN_MESSAGE])}{', ...' if len(names) > NAMED_IN_MESSAGE else ''}"
         for what, names in (
@@ -108,8 +110,8 @@ def _check_belongs(
     ranks.agree(CheckpointError(summary) if problems else None)
 
 
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+def _describe(place: Place) -> str:
+    return f"{str(place.local.dtype).removeprefix('torch.')}{list(place.shape)}"
 
 
 def _read(folder: CheckpointFolder, manifest: Manifest, reads: Iterable[Read]) -> None:

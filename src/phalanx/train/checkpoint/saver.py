@@ -18,7 +18,7 @@ from phalanx.train.checkpoint import folders
 from phalanx.train.checkpoint.handle import SaveHandle
 from phalanx.train.checkpoint.manifest import Report, StateRecord, checksum, render_manifest
 from phalanx.train.checkpoint.names import step_name
-from phalanx.train.checkpoint.plan import Piece, SavePlanning
+from phalanx.train.checkpoint.plan import Piece, SavedTensors, SavePlanning
 from phalanx.train.checkpoint.rank_group import RankGroup, as_checkpoint_error
 from phalanx.train.checkpoint.staging import Staging
 from phalanx.train.checkpoint.state import render_state
@@ -51,7 +51,7 @@ class Saver:
         self._planning = SavePlanning(ranks)
         self._staging = Staging()
 
-    def plan(self, tensors: dict[str, Tensor]) -> list[list[Piece]]:
+    def plan(self, tensors: SavedTensors) -> list[list[Piece]]:
         """The files this rank writes for `tensors`, and the pieces in each. Raises CheckpointError on all ranks."""
         return list(group_by_file(self._planning.plan(tensors)))
 
@@ -60,7 +60,7 @@ class Saver:
         for block, pieces in enumerate(files):
             self._staging.reserve(block, pieces)
 
-    def prepare(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Save:
+    def prepare(self, step: int, tensors: SavedTensors, state: dict[str, Any]) -> Save:
         """Decide what this rank writes, and make the folder to write to.
 
         Raises CheckpointError, on all ranks, for a state or a tensor that cannot be saved. A folder that cannot be made

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint.damage import CheckpointDamaged
 from phalanx.train.checkpoint.files import CheckpointFolder
 from phalanx.train.checkpoint.names import Checkpoint, published, step_of
+from phalanx.train.checkpoint.plan import SavedTensors
 from phalanx.train.checkpoint.rank_group import RankGroup
 from phalanx.train.checkpoint.reader import load_tensors
 
@@ -51,7 +50,7 @@ class CheckpointSource:
         """The newest whole checkpoint, if there is one."""
         return self._ranks.from_first(lambda: next((found for found in self._published() if _whole(found)), None))
 
-    def load(self, checkpoint: Checkpoint, tensors: dict[str, Tensor], *, prefix: str = "") -> dict[str, Any]:
+    def load(self, checkpoint: Checkpoint, tensors: SavedTensors, *, prefix: str = "") -> dict[str, Any]:
         """Fill `tensors` in place, in whatever sharding they have, and return the state.
 
         prefix: load only the tensors of the checkpoint whose names start with this; `tensors` must then be exactly
@@ -61,7 +60,7 @@ class CheckpointSource:
         return load_tensors(checkpoint.path, tensors, prefix, self._ranks)
 
     def load_newest_usable(
-        self, tensors: dict[str, Tensor], *, prefix: str = ""
+        self, tensors: SavedTensors, *, prefix: str = ""
     ) -> tuple[Checkpoint, dict[str, Any]] | None:
         """Load the newest checkpoint that is not damaged, with a warning for each one passed over.
 

@@ -10,14 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from torch import Tensor
-
 from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint import folders
 from phalanx.train.checkpoint.handle import SaveHandle
 from phalanx.train.checkpoint.lock import RunLock
 from phalanx.train.checkpoint.names import Checkpoint
-from phalanx.train.checkpoint.plan import Piece
+from phalanx.train.checkpoint.plan import Piece, SavedTensors
 from phalanx.train.checkpoint.rank_group import RankGroup
 from phalanx.train.checkpoint.saver import NO_MEMORY, Save, Saver
 from phalanx.train.checkpoint.source import CheckpointSource
@@ -78,9 +76,7 @@ class CheckpointStore(CheckpointSource):
     ) -> None:
         self.close()
 
-    def save(
-        self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], asynchronous: bool = False
-    ) -> SaveHandle:
+    def save(self, step: int, tensors: SavedTensors, state: dict[str, Any], asynchronous: bool = False) -> SaveHandle:
         """Write the checkpoint of `step`; it becomes the newest, and those of later steps are set aside.
 
         tensors: by a name of its own each, plain (then alike on all ranks that have it) or DTensor. state: JSON values;
@@ -107,7 +103,7 @@ class CheckpointStore(CheckpointSource):
             save.handle.wait()
         return save.handle
 
-    def reserve(self, tensors: dict[str, Tensor]) -> None:
+    def reserve(self, tensors: SavedTensors) -> None:
         """Get ready, in the background, to save such tensors in the background. Optional.
 
         Without it the first background save stalls for several times as long as later ones, for fresh host memory.
@@ -148,13 +144,13 @@ class CheckpointStore(CheckpointSource):
         self._let_finish()
         return super().newest()
 
-    def load(self, checkpoint: Checkpoint, tensors: dict[str, Tensor], *, prefix: str = "") -> dict[str, Any]:
+    def load(self, checkpoint: Checkpoint, tensors: SavedTensors, *, prefix: str = "") -> dict[str, Any]:
         """As `CheckpointSource.load`."""
         self._let_finish()
         return super().load(checkpoint, tensors, prefix=prefix)
 
     def load_newest_usable(
-        self, tensors: dict[str, Tensor], *, prefix: str = ""
+        self, tensors: SavedTensors, *, prefix: str = ""
     ) -> tuple[Checkpoint, dict[str, Any]] | None:
         """As `CheckpointSource.load_newest_usable`."""
         self._let_finish()

@@ -9,11 +9,14 @@ betas, weight decay) are no part of the state: they come from the run file, so t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
 from phalanx.compat import full_name
 from phalanx.errors import CheckpointError
+from phalanx.layout.place import Place, TensorSplits, place_of
 
 
 def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
@@ -78,3 +81,20 @@ def materialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         for value in optimizer.state[parameter].values():
             if isinstance(value, Tensor):
                 value.zero_()
+
+
+def placed_tensors(
+    parameters: Mapping[str, nn.Parameter], splits: TensorSplits, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Place]:
+    """As `collect_tensors`, for a model in any layout: parameters by their names in the whole model, with this rank's
+    part of each and of the optimizer state that is shaped like it."""
+    placed = {f"model.{name}": place_of(parameter, splits.get(name)) for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        state = {} if optimizer is None else optimizer.state.get(parameter, {})
+        for what, value in state.items():
+            key = f"optimizer.{name}.{what}"
+            if not isinstance(value, Tensor):
+                raise CheckpointError(f"{key} is a {type(value).__name__}, not a tensor; it would not be restored")
+            like_parameter = value.shape == parameter.shape and value.dim() > 0
+            placed[key] = place_of(value, splits.get(name) if like_parameter else None)
+    return placed

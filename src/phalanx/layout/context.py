@@ -1,0 +1,129 @@
+"""Context parallelism: ranks of `cp` hold different positions of the same samples, and attention joins them.
+
+ring: keys and values travel from rank to rank while each computes with what it has (Liu et al. 2023). A rank holds an
+early and a late run of positions, so that a causal mask leaves all ranks the same work.
+all_to_all: for attention ranks exchange positions for heads, each then has some heads of all positions (Jacobs et al. 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.config.model import LanguageModel
+from phalanx.layout.collectives import exchange
+from phalanx.layout.mesh import Axis
+from phalanx.layout.ring import ring_attention, ring_positions
+from phalanx.models.language.attention import (
+    Attention,
+    AttentionContext,
+    AttentionKernel,
+    attend,
+    attention_context,
+)
+from phalanx.models.language.decoder import Decoder
+from phalanx.models.language.positions import Positions, alibi_slopes, rope_tables
+
+
+@dataclass(frozen=True)
+class SequenceShare:
+    """Which positions of every sample this rank computes."""
+
+    cp: Axis
+    tp: Axis
+    context: str
+    """ring or all_to_all."""
+
+    def positions(self, length: int, device: torch.device) -> Positions:
+        """Global positions of this rank's tokens, and of the rows of its residual stream."""
+        tokens_S = self._tokens(length, device)
+        return Positions(tokens_S, tokens_S.chunk(self.tp.size)[self.tp.rank])
+
+    def _tokens(self, length: int, device: torch.device) -> Tensor:
+        if self.context == "ring" and self.cp.size > 1:
+            return ring_positions(self.cp.rank, self.cp.size, length // self.cp.size, device)
+        each = length // self.cp.size
+        return torch.arange(self.cp.rank * each, (self.cp.rank + 1) * each, device=device)
+
+
+class RingContext(NamedTuple):
+    """What ring attention needs in every layer."""
+
+    rope: tuple[Tensor, Tensor] | None
+    slopes_H: Tensor | None
+    """ALiBi slopes of this rank's heads."""
+    document_ids_BS: Tensor | None
+    """Of whole samples."""
+
+
+def split_context(model: Decoder, share: SequenceShare) -> None:
+    """Let every attention of `model` reach the positions that other ranks hold; and know which heads are its own."""
+    cp, tp = share.cp, share.tp
+    heads = model.config.n_heads // tp.size
+    first = tp.rank * heads
+    if cp.size == 1:
+        model.attention_context = partial(attention_context, heads=slice(first, first + heads))
+        return
+    if share.context == "ring":
+        model.attention_context = partial(_ring_context, slice(first, first + heads))
+        core = partial(_ring, cp)
+    else:
+        each = heads // cp.size
+        mine = slice(first + cp.rank * each, first + (cp.rank + 1) * each)
+        model.attention_context = partial(_exchanged_context, cp, mine)
+        core = partial(_exchanged, cp)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = core
+
+
+def _ring_context(
+    heads: slice,
+    config: LanguageModel,
+    positions_S: Tensor,
+    dtype: torch.dtype,
+    *,
+    kernel: AttentionKernel = "sdpa",
+    document_ids_BS: Tensor | None = None,
+    past: int = 0,
+) -> RingContext:
+    assert past == 0, "cached generation runs on one rank"
+    return RingContext(
+        rope_tables(config, positions_S) if config.positions == "rope" else None,
+        alibi_slopes(config, positions_S.device)[heads] if config.positions == "alibi" else None,
+        document_ids_BS,
+    )
+
+
+def _ring(cp: Axis, query: Tensor, key: Tensor, value: Tensor, context: RingContext) -> Tensor:
+    out: Tensor = ring_attention(
+        query, key, value, context.slopes_H, context.document_ids_BS, cp.group_name, cp.rank, cp.size
+    )[0]
+    return out
+
+
+def _exchanged_context(
+    cp: Axis,
+    heads: slice,
+    config: LanguageModel,
+    positions_S: Tensor,
+    dtype: torch.dtype,
+    *,
+    kernel: AttentionKernel = "sdpa",
+    document_ids_BS: Tensor | None = None,
+    past: int = 0,
+) -> AttentionContext:
+    """The mask of whole samples for this rank's heads; rotary angles of this rank's positions, which come first."""
+    assert past == 0, "cached generation runs on one rank"
+    whole_S = torch.arange(len(positions_S) * cp.size, device=positions_S.device)
+    context = attention_context(config, whole_S, dtype, kernel=kernel, document_ids_BS=document_ids_BS, heads=heads)
+    return context._replace(rope=rope_tables(config, positions_S) if config.positions == "rope" else None)
+
+
+def _exchanged(cp: Axis, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
+    query, key, value = (exchange(x, cp, split=1, join=2) for x in (query, key, value))
+    return exchange(attend(query, key, value, context), cp, split=2, join=1)

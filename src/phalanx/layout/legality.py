@@ -1,0 +1,169 @@
+"""The rules that say whether a layout is legal for a run, each a pure function that gives reasons in one sentence.
+
+Nothing is allocated and no device is asked. A reason names the fields, their numbers and, where numbers alone mend it, the
+nearest ones that do; `layout.resolve` adds the nearest legal layouts to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from phalanx.config.schema import Run
+from phalanx.layout.spec import DEGREES, ZERO_BUBBLE, ResolvedLayout
+from phalanx.models.language.declare import tensor_split_counts
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a layout is not legal."""
+
+    text: str
+    fix: str | None = None
+    """What to change, as `field=value`, where that does not depend on the other degrees."""
+
+
+def reasons(run: Run, layout: ResolvedLayout, world_size: int, devices_per_node: int | None = None) -> list[Reason]:
+    """Every reason why `layout` cannot be used for `run` on `world_size` ranks; empty for a legal one."""
+    found = list(_world(layout, world_size))
+    # The other rules would only repeat what wrong degrees lead to.
+    if found:
+        return found
+    rules = (_zero, _tensor, _sequence, _context, _stages, _zero_bubble, _batch, _microbatches)
+    found = [reason for rule in rules for reason in rule(run, layout)]
+    return found + list(_node(run, layout, run.cluster.devices_per_node or devices_per_node))
+
+
+def _world(layout: ResolvedLayout, world_size: int) -> Iterator[Reason]:
+    if layout.world_size != world_size:
+        stated = [name for name in DEGREES if getattr(layout, name) != 1] or ["dp_shard"]
+        product = " x ".join(f"layout.{name}={getattr(layout, name)}" for name in stated)
+        yield Reason(f"{product} = {layout.world_size} ranks, but {world_size} were started")
+
+
+def _zero(_run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+    if layout.zero == 0 and layout.dp_shard > 1:
+        yield Reason(
+            f"layout.zero=0 keeps everything on every rank, so layout.dp_shard={layout.dp_shard} has nothing to share out",
+            f"layout.dp_shard=1 layout.dp_replicate={layout.dp_replicate * layout.dp_shard}",
+        )
+    if layout.reshard_after_forward and layout.zero < 3:
+        yield Reason(
+            f"layout.reshard_after_forward=true frees gathered parameters, which layout.zero={layout.zero} never shares out",
+            "layout.reshard_after_forward=auto or layout.zero=3",
+        )
+
+
+def _tensor(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+    for split in tensor_split_counts(run.model):
+        if split.count % layout.tp:
+            yield Reason(f"layout.tp={layout.tp} does not divide {split.field} ({split.count} parts)")
+    if layout.tp > run.model.vocab_size:
+        yield Reason(f"layout.tp={layout.tp} is more than model.vocab_size={run.model.vocab_size}")
+
+
+def _sequence(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+    length = run.data.sequence_length
+    ring = layout.cp > 1 and layout.context == "ring"
+    unit = 2 * layout.cp if ring else layout.cp
+    if length % unit:
+        parts = "2 x layout.cp (an early and a late part for each rank)" if ring else "layout.cp"
+        yield Reason(f"data.sequence_length={length} is not a multiple of {parts} = {unit}")
+    elif length // layout.cp % layout.tp:
+        yield Reason(
+            f"data.sequence_length={length} over layout.cp={layout.cp} ranks leaves {length // layout.cp} positions, "
+            f"which layout.tp={layout.tp} does not divide"
+        )
+
+
+def _context(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+    if layout.cp == 1 or layout.context != "all_to_all":
+        return
+    heads = run.model.kv_heads // layout.tp
+    if run.model.kv_heads % layout.tp == 0 and heads % layout.cp:
+        yield Reason(
+            f"layout.context=all_to_all gives each rank whole heads, but layout.cp={layout.cp} does not divide "
+            f"model.n_kv_heads={run.model.kv_heads} over layout.tp={layout.tp}",
+            "layout.context=ring",
+        )
+
+
+def _stages(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+    if layout.pp == 1:
+        return
+    per_rank = layout.stages_per_rank
+    stated = f"layout.stages_per_rank={per_rank}"
+    if layout.schedule in ("gpipe", "1f1b") and per_rank != 1:
+        yield Reason(f"layout.schedule={layout.schedule} has one stage on each rank, not {stated}", "stages_per_rank=1")
+    if layout.schedule == "zbv" and per_rank != 2:
+        yield Reason(f"layout.schedule=zbv has two stages on each rank, not {stated}", "stages_per_rank=2")
+    if layout.schedule.startswith("interleaved") and per_rank < 2:
+        yield Reason(f"layout.schedule={layout.schedule} needs at least two stages on each rank, not {stated}")
+    if layout.n_stages > run.model.n_layers:
+        yield Reason(
+            f"layout.pp={layout.pp} x {stated} = {layout.n_stages} stages, "
+            f"more than the model.n_layers={run.model.n_layers} layers they would hold"
+        )
+
+
+def _zero_bubble(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+    if layout.pp == 1 or layout.schedule not in ZERO_BUBBLE:
+        return
+    name = f"layout.schedule={layout.schedule}"
+    if layout.reshard_after_forward and layout.shards * layout.dp_replicate > 1:
+        yield Reason(
+            f"{name} with layout.reshard_after_forward=true gives wrong gradients: parameters gathered for the gradients "
+            f"of inputs are freed before those of weights are computed",
+            "layout.reshard_after_forward=auto",
+        )
+    if run.layout.recompute != "none":
+        yield Reason(
+            f"{name} reads activations twice, which recomputed ones (layout.recompute={run.layout.recompute}) cannot be",
+            "layout.recompute=none or layout.schedule=interleaved_1f1b",
+        )
+    if run.training.compile is True:
+        yield Reason(
+            f"{name} splits the backward pass of a stage, which compiled blocks do not allow",
+            "training.compile=auto or layout.schedule=interleaved_1f1b",
+        )
+    if layout.schedule == "zbv" and run.model.tied_head:
+        yield Reason(
+            f"{name} has the first and the last stage on one rank, where a tied head would be sharded twice",
+            "layout.schedule=interleaved_zero_bubble or model.tied_head=false",
+        )
+
+
+def _batch(_run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+    unit = layout.data_ranks * layout.microbatch
+    if layout.global_batch % unit:
+        lower = layout.global_batch // unit * unit
+        choices = " or ".join(str(batch) for batch in (lower, lower + unit) if batch)
+        yield Reason(
+            f"layout.global_batch={layout.global_batch} samples is not a multiple of layout.microbatch={layout.microbatch} "
+            f"x {layout.data_ranks} data-parallel ranks = {unit}",
+            f"global_batch={choices}",
+        )
+
+
+def _microbatches(_run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+    if layout.pp == 1 or layout.global_batch % (layout.data_ranks * layout.microbatch):
+        return
+    count = layout.accumulation
+    stated = f"the {count} micro-batches a rank computes (layout.global_batch over data ranks and layout.microbatch)"
+    if layout.schedule == "1f1b" and count < layout.n_stages:
+        yield Reason(
+            f"{stated} are fewer than the {layout.n_stages} stages of layout.schedule=1f1b", "layout.schedule=gpipe"
+        )
+    rounds = max(1, count // layout.pp)
+    if layout.schedule.startswith("interleaved") and count % rounds:
+        yield Reason(f"{stated} do not divide into {rounds} equal rounds of layout.schedule={layout.schedule}")
+
+
+def _node(run: Run, layout: ResolvedLayout, devices_per_node: int | None) -> Iterator[Reason]:
+    if layout.tp == 1 or devices_per_node is None or run.layout.tp_across_nodes:
+        return
+    if layout.tp > devices_per_node or devices_per_node % layout.tp:
+        yield Reason(
+            f"layout.tp={layout.tp} groups do not fit into nodes of {devices_per_node} devices",
+            "layout.tp_across_nodes=true to allow it",
+        )

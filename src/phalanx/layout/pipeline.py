@@ -1,0 +1,180 @@
+"""Pipeline parallelism: which layers make a stage, which stages a rank has, and torch's schedules run on them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+
+from phalanx.layout.mesh import Axis
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stage import Stage
+from phalanx.models.splits import ModelPart
+
+_SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "interleaved_zero_bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+}
+"""PyTorch's name of each schedule."""
+
+
+def split_layers(n_layers: int, n_stages: int, first_cost: float, last_cost: float) -> list[range]:
+    """Consecutive layers for each stage such that the costliest stage costs least; at least one layer each.
+
+    first_cost, last_cost: what the first and the last stage compute besides, in layers.
+    """
+    assert 1 <= n_stages <= n_layers
+    extra = [0.0] * n_stages
+    extra[0] += first_cost
+    extra[-1] += last_cost
+
+    @cache
+    def best(stage: int, start: int) -> tuple[float, float, tuple[int, ...]]:
+        """Costliest stage, sum of squared costs and ends, for the layers from `start` on in the stages from `stage` on."""
+        if stage == n_stages - 1:
+            cost = n_layers - start + extra[stage]
+            return cost, cost * cost, (n_layers,)
+        choices = []
+        for end in range(start + 1, n_layers - (n_stages - 1 - stage) + 1):
+            worst, squares, ends = best(stage + 1, end)
+            cost = end - start + extra[stage]
+            choices.append((max(cost, worst), squares + cost * cost, (end, *ends)))
+        # Among equally good splits the most even one, then the one with the early stages shorter: they hold more
+        # micro-batches' activations.
+        return min(choices)
+
+    ends = _ends(n_layers, n_stages, extra) if n_layers > _EXACT else best(0, 0)[2]
+    return [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
+
+
+_EXACT = 160
+"""Layers up to which every split is compared; beyond, stages are filled up to a common limit."""
+
+
+def _ends(n_layers: int, n_stages: int, extra: list[float]) -> tuple[int, ...]:
+    """The same by the smallest limit that filling the stages one after another keeps."""
+    limits = sorted({layers + more for layers in range(1, n_layers + 1) for more in extra})
+    for limit in limits:
+        ends, end = [], 0
+        for stage, more in enumerate(extra):
+            room = min(int(limit - more), n_layers - end - (n_stages - 1 - stage))
+            end += max(1, room)
+            ends.append(end)
+        if end >= n_layers and all(b - a + more <= limit for a, b, more in zip((0, *ends), ends, extra, strict=False)):
+            return tuple(ends)
+    raise AssertionError("the largest limit holds everything")
+
+
+def stages_of_rank(layout: ResolvedLayout, rank: int) -> list[int]:
+    """Indices of the stages that pipeline rank `rank` holds: every pp-th one, or there and back again for `zbv`."""
+    if layout.schedule == "zbv" and layout.pp > 1:
+        return [rank, 2 * layout.pp - 1 - rank]
+    return [rank + turn * layout.pp for turn in range(layout.stages_per_rank)]
+
+
+def rank_of_stage(layout: ResolvedLayout, stage: int) -> int:
+    """The pipeline rank that holds `stage`."""
+    turn, place = divmod(stage, layout.pp)
+    return layout.pp - 1 - place if layout.schedule == "zbv" and turn == 1 else place
+
+
+def model_parts(layout: ResolvedLayout, rank: int, n_layers: int, costs: tuple[float, float]) -> dict[int, ModelPart]:
+    """The parts of a model that pipeline rank `rank` holds, by stage. costs: see `split_layers`."""
+    ranges = split_layers(n_layers, layout.n_stages, *costs)
+    last = layout.n_stages - 1
+    return {
+        stage: ModelPart(ranges[stage], first=stage == 0, last=stage == last) for stage in stages_of_rank(layout, rank)
+    }
+
+
+class Pipeline:
+    """Runs the stages of this rank together with those of the other pipeline ranks."""
+
+    def __init__(
+        self, stages: list[Stage], layout: ResolvedLayout, pp: Axis, length: int, device: torch.device
+    ) -> None:
+        assert pp.group is not None
+        self.stages = stages
+        self.layout = layout
+        self.pp = pp
+        self.length = length
+        self.device = device
+        self._scale: Tensor | float = 1.0
+        schedule = get_schedule_class(_SCHEDULES[layout.schedule])
+        built = [self._torch_stage(stage) for stage in stages]
+        # Losses are sums: no division by the number of micro-batches.
+        options = {"n_microbatches": layout.accumulation, "loss_fn": self._loss, "scale_grads": False}
+        self._schedule: PipelineScheduleSingle | PipelineScheduleMulti
+        if issubclass(schedule, PipelineScheduleSingle):
+            self._schedule = schedule(built[0], **options)
+        else:
+            self._schedule = schedule(built, **options)
+
+    def forward_backward(self, tokens_BS: Tensor, targets_BS: Tensor, scale: Tensor | float, **rest: Tensor) -> Tensor:
+        """Run all micro-batches; gradients are those of scale * loss. Returns the summed loss, zero without last stage."""
+        self._scale = scale
+        losses: list[Tensor] = []
+        first = [tokens_BS] if any(stage.part.part.first for stage in self.stages) else []
+        inputs: dict[str, Any] = {"targets_BS": targets_BS, **rest}
+        self._schedule.step(*first, target=targets_BS, losses=losses, return_outputs=False, **inputs)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        # The schedule holds the scaled losses; a sum of one micro-batch's losses is exact to scale back.
+        for loss in losses:
+            total += loss.detach().double() / scale
+        return total
+
+    def _loss(self, output: Tensor, _target: Tensor) -> Tensor:
+        loss: Tensor = (output * self._scale).sum()
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, tokens_BS: Tensor, targets_BS: Tensor, **rest: Tensor) -> Tensor:
+        """Summed loss of one micro-batch, zero on ranks without the last stage; forward alone."""
+        mine = {stage.index: stage for stage in self.stages}
+        result = torch.zeros((), dtype=torch.float64, device=self.device)
+        x = tokens_BS
+        for index in range(self.layout.n_stages):
+            here, before = rank_of_stage(self.layout, index), rank_of_stage(self.layout, max(0, index - 1))
+            if index and before != here:
+                x = self._hand_over(x, before, here, mine.get(index), len(tokens_BS))
+            if index in mine:
+                x = mine[index](x, targets_BS, **rest)
+        if self.layout.n_stages - 1 in mine:
+            result += x.double().sum()
+        return result
+
+    def _hand_over(self, x: Tensor, source: int, target: int, stage: Stage | None, samples: int) -> Tensor:
+        if self.pp.rank == source:
+            dist.send(x.contiguous(), self.pp.ranks[target], group=self.pp.group)
+        elif self.pp.rank == target:
+            assert stage is not None
+            x = torch.empty(stage.hidden_shape(samples, self.length), dtype=stage.part.dtype, device=self.device)
+            dist.recv(x, self.pp.ranks[source], group=self.pp.group)
+        return x
+
+    def _torch_stage(self, stage: Stage) -> PipelineStage:
+        samples = self.layout.microbatch
+        hidden = torch.empty(
+            stage.hidden_shape(samples, self.length), dtype=stage.part.dtype, device="meta", requires_grad=True
+        )
+        tokens = torch.empty((samples, self.length), dtype=torch.int64, device="meta")
+        loss = torch.empty(
+            1, dtype=torch.promote_types(stage.part.dtype, torch.float32), device="meta", requires_grad=True
+        )
+        return PipelineStage(
+            stage,
+            stage.index,
+            self.layout.n_stages,
+            self.device,
+            input_args=(tokens if stage.part.part.first else hidden,),
+            output_args=(loss if stage.part.part.last else hidden,),
+            group=self.pp.group,
+        )

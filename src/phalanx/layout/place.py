@@ -1,0 +1,55 @@
+"""Where in a whole parameter the part that a rank holds begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from phalanx import compat
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """Which part of a parameter this rank keeps, over `tp`."""
+
+    dim: int
+    start: int
+    """First element along `dim` in the whole parameter."""
+    whole: int
+    """Elements along `dim` in the whole parameter."""
+
+
+TensorSplits = dict[str, TensorSplit]
+"""By parameter name; parameters not in it are whole on every tensor-parallel rank."""
+
+
+class Place(NamedTuple):
+    """One contiguous box of a whole tensor."""
+
+    local: Tensor
+    """This rank's elements: memory of the tensor itself, not a copy."""
+    offsets: tuple[int, ...]
+    """First element of the box by dim, in the whole tensor."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+
+def place_of(tensor: Tensor, split: TensorSplit | None = None) -> Place:
+    """This rank's part of a parameter, or of a tensor like it: its data-parallel shard of its tensor-parallel part."""
+    shape = list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        local, offsets = tensor.to_local(), list(compat.shard_offsets(tensor))
+    else:
+        local, offsets = tensor, [0] * tensor.dim()
+    if split is not None:
+        offsets[split.dim] += split.start
+        shape[split.dim] = split.whole
+    return Place(local, tuple(offsets), tuple(shape))
+
+
+def as_place(part: Tensor | Place) -> Place:
+    """`part` itself, or where a tensor that says so itself (plain or DTensor) stands."""
+    return part if isinstance(part, Place) else place_of(part)

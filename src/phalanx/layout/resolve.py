@@ -1,0 +1,180 @@
+"""From a run file and a number of ranks to a legal layout, or to an error with the nearest legal ones; and all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from phalanx.config.check import global_batch_samples
+from phalanx.config.schema import Layout, Run
+from phalanx.errors import ConfigError
+from phalanx.layout.legality import Reason, reasons
+from phalanx.layout.spec import DEGREES, ZERO_BUBBLE, ResolvedLayout
+
+Degrees = dict[str, int]
+
+_SUGGESTED = 2
+
+
+def resolve_layout(run: Run, world_size: int, devices_per_node: int | None = None) -> ResolvedLayout:
+    """The layout of `run` on `world_size` ranks, `auto` filled in.
+
+    devices_per_node: what the launcher says; the run file's own word comes first. Raises ConfigError, with the numbers and
+    the nearest legal choice, where the layout is not legal.
+    """
+    layout = with_degrees(run, _fill_degrees(run.layout, world_size))
+    found = reasons(run, layout, world_size, devices_per_node)
+    if found:
+        raise ConfigError(_explain(run, layout, world_size, devices_per_node, found))
+    return layout
+
+
+def with_degrees(run: Run, degrees: Degrees) -> ResolvedLayout:
+    """The layout with these degrees and all else as `run` says; legal or not."""
+    chosen = run.layout
+    cp, pp = degrees["cp"], degrees["pp"]
+    per_rank = chosen.stages_per_rank
+    if per_rank == "auto":
+        per_rank = 1 if chosen.schedule in ("gpipe", "1f1b") else 2
+    layout = ResolvedLayout(
+        global_batch=global_batch_samples(run),
+        dp_replicate=degrees["dp_replicate"],
+        dp_shard=degrees["dp_shard"],
+        cp=cp,
+        tp=degrees["tp"],
+        pp=pp,
+        microbatch=chosen.microbatch,
+        zero=chosen.zero,
+        schedule=chosen.schedule,
+        stages_per_rank=per_rank if pp > 1 else 1,
+        context=_context(run, degrees) if cp > 1 else "ring",
+    )
+    reshard = chosen.reshard_after_forward
+    if reshard == "auto":
+        reshard = chosen.zero == 3 and pp == 1
+    return replace(layout, reshard_after_forward=reshard)
+
+
+def legal_layouts(run: Run, world_size: int, devices_per_node: int | None = None) -> Iterator[ResolvedLayout]:
+    """Every legal choice of degrees for `world_size` ranks, all else as `run` says."""
+    for degrees in factorisations(world_size, len(DEGREES)):
+        layout = with_degrees(run, dict(zip(DEGREES, degrees, strict=True)))
+        if not reasons(run, layout, world_size, devices_per_node):
+            yield layout
+
+
+def every_layout(run: Run, world_size: int) -> Iterator[ResolvedLayout]:
+    """As `legal_layouts`, with every schedule, ZeRO level, resharding and kind of context parallelism as well."""
+    for degrees in factorisations(world_size, len(DEGREES)):
+        layout = with_degrees(run, dict(zip(DEGREES, degrees, strict=True)))
+        for variant in _variants(layout):
+            if not reasons(run, variant, world_size):
+                yield variant
+
+
+def _variants(layout: ResolvedLayout) -> Iterator[ResolvedLayout]:
+    schedules = [(layout.schedule, 1)]
+    if layout.pp > 1:
+        schedules = [("gpipe", 1), ("1f1b", 1), *((n, 2) for n in ("interleaved_1f1b", *ZERO_BUBBLE))]
+    levels: list[tuple[int, bool]] = [(3, False)]
+    if layout.dp_shard * layout.cp > 1:
+        levels = [(1, False), (2, False), (3, False), (3, True)]
+    if layout.dp_shard == 1 and layout.cp * layout.dp_replicate > 1:
+        levels.append((0, False))
+    for schedule, per_rank in schedules:
+        for zero, reshard in levels:
+            for context in ("ring", "all_to_all") if layout.cp > 1 else ("ring",):
+                yield replace(
+                    layout,
+                    schedule=schedule,
+                    stages_per_rank=per_rank,
+                    zero=zero,
+                    reshard_after_forward=reshard,
+                    context=context,
+                )
+
+
+def factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write `number` as an ordered product of `parts` whole numbers."""
+    if parts == 1:
+        yield (number,)
+        return
+    for divisor in divisors(number):
+        for rest in factorisations(number // divisor, parts - 1):
+            yield (divisor, *rest)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*low, *(number // d for d in low)})
+
+
+def _context(run: Run, degrees: Degrees) -> str:
+    if run.layout.context != "auto":
+        return run.layout.context
+    biased = run.model.positions == "alibi" or run.data.document_mask
+    exchangeable = run.model.kv_heads % (degrees["tp"] * degrees["cp"]) == 0
+    return "all_to_all" if biased and exchangeable else "ring"
+
+
+def _fill_degrees(layout: Layout, world_size: int) -> Degrees:
+    """The degrees as numbers. Raises ConfigError where two are auto, or the others leave no whole number for it."""
+    stated = {name: getattr(layout, name) for name in DEGREES}
+    automatic = [name for name, value in stated.items() if value == "auto"]
+    if len(automatic) > 1 and "dp_shard" in automatic:
+        automatic.remove("dp_shard")
+        stated["dp_shard"] = 1
+    if len(automatic) > 1:
+        names = " and ".join(f"layout.{name}" for name in automatic)
+        raise ConfigError(f"{names} are both auto, but only one degree can take what the others leave; give the rest")
+    if not automatic:
+        return stated
+    product = math.prod(value for value in stated.values() if value != "auto")
+    if world_size % product:
+        others = {name: value for name, value in stated.items() if value not in ("auto", 1)}
+        text = " x ".join(f"layout.{name}={value}" for name, value in others.items())
+        if len(others) == 1:
+            ((name, value),) = others.items()
+            nearest = min(divisors(world_size), key=lambda d: (abs(d - value), d))
+            raise ConfigError(f"{text} does not divide the world size {world_size}\nnearest legal: {name}={nearest}")
+        raise ConfigError(f"{text} = {product} does not divide the world size {world_size}; change one of them")
+    return {**stated, automatic[0]: world_size // product}
+
+
+def _explain(
+    run: Run, layout: ResolvedLayout, world_size: int, devices_per_node: int | None, found: list[Reason]
+) -> str:
+    lines = [reason.text for reason in found]
+    fixes = [reason.fix for reason in found if reason.fix]
+    if len(fixes) == len(found):
+        return "\n".join([*lines, f"nearest legal: {'; '.join(fixes)}"])
+    nearest = _nearest(run, layout, world_size, devices_per_node)
+    if nearest:
+        return "\n".join([*lines, f"nearest legal: {', or '.join(nearest)}"])
+    return "\n".join(
+        [*lines, f"no choice of degrees is legal for {world_size} ranks with the other fields as they are"]
+    )
+
+
+def _nearest(run: Run, wanted: ResolvedLayout, world_size: int, devices_per_node: int | None) -> list[str]:
+    """The degrees of the legal layouts that differ least, as the user would write them."""
+
+    def distance(layout: ResolvedLayout) -> tuple[float, ...]:
+        # Data-parallel degrees are the first to give way: they change no model code and follow from the rest.
+        weights = {"dp_replicate": 0.2, "dp_shard": 0.1}
+        ratios = [
+            weights.get(name, 1.0) * abs(math.log2(getattr(layout, name) / getattr(wanted, name))) for name in DEGREES
+        ]
+        return (sum(ratios), *(getattr(layout, name) for name in DEGREES))
+
+    legal = sorted(legal_layouts(run, world_size, devices_per_node), key=distance)[:_SUGGESTED]
+    return [_written(layout, wanted) for layout in legal]
+
+
+def _written(layout: ResolvedLayout, wanted: ResolvedLayout) -> str:
+    """The degrees that matter: those that are not 1, or are not what was wanted."""
+    values = {name: getattr(layout, name) for name in DEGREES}
+    chosen = [f"{n}={v}" for n, v in values.items() if v != 1 or getattr(wanted, n) != 1]
+    return " ".join(chosen)

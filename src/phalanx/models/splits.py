@@ -1,0 +1,52 @@
+"""What of a model may be split over ranks, in the small vocabulary in which a family declares it as data.
+
+A family names modules (patterns as in fnmatch) and says how each may be split over a tensor-parallel axis; `layout` does
+the splitting. Models themselves know none of this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SplitKind = Literal["column", "row", "lookup", "logits", "attention"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a module's parameters are shared out, and what flows in and out of it.
+
+    column: a `Linear` that keeps some of its output features; its input must be whole.
+    row: a `Linear` that keeps some of its input features; its outputs are summed over the ranks.
+    lookup: a table that keeps some of its rows; lookups are summed over the ranks.
+    logits: the output head, which keeps some rows of the vocabulary and computes the loss from them.
+    attention: the core between projections, where context parallelism takes place.
+    """
+
+    kind: SplitKind
+    unit: int = 1
+    """Features that stay together: a part is a whole number of units."""
+
+
+Splits = list[tuple[str, Split]]
+"""Patterns of module names with their split; a module that no pattern names is computed alike on every rank."""
+
+
+@dataclass(frozen=True)
+class SplitCount:
+    """A number of equal things that a degree of parallelism must divide."""
+
+    field: str
+    """The field of the run file that says how many, e.g. `model.n_heads`."""
+    count: int
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """Consecutive blocks of a model, with the embedding before them and the head behind them where they belong."""
+
+    blocks: range
+    first: bool = True
+    """Holds the embedding: takes model inputs rather than hidden activations."""
+    last: bool = True
+    """Holds the head: gives the loss rather than hidden activations."""
