@@ -194,6 +194,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--dp-shard", type=int, default=-1, help="FSDP ranks; -1: all that are left")
     parser.add_argument("--dp-replicate", type=int, default=1, help="replicas (DDP, or HSDP with --dp-shard above 1)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks, with sequence parallelism")
+    parser.add_argument("--async-tp", action="store_true", help="let the compiler overlap tensor-parallel exchanges")
     parser.add_argument("--reshard", choices=["default", "always", "never"], default="default", help="after forward")
     parser.add_argument("--attention", choices=["sdpa", "flex"], default="sdpa")
     parser.add_argument("--seed", type=int, default=1)
@@ -256,19 +258,26 @@ def job_config(options: argparse.Namespace, folder: str) -> JobConfig:
     job.optimizer.lr = 3e-4
     job.lr_scheduler.warmup_steps = 2
     job.training.local_batch_size = options.microbatch
-    job.training.global_batch_size = options.microbatch * options.accumulation * int(os.environ["WORLD_SIZE"])
+    job.training.global_batch_size = options.microbatch * options.accumulation * data_ranks(options)
     job.training.seq_len = options.sequence_length
     job.training.steps = options.steps + 1
     job.metrics.log_freq = options.steps + 1
     job.metrics.disable_color_printing = True
     job.parallelism.data_parallel_shard_degree = options.dp_shard
     job.parallelism.data_parallel_replicate_degree = options.dp_replicate
+    job.parallelism.tensor_parallel_degree = options.tp
+    job.parallelism.enable_async_tensor_parallel = options.async_tp
     job.parallelism.fsdp_reshard_after_forward = options.reshard
     job.activation_checkpoint.mode = options.recompute
     job.activation_checkpoint.selective_ac_option = options.selective_option
     job.compile.enable = options.compile
     job.debug.seed = options.seed
     return job
+
+
+def data_ranks(options: argparse.Namespace) -> int:
+    """Ranks that read different samples."""
+    return int(os.environ["WORLD_SIZE"]) // options.tp
 
 
 def summarise(trainer: TimedTrainer, options: argparse.Namespace) -> dict[str, Any]:
@@ -280,7 +289,7 @@ def summarise(trainer: TimedTrainer, options: argparse.Namespace) -> dict[str, A
     dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
     step_seconds = seconds.tolist()
     median = statistics.median(step_seconds[options.skip :])
-    rate = options.microbatch * options.accumulation * options.sequence_length / median
+    rate = options.microbatch * options.accumulation * options.sequence_length / median / options.tp
     kernels = kernel_times(trainer.events)
     settings = trainer.job_config.to_dict()
     del settings["job"]["dump_folder"]

@@ -48,6 +48,16 @@ VERBS = (
         ("phalanx config list", "phalanx config check examples/quickstart.yaml training.steps=1000"),
     ),
     Verb(
+        "verify",
+        "phalanx.cli.verify:verify",
+        "Prove that a layout equals one rank.",
+        (
+            "phalanx verify examples/quickstart.yaml tp=2 pp=2",
+            "phalanx verify examples/quickstart.yaml --all 4",
+            "torchrun --nproc-per-node 8 -m phalanx verify run.yaml --full --precision fp32",
+        ),
+    ),
+    Verb(
         "train",
         "phalanx.cli.train:train",
         "Train a model, or go on with a run.",
@@ -56,6 +66,12 @@ VERBS = (
             "phalanx train runs/quickstart training.steps=2000",
             "torchrun --nproc-per-node 8 -m phalanx train examples/quickstart.yaml",
         ),
+    ),
+    Verb(
+        "launch",
+        "phalanx.cli.launch:launch",
+        "Write or submit a Slurm job that trains.",
+        ("phalanx launch run.yaml --cluster frontier --nodes 2 --account ABC123 --out run.sbatch",),
     ),
     Verb(
         "evaluate",

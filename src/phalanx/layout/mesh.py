@@ -65,6 +65,9 @@ def join_process_group(ranks: Ranks, device: torch.device, *, timeout_s: float =
     The store's keys carry torchrun's restart count: torchrun keeps one store for all attempts, and a restarted gloo rank
     would otherwise find the addresses of the dead attempt.
     """
+    if device.type != "cpu":
+        # Groups without a bound device take the current one.
+        torch.accelerator.set_device_index(device.index or 0)
     if ranks.world_size == 1 or dist.is_initialized():
         return
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
@@ -152,10 +155,15 @@ ONE_RANK = Mesh(
 """The mesh of a single rank."""
 
 
-def build_mesh(layout: ResolvedLayout, device: torch.device) -> Mesh:
+Groups = dict[tuple[int, ...], dist.ProcessGroup]
+"""Process groups by their global ranks."""
+
+
+def build_mesh(layout: ResolvedLayout, device: torch.device, made: Groups | None = None) -> Mesh:
     """The axes of `layout` among the ranks of the default process group.
 
-    Each rank makes only the groups it is in, which costs the same however many ranks there are.
+    Each rank makes only the groups it is in, which costs the same however many ranks there are. made: groups of earlier
+    meshes of this process, to use again and add to (a group cannot be made twice under one store).
     """
     if layout.world_size == 1:
         return ONE_RANK
@@ -165,7 +173,7 @@ def build_mesh(layout: ResolvedLayout, device: torch.device) -> Mesh:
     here = [int(i) for i in torch.unravel_index(torch.tensor(dist.get_rank()), sizes)]
     coordinate = dict(zip(_ORDER, here, strict=True))
 
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    made = {} if made is None else made
 
     def axis(name: str, *members: str) -> Axis:
         index = tuple(slice(None) if axis in members else coordinate[axis] for axis in _ORDER)
@@ -183,32 +191,39 @@ def build_mesh(layout: ResolvedLayout, device: torch.device) -> Mesh:
         **axes,
         shards=shards,
         replicas=replicas,
-        data=_data_mesh(members, replicas, shards, device),
+        data=_data_mesh(members, replicas, shards, device, made),
         tie=tie,
         world=dist.group.WORLD,
     )
 
 
-def _make_axis(name: str, ranks: list[int], made: dict[tuple[int, ...], dist.ProcessGroup]) -> Axis:
-    """The axis over `ranks`. Axes with the same ranks share one group: each costs connections and buffers."""
-    members = tuple(ranks)
-    if len(ranks) > 1 and members not in made:
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
-        assert isinstance(group, dist.ProcessGroup)
-        made[members] = group
-    made_group = made.get(members)
+def _make_axis(name: str, ranks: list[int], made: Groups) -> Axis:
     place = ranks.index(dist.get_rank())
-    return Axis(name, place, len(ranks), made_group, members, "" if made_group is None else made_group.group_name)
+    if len(ranks) == 1:
+        return Axis(name, place, ranks=tuple(ranks))
+    group = _group(ranks, name, made)
+    return Axis(name, place, len(ranks), group, tuple(ranks), group.group_name)
 
 
-def _data_mesh(members: torch.Tensor, replicas: Axis, shards: Axis, device: torch.device) -> DeviceMesh | None:
+def _data_mesh(
+    members: torch.Tensor, replicas: Axis, shards: Axis, device: torch.device, made: Groups
+) -> DeviceMesh | None:
     if members.numel() == 1:
         return None
     if replicas.group is None:
         assert shards.group is not None
         return DeviceMesh.from_group(shards.group, device.type, mesh_dim_names=("shards",))
-    alone = shards.group or dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="shards")
-    assert isinstance(alone, dist.ProcessGroup)
+    alone = shards.group or _group([dist.get_rank()], "shards", made)
     return DeviceMesh.from_group(
         [replicas.group, alone], device.type, mesh=members, mesh_dim_names=("replicas", "shards")
     )
+
+
+def _group(ranks: list[int], name: str, made: Groups) -> dist.ProcessGroup:
+    """The group of `ranks`. Axes with the same ranks share one: each costs connections and buffers."""
+    members = tuple(ranks)
+    if members not in made:
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
+        assert isinstance(group, dist.ProcessGroup)
+        made[members] = group
+    return made[members]

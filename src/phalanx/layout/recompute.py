@@ -7,12 +7,14 @@ the block's input.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from phalanx.layout.ring import RING_ATTENTION
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -22,6 +24,7 @@ _ATTENTION = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
+    RING_ATTENTION,
 }
 _MATMUL = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}
 """Matmul operations and the position of their [N, in] argument."""
@@ -29,14 +32,22 @@ _MATMUL = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}
 
 def recompute_block(block: nn.Module, mode: Recompute) -> None:
     """Make `block` recompute its activations as `mode` says. Keeps the module and its parameter names as they are."""
-    if mode == "none":
-        return
+    if mode != "none":
+        # A class for all blocks, not a method of each: equal blocks then share one compiled program.
+        kind: Any = type(block)
+        block.__class__ = _recomputed(kind, mode)
+
+
+@cache
+def _recomputed(kind: Any, mode: Recompute) -> Any:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    forward = block.forward
-    # An instance attribute, not a wrapper module: wrappers would change every parameter's name.
-    block.forward = partial(checkpoint, forward, **options)
+
+    def forward(self: nn.Module, *args: Any) -> Any:
+        return checkpoint(kind.forward, self, *args, **options)
+
+    return type(f"Recomputed{kind.__name__}", (kind,), {"forward": forward})
 
 
 def _policy(_context: Any, operation: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:

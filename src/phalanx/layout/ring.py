@@ -57,6 +57,10 @@ def ring_attention(
     return total.out.to(query.dtype), total.log_z
 
 
+RING_ATTENTION = torch.ops.phalanx.ring_attention.default
+"""The operation itself, as recompute policies see it."""
+
+
 @ring_attention.register_fake
 def _(
     query: Tensor,

@@ -18,7 +18,7 @@ from phalanx.layout.collectives import gather, gather_values, scatter_sum
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplit, TensorSplits
 from phalanx.models.language.decoder import OutputHead, TokenEmbedding
-from phalanx.models.language.layers import Linear
+from phalanx.models.language.layers import Linear, Norm
 from phalanx.models.language.loss import IGNORED
 from phalanx.models.splits import Split, Splits
 
@@ -45,25 +45,33 @@ def split_tensors(model: nn.Module, splits: Splits, tp: Axis) -> TensorSplits:
 
 
 def _split_module(module: nn.Module, split: Split, tp: Axis) -> TensorSplits:
+    # Classes change rather than methods of instances: blocks whose layers are of equal classes share a compiled program.
     if split.kind == "column":
         assert isinstance(module, Linear)
-        module.forward = partial(_column, module.forward, tp)  # type: ignore[method-assign]
+        _become(module, ColumnLinear, tp)
         names = ["weight"] if module.bias is None else ["weight", "bias"]
         return {name: _keep(module, name, 0, split.unit, tp) for name in names}
     if split.kind == "row":
         assert isinstance(module, Linear)
-        module.forward = partial(_row, module, tp)  # type: ignore[method-assign]
+        _become(module, RowLinear, tp)
         return {"weight": _keep(module, "weight", 1, split.unit, tp)}
     if split.kind == "lookup":
         assert isinstance(module, TokenEmbedding)
+        _become(module, SplitEmbedding, tp)
         part = _keep(module, "weight", 0, 1, tp)
-        module.lookup = partial(_lookup, module, part, tp)  # type: ignore[method-assign]
+        module.first_row = part.start  # type: ignore[assignment]
         return {"weight": part}
     assert isinstance(module, OutputHead) and split.kind == "logits"
-    module.norm.forward = partial(_gathered, module.norm.forward, tp)  # type: ignore[method-assign]
+    _become(module.norm, GatheredNorm, tp)
     start = _units(module.vocab_size, tp)[0]
     module.loss_kernel = partial(vocabulary_chunk_loss, tp, start)
     return {} if module.weight is None else {"weight": _keep(module, "weight", 0, 1, tp)}
+
+
+def _become(module: nn.Module, kind: type[nn.Module], tp: Axis) -> None:
+    assert issubclass(kind, type(module))
+    module.__class__ = kind
+    module.tp = tp  # type: ignore[assignment]
 
 
 def _units(count: int, tp: Axis) -> tuple[int, int]:
@@ -83,33 +91,49 @@ def _keep(module: nn.Module, name: str, dim: int, unit: int, tp: Axis) -> Tensor
     return TensorSplit(dim, start * unit, whole)
 
 
-def _column(forward: object, tp: Axis, x_BsD: Tensor) -> Tensor:
-    """This rank's features of all positions: [B, S/tp, D] -> [B, S, out/tp]."""
-    assert callable(forward)
-    result = forward(gather(x_BsD, tp, SEQUENCE))
-    assert isinstance(result, Tensor)
-    return result
+class ColumnLinear(Linear):
+    """Some output features of all positions."""
+
+    tp: Axis
+
+    def forward(self, x_BsD: Tensor) -> Tensor:
+        """[B, S/tp, in] -> [B, S, out/tp]."""
+        return super().forward(gather(x_BsD, self.tp, SEQUENCE))
 
 
-def _row(module: Linear, tp: Axis, x_BSf: Tensor) -> Tensor:
-    """All features of this rank's positions: [B, S, in/tp] -> [B, S/tp, out]; the bias joins after the sum, once."""
-    x_BsD = scatter_sum(F.linear(x_BSf, module.weight.to(x_BSf.dtype)), tp, SEQUENCE)
-    return x_BsD if module.bias is None else x_BsD + module.bias.to(x_BsD.dtype)
+class RowLinear(Linear):
+    """All output features of some positions, summed over the ranks' input features."""
+
+    tp: Axis
+
+    def forward(self, x_BSf: Tensor) -> Tensor:
+        """[B, S, in/tp] -> [B, S/tp, out]; the bias joins after the sum, once."""
+        x_BsD = scatter_sum(F.linear(x_BSf, self.weight.to(x_BSf.dtype)), self.tp, SEQUENCE)
+        return x_BsD if self.bias is None else x_BsD + self.bias.to(x_BsD.dtype)
 
 
-def _lookup(module: TokenEmbedding, part: TensorSplit, tp: Axis, tokens_BS: Tensor) -> Tensor:
-    """Rows of this rank's positions, [B, S/tp, D]: each rank looks up the tokens it has rows for."""
-    rows = module.weight.shape[0]
-    local_BS = tokens_BS - part.start
-    mine_BS = (local_BS >= 0) & (local_BS < rows)
-    x_BSD = F.embedding(torch.where(mine_BS, local_BS, 0), module.weight).to(module.dtype)
-    return scatter_sum(torch.where(mine_BS[..., None], x_BSD, 0.0), tp, SEQUENCE)
+class GatheredNorm(Norm):
+    """A norm of this rank's positions that gives all positions."""
+
+    tp: Axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S/tp, D] -> [B, S, D]."""
+        return gather(super().forward(x), self.tp, SEQUENCE)
 
 
-def _gathered(forward: object, tp: Axis, x_BsD: Tensor) -> Tensor:
-    """What the module gives for this rank's positions, joined: [B, S/tp, D] -> [B, S, D]."""
-    assert callable(forward)
-    return gather(forward(x_BsD), tp, SEQUENCE)
+class SplitEmbedding(TokenEmbedding):
+    """Each rank looks up the tokens it has rows for; positions are scattered as the lookups are summed."""
+
+    tp: Axis
+    first_row: int
+
+    def lookup(self, tokens_BS: Tensor) -> Tensor:
+        """[B, S] -> [B, S/tp, D]."""
+        local_BS = tokens_BS - self.first_row
+        mine_BS = (local_BS >= 0) & (local_BS < self.weight.shape[0])
+        x_BSD = F.embedding(torch.where(mine_BS, local_BS, 0), self.weight).to(self.dtype)
+        return scatter_sum(torch.where(mine_BS[..., None], x_BSD, 0.0), self.tp, SEQUENCE)
 
 
 def vocabulary_chunk_loss(

@@ -1,0 +1,122 @@
+"""`phalanx launch`: write, and submit, the batch script that trains a run on a cluster."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.cli.arguments import Json, Overrides, RunFile
+from phalanx.cli.console import output, print_json
+from phalanx.cluster.launch import Job, complete_job, format_walltime, launch_script, parse_walltime
+from phalanx.cluster.machine import load_machine, machine_names
+from phalanx.config.load import load_run
+from phalanx.errors import PhalanxError
+from phalanx.files import write_atomically
+from phalanx.layout.resolve import resolve_layout
+
+
+def launch(
+    run: RunFile,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help=f"{', '.join(machine_names())}, or the path of a description of your own.",
+            autocompletion=lambda: list(machine_names()),
+        ),
+    ],
+    nodes: Annotated[int, typer.Option(help="Nodes; one rank is started for each device on them.")],
+    overrides: Overrides = None,
+    time: Annotated[
+        str | None, typer.Option(metavar="H:MM:SS", help="Wall time; by default the longest that is allowed.")
+    ] = None,
+    account: Annotated[str | None, typer.Option(help="Project that pays for the job.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition (queue); by default the usual one.")] = None,
+    setup: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LINE",
+            help="Line of shell to run before training, such as 'source env/bin/activate'; may be given several times.",
+        ),
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option(help="Container image to train in, where the cluster has containers.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; by default the script is printed.")] = None,
+    submit: Annotated[
+        bool, typer.Option("--submit", help="Hand the script to sbatch, and keep it in --out or RUN-CLUSTER.sbatch.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the Slurm script that trains a run on a cluster, and submit it.
+
+    The run is checked for the ranks of the job first. A job whose time is up saves, and waits in the queue to go on.
+    """
+    machine = load_machine(cluster)
+    wanted = Job(
+        run=run,
+        nodes=nodes,
+        directory=Path.cwd(),
+        overrides=tuple(overrides or ()),
+        seconds=None if time is None else parse_walltime(time),
+        account=account,
+        partition=partition,
+        setup=tuple(setup or ()),
+        image=image,
+    )
+    job = complete_job(machine, wanted)
+    ranks = job.nodes * machine.node.devices
+    layout = resolve_layout(load_run(run, overrides or []), ranks, machine.node.devices)
+    sbatch = _find_sbatch() if submit else None
+    text = launch_script(machine, job)
+    if submit and out is None:
+        out = Path(f"{run.resolve().name.removesuffix('.yaml')}-{machine.name}.sbatch")
+    if out is not None:
+        write_atomically(out, text)
+    job_id = None if sbatch is None or out is None else _submit(sbatch, out)
+    assert job.seconds is not None
+    if as_json:
+        print_json(
+            {
+                "cluster": machine.name,
+                "nodes": job.nodes,
+                "world_size": ranks,
+                "layout": str(layout),
+                "partition": job.partition,
+                "time_s": job.seconds,
+                "script": None if out is None else str(out),
+                "job_id": job_id,
+                "text": text,
+            }
+        )
+    elif out is None:
+        print(text, end="")
+    else:
+        console = output()
+        place = f"{job.nodes} node{'s' if job.nodes > 1 else ''} of {machine.name}"
+        console.print(f"{out}: {ranks} ranks on {place} for {format_walltime(job.seconds)}, {layout}")
+        if job_id is not None:
+            console.print(f"submitted as job {job_id}", style="green")
+
+
+def _find_sbatch() -> str:
+    found = shutil.which("sbatch")
+    if found is None:
+        raise PhalanxError(
+            "--submit needs sbatch, which is not on PATH; submit on a login node, or write with --out FILE"
+        )
+    return found
+
+
+def _submit(sbatch: str, script: Path) -> str:
+    """Hand `script` to Slurm; returns the job's id. Raises PhalanxError with what sbatch said."""
+    done = subprocess.run([sbatch, "--parsable", str(script.absolute())], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = done.stderr.strip() or f"exit code {done.returncode}"
+        raise PhalanxError(f"sbatch refused {script}: {said}")
+    # A cluster's name may follow after a semicolon.
+    return done.stdout.strip().splitlines()[-1].partition(";")[0] if done.stdout.strip() else ""

@@ -1,0 +1,109 @@
+"""`phalanx verify`: prove that a layout computes what one rank computes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Literal
+
+import typer
+
+from phalanx.cli.arguments import Json, RunFile, complete_override
+from phalanx.cli.console import output, print_json
+from phalanx.config.load import load_run
+from phalanx.config.schema import Layout
+from phalanx.errors import CheckFailed
+from phalanx.layout.mesh import ranks_from_environment
+from phalanx.verify.check import Verdict
+from phalanx.verify.start import Options, Outcome, verify_run
+
+_NAMED = 5
+"""Failed checks that are listed before they are only counted."""
+
+
+def verify(
+    run: RunFile,
+    layout: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="LAYOUT",
+            help="Fields of the layout, e.g. tp=2 pp=2; other fields as section.field=value.",
+            autocompletion=complete_override,
+        ),
+    ] = None,
+    all_ranks: Annotated[
+        int | None, typer.Option("--all", metavar="N", min=1, help="Try every legal layout for N ranks.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Ranks to start; by default what the degrees multiply to.")
+    ] = None,
+    full: Annotated[bool, typer.Option(help="The model itself rather than a small one of the same kind.")] = False,
+    precision: Annotated[
+        Literal["fp64", "fp32", "bf16"], typer.Option(help="Number format to compute in; the bound follows from it.")
+    ] = "fp64",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 2,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which silent ranks are given up.")] = 1800.0,
+    json: Json = False,
+) -> None:
+    """Compare a layout with one rank: activations, loss, every gradient and every updated parameter.
+
+    Starts its own CPU ranks; under torchrun or srun it takes the ranks and devices it finds. Ends with exit code 3 and
+    names the first module that differs when the layout computes something else.
+    """
+    loaded = load_run(run, [_as_override(word) for word in layout or []])
+    options = Options(
+        ranks=all_ranks or nproc,
+        everything=all_ranks is not None,
+        full=full,
+        precision=precision,
+        steps=steps,
+        timeout_s=timeout,
+        progress=all_ranks is not None and sys.stderr.isatty(),
+    )
+    outcome = verify_run(loaded, options)
+    failed = [verdict for verdict in outcome.verdicts if not verdict.passed]
+    if ranks_from_environment().first:
+        _print_json(outcome) if json else _print(outcome)
+    if failed:
+        raise CheckFailed(f"{len(failed)} of {len(outcome.verdicts)} layouts differ from one rank: {failed[0].first}")
+
+
+def _as_override(word: str) -> str:
+    """`tp=2` stands for `layout.tp=2`."""
+    name, equals, _ = word.partition("=")
+    return f"layout.{word}" if equals and name in Layout.model_fields else word
+
+
+def _print_json(outcome: Outcome) -> None:
+    print_json(
+        {
+            "ranks": outcome.ranks,
+            "model": outcome.model,
+            "passed": all(verdict.passed for verdict in outcome.verdicts),
+            "layouts": [verdict.as_dict() for verdict in outcome.verdicts],
+        }
+    )
+
+
+def _print(outcome: Outcome) -> None:
+    console = output()
+    console.print(f"{outcome.ranks} ranks against one; model: {outcome.model}")
+    console.print(f"bound on relative errors: {outcome.verdicts[0].bound}")
+    for verdict in outcome.verdicts:
+        for line in _lines(verdict):
+            console.print(line)
+    passed = sum(verdict.passed for verdict in outcome.verdicts)
+    console.print(f"{passed} of {len(outcome.verdicts)} layouts compute what one rank computes")
+
+
+def _lines(verdict: Verdict) -> list[str]:
+    worst = verdict.worst("gradient")
+    assert worst is not None
+    if verdict.passed:
+        margin = f"largest gradient error {worst.error:.1e} ({worst.name}), bound {worst.bound:.1e}"
+        return [f"PASS  {verdict.layout}  {margin}, {verdict.seconds:.1f} s"]
+    failed = [check for check in verdict.checks if not check.passed]
+    lines = [f"FAIL  {verdict.layout}", f"      first: {failed[0]}"]
+    lines += [f"      then:  {check}" for check in failed[1:_NAMED]]
+    if len(failed) > _NAMED:
+        lines.append(f"      and {len(failed) - _NAMED} more of {len(verdict.checks)} checks")
+    return lines

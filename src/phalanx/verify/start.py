@@ -1,0 +1,125 @@
+"""From a run file and layouts to verdicts: in the ranks this process is among, or in gloo ranks started for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.cluster.device import choose_device
+from phalanx.cluster.local_ranks import RanksFailed, run_ranks
+from phalanx.config.check import global_batch_samples
+from phalanx.config.schema import Run
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.layout.mesh import Ranks, join_process_group, ranks_from_environment
+from phalanx.layout.resolve import every_layout, resolve_layout
+from phalanx.layout.spec import DEGREES, ResolvedLayout
+from phalanx.verify.check import Verdict, Verifier
+from phalanx.verify.reduced import full_run, reduced_run
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to verify, besides the run file."""
+
+    ranks: int | None = None
+    """Ranks to start where no launcher has; None takes as many as the degrees say."""
+    everything: bool = False
+    """Every legal layout rather than that of the run file."""
+    full: bool = False
+    """The model itself rather than a reduced one."""
+    precision: str = "fp64"
+    steps: int = 2
+    timeout_s: float = 1800.0
+    """Seconds after which ranks that do not answer are given up."""
+    progress: bool = False
+    """Whether the first rank writes a line to stderr for each layout."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Verdicts and what they are about."""
+
+    verdicts: list[Verdict]
+    model: str
+    """The model that ran, in words."""
+    ranks: int
+
+
+def verify_run(run: Run, options: Options) -> Outcome:
+    """Verify the layout of `run`, or every legal one. Under torchrun or srun every rank calls it and gets the outcome.
+
+    Raises ConfigError before anything starts when a layout is not legal, and PhalanxError when ranks fail or hang.
+    """
+    ranks = ranks_from_environment()
+    world = ranks.world_size if ranks.world_size > 1 else options.ranks or _stated_ranks(run)
+    layouts = list(every_layout(run, world)) if options.everything else [resolve_layout(run, world)]
+    if not layouts:
+        raise ConfigError(f"no layout is legal for {world} ranks with the other fields as they are")
+    change = full_run if options.full else reduced_run
+    small = change(run, options.precision, options.steps, world)
+    batch = global_batch_samples(small)
+    layouts = [replace(layout, global_batch=batch, microbatch=small.layout.microbatch) for layout in layouts]
+    if ranks.world_size > 1:
+        verdicts = _under_a_launcher(small, layouts, options, ranks)
+    elif world == 1:
+        verdicts = _verify_all(small, layouts, options, choose_device(run.cluster.device, 0))
+    else:
+        verdicts = _in_own_ranks(small, layouts, options, world)
+    return Outcome(verdicts, _in_words(small), world)
+
+
+def _stated_ranks(run: Run) -> int:
+    """The product of the degrees that are numbers; `auto` counts as 1."""
+    product = 1
+    for name in DEGREES:
+        degree = getattr(run.layout, name)
+        product *= 1 if degree == "auto" else degree
+    return product
+
+
+def _under_a_launcher(run: Run, layouts: list[ResolvedLayout], options: Options, ranks: Ranks) -> list[Verdict]:
+    device = choose_device(run.cluster.device, ranks.local_rank)
+    join_process_group(ranks, device, timeout_s=options.timeout_s)
+    try:
+        return _verify_all(run, layouts, options, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _in_own_ranks(run: Run, layouts: list[ResolvedLayout], options: Options, world: int) -> list[Verdict]:
+    try:
+        results = run_ranks(_verify_all, world, run, layouts, options, timeout_s=options.timeout_s)
+    except RanksFailed as failure:
+        raise PhalanxError(f"verification did not come to an end\n{failure}") from failure
+    verdicts: list[Verdict] = results[0]
+    return verdicts
+
+
+_CPU = torch.device("cpu")
+
+
+def _verify_all(
+    run: Run, layouts: Sequence[ResolvedLayout], options: Options, device: torch.device = _CPU
+) -> list[Verdict]:
+    verifier = Verifier(run, device, steps=options.steps, activations=not options.full)
+    verdicts = []
+    for number, layout in enumerate(layouts, 1):
+        verdicts.append(verifier.verify(layout))
+        if options.progress and (not dist.is_initialized() or dist.get_rank() == 0):
+            word = "PASS" if verdicts[-1].passed else "FAIL"
+            sys.stderr.write(f"{number}/{len(layouts)} {word} {layout}\n")
+    return verdicts
+
+
+def _in_words(run: Run) -> str:
+    model: Any = run.model
+    return (
+        f"{model.n_layers} layers, width {model.d_model}, {model.n_heads} heads ({model.kv_heads} key/value), "
+        f"vocabulary {model.vocab_size}, {run.data.sequence_length} positions, "
+        f"global batch {run.layout.global_batch}, {run.layout.precision}, {run.training.steps} steps"
+    )

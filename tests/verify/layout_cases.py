@@ -1,0 +1,75 @@
+"""Layouts that together hold every pair of features that any legal layout of a run has at once."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+from phalanx.config.schema import Run
+from phalanx.layout.resolve import every_layout
+from phalanx.layout.spec import ResolvedLayout
+
+SIZE = {"n_layers": 4, "d_model": 32, "n_heads": 8, "d_ff": 64, "vocab_size": 61, "max_positions": 32}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**SIZE, "n_kv_heads": 4, "dropout": 0.1},
+    "gpt": {
+        **SIZE,
+        "positions": "learned",
+        "norm": "layernorm",
+        "mlp": "gelu_tanh",
+        "bias": True,
+        "tied_head": True,
+        "qk_norm": True,
+        "dropout": 0.1,
+    },
+    "mpt": {**SIZE, "positions": "alibi", "norm": "layernorm", "mlp": "gelu"},
+}
+
+
+def run_of(model: str, world: int, precision: str, **layout: Any) -> Run:
+    """A run whose sequence and batch every factorisation of `world` can share out."""
+    return Run.model_validate(
+        {
+            "model": MODELS[model],
+            "data": {"sources": ["nowhere"], "sequence_length": 32, "document_mask": model == "mpt"},
+            "layout": {"global_batch": 2 * world, "microbatch": 1, "precision": precision, **layout},
+            "optimizer": {"lr": 0.01, "eps": 1e-3, "grad_clip": 0.5, "schedule": "constant"},
+            "training": {"steps": 2, "z_loss": 1e-3 if model == "llama" else 0.0},
+        }
+    )
+
+
+def features(layout: ResolvedLayout) -> set[str]:
+    """What a layout uses."""
+    found = {name for name in ("dp_replicate", "dp_shard", "tp") if getattr(layout, name) > 1}
+    if layout.cp > 1:
+        found.add(f"cp {layout.context}")
+    if layout.pp > 1:
+        found.add(f"pp {layout.schedule}")
+    if layout.shards > 1 or layout.dp_replicate > 1:
+        found.add(f"zero {layout.zero}")
+    if layout.reshard_after_forward and layout.shards > 1:
+        found.add("reshard")
+    return found
+
+
+def pairs(layout: ResolvedLayout) -> set[tuple[str, ...]]:
+    """Features, alone and two at a time."""
+    return {pair for count in (1, 2) for pair in combinations(sorted(features(layout)), count)}
+
+
+def covering(layouts: list[ResolvedLayout]) -> list[ResolvedLayout]:
+    """Few of `layouts` with all the pairs that all of them have: always the one that adds most."""
+    missing = set().union(*map(pairs, layouts))
+    chosen = []
+    while missing:
+        best = max(layouts, key=lambda layout: len(pairs(layout) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+def cases(model: str, world: int) -> list[ResolvedLayout]:
+    """The layouts to verify `model` in on `world` ranks."""
+    layouts = list(every_layout(run_of(model, world, "fp64"), world))
+    return layouts if world == 2 else covering(layouts)
