@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from phalanx.cli.arguments import Json, examples
-from phalanx.cli.console import output, print_json, print_pairs, short_count
+from phalanx.cli.console import output, print_error, print_json, print_pairs, short_count
 from phalanx.data.language.open import open_source
 from phalanx.data.language.prepare import Options, prepare
 from phalanx.data.language.prepare import Progress as Report
@@ -56,8 +56,12 @@ def prepare_data(
         validation_fraction=validation_fraction,
         shard_tokens=shard_tokens,
     )
-    with _progress() as report:
-        prepare(inputs, out, options, workers=workers, progress=report)
+    try:
+        with _progress() as report:
+            prepare(inputs, out, options, workers=workers, progress=report)
+    except KeyboardInterrupt:
+        print_error("stopped; what is done is kept: the same command goes on from there")
+        raise
     _show(out, json_output)
 
 
@@ -95,7 +99,8 @@ def _splits(path: Path) -> dict[str, TokenSource]:
 def _show(path: Path, json_output: bool) -> None:
     splits = _splits(path)
     facts: dict[str, Any] = {
-        name: {"tokens": source.tokens, "text_bytes": source.text_bytes} for name, source in splits.items()
+        name: {"tokens": source.tokens, "documents": source.documents, "text_bytes": source.text_bytes}
+        for name, source in splits.items()
     }
     train = splits["train"]
     facts["vocab_size"] = train.vocab_size
@@ -116,8 +121,10 @@ def _show(path: Path, json_output: bool) -> None:
 
 def _describe(source: TokenSource) -> str:
     text = f"{short_count(source.tokens)} tokens"
+    if source.documents is not None:
+        text += f" in {source.documents:,} document{'' if source.documents == 1 else 's'}"
     if source.text_bytes and source.tokens:
-        text += f" of {short_count(source.text_bytes)} bytes of text, {source.text_bytes / source.tokens:.2f} a token"
+        text += f", {short_count(source.text_bytes)} bytes of text ({source.text_bytes / source.tokens:.2f} a token)"
     return text
 
 

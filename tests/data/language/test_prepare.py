@@ -1,26 +1,28 @@
-"""Preparing text: restartable, the same whatever the workers, and clear about what it cannot read."""
+"""Preparing text: the same whatever the workers, kept apart from all else, and clear about what it cannot do."""
+
+from __future__ import annotations
 
 import gzip
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
+import resource
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tokenizers
 import zstandard
 
+from phalanx.data.language import prepare as preparing
 from phalanx.data.language.documents import PYTHON_STDLIB, find_files, read_documents
 from phalanx.data.language.manifest import MANIFEST, read_manifest
 from phalanx.data.language.prepare import Options, prepare
 from phalanx.data.language.shards import ShardSource
-from phalanx.data.language.tokenizer import end_of_document, load_tokenizer, vocabulary_size
+from phalanx.data.language.tokenizer import load_tokenizer, text_share
 from phalanx.errors import ConfigError, DataError
+from phalanx.locks import FolderLock
 
 OPTIONS = Options(vocab_size=400, validation_fraction=0.1, shard_tokens=20_000)
 
@@ -45,6 +47,12 @@ def corpus(tmp_path: Path) -> Path:
         (folder / "e" / f"{i:03d}.txt").write_text(text)
     (folder / "notes.md").write_text("no text of a known ending")
     return folder
+
+
+def lines(path: Path, texts: Iterable[str]) -> str:
+    """Write `texts` as a .jsonl; returns its path as the command line takes it."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -86,33 +94,6 @@ def test_the_number_of_workers_changes_nothing(corpus: Path, tmp_path: Path, mon
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-def test_killed_in_the_middle_it_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    text = tmp_path / "big.jsonl"
-    lines = [json.dumps({"text": " ".join(f"w{(i * j) % 997}" for j in range(9000))}) for i in range(240)]
-    text.write_text("\n".join(lines))
-    command = [sys.executable, "-m", "phalanx", "data", "prepare", str(text), "--vocab-size", "300", "--workers", "1"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    killed = subprocess.Popen(
-        [*command, "--out", str(tmp_path / "killed")],
-        env=environment,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 100
-    while not list((tmp_path / "killed" / ".work").glob("piece-*.npz")):
-        assert killed.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.wait()
-    assert not (tmp_path / "killed" / MANIFEST).exists()
-    done = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "killed" / ".work").glob("piece-*.npz")}
-    assert done
-    for name in ("killed", "straight"):
-        subprocess.run([*command, "--out", str(tmp_path / name)], env=environment, check=True, capture_output=True)
-    assert contents(tmp_path / "killed") == contents(tmp_path / "straight")
-
-
 def test_prepared_again_nothing_is_done_and_other_options_are_refused(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = prepare([str(corpus)], out, OPTIONS, workers=1)
@@ -124,15 +105,13 @@ def test_prepared_again_nothing_is_done_and_other_options_are_refused(corpus: Pa
 
 
 def test_equal_texts_land_on_one_side_of_the_split(tmp_path: Path) -> None:
-    text = tmp_path / "t.jsonl"
-    text.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts(100) * 3))
-    prepare([str(text)], tmp_path / "out", OPTIONS, workers=1)
+    prepare([lines(tmp_path / "t.jsonl", texts(100) * 3)], tmp_path / "out", OPTIONS, workers=1)
     train, held_out = (set(decoded(ShardSource(tmp_path / "out", s))) for s in ("train", "validation"))
     assert held_out
     assert not train & held_out
 
 
-def test_a_given_tokenizer_is_used_and_a_wide_one_gets_wide_tokens(corpus: Path, tmp_path: Path) -> None:
+def test_a_given_tokenizer_is_used(corpus: Path, tmp_path: Path) -> None:
     prepare([str(corpus)], tmp_path / "first", OPTIONS, workers=1)
     options = Options(tokenizer=str(tmp_path / "first"), validation_fraction=0.0)
     manifest = prepare([str(corpus / "a.jsonl")], tmp_path / "second", options, workers=1)
@@ -145,94 +124,178 @@ def test_a_given_tokenizer_is_used_and_a_wide_one_gets_wide_tokens(corpus: Path,
     assert manifest.splits["validation"].documents == 0
 
 
-def test_the_standard_library_is_there_and_large() -> None:
-    files = find_files([PYTHON_STDLIB])
-    assert sum(file.size for file in files) > 5_000_000
-    assert not [file for file in files if "site-packages" in file.name]
-    this = next(file for file in files if file.name.endswith("/json/decoder.py"))
-    (source,) = read_documents(this, "text")
-    assert "class JSONDecoder" in source
-
-
 def test_text_that_spells_special_tokens_or_half_characters_is_only_text(tmp_path: Path) -> None:
-    text = tmp_path / "t.jsonl"
-    rows = ["one <|endoftext|> document", "half \ud800 a character"]
-    text.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    prepare([str(text)], tmp_path / "out", Options(vocab_size=300, validation_fraction=0.0), workers=1)
+    corpus = lines(tmp_path / "t.jsonl", ["one <|endoftext|> document", "half \ud800 a character"])
+    prepare([corpus], tmp_path / "out", Options(vocab_size=300, validation_fraction=0.0), workers=1)
     assert decoded(ShardSource(tmp_path / "out", "train")) == ["one <|endoftext|> document", "half \ufffd a character"]
 
 
-def test_a_tokenizer_that_asks_for_cuts_does_not_get_them(tmp_path: Path) -> None:
+def test_a_tokenizer_that_asks_for_cuts_and_padding_does_not_get_them(tmp_path: Path) -> None:
     text = tmp_path / "t.txt"
     text.write_text("word " * 500)
     prepare([str(text)], tmp_path / "first", Options(vocab_size=300, validation_fraction=0.0), workers=1)
     cutting = load_tokenizer(tmp_path / "first")
     cutting.enable_truncation(16)
+    cutting.enable_padding(length=3000)
     cutting.save(str(tmp_path / "cutting.json"))
     options = Options(tokenizer=str(tmp_path / "cutting.json"), validation_fraction=0.0)
     prepare([str(text)], tmp_path / "second", options, workers=1)
     assert decoded(ShardSource(tmp_path / "second", "train")) == ["word " * 500]
 
 
+def test_a_wide_vocabulary_gets_wide_tokens(tmp_path: Path) -> None:
+    entries = ["<|endoftext|>", *(f"w{i}" for i in range(70_000))]
+    wide = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(entries)}, "w0"))
+    wide.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    wide.save(str(tmp_path / "wide.json"))
+    options = Options(tokenizer=str(tmp_path / "wide.json"), validation_fraction=0.0)
+    manifest = prepare([lines(tmp_path / "t.jsonl", ["w7 w69999"])], tmp_path / "out", options, workers=1)
+    assert (manifest.dtype, manifest.tokenizer.vocab_size) == ("uint32", 70_001)
+    source = ShardSource(tmp_path / "out", "train")
+    assert source.read(np.array([0]), 3).tolist() == [[8, 70_000, 0]]
+
+
+def test_changed_text_of_the_same_size_is_noticed(tmp_path: Path) -> None:
+    prepare([lines(tmp_path / "a.jsonl", ["aaaa"] * 9)], tmp_path / "out", OPTIONS, workers=1)
+    with pytest.raises(DataError, match="prepared from other text or options"):
+        prepare([lines(tmp_path / "a.jsonl", ["aaaa"] * 8 + ["bbbb"])], tmp_path / "out", OPTIONS, workers=1)
+
+
+def test_the_same_tokenizer_may_lie_elsewhere_another_one_not(tmp_path: Path) -> None:
+    corpus = lines(tmp_path / "a.jsonl", ["some words " * 50])
+    prepare([corpus], tmp_path / "first", Options(vocab_size=300, validation_fraction=0.0), workers=1)
+    tokenizer = (tmp_path / "first" / "tokenizer.json").read_text()
+    (tmp_path / "copy.json").write_text(tokenizer)
+
+    def again(path: str) -> object:
+        return prepare([corpus], tmp_path / "out", Options(tokenizer=path, validation_fraction=0.0), workers=1)
+
+    assert again(str(tmp_path / "first")) == again(str(tmp_path / "copy.json"))
+    (tmp_path / "copy.json").write_text(tokenizer.replace('"add_prefix_space":false', '"add_prefix_space":true'))
+    with pytest.raises(DataError, match="prepared from other text or options"):
+        again(str(tmp_path / "copy.json"))
+
+
+def test_the_tokenizer_never_sees_held_out_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [f"text number {i}" for i in range(2000)]
+    seen: list[str] = []
+    train = preparing.train_tokenizer
+
+    def listening(sample: Iterable[str], total: int, size: int) -> tokenizers.Tokenizer:
+        seen.extend(sample)
+        return train(seen, total, size)
+
+    monkeypatch.setattr(preparing, "train_tokenizer", listening)
+    options = Options(vocab_size=300, validation_fraction=0.2)
+    prepare([lines(tmp_path / "a.jsonl", documents)], tmp_path / "out", options, workers=1)
+    held_out = decoded(ShardSource(tmp_path / "out", "validation"))
+    assert 300 < len(held_out) < 500
+    assert sorted(seen) == sorted(set(documents) - set(held_out))
+    assert all(text_share(text) >= 0.2 for text in seen)
+
+
+def test_files_of_others_are_not_touched(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "train-00000.bin").write_bytes(b"precious")
+    corpus = lines(tmp_path / "a.jsonl", ["text"])
+    with pytest.raises(
+        DataError, match=r"out holds other files \(train-00000\.bin\); choose another --out, or an empty folder$"
+    ):
+        prepare([corpus], out, OPTIONS, workers=1)
+    assert contents(out) == {"train-00000.bin": b"precious"}
+    with pytest.raises(DataError, match=r"a\.jsonl is a file; choose another --out"):
+        prepare([corpus], Path(corpus), OPTIONS, workers=1)
+
+
+def test_a_folder_with_hidden_files_only_is_free(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".gitkeep").touch()
+    prepare([lines(tmp_path / "a.jsonl", ["text"])], tmp_path / "out", Options(vocab_size=257, validation_fraction=0))
+    assert sorted(contents(tmp_path / "out"))[0] == ".gitkeep"
+
+
+def test_work_left_under_other_options_is_cleared(tmp_path: Path) -> None:
+    corpus = lines(tmp_path / "a.jsonl", texts(50))
+    (tmp_path / "a.jsonl.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="not UTF-8"):
+        prepare([corpus, f"{corpus}.txt"], tmp_path / "out", OPTIONS, workers=1)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".work"]
+    prepare([corpus], tmp_path / "out", OPTIONS, workers=1)
+    prepare([corpus], tmp_path / "straight", OPTIONS, workers=1)
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    corpus, out = lines(tmp_path / "a.jsonl", ["text"] * 9), tmp_path / "out"
+    with (
+        FolderLock(out / ".prepare.lock", DataError, "--out"),
+        pytest.raises(DataError, match=r"out is in use by process \d+ .*; end it first, or choose another --out$"),
+    ):
+        prepare([corpus], out, Options(vocab_size=257, validation_fraction=0.0), workers=1)
+    prepare([corpus], out, Options(vocab_size=257, validation_fraction=0.0), workers=1)
+    assert not (out / ".prepare.lock").exists()
+
+
+def test_no_room_for_the_shards(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on the size of files stands in for a disk that fills up: the pieces fit, the shards do not."""
+    monkeypatch.setattr(preparing, "PIECE_BYTES", 2000)
+    options = Options(vocab_size=300, validation_fraction=0.1)
+    out, limits = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    try:
+        with pytest.raises(DataError) as full:
+            prepare([str(corpus)], out, options, workers=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(full.value) == (
+        f"{out}: File too large; make room and run the same command again, which goes on with what is done, "
+        "or choose another --out"
+    )
+    assert [path.name for path in out.iterdir()] == [".work"]
+    assert len(list((out / ".work").glob("piece-*.npz"))) > 10
+    prepare([str(corpus)], out, options, workers=1)
+    prepare([str(corpus)], tmp_path / "straight", options, workers=1)
+    assert contents(out) == contents(tmp_path / "straight")
+
+
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("options", "message"),
     [
-        (
-            "t.jsonl",
-            '{"text": "a"}\n{"body": "b"}\n',
-            r"t\.jsonl, line 2: field 'text' holds no text; found: body \(str\)",
-        ),
-        ("t.jsonl", '{"text": "a"}\n{"text": \n', r"t\.jsonl, line 2: not JSON"),
-        ("t.jsonl", "[1]\n", r"t\.jsonl, line 1: a JSON object is expected, found list"),
-        ("t.json", "{}", r"t\.json: unknown ending \.json; known endings: .*; nearest: \.jsonl"),
-        ("t.txt", b"\xff\xfe", r"t\.txt: byte 0 is not UTF-8; convert the file"),
-        ("t.jsonl.gz", b"no gzip", r"t\.jsonl\.gz: cannot be read"),
-        ("t.txt", "", "the inputs hold no text at all"),
+        (Options(vocab_size=100), "--vocab-size=100 is too small for a byte-level tokenizer; give at least 257"),
+        (Options(end_token="</s>"), r"--end-token=</s>: a tokenizer trained here ends documents with <\|endoftext\|>"),
+        (Options(tokenizer="GIVEN", end_token="<stop>"), "the tokenizer has no token <stop> to end documents with"),
     ],
 )
-def test_text_that_cannot_be_read_is_named(name: str, content: str | bytes, message: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(DataError, match=message):
-        prepare([str(path)], tmp_path / "out", OPTIONS, workers=1)
+def test_options_that_do_not_fit_are_refused_before_anything_is_made(
+    options: Options, message: str, tmp_path: Path
+) -> None:
+    if options.tokenizer:
+        prepare(
+            [lines(tmp_path / "a.jsonl", ["a"])], tmp_path / "given", Options(vocab_size=257, validation_fraction=0)
+        )
+        options = Options(tokenizer=str(tmp_path / "given"), end_token=options.end_token)
+    with pytest.raises(ConfigError, match=message):
+        prepare([PYTHON_STDLIB], tmp_path / "out", options, workers=1)
+    assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_input_and_an_empty_folder_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nowhere does not exist; give files, folders, or python-stdlib"):
-        find_files([str(tmp_path / "nowhere")])
-    with pytest.raises(DataError, match="no text files found"):
-        find_files([str(tmp_path)])
-
-
-def test_a_wrong_parquet_column_is_named(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"d\.parquet: no column 'body'; found: text, id; name it with --text-field"):
-        list(read_documents(find_files([str(corpus / "d.parquet")])[0], "body"))
-
-
-def test_tokenizers_that_cannot_serve_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="--vocab-size=100 is too small for a byte-level tokenizer; give at least 257"
-    ):
-        prepare([PYTHON_STDLIB], tmp_path / "out", Options(vocab_size=100), workers=1)
-    with pytest.raises(DataError, match="no tokenizer there"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match="not a tokenizer that can be read"):
-        load_tokenizer(tmp_path)
+def test_text_that_leaves_nothing_to_train_on_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(DataError, match="the inputs hold no text at all: every document is empty"):
+        prepare([str(tmp_path / "empty.txt")], tmp_path / "out", OPTIONS, workers=1)
+    text = next(f"text {i}" for i in range(100) if text_share(f"text {i}") < 0.5)
+    with pytest.raises(DataError, match="every document fell into the validation split; lower --validation-fraction"):
+        prepare(
+            [lines(tmp_path / "a.jsonl", [text])],
+            tmp_path / "other",
+            Options(vocab_size=257, validation_fraction=0.5),
+            workers=1,
+        )
+    assert not (tmp_path / "other" / MANIFEST).exists()
 
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
-
-
-@pytest.mark.skipif(
-    not SHARED.exists(), reason="the reference data lies beside the checkout only where it was handed out"
-)
-def test_real_tokenizers_load_and_know_how_documents_end() -> None:
-    gpt2 = load_tokenizer(SHARED / "tokenizers" / "gpt2")
-    assert gpt2.encode("Hello world, Frontier!").ids[:2] == [15496, 995]
-    assert (vocabulary_size(gpt2), end_of_document(gpt2)) == (50257, 50256)
-    olmo = load_tokenizer(SHARED / "tokenizers" / "olmo" / "allenai_gpt-neox-olmo-dolma-v1_5.json")
-    assert end_of_document(olmo) == olmo.token_to_id("<|endoftext|>")
 
 
 @pytest.mark.skipif(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import importlib
 import io
 import json
 import os
 import sysconfig
 import tokenize
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -70,11 +73,12 @@ def _below(path: Path) -> list[InputFile]:
     if path.is_file():
         file = _classify(path, path.name)
         if file is None:
-            near = get_close_matches(path.suffix, [*KINDS, *COMPRESSIONS], 1)
-            hint = f"; nearest: {near[0]}" if near else ""
-            raise DataError(
-                f"{path}: unknown ending {path.suffix or '(none)'}; known endings: {_known_endings()}{hint}"
+            ending = "".join(path.suffixes[-2:] if path.suffix in COMPRESSIONS else path.suffixes[-1:])
+            near = get_close_matches(
+                ending, [kind + packed for kind in KINDS for packed in ("", *COMPRESSIONS)], 1, 0.5
             )
+            hint = f"; nearest: {near[0]}" if near else ""
+            raise DataError(f"{path}: unknown ending {ending or '(none)'}; known endings: {_known_endings()}{hint}")
         return [file]
     if not path.is_dir():
         raise DataError(f"{path} does not exist; give files, folders, or {PYTHON_STDLIB}")
@@ -103,72 +107,163 @@ def _known_endings() -> str:
     return f"{', '.join(KINDS)}, each also with {' or '.join(COMPRESSIONS)}"
 
 
+def sample_hash(file: InputFile) -> str:
+    """A hash of what is stored: of all of it up to 1 MiB, of 16 stretches of 64 KiB spread evenly over a larger file.
+
+    Raises DataError when the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    with _explained(file), file.path.open("rb") as stream:
+        for number in range(16):
+            stream.seek(number * max(0, file.size - 2**16) // 15)
+            digest.update(stream.read(2**16))
+    return digest.hexdigest()
+
+
+@contextmanager
+def _explained(file: InputFile) -> Iterator[None]:
+    """What goes wrong with the file itself becomes a DataError that names it."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file.path}: byte {error.start} is not UTF-8; convert the file to UTF-8") from error
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise DataError(f"{file.path}: {error.strerror}; make it readable, or leave it out") from error
+        what = " ".join(str(error).split()).rstrip(".")
+        raise DataError(
+            f"{file.path}: cannot be read: {what}; it is damaged or cut short: get it again, or leave it out"
+        ) from error
+
+
 def _open(file: InputFile) -> IO[bytes]:
     if file.compression == ".gz":
         return cast(IO[bytes], gzip.open(file.path))
     if file.compression == ".zst":
-        # Buffered, since zstandard's own reader knows no lines.
-        return io.BufferedReader(_extra("zstandard", file).open(file.path, "rb"))
+        package = _extra("zstandard", file)
+        return io.BufferedReader(_ZstandardFile(file.path.open("rb"), package))
     return file.path.open("rb")
 
 
+class _ZstandardFile(io.RawIOBase):
+    """Frames one after the other, as `cat a.zst b.zst` makes them; the package's own reader hides a truncated end."""
+
+    def __init__(self, stored: IO[bytes], package: Any) -> None:
+        self._stored = stored
+        self._package = package
+        self._frame: Any = None
+        self._rest = b""
+        self._plain = memoryview(b"")
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer`; 0 at the end. Raises EOFError where the last frame is cut, OSError where one is damaged."""
+        while not self._plain:
+            compressed = self._rest or self._stored.read(2**17)
+            if not compressed:
+                if self._frame is not None:
+                    raise EOFError("the compressed file ends in the middle")
+                return 0
+            self._plain = memoryview(self._decompress(compressed))
+        size = min(len(buffer), len(self._plain))
+        buffer[:size] = self._plain[:size]
+        self._plain = self._plain[size:]
+        return size
+
+    def close(self) -> None:
+        """Close the file underneath."""
+        self._stored.close()
+        super().close()
+
+    def _decompress(self, compressed: bytes) -> bytes:
+        if self._frame is None:
+            # Files made with --long have windows of up to 2 GiB.
+            self._frame = self._package.ZstdDecompressor(max_window_size=2**31).decompressobj()
+        try:
+            plain: bytes = self._frame.decompress(compressed)
+        except self._package.ZstdError as error:
+            raise OSError(str(error)) from error
+        self._rest = self._frame.unused_data if self._frame.eof else b""
+        if self._frame.eof:
+            self._frame = None
+        return plain
+
+
 def _read_text(file: InputFile, _text_field: str) -> Iterator[str]:
-    try:
-        with _open(file) as stream:
-            yield stream.read().decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file.path}: byte {error.start} is not UTF-8; convert the file to UTF-8") from error
-    except (OSError, EOFError) as error:
-        raise DataError(f"{file.path}: cannot be read: {error}") from error
+    with _explained(file), _open(file) as stream:
+        yield stream.read().decode()
 
 
 def _read_python(file: InputFile, _text_field: str) -> Iterator[str]:
     """Python source in the encoding it declares (PEP 263); a file that does not hold to it is left out."""
-    with _open(file) as stream:
+    with _explained(file), _open(file) as stream:
         content = stream.read()
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
-        yield content.decode(encoding)
-    except (SyntaxError, UnicodeDecodeError, LookupError):
+        text = content.decode(encoding)
+    except (SyntaxError, UnicodeError, LookupError):
         return
+    yield _whole_characters(text)
 
 
 def _read_jsonl(file: InputFile, text_field: str) -> Iterator[str]:
-    with _open(file) as stream:
-        try:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    yield _text_of(line, text_field, f"{file.path}, line {number}")
-        except (OSError, EOFError) as error:
-            raise DataError(f"{file.path}: cannot be read: {error}") from error
+    with _explained(file), _open(file) as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield _text_of(line, text_field, f"{file.path}, line {number}")
 
 
 def _text_of(line: bytes, text_field: str, where: str) -> str:
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not JSON: {error}") from error
+        row = json.loads(line.rstrip())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: byte {error.start} is not UTF-8; convert the file to UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{where}, character {error.pos + 1}: not JSON: {error.msg}; mend the line, or take it out"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON that can be read: {error}; mend the line, or take it out") from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: a JSON object is expected, found {type(row).__name__}")
+        raise DataError(
+            f'{where}: found {type(row).__name__}; every line must be an object, as in {{{json.dumps(text_field)}: "..."}}'
+        )
     text = row.get(text_field)
     if not isinstance(text, str):
         kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in list(row.items())[:8])
         raise DataError(
-            f"{where}: field {text_field!r} holds no text; found: {kinds}; name the field with --text-field"
+            f"{where}: field {text_field!r} holds no text; found: {kinds or 'nothing'}; name the field with --text-field"
         )
-    # JSON can spell half a character, which no encoding can write.
+    return _whole_characters(text)
+
+
+def _whole_characters(text: str) -> str:
+    """JSON, and some encodings, can spell half a character, which no encoding can write."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _read_parquet(file: InputFile, text_field: str) -> Iterator[str]:
     parquet = _extra("pyarrow.parquet", file)
-    with _open(file) as stream:
+    # pyarrow's own errors are ValueErrors or OSErrors where a file is damaged.
+    with _explained(file), _open(file) as stream:
         table = parquet.ParquetFile(stream if not file.compression else io.BytesIO(stream.read()))
-        if text_field not in table.schema_arrow.names:
-            names = ", ".join(table.schema_arrow.names)
-            raise DataError(f"{file.path}: no column {text_field!r}; found: {names}; name it with --text-field")
+        schema = table.schema_arrow
+        if text_field not in schema.names:
+            raise DataError(
+                f"{file.path}: no column {text_field!r}; found: {', '.join(schema.names)}; name it with --text-field"
+            )
         for batch in table.iter_batches(columns=[text_field]):
-            yield from (text for text in batch.column(0).to_pylist() if text is not None)
+            for text in batch.column(0).to_pylist():
+                if isinstance(text, str):
+                    yield text
+                elif text is not None:
+                    kind = schema.field(text_field).type
+                    raise DataError(
+                        f"{file.path}: column {text_field!r} holds {kind}, not text; name one with --text-field"
+                    )
 
 
 def _extra(module: str, file: InputFile) -> Any:

@@ -83,7 +83,7 @@ class Manifest(_Part):
     inputs: list[str]
     """What was tokenized, as given to `phalanx data prepare`."""
     plan: str = ""
-    """A hash of the inputs' names and sizes and of the options, by which the same work is known again."""
+    """A hash of the inputs' names, sizes and samples of their content and of the options: the same work is known by it."""
     splits: dict[Split, SplitRecord]
 
     def write(self, folder: Path) -> None:

@@ -61,6 +61,7 @@ class MegatronSource(TokenSource):
         self.path = _with_ending(prefix, ".bin")
         self._index = _Index.read(_with_ending(prefix, ".idx"))
         self.tokens = self._index.count_tokens()
+        self.documents = len(self._index.documents) - 1
         self._check_size()
         self._ids = _map(self.path, self._index.dtype) if self.tokens else np.empty(0, self._index.dtype)
         self._stream = SegmentedStream([self._ids])

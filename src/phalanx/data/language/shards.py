@@ -30,6 +30,7 @@ class ShardSource(TokenSource):
                 f"{folder}: {split} shards hold {self._stream.length} tokens, {self._split.tokens} expected"
             )
         self.tokens = self._split.tokens
+        self.documents = self._split.documents
         self.text_bytes = self._split.text_bytes
         self.fingerprint = self._manifest.fingerprint(split)
         self.vocab_size = self._manifest.tokenizer.vocab_size

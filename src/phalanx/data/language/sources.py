@@ -26,6 +26,8 @@ class TokenSource(ABC):
     """Changes whenever the same place would give another token."""
     vocab_size: int | None = None
     """One more than the largest id that can occur; None when the format does not say, then batches are checked."""
+    documents: int | None = None
+    """Documents of the split; None when the format does not say."""
     text_bytes: int | None = None
     """UTF-8 bytes of the raw text of the split; None when the format does not say."""
     tokenizer: Path | None = None

@@ -20,13 +20,11 @@ TRAINING_BYTES = 20_000_000
 def train_tokenizer(documents: Iterable[str], total_bytes: int, vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) with `vocab_size` entries.
 
-    Where there is more text than `TRAINING_BYTES`, documents are taken by the hash of their text, so that the choice does
-    not depend on their order. total_bytes: size of all text, or an estimate. Raises ConfigError for a vocabulary that
-    cannot hold all bytes.
+    Where there is more text than `TRAINING_BYTES`, documents are taken by a hash of their text, independent of the one
+    that chooses the split, so that the choice does not depend on their order. total_bytes: size of all text, or an
+    estimate. Raises ConfigError for a vocabulary that cannot hold all bytes.
     """
-    least = len(pre_tokenizers.ByteLevel.alphabet()) + 1
-    if vocab_size < least:
-        raise ConfigError(f"--vocab-size={vocab_size} is too small for a byte-level tokenizer; give at least {least}")
+    check_trainable(vocab_size, None)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,13 +38,32 @@ def train_tokenizer(documents: Iterable[str], total_bytes: int, vocab_size: int)
     return tokenizer
 
 
+def check_trainable(vocab_size: int, end_token: str | None) -> None:
+    """Raise ConfigError unless a tokenizer trained here can have `vocab_size` entries and end documents with `end_token`.
+
+    end_token: None stands for what such a tokenizer ends documents with.
+    """
+    least = len(pre_tokenizers.ByteLevel.alphabet()) + 1
+    if vocab_size < least:
+        raise ConfigError(f"--vocab-size={vocab_size} is too small for a byte-level tokenizer; give at least {least}")
+    if end_token not in (None, END_OF_DOCUMENT):
+        raise ConfigError(
+            f"--end-token={end_token}: a tokenizer trained here ends documents with {END_OF_DOCUMENT}; "
+            "leave --end-token out, or name a --tokenizer that has it"
+        )
+
+
 def _chosen(documents: Iterable[str], share: float) -> Iterator[str]:
-    return (text for text in documents if share >= 1.0 or text_share(text) < share)
+    return (text for text in documents if share >= 1.0 or text_share(text, b"tokenizer") < share)
 
 
-def text_share(text: str) -> float:
-    """A number in [0, 1) that depends on the text alone, evenly spread over texts."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=7).digest(), "big") / 2**56
+def text_share(text: str, purpose: bytes = b"") -> float:
+    """A number in [0, 1) that depends on the text and the purpose alone, evenly spread over texts.
+
+    purpose: at most 16 bytes; numbers for different purposes are independent, the empty one chooses the split.
+    """
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=7, person=purpose).digest()
+    return int.from_bytes(digest, "big") / 2**56
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -64,6 +64,7 @@ class ShardWriter:
 
 def _write(path: Path, values: npt.NDArray[Any]) -> None:
     with path.open("wb") as file:
-        values.tofile(file)
+        # Not tofile(), whose errors on a full disk do not say so.
+        file.write(values.data)
         file.flush()
         os.fsync(file.fileno())
