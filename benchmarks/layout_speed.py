@@ -32,6 +32,8 @@ CASES: dict[str, list[str]] = {
     "fsdp-mb2-selective": ["dp_shard=N", "microbatch=2", "reshard_after_forward=true", "recompute=selective"],
     "tp2-fsdp2-mb2": ["tp=2", "dp_shard=2", "microbatch=2"],
     "tp2-fsdp2-mb2-selective": ["tp=2", "dp_shard=2", "microbatch=2", "recompute=selective"],
+    "tp2-fsdp2-mb4": ["tp=2", "dp_shard=2", "microbatch=4"],
+    "weak-mb2": ["dp_shard=N", "microbatch=2", "reshard_after_forward=true"],
     "tp4-mb2": ["tp=4", "dp_shard=1", "microbatch=2"],
     "pp4-1f1b": ["pp=4", "dp_shard=1", "microbatch=1", "schedule=1f1b"],
     "pp4-interleaved": ["pp=4", "dp_shard=1", "microbatch=1", "schedule=interleaved_1f1b"],

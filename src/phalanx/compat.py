@@ -181,6 +181,8 @@ def attention_kernel_gradients(
         grad_query, *rest = grads
         grad_key, grad_value = (grad.unflatten(1, (heads, group)).sum(2) for grad in rest)
         return grad_query, grad_key, grad_value
+    # The kernel reads log-partitions as if they were contiguous.
+    grad_out, out, log_z = grad_out.contiguous(), out.contiguous(), log_z.contiguous()
     # Random state of dropout, which is off: two integers that nothing reads.
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
     grad_query, grad_key, grad_value = aten._scaled_dot_product_flash_attention_backward(

@@ -1,7 +1,7 @@
 """The rules that say whether a layout is legal for a run, each a pure function that gives reasons in one sentence.
 
-Nothing is allocated and no device is asked. A reason names the fields, their numbers and, where numbers alone mend it, the
-nearest ones that do; `layout.resolve` adds the nearest legal layouts to the others.
+Nothing is allocated and no device is asked. A reason names the fields, their numbers and changes of other fields that may
+mend it; `layout.resolve` keeps those that do, or adds the nearest legal degrees.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from phalanx.config.schema import Run
 from phalanx.layout.spec import DEGREES, ZERO_BUBBLE, ResolvedLayout
 from phalanx.models.language.declare import tensor_split_counts
 
+Fix = dict[str, int | str | bool]
+"""Fields of the run file, as `section.field`, with other values."""
+
 
 @dataclass(frozen=True)
 class Reason:
     """Why a layout is not legal."""
 
     text: str
-    fix: str | None = None
-    """What to change, as `field=value`, where that does not depend on the other degrees."""
+    fixes: tuple[Fix, ...] = ()
+    """Changes of which each may mend this, where it does not take other degrees."""
 
 
 def reasons(run: Run, layout: ResolvedLayout, world_size: int, devices_per_node: int | None = None) -> list[Reason]:
@@ -45,12 +48,12 @@ def _zero(_run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
     if layout.zero == 0 and layout.dp_shard > 1:
         yield Reason(
             f"layout.zero=0 keeps everything on every rank, so layout.dp_shard={layout.dp_shard} has nothing to share out",
-            f"layout.dp_shard=1 layout.dp_replicate={layout.dp_replicate * layout.dp_shard}",
+            ({"layout.dp_replicate": layout.dp_replicate * layout.dp_shard, "layout.dp_shard": 1},),
         )
     if layout.reshard_after_forward and layout.zero < 3:
         yield Reason(
             f"layout.reshard_after_forward=true frees gathered parameters, which layout.zero={layout.zero} never shares out",
-            "layout.reshard_after_forward=auto or layout.zero=3",
+            ({"layout.reshard_after_forward": "auto"}, {"layout.zero": 3}),
         )
 
 
@@ -58,8 +61,9 @@ def _tensor(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
     for split in tensor_split_counts(run.model):
         if split.count % layout.tp:
             yield Reason(f"layout.tp={layout.tp} does not divide {split.field} ({split.count} parts)")
-    if layout.tp > run.model.vocab_size:
-        yield Reason(f"layout.tp={layout.tp} is more than model.vocab_size={run.model.vocab_size}")
+    rows = run.model.vocab_size
+    if -(-rows // layout.tp) * (layout.tp - 1) >= rows:
+        yield Reason(f"layout.tp={layout.tp} leaves some ranks without a row of model.vocab_size={rows}")
 
 
 def _sequence(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
@@ -84,7 +88,7 @@ def _context(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
         yield Reason(
             f"layout.context=all_to_all gives each rank whole heads, but layout.cp={layout.cp} does not divide "
             f"model.n_kv_heads={run.model.kv_heads} over layout.tp={layout.tp}",
-            "layout.context=ring",
+            ({"layout.context": "ring"},),
         )
 
 
@@ -94,11 +98,17 @@ def _stages(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
     per_rank = layout.stages_per_rank
     stated = f"layout.stages_per_rank={per_rank}"
     if layout.schedule in ("gpipe", "1f1b") and per_rank != 1:
-        yield Reason(f"layout.schedule={layout.schedule} has one stage on each rank, not {stated}", "stages_per_rank=1")
+        yield Reason(
+            f"layout.schedule={layout.schedule} has one stage on each rank, not {stated}",
+            ({"layout.stages_per_rank": 1},),
+        )
     if layout.schedule == "zbv" and per_rank != 2:
-        yield Reason(f"layout.schedule=zbv has two stages on each rank, not {stated}", "stages_per_rank=2")
+        yield Reason(f"layout.schedule=zbv has two stages on each rank, not {stated}", ({"layout.stages_per_rank": 2},))
     if layout.schedule.startswith("interleaved") and per_rank < 2:
-        yield Reason(f"layout.schedule={layout.schedule} needs at least two stages on each rank, not {stated}")
+        yield Reason(
+            f"layout.schedule={layout.schedule} needs at least two stages on each rank, not {stated}",
+            ({"layout.stages_per_rank": 2}, {"layout.schedule": "1f1b"}),
+        )
     if layout.n_stages > run.model.n_layers:
         yield Reason(
             f"layout.pp={layout.pp} x {stated} = {layout.n_stages} stages, "
@@ -114,35 +124,38 @@ def _zero_bubble(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
         yield Reason(
             f"{name} with layout.reshard_after_forward=true gives wrong gradients: parameters gathered for the gradients "
             f"of inputs are freed before those of weights are computed",
-            "layout.reshard_after_forward=auto",
+            ({"layout.reshard_after_forward": "auto"},),
         )
     if run.layout.recompute != "none":
         yield Reason(
             f"{name} reads activations twice, which recomputed ones (layout.recompute={run.layout.recompute}) cannot be",
-            "layout.recompute=none or layout.schedule=interleaved_1f1b",
+            ({"layout.recompute": "none"}, {"layout.schedule": "interleaved_1f1b"}),
         )
     if run.training.compile is True:
         yield Reason(
             f"{name} splits the backward pass of a stage, which compiled blocks do not allow",
-            "training.compile=auto or layout.schedule=interleaved_1f1b",
+            ({"training.compile": "auto"}, {"layout.schedule": "interleaved_1f1b"}),
         )
     if layout.schedule == "zbv" and run.model.tied_head:
         yield Reason(
             f"{name} has the first and the last stage on one rank, where a tied head would be sharded twice",
-            "layout.schedule=interleaved_zero_bubble or model.tied_head=false",
+            ({"layout.schedule": "interleaved_zero_bubble"}, {"layout.schedule": "interleaved_1f1b"}),
         )
 
 
 def _batch(_run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
     unit = layout.data_ranks * layout.microbatch
     if layout.global_batch % unit:
-        lower = layout.global_batch // unit * unit
-        choices = " or ".join(str(batch) for batch in (lower, lower + unit) if batch)
         yield Reason(
             f"layout.global_batch={layout.global_batch} samples is not a multiple of layout.microbatch={layout.microbatch} "
             f"x {layout.data_ranks} data-parallel ranks = {unit}",
-            f"global_batch={choices}",
+            (*_nearest_batches(layout, unit), *_nearest_batches(layout, unit * layout.pp)),
         )
+
+
+def _nearest_batches(layout: ResolvedLayout, unit: int) -> list[Fix]:
+    lower = layout.global_batch // unit * unit
+    return [{"layout.global_batch": batch} for batch in (lower, lower + unit) if batch]
 
 
 def _microbatches(_run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
@@ -152,11 +165,18 @@ def _microbatches(_run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
     stated = f"the {count} micro-batches a rank computes (layout.global_batch over data ranks and layout.microbatch)"
     if layout.schedule == "1f1b" and count < layout.n_stages:
         yield Reason(
-            f"{stated} are fewer than the {layout.n_stages} stages of layout.schedule=1f1b", "layout.schedule=gpipe"
+            f"{stated} are fewer than the {layout.n_stages} stages of layout.schedule=1f1b",
+            (
+                {"layout.schedule": "gpipe"},
+                *_nearest_batches(layout, layout.data_ranks * layout.microbatch * layout.pp),
+            ),
         )
     rounds = max(1, count // layout.pp)
     if layout.schedule.startswith("interleaved") and count % rounds:
-        yield Reason(f"{stated} do not divide into {rounds} equal rounds of layout.schedule={layout.schedule}")
+        yield Reason(
+            f"{stated} do not divide into {rounds} equal rounds of layout.schedule={layout.schedule}",
+            tuple(_nearest_batches(layout, layout.data_ranks * layout.microbatch * layout.pp)),
+        )
 
 
 def _node(run: Run, layout: ResolvedLayout, devices_per_node: int | None) -> Iterator[Reason]:
@@ -165,5 +185,5 @@ def _node(run: Run, layout: ResolvedLayout, devices_per_node: int | None) -> Ite
     if layout.tp > devices_per_node or devices_per_node % layout.tp:
         yield Reason(
             f"layout.tp={layout.tp} groups do not fit into nodes of {devices_per_node} devices",
-            "layout.tp_across_nodes=true to allow it",
+            ({"layout.tp_across_nodes": True},),
         )

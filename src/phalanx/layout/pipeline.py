@@ -57,6 +57,8 @@ def split_layers(n_layers: int, n_stages: int, first_cost: float, last_cost: flo
 
 _EXACT = 160
 """Layers up to which every split is compared; beyond, stages are filled up to a common limit."""
+_ROUNDING = 1e-9
+"""Far below any cost, far above the rounding of one."""
 
 
 def _ends(n_layers: int, n_stages: int, extra: list[float]) -> tuple[int, ...]:
@@ -65,10 +67,13 @@ def _ends(n_layers: int, n_stages: int, extra: list[float]) -> tuple[int, ...]:
     for limit in limits:
         ends, end = [], 0
         for stage, more in enumerate(extra):
-            room = min(int(limit - more), n_layers - end - (n_stages - 1 - stage))
+            # Rounding must not cost a stage the layer that the limit was made for.
+            room = min(int(limit - more + _ROUNDING), n_layers - end - (n_stages - 1 - stage))
             end += max(1, room)
             ends.append(end)
-        if end >= n_layers and all(b - a + more <= limit for a, b, more in zip((0, *ends), ends, extra, strict=False)):
+        if end >= n_layers and all(
+            b - a + more <= limit + _ROUNDING for a, b, more in zip((0, *ends), ends, extra, strict=False)
+        ):
             return tuple(ends)
     raise AssertionError("the largest limit holds everything")
 

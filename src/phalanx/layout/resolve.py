@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +10,7 @@ from dataclasses import replace
 from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Layout, Run
 from phalanx.errors import ConfigError
-from phalanx.layout.legality import Reason, reasons
+from phalanx.layout.legality import Fix, Reason, reasons
 from phalanx.layout.spec import DEGREES, ZERO_BUBBLE, ResolvedLayout
 
 Degrees = dict[str, int]
@@ -146,20 +147,56 @@ def _fill_degrees(layout: Layout, world_size: int) -> Degrees:
 def _explain(
     run: Run, layout: ResolvedLayout, world_size: int, devices_per_node: int | None, found: list[Reason]
 ) -> str:
-    lines = [reason.text for reason in found]
-    fixes = [reason.fix for reason in found if reason.fix]
-    if len(fixes) == len(found):
-        return "\n".join([*lines, f"nearest legal: {'; '.join(fixes)}"])
-    nearest = _nearest(run, layout, world_size, devices_per_node)
-    if nearest:
-        return "\n".join([*lines, f"nearest legal: {', or '.join(nearest)}"])
-    return "\n".join(
-        [*lines, f"no choice of degrees is legal for {world_size} ranks with the other fields as they are"]
-    )
+    """The reasons, and what would be legal: other fields with these degrees, else other degrees, else both."""
+    lines = "\n".join(reason.text for reason in found)
+    fixes = list(_joint_fixes(found))
+    mending = [fix for fix in fixes if _is_legal(_changed(run, fix), world_size, devices_per_node)]
+    if mending:
+        return f"{lines}\nnearest legal: {_join([_words(fix) for fix in mending[:_SUGGESTED]])}"
+    for fix in ({}, *fixes):
+        beside = {name: value for name, value in fix.items() if name.removeprefix("layout.") not in DEGREES}
+        nearest = _nearest(_changed(run, beside), layout, world_size, devices_per_node)
+        if nearest:
+            return f"{lines}\nnearest legal: {_join([_words(beside) + degrees for degrees in nearest])}"
+    return f"{lines}\nno choice of degrees is legal for {world_size} ranks with the other fields as they are"
 
 
-def _nearest(run: Run, wanted: ResolvedLayout, world_size: int, devices_per_node: int | None) -> list[str]:
-    """The degrees of the legal layouts that differ least, as the user would write them."""
+def _joint_fixes(found: list[Reason]) -> Iterator[Fix]:
+    """Every choice of one fix for each reason that has any, where these agree; those that change least come first."""
+    joint: list[Fix] = []
+    for chosen in itertools.product(*(reason.fixes for reason in found if reason.fixes)):
+        fix = {name: value for part in chosen for name, value in part.items()}
+        if fix and fix not in joint and all(part.items() <= fix.items() for part in chosen):
+            joint.append(fix)
+    return iter(sorted(joint, key=len))
+
+
+def _changed(run: Run, fix: Fix) -> Run:
+    for name, value in fix.items():
+        section, field = name.split(".")
+        run = run.model_copy(update={section: getattr(run, section).model_copy(update={field: value})})
+    return run
+
+
+def _is_legal(run: Run, world_size: int, devices_per_node: int | None) -> bool:
+    layout = with_degrees(run, _fill_degrees(run.layout, world_size))
+    return not reasons(run, layout, world_size, devices_per_node)
+
+
+def _words(fix: Fix) -> list[str]:
+    return [f"{name.removeprefix('layout.')}={str(value).lower()}" for name, value in fix.items()]
+
+
+def _join(choices: list[list[str]]) -> str:
+    """Each choice as the user would write it; of one field alone, its name once."""
+    names = {tuple(word.partition("=")[0] for word in choice) for choice in choices}
+    if len(names) == 1 and len(choices[0]) == 1:
+        return " or ".join([choices[0][0], *(choice[0].partition("=")[2] for choice in choices[1:])])
+    return ", or ".join(" ".join(choice) for choice in choices)
+
+
+def _nearest(run: Run, wanted: ResolvedLayout, world_size: int, devices_per_node: int | None) -> list[list[str]]:
+    """The degrees of the legal layouts that differ least, in words."""
 
     def distance(layout: ResolvedLayout) -> tuple[float, ...]:
         # Data-parallel degrees are the first to give way: they change no model code and follow from the rest.
@@ -173,8 +210,7 @@ def _nearest(run: Run, wanted: ResolvedLayout, world_size: int, devices_per_node
     return [_written(layout, wanted) for layout in legal]
 
 
-def _written(layout: ResolvedLayout, wanted: ResolvedLayout) -> str:
+def _written(layout: ResolvedLayout, wanted: ResolvedLayout) -> list[str]:
     """The degrees that matter: those that are not 1, or are not what was wanted."""
     values = {name: getattr(layout, name) for name in DEGREES}
-    chosen = [f"{n}={v}" for n, v in values.items() if v != 1 or getattr(wanted, n) != 1]
-    return " ".join(chosen)
+    return [f"{n}={v}" for n, v in values.items() if v != 1 or getattr(wanted, n) != 1]

@@ -54,7 +54,8 @@ def ring_attention(
             )
             total = join(total, _place(part, task.queries, total))
     assert total is not None
-    return total.out.to(query.dtype), total.log_z
+    # Contiguous, as the compiler was told: kernels leave their results in the order of their inputs' dims.
+    return total.out.to(query.dtype).contiguous(), total.log_z.contiguous()
 
 
 RING_ATTENTION = torch.ops.phalanx.ring_attention.default
@@ -92,11 +93,11 @@ def _ring_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value. Those of keys and values travel one step behind them, and so reach home."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    grad_query = torch.zeros_like(query, dtype=wide)
+    grad_query = query.new_zeros(query.shape, dtype=wide)
     ring = _Ring(group, rank, size)
     grads: Tensor | None = None
     for source, travelling in ring.tour(torch.stack((key, value))):
-        mine = torch.zeros_like(travelling, dtype=wide)
+        mine = travelling.new_zeros(travelling.shape, dtype=wide)
         for task in _tasks(rank, source, size, query, slopes_H, document_ids_BS):
             queries, keys = task.queries, task.keys
             grad_q, grad_k, grad_v = part_gradients(

@@ -1,0 +1,280 @@
+"""Which layouts are legal: every rule refuses with its numbers and the nearest legal choice."""
+
+from __future__ import annotations
+
+import pytest
+
+from layout_runs import Fields, refusal, run_with
+from phalanx.layout.resolve import resolve_layout
+
+ZERO_BUBBLE: Fields = {"pp": 2, "schedule": "interleaved_zero_bubble"}
+
+RULES: dict[str, tuple[Fields, Fields, int, list[str]]] = {
+    "product of the degrees": (
+        {"dp_shard": 2, "tp": 2, "pp": 2},
+        {},
+        16,
+        [
+            "layout.dp_shard=2 x layout.tp=2 x layout.pp=2 = 8 ranks, but 16 were started",
+            "nearest legal: dp_shard=4 tp=2 pp=2, or dp_replicate=2 dp_shard=2 tp=2 pp=2",
+        ],
+    ),
+    "shards without anything to share": (
+        {"dp_shard": 4, "dp_replicate": 2, "zero": 0},
+        {},
+        8,
+        [
+            "layout.zero=0 keeps everything on every rank, so layout.dp_shard=4 has nothing to share out",
+            "nearest legal: dp_replicate=8 dp_shard=1",
+        ],
+    ),
+    "resharding what is not shared out": (
+        {"zero": 2, "reshard_after_forward": True},
+        {},
+        4,
+        [
+            "layout.reshard_after_forward=true frees gathered parameters, which layout.zero=2 never shares out",
+            "nearest legal: reshard_after_forward=auto, or zero=3",
+        ],
+    ),
+    "heads": (
+        {"tp": 8},
+        {},
+        8,
+        [
+            "layout.tp=8 does not divide model.n_kv_heads (4 parts)",
+            "nearest legal: dp_shard=2 tp=4, or dp_replicate=2 tp=4",
+        ],
+    ),
+    "the width of the MLP": (
+        {"tp": 4},
+        {"model.d_ff": 66},
+        4,
+        [
+            "layout.tp=4 does not divide model.d_ff (66 parts)",
+            "nearest legal: dp_shard=2 tp=2, or dp_replicate=2 tp=2",
+        ],
+    ),
+    "rows of the vocabulary": (
+        {"tp": 4},
+        {"model.vocab_size": 6},
+        4,
+        [
+            "layout.tp=4 leaves some ranks without a row of model.vocab_size=6",
+            "nearest legal: dp_shard=2 tp=2, or dp_replicate=2 tp=2",
+        ],
+    ),
+    "positions in a ring": (
+        {"cp": 4},
+        {"data.sequence_length": 36},
+        4,
+        [
+            "data.sequence_length=36 is not a multiple of 2 x layout.cp (an early and a late part for each rank) = 8",
+            "nearest legal: dp_shard=2 cp=2, or dp_replicate=2 cp=2",
+        ],
+    ),
+    "positions exchanged for heads": (
+        {"cp": 4, "context": "all_to_all"},
+        {"data.sequence_length": 34},
+        4,
+        [
+            "data.sequence_length=34 is not a multiple of layout.cp = 4",
+            "nearest legal: dp_shard=2 cp=2, or dp_replicate=2 cp=2",
+        ],
+    ),
+    "positions between matrices": (
+        {"cp": 2, "tp": 4},
+        {"data.sequence_length": 36},
+        8,
+        [
+            "data.sequence_length=36 over layout.cp=2 ranks leaves 18 positions, which layout.tp=4 does not divide",
+            "nearest legal: dp_shard=2 cp=1 tp=4, or dp_shard=2 cp=2 tp=2",
+        ],
+    ),
+    "heads to exchange": (
+        {"cp": 4, "tp": 2, "context": "all_to_all"},
+        {},
+        8,
+        [
+            "layout.context=all_to_all gives each rank whole heads, but layout.cp=4 does not divide "
+            "model.n_kv_heads=4 over layout.tp=2",
+            "nearest legal: context=ring",
+        ],
+    ),
+    "heads to exchange, and too few positions for a ring": (
+        {"cp": 8, "context": "all_to_all"},
+        {"data.sequence_length": 8},
+        8,
+        [
+            "layout.context=all_to_all gives each rank whole heads, but layout.cp=8 does not divide "
+            "model.n_kv_heads=4 over layout.tp=1",
+            "nearest legal: dp_shard=2 cp=4, or dp_replicate=2 cp=4",
+        ],
+    ),
+    "one stage a rank": (
+        {"pp": 2, "schedule": "gpipe", "stages_per_rank": 2},
+        {},
+        2,
+        [
+            "layout.schedule=gpipe has one stage on each rank, not layout.stages_per_rank=2",
+            "nearest legal: stages_per_rank=1",
+        ],
+    ),
+    "there and back again": (
+        {"pp": 2, "schedule": "zbv", "stages_per_rank": 1},
+        {},
+        2,
+        [
+            "layout.schedule=zbv has two stages on each rank, not layout.stages_per_rank=1",
+            "nearest legal: stages_per_rank=2",
+        ],
+    ),
+    "stages to interleave": (
+        {"pp": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 1},
+        {},
+        2,
+        [
+            "layout.schedule=interleaved_1f1b needs at least two stages on each rank, not layout.stages_per_rank=1",
+            "nearest legal: stages_per_rank=2, or schedule=1f1b",
+        ],
+    ),
+    "layers for each stage": (
+        {"pp": 4, "schedule": "interleaved_1f1b"},
+        {"model.n_layers": 7},
+        4,
+        [
+            "layout.pp=4 x layout.stages_per_rank=2 = 8 stages, more than the model.n_layers=7 layers they would hold",
+            "nearest legal: dp_shard=2 pp=2, or dp_replicate=2 pp=2",
+        ],
+    ),
+    "split backward passes and resharding": (
+        {**ZERO_BUBBLE, "reshard_after_forward": True},
+        {},
+        4,
+        [
+            "layout.schedule=interleaved_zero_bubble with layout.reshard_after_forward=true gives wrong gradients: "
+            "parameters gathered for the gradients of inputs are freed before those of weights are computed",
+            "nearest legal: reshard_after_forward=auto",
+        ],
+    ),
+    "split backward passes and recompute": (
+        {**ZERO_BUBBLE, "recompute": "full"},
+        {},
+        4,
+        [
+            "layout.schedule=interleaved_zero_bubble reads activations twice, which recomputed ones "
+            "(layout.recompute=full) cannot be",
+            "nearest legal: recompute=none, or schedule=interleaved_1f1b",
+        ],
+    ),
+    "split backward passes and compiled blocks": (
+        {**ZERO_BUBBLE, "schedule": "zbv"},
+        {"training.compile": True},
+        4,
+        [
+            "layout.schedule=zbv splits the backward pass of a stage, which compiled blocks do not allow",
+            "nearest legal: training.compile=auto, or schedule=interleaved_1f1b",
+        ],
+    ),
+    "a tied head at both ends of one rank": (
+        {**ZERO_BUBBLE, "schedule": "zbv"},
+        {"model.tied_head": True},
+        4,
+        [
+            "layout.schedule=zbv has the first and the last stage on one rank, where a tied head would be sharded twice",
+            "nearest legal: schedule=interleaved_zero_bubble or interleaved_1f1b",
+        ],
+    ),
+    "samples for each rank": (
+        {"microbatch": 2, "global_batch": 18},
+        {},
+        4,
+        [
+            "layout.global_batch=18 samples is not a multiple of layout.microbatch=2 x 4 data-parallel ranks = 8",
+            "nearest legal: global_batch=16 or 24",
+        ],
+    ),
+    "samples for each rank and micro-batches for each stage": (
+        {"global_batch": 13, "pp": 4},
+        {},
+        8,
+        [
+            "layout.global_batch=13 samples is not a multiple of layout.microbatch=1 x 2 data-parallel ranks = 2",
+            "nearest legal: global_batch=12 or 14",
+        ],
+    ),
+    "micro-batches for each stage": (
+        {"global_batch": 3, "pp": 4},
+        {},
+        4,
+        [
+            "the 3 micro-batches a rank computes (layout.global_batch over data ranks and layout.microbatch) are fewer than "
+            "the 4 stages of layout.schedule=1f1b",
+            "nearest legal: schedule=gpipe, or global_batch=4",
+        ],
+    ),
+    "rounds of micro-batches": (
+        {"global_batch": 11, "pp": 4, "schedule": "interleaved_1f1b"},
+        {"model.n_layers": 8},
+        4,
+        [
+            "the 11 micro-batches a rank computes (layout.global_batch over data ranks and layout.microbatch) do not divide "
+            "into 2 equal rounds of layout.schedule=interleaved_1f1b",
+            "nearest legal: global_batch=8 or 12",
+        ],
+    ),
+    "nodes": (
+        {"tp": 4},
+        {"cluster.devices_per_node": 6},
+        4,
+        [
+            "layout.tp=4 groups do not fit into nodes of 6 devices",
+            "nearest legal: tp_across_nodes=true",
+        ],
+    ),
+    "two reasons that one change mends": (
+        {**ZERO_BUBBLE, "recompute": "selective"},
+        {"training.compile": True},
+        2,
+        [
+            "layout.schedule=interleaved_zero_bubble reads activations twice, which recomputed ones "
+            "(layout.recompute=selective) cannot be",
+            "layout.schedule=interleaved_zero_bubble splits the backward pass of a stage, "
+            "which compiled blocks do not allow",
+            "nearest legal: schedule=interleaved_1f1b, or recompute=none training.compile=auto",
+        ],
+    ),
+    "other fields and other degrees": (
+        {"tp": 8, "zero": 2, "reshard_after_forward": True},
+        {},
+        8,
+        [
+            "layout.reshard_after_forward=true frees gathered parameters, which layout.zero=2 never shares out",
+            "layout.tp=8 does not divide model.n_kv_heads (4 parts)",
+            "nearest legal: reshard_after_forward=auto dp_shard=2 tp=4, or reshard_after_forward=auto dp_replicate=2 tp=4",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_illegal_layout_is_refused_with_its_numbers_and_what_is_near(rule: str) -> None:
+    layout, elsewhere, world, message = RULES[rule]
+    assert refusal(run_with(elsewhere, **layout), world) == message
+
+
+def test_the_launcher_says_how_many_devices_a_node_has_unless_the_run_file_does() -> None:
+    assert refusal(run_with(tp=4), 4, devices_per_node=2)[0] == "layout.tp=4 groups do not fit into nodes of 2 devices"
+    assert resolve_layout(run_with({"cluster.devices_per_node": 8}, tp=4), 4, devices_per_node=2).tp == 4
+    assert resolve_layout(run_with(tp=4, tp_across_nodes=True), 4, devices_per_node=2).tp == 4
+
+
+def test_no_choice_may_be_legal() -> None:
+    assert refusal(run_with({"data.sequence_length": 17}, global_batch=8, dp_shard=1, tp=67), 67) == [
+        "layout.tp=67 does not divide model.n_heads (8 parts)",
+        "layout.tp=67 does not divide model.n_kv_heads (4 parts)",
+        "layout.tp=67 does not divide model.d_ff (32 parts)",
+        "layout.tp=67 leaves some ranks without a row of model.vocab_size=61",
+        "data.sequence_length=17 over layout.cp=1 ranks leaves 17 positions, which layout.tp=67 does not divide",
+        "no choice of degrees is legal for 67 ranks with the other fields as they are",
+    ]

@@ -1,0 +1,189 @@
+"""From a run file and a number of ranks to a layout: `auto`, overrides that lead back, and properties of all layouts."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layout_runs import Fields, refusal, run_from_words, run_with
+
+from phalanx.config.load import parse_run
+from phalanx.errors import ConfigError
+from phalanx.layout.legality import reasons
+from phalanx.layout.resolve import every_layout, factorisations, legal_layouts, resolve_layout
+from phalanx.layout.spec import DEGREES, ZERO_BUBBLE, ResolvedLayout
+
+GPT_175B = """
+model: {preset: gpt-175b}
+data: {sources: [nowhere], sequence_length: 2048}
+layout: {global_batch: 24576, dp_replicate: 8, tp: 8, pp: 16}
+optimizer: {lr: 1e-4}
+training: {steps: 10}
+"""
+
+# --- auto --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DEGREES)
+def test_any_one_degree_may_be_auto(name: str) -> None:
+    fields = {other: 2 if other in ("dp_replicate", "cp") else 1 for other in DEGREES}
+    layout = resolve_layout(run_with(**{**fields, name: "auto"}), 8)
+    expected = 8 // (4 if fields[name] == 1 else 2)
+    assert getattr(layout, name) == expected
+    assert layout.world_size == 8
+
+
+def test_dp_shard_gives_way_to_another_auto() -> None:
+    assert str(resolve_layout(run_with(pp="auto", tp=2), 8)) == "tp=2 pp=4 schedule=1f1b stages_per_rank=1"
+
+
+def test_two_degrees_are_not_auto() -> None:
+    assert refusal(run_with(tp="auto", pp="auto"), 8) == [
+        "layout.tp and layout.pp are both auto, but only one degree can take what the others leave; give the rest"
+    ]
+
+
+def test_what_auto_cannot_share_out() -> None:
+    assert refusal(run_with(tp=3), 8) == ["layout.tp=3 does not divide the world size 8", "nearest legal: tp=2"]
+    assert refusal(run_with(tp=3, cp=2), 8) == [
+        "layout.cp=2 x layout.tp=3 = 6 does not divide the world size 8; change one of them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "elsewhere", "expected"),
+    [
+        ({"cp": 2}, {}, "ring"),
+        ({"cp": 2}, {"data.document_mask": True}, "all_to_all"),
+        ({"cp": 2}, {"model.positions": "alibi"}, "all_to_all"),
+        ({"cp": 2, "tp": 4}, {"model.positions": "alibi"}, "ring"),
+        ({"cp": 1, "context": "all_to_all"}, {}, "ring"),
+    ],
+)
+def test_context_is_chosen_by_mask_and_heads(fields: Fields, elsewhere: Fields, expected: str) -> None:
+    assert resolve_layout(run_with(elsewhere, **fields), 8).context == expected
+
+
+@pytest.mark.parametrize(("zero", "pp", "expected"), [(3, 1, True), (3, 2, False), (2, 1, False), (1, 2, False)])
+def test_resharding_is_chosen_by_zero_and_stages(zero: int, pp: int, expected: bool) -> None:
+    assert resolve_layout(run_with(zero=zero, pp=pp), 4).reshard_after_forward is expected
+
+
+# --- properties --------------------------------------------------------------------------------------------------------
+
+
+def test_every_layout_of_1_to_64_ranks_fits_the_world_and_has_no_reason_against_it() -> None:
+    run, found = run_with(), 0
+    for world in range(1, 65):
+        layouts = list(legal_layouts(run, world))
+        assert all(layout.world_size == world and not reasons(run, layout, world) for layout in layouts)
+        legal = {tuple(getattr(layout, name) for name in DEGREES) for layout in layouts}
+        assert len(legal) == len(layouts)
+        assert legal <= set(factorisations(world, len(DEGREES)))
+        found += len(layouts)
+    assert found > 400
+
+
+EIGHT = list(every_layout(run_with(), 8))
+
+
+def test_no_layout_reshards_under_a_split_backward_pass() -> None:
+    sharded = [layout for layout in EIGHT if layout.schedule in ZERO_BUBBLE and layout.pp > 1 and layout.shards > 1]
+    assert len(sharded) > 20
+    assert not any(layout.reshard_after_forward for layout in sharded)
+    assert any(layout.reshard_after_forward for layout in EIGHT if layout.pp > 1)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.sampled_from(EIGHT))
+def test_a_layout_written_as_overrides_resolves_to_itself(layout: ResolvedLayout) -> None:
+    for plain in (run_with(), run_with(tp=2, pp=2, cp=2, schedule="zbv", zero=1, context="all_to_all")):
+        assert resolve_layout(run_from_words(plain, layout.overrides()), 8) == layout
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.sampled_from(EIGHT))
+def test_what_is_printed_of_a_layout_leads_back_to_it(layout: ResolvedLayout) -> None:
+    words = [f"layout.{word}" for word in str(layout).split()]
+    back = resolve_layout(run_from_words(run_with(dp_shard=1), words), 8)
+    assert str(back) == str(layout)
+
+
+def test_one_rank_is_called_so() -> None:
+    layout = resolve_layout(run_with(), 1)
+    assert str(layout) == "one rank"
+    assert resolve_layout(run_from_words(run_with(tp=2), layout.overrides()), 1) == layout
+
+
+CHOICES = st.fixed_dictionaries(
+    {
+        "global_batch": st.sampled_from([4, 8, 24, 64]),
+        "microbatch": st.sampled_from([1, 2]),
+        "zero": st.sampled_from([0, 1, 3]),
+        "schedule": st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]),
+        "stages_per_rank": st.sampled_from(["auto", 1, 2, 3]),
+        "context": st.sampled_from(["auto", "ring", "all_to_all"]),
+        "recompute": st.sampled_from(["none", "full"]),
+        "reshard_after_forward": st.sampled_from(["auto", True, False]),
+    }
+)
+ELSEWHERE = st.fixed_dictionaries(
+    {
+        "data.sequence_length": st.sampled_from([8, 12, 32, 64]),
+        "model.n_layers": st.sampled_from([2, 4, 7]),
+        "model.tied_head": st.booleans(),
+        "training.compile": st.sampled_from(["auto", True]),
+    }
+)
+DEGREES_OF_WORLD = st.sampled_from([2, 6, 7, 13, 16, 31, 32]).flatmap(
+    lambda world: st.sampled_from(list(factorisations(world, len(DEGREES))))
+)
+
+
+def proposals(line: str) -> list[list[str]]:
+    """The choices that a line of a message offers, each in the words of the command line."""
+    choices: list[list[str]] = []
+    for text in re.split(r", or | or ", line.removeprefix("nearest legal: ")):
+        whole = text if "=" in text else f"{choices[-1][0].partition('=')[0]}={text}"
+        choices.append([word if "." in word else f"layout.{word}" for word in whole.split()])
+    return choices
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(DEGREES_OF_WORLD, CHOICES, ELSEWHERE)
+def test_whatever_is_called_legal_is(degrees: tuple[int, ...], fields: Fields, elsewhere: Fields) -> None:
+    stated = dict(zip(DEGREES, degrees, strict=True))
+    run = run_with(elsewhere, **fields, **stated)
+    world = math.prod(degrees)
+    try:
+        resolve_layout(run, world)
+    except ConfigError as error:
+        last = str(error).splitlines()[-1]
+        if last.startswith("no choice of degrees"):
+            assert not list(legal_layouts(run, world))
+            return
+        for words in proposals(last):
+            assert resolve_layout(run_from_words(run, words), world).world_size == world
+
+
+@pytest.mark.parametrize("world", [7, 13, 61])
+def test_a_prime_number_of_ranks_has_a_nearest_legal_layout(world: int) -> None:
+    line = refusal(run_with(global_batch=world, tp=world, dp_shard=1), world)[-1]
+    assert line == f"nearest legal: dp_shard={world} tp=1, or dp_replicate={world} tp=1"
+
+
+# --- scale -------------------------------------------------------------------------------------------------------------
+
+
+def test_24576_ranks_of_gpt_175b() -> None:
+    run = parse_run(GPT_175B, "run.yaml")
+    layout = resolve_layout(run, 24576, devices_per_node=8)
+    assert (layout.dp_shard, layout.accumulation, layout.n_stages) == (24, 128, 16)
+    assert sum(1 for _ in legal_layouts(run, 24576, devices_per_node=8)) > 1000
+    assert refusal(parse_run(GPT_175B, "run.yaml", ["layout.dp_shard=23"]), 24576, devices_per_node=8) == [
+        "layout.dp_replicate=8 x layout.dp_shard=23 x layout.tp=8 x layout.pp=16 = 23552 ranks, but 24576 were started",
+        "nearest legal: dp_replicate=8 dp_shard=24 tp=8 pp=16, or dp_replicate=6 dp_shard=32 tp=8 pp=16",
+    ]
