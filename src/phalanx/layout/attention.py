@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from phalanx import compat
 from phalanx.cluster.device import device_name, synchronize
 from phalanx.config.model import LanguageModel
+from phalanx.errors import ConfigError
 from phalanx.models.language.attention import AttentionKernel, attend, attention_context
 
 _BACKENDS = {
@@ -63,6 +64,15 @@ class AttentionChoice:
         order = [preferred, *(b for b in _BACKENDS.values() if b is not preferred)]
         with sdpa_kernel(order, set_priority=True):
             yield
+
+
+def check_attention(requested: str, device: torch.device) -> None:
+    """Raise ConfigError for a kernel that cannot train on `device`."""
+    if requested == "flex" and device.type == "cpu":
+        raise ConfigError(
+            "training.attention=flex cannot train on the CPU: FlexAttention has no backward pass there\n"
+            "nearest: training.attention=auto"
+        )
 
 
 def choose_attention(

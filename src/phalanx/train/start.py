@@ -17,8 +17,8 @@ from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.files import write_atomically
 from phalanx.layout.apply import PRECISIONS, Applied, apply_layout
-from phalanx.layout.attention import AttentionChoice, AttentionShape, choose_attention
-from phalanx.layout.mesh import Ranks, build_mesh, join_process_group, ranks_from_environment
+from phalanx.layout.attention import AttentionChoice, AttentionShape, check_attention, choose_attention
+from phalanx.layout.mesh import Mesh, Ranks, build_mesh, join_process_group, ranks_from_environment
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.train.checkpoint import (
@@ -28,7 +28,7 @@ from phalanx.train.checkpoint import (
     placed_tensors,
     set_rng_state,
 )
-from phalanx.train.inputs import open_inputs
+from phalanx.train.inputs import Inputs, open_inputs
 from phalanx.train.logs import open_sinks
 from phalanx.train.metrics import StepMeter, find_peaks
 from phalanx.train.optimizer import build_optimizer
@@ -45,22 +45,35 @@ def train(run: Run, run_dir: Path) -> None:
     ranks = ranks_from_environment()
     layout = resolve_layout(run, ranks.world_size, ranks.ranks_per_node)
     device = choose_device(run.cluster.device, ranks.local_rank)
+    check_attention(run.training.attention, device)
+    if run.training.deterministic:
+        torch.use_deterministic_algorithms(True)
     join_process_group(ranks, device)
     try:
-        directory = RunDirectory(run_dir)
-        directory.create()
-        with RunLock(run_dir):
-            _train(run, layout, ranks, device, directory)
+        mesh = build_mesh(layout, device)
+        # Before the run directory is made: missing data then leaves nothing behind.
+        inputs = open_inputs(run, layout, mesh, device, first=ranks.first)
+        try:
+            directory = RunDirectory(run_dir)
+            directory.create()
+            with RunLock(run_dir):
+                _train(run, layout, mesh, ranks, device, directory, inputs)
+        finally:
+            inputs.stream.close()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _train(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device, directory: RunDirectory) -> None:
-    if run.training.deterministic:
-        torch.use_deterministic_algorithms(True)
-    mesh = build_mesh(layout, device)
-    inputs = open_inputs(run, layout, mesh, device, first=ranks.first)
+def _train(
+    run: Run,
+    layout: ResolvedLayout,
+    mesh: Mesh,
+    ranks: Ranks,
+    device: torch.device,
+    directory: RunDirectory,
+    inputs: Inputs,
+) -> None:
     attention = _agree_on_attention(run, layout, device)
     store = CheckpointStore(
         directory.checkpoints,
@@ -102,7 +115,6 @@ def _train(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device,
     try:
         Trainer(parts, first_step).train()
     finally:
-        inputs.stream.close()
         for sink in parts.sinks:
             sink.close()
         store.close()
