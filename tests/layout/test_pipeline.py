@@ -8,9 +8,9 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_runs import run_with
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
+from layout_runs import run_with
 from phalanx.layout import pipeline
 from phalanx.layout.legality import reasons
 from phalanx.layout.pipeline import model_parts, rank_of_stage, split_layers, stages_of_rank

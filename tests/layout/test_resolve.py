@@ -8,8 +8,8 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_runs import Fields, refusal, run_from_words, run_with
 
+from layout_runs import Fields, refusal, run_from_words, run_with
 from phalanx.config.load import parse_run
 from phalanx.errors import ConfigError
 from phalanx.layout.legality import reasons
