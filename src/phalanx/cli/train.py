@@ -8,7 +8,12 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.arguments import Overrides, RunFile
+from phalanx.cluster.local_launch import launch_ranks
 from phalanx.config.load import load_run
+from phalanx.config.schema import Run
+from phalanx.errors import ConfigError
+from phalanx.layout.mesh import ranks_from_environment
+from phalanx.layout.resolve import resolve_layout
 from phalanx.train.start import train as start_training
 
 
@@ -18,6 +23,9 @@ def train(
     run_dir: Annotated[
         Path | None, typer.Option(help="Folder for metrics and checkpoints; by default runs/<name of the run file>.")
     ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Start N ranks on this machine, one for each device.")
+    ] = None,
 ) -> None:
     """Train a model, or go on with a run.
 
@@ -25,5 +33,19 @@ def train(
     part; metrics, logs and checkpoints come out the same.
     """
     loaded = load_run(run, overrides or [])
+    if nproc is not None:
+        _start_ranks(loaded, run, overrides or [], run_dir, nproc)
+        return
     default = run if run.is_dir() else Path("runs") / run.stem
     start_training(loaded, run_dir or (Path(loaded.training.run_dir) if loaded.training.run_dir else default))
+
+
+def _start_ranks(loaded: Run, run: Path, overrides: list[str], run_dir: Path | None, nproc: int) -> None:
+    """Start this command again as `nproc` ranks. What is wrong with the layout is said once, here."""
+    if ranks_from_environment().world_size > 1:
+        raise ConfigError(f"--nproc {nproc} starts ranks, but torchrun or srun has started them already; leave it out")
+    resolve_layout(loaded, nproc, nproc)
+    where = [] if run_dir is None else ["--run-dir", str(run_dir)]
+    code = launch_ranks(["train", str(run), *where, *overrides], nproc)
+    if code:
+        raise typer.Exit(code)

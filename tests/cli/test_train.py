@@ -1,0 +1,102 @@
+"""`phalanx train --nproc`: ranks of one machine, started, stopped and failing as one command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from token_data import write_run_file, write_token_folder
+
+COMMAND = [sys.executable, "-m", "phalanx", "train"]
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nproc")
+    return write_run_file(folder / "run.yaml", write_token_folder(folder / "data"))
+
+
+def start(run_file: Path, run_dir: Path, *words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        [*COMMAND, str(run_file), "--run-dir", str(run_dir), *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, errors = process.communicate(timeout=120)
+    return process.returncode, errors
+
+
+def losses(run_dir: Path) -> list[float]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["loss"] for row in rows]
+
+
+def wait_for_steps(run_dir: Path, steps: int) -> None:
+    metrics = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < steps:
+        assert time.monotonic() < deadline, "training did not get going"
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_ranks_train_as_one_does(run_file: Path) -> None:
+    one, two = run_file.parent / "one", run_file.parent / "two"
+    assert finish(start(run_file, one, "training.steps=8"))[0] == 0
+    code, errors = finish(start(run_file, two, "training.steps=8", "--nproc", "2", "layout.tp=2"))
+    assert code == 0, errors
+    assert losses(two) == pytest.approx(losses(one), abs=1e-5)
+
+
+def test_an_illegal_layout_is_refused_once(run_file: Path) -> None:
+    code, errors = finish(start(run_file, run_file.parent / "illegal", "--nproc", "3", "layout.tp=3"))
+    assert code == 2
+    assert errors.count("error:") == 1
+    assert "layout.tp=3 does not divide model.n_heads" in errors
+    assert not (run_file.parent / "illegal").exists()
+
+
+def test_the_command_ends_when_a_rank_dies(run_file: Path) -> None:
+    run_dir = run_file.parent / "dies"
+    process = start(run_file, run_dir, "--nproc", "2", "training.steps=100000", "layout.dp_shard=2")
+    wait_for_steps(run_dir, 3)
+    ranks = children(process.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    code, errors = finish(process)
+    assert code != 0
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks), errors
+
+
+def test_a_stopped_run_goes_on(run_file: Path) -> None:
+    run_dir = run_file.parent / "stopped"
+    words = ("--nproc", "2", "layout.dp_shard=2", "checkpoint.every=null", "optimizer.schedule=constant")
+    process = start(run_file, run_dir, "training.steps=100000", *words)
+    wait_for_steps(run_dir, 3)
+    process.send_signal(signal.SIGTERM)
+    code, errors = finish(process)
+    assert code == 128 + signal.SIGTERM, errors
+    assert "checkpoint written; the same command goes on from there" in errors
+    done = len(losses(run_dir))
+    code, errors = finish(start(run_file, run_dir, f"training.steps={done + 3}", *words))
+    assert code == 0, errors
+    assert len(losses(run_dir)) == done + 3

@@ -1,0 +1,71 @@
+"""One run through four layouts: its loss curve is that of one rank, and the same layout goes on to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from token_data import write_run_file, write_token_folder
+
+LAYOUTS = [
+    (8, "layout.dp_shard=8"),
+    (8, "layout.tp=2", "layout.pp=2", "layout.dp_shard=2"),
+    (1,),
+    (8, "layout.cp=2", "layout.dp_shard=4"),
+]
+STEPS = 3
+"""In each layout."""
+COMMON = (
+    "layout.microbatch=1",
+    "layout.global_batch=8",
+    "model.n_layers=3",
+    "optimizer.schedule=constant",
+    "optimizer.warmup_steps=0",
+    "checkpoint.every=null",
+    "evaluation.samples=2",
+)
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("matrix")
+    return write_run_file(folder / "run.yaml", write_token_folder(folder / "data"))
+
+
+def train(run_file: Path, run_dir: Path, steps: int, ranks: int, *words: str) -> list[str]:
+    """Train up to `steps`; returns the lines of metrics.jsonl without what depends on time."""
+    command = [sys.executable, "-m", "phalanx", "train", str(run_file), "--run-dir", str(run_dir)]
+    command += [*(["--nproc", str(ranks)] if ranks > 1 else []), f"training.steps={steps}", *COMMON, *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return (run_dir / "metrics.jsonl").read_text().splitlines()
+
+
+def curve(lines: list[str]) -> list[tuple[float, float]]:
+    rows = [json.loads(line) for line in lines]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [(row["loss"], row["grad_norm"]) for row in rows]
+
+
+def test_a_run_goes_through_layouts_as_if_nothing_had_happened(run_file: Path) -> None:
+    straight = curve(train(run_file, run_file.parent / "straight", STEPS * len(LAYOUTS), 1))
+    run_dir = run_file.parent / "matrix"
+    for number, (ranks, *words) in enumerate(LAYOUTS, 1):
+        found = curve(train(run_file, run_dir, STEPS * number, ranks, *words))
+    for (loss, norm), (expected_loss, expected_norm) in zip(found, straight, strict=True):
+        assert loss == pytest.approx(expected_loss, abs=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+
+
+def test_the_same_layout_goes_on_to_the_same_bits(run_file: Path) -> None:
+    ranks, words = 4, ("layout.tp=2", "layout.pp=2")
+    straight = curve(train(run_file, run_file.parent / "whole", 6, ranks, *words))
+    run_dir = run_file.parent / "parts"
+    train(run_file, run_dir, 3, ranks, *words)
+    assert curve(train(run_file, run_dir, 6, ranks, *words)) == straight
