@@ -72,7 +72,8 @@ def _reduced_model(model: LanguageModel, world_size: int, length: int) -> Langua
         "n_kv_heads": kv_heads,
         "head_dim": _HEAD_SIZE,
         "d_ff": 64 * kv_heads,
-        "vocab_size": min(model.vocab_size, 16 * world_size + 96 + model.vocab_size % 8),
+        # No rank of any `tp` may be left without a row.
+        "vocab_size": min(model.vocab_size, max(96, world_size**2) + 16 * world_size + model.vocab_size % 8),
         "max_positions": length,
     }
     if model.rope_scaling is not None:

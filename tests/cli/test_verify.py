@@ -1,0 +1,79 @@
+"""`phalanx verify` as a person sees it: verdicts, exit codes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Call
+
+from phalanx.verify import check
+
+RUN_FILE = """
+model: {n_layers: 3, d_model: 32, n_heads: 8, n_kv_heads: 4, d_ff: 64, vocab_size: 61, max_positions: 32, dropout: 0.1}
+data: {sources: [nowhere], sequence_length: 32}
+layout: {global_batch: 16}
+optimizer: {lr: 1e-3}
+training: {steps: 10}
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN_FILE)
+    return str(path)
+
+
+def test_a_layout_that_equals_one_rank(run_file: str, call: Call) -> None:
+    outcome = call("verify", run_file, "tp=2")
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    assert lines[0].startswith("2 ranks against one; model: 3 layers, width 32, 4 heads (2 key/value), vocabulary ")
+    assert lines[1].startswith("bound on relative errors: 16 * sqrt(")
+    assert lines[2].startswith("PASS  tp=2  largest gradient error ")
+    assert lines[3] == "1 of 1 layouts compute what one rank computes"
+
+
+def test_every_legal_layout_as_json(run_file: str, call: Call) -> None:
+    outcome = call("verify", run_file, "--all", "2", "--json", "--steps", "1", "--precision", "fp32")
+    assert outcome.code == 0, outcome.err
+    report = json.loads(outcome.out)
+    layouts = [entry["layout"] for entry in report["layouts"]]
+    assert report["ranks"] == 2 and report["passed"] and len(layouts) == len(set(layouts)) == 19
+    assert {"tp=2", "dp_replicate=2 zero=0"} <= set(layouts)
+    worst = report["layouts"][0]["worst"]
+    assert set(worst) == {"activations", "loss", "gradient", "gradient norm", "parameter"}
+    assert all(entry["error"] <= entry["bound"] for entry in worst.values())
+
+
+def test_a_difference_is_named_and_ends_with_code_3(run_file: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, seeds = check.record, iter((0, 1))
+
+    def other_weights(run: Any, *rest: Any, **options: Any) -> Any:
+        training = run.training.model_copy(update={"seed": next(seeds)})
+        return right(run.model_copy(update={"training": training}), *rest, **options)
+
+    monkeypatch.setattr(check, "record", other_weights)
+    outcome = call("verify", run_file, "--nproc", "1")
+    assert outcome.code == 3
+    lines = outcome.out.splitlines()
+    assert lines[2] == "FAIL  one rank"
+    assert lines[3].startswith("      first: activations of embedding in step 1 differs by 1.")
+    assert lines[4].startswith("      then:  activations of blocks.0 in step 1 differs by ")
+    assert lines[-1] == "0 of 1 layouts compute what one rank computes"
+    assert outcome.err.startswith("error: 1 of 1 layouts differ from one rank: activations of embedding in step 1")
+
+
+def test_an_illegal_layout_is_refused_with_the_nearest_legal_one(run_file: str, call: Call) -> None:
+    outcome = call("verify", run_file, "tp=3", "--nproc", "3")
+    assert outcome.code == 2
+    assert "layout.tp=3 does not divide model.n_heads (8 parts)" in outcome.err
+    assert "nearest legal:" in outcome.err
+
+
+def test_an_unknown_field_is_refused(run_file: str, call: Call) -> None:
+    outcome = call("verify", run_file, "tpp=2")
+    assert outcome.code == 2 and "tpp=2" in outcome.err
