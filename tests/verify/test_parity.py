@@ -20,8 +20,14 @@ LIMITS = {"fp64": 1e-9, "fp32": 2e-5}
 
 
 def precisions(world: int, model: str) -> dict[str, int]:
-    """Formats to compute in, with the steps to compare. Float32: one model in all layouts, the others on two ranks."""
-    return {"fp64": 2, "fp32": 1} if model == "llama" or world == 2 else {"fp64": 2}
+    """Formats to compute in, with the steps to compare. One model runs in all layouts and formats.
+
+    The others leave out eight ranks, where no pair of features occurs that does not occur on four, and float32 on more
+    than two.
+    """
+    if model == "llama" or world == 2:
+        return {"fp64": 2, "fp32": 1}
+    return {"fp64": 2} if world == 4 else {}
 
 
 def verify_all(world: int) -> dict[tuple[str, str], list[Verdict]]:
@@ -59,13 +65,14 @@ def test_layouts_compute_what_one_rank_computes(
 
 
 def test_more_than_eighty_layouts_hold_every_pair_of_features() -> None:
-    distinct = {str(layout) for world in WORLDS for model in MODELS for layout in cases(model, world)}
+    tried = {(w, m): cases(m, w) for w in WORLDS for m in MODELS if precisions(w, m)}
+    distinct = {str(layout) for layouts in tried.values() for layout in layouts}
     assert len(distinct) >= 80, len(distinct)
     for model in MODELS:
-        tried = set().union(*(pairs(layout) for world in WORLDS for layout in cases(model, world)))
+        held = set().union(*(pairs(x) for (_, m), layouts in tried.items() if m == model for x in layouts))
         for world in WORLDS:
             legal = set().union(*map(pairs, every_layout(run_of(model, world, "fp64"), world)))
-            assert legal <= tried
+            assert legal <= held
 
 
 def test_verdicts_cover_every_parameter_and_module(verdicts: dict[tuple[int, str, str], list[Verdict]]) -> None:
