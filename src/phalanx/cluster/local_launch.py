@@ -13,132 +13,192 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
 
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a rank that was told to stop and did so in good order; the others are about to."""
+_BAD_USAGE = 2
+"""Exit code of a command that found its own arguments or run file wrong, as every rank then does."""
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_ONE_WISH_S = 1.0
+"""Seconds within which a signal that comes again is the same wish: `timeout` sends it to the process and to its group."""
 _ORDERLY_S = 600.0
-"""Seconds that the others then have: one of them may still write the checkpoint."""
+"""Seconds that the others have once one rank stopped in good order: one of them may still write the checkpoint."""
 _LAST_WORDS_S = 2.0
-"""Seconds that ranks have after one failed, to fail by themselves."""
+"""Seconds that ranks have after one failed, to fail by themselves, and after a second wish to stop."""
 _GRACE_S = 30.0
-"""Seconds that they have after they were told to stop because of it."""
+"""Seconds that they have after they were told to stop because one failed."""
 _POLL_S = 0.05
 _SHOWN_LINES = 20
 
 
-def launch_ranks(arguments: Sequence[str], ranks: int) -> int:
-    """Run `phalanx ARGUMENTS` on `ranks` ranks; returns the exit code of the first rank that failed, or 0.
+def launch_ranks(arguments: Sequence[str], world_size: int) -> int:
+    """Run `phalanx ARGUMENTS` on `world_size` ranks; returns the exit code of the first rank that failed, or 0.
 
-    SIGTERM is passed on to every rank, as a terminal passes on Ctrl-C; ranks then stop in good order. When a rank fails
-    the others are stopped.
+    Ctrl-C and SIGTERM reach every rank once; ranks then stop in good order. When a rank fails the others are stopped.
+    No rank outlives the call.
     """
-    with tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder:
-        logs = [Path(folder) / f"rank-{rank}" for rank in range(ranks)]
-        port = _free_port()
-        processes = [_start(arguments, rank, ranks, port, logs[rank]) for rank in range(ranks)]
-        try:
-            with _passing_on_signals(processes):
-                failed = _wait(processes)
-        finally:
-            _end(processes)
+    # The store lives here, as under torchrun: no port is chosen before it is taken, and no rank's end takes it away.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder, _Ranks(Path(folder)) as ranks:
+        for rank in range(world_size):
+            ranks.start(arguments, rank, world_size, store.port)
+        failed = ranks.wait()
         if failed is None:
             return 0
-        if failed:
-            _show(failed, logs[failed])
-        code = processes[failed].returncode
+        ranks.explain(failed)
+        code = ranks.code(failed)
+        assert code is not None
         # A process ended by a signal has its negative number here, and 128 + the number in a shell.
         return code if code >= 0 else 128 - code
 
 
-def _start(arguments: Sequence[str], rank: int, ranks: int, port: int, log: Path) -> subprocess.Popen[bytes]:
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    environment = {
-        "OMP_NUM_THREADS": str(threads),
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    command = [sys.executable, "-m", "phalanx", *arguments]
-    if rank == 0:
-        return subprocess.Popen(command, env=environment)
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=output
-        )
+class _Ranks:
+    """The processes of all ranks, and the signals that reach them through this one.
 
+    Each has a process group of its own. A terminal, or `timeout`, signals the whole group that the command is in: ranks
+    in it would be signalled once directly and once from here, and the second signal ends a rank without a checkpoint.
+    """
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._previous: dict[int, Any] = {}
+        self._asked = 0
+        self._asked_at = 0.0
+        self._insisted = False
 
+    def __enter__(self) -> _Ranks:
+        for number in _PASSED_ON:
+            # nohup ignores SIGHUP for the ranks as well.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._pass_on)
+        self._previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._suspend)
+        return self
 
-@contextmanager
-def _passing_on_signals(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """SIGTERM goes to every rank. A terminal's Ctrl-C has reached them already: they are in its foreground group."""
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        for process in processes:
+    def start(self, arguments: Sequence[str], rank: int, world_size: int, port: int) -> None:
+        """Start one rank. The first has this process's streams; of the others only the errors are kept."""
+        settings: dict[str, Any] = {"env": _environment(rank, world_size, port), "process_group": 0}
+        command = [sys.executable, "-m", "phalanx", *arguments]
+        if rank == 0:
+            process = subprocess.Popen(command, **settings)
+        else:
+            with self._log(rank).open("wb") as log:
+                null = subprocess.DEVNULL
+                process = subprocess.Popen(command, stdin=null, stdout=null, stderr=log, **settings)
+        self._processes.append(process)
+        if self._asked:
+            process.send_signal(self._asked)
+
+    def code(self, rank: int) -> int | None:
+        """The exit code of a rank, the negative number of the signal that ended it, or None while it runs."""
+        return self._processes[rank].poll()
+
+    def wait(self) -> int | None:
+        """Wait for all ranks; the first one that failed, if any did. The others are then stopped."""
+        while (failed := self._first_failed()) is None:
+            if all(process.returncode == 0 for process in self._processes):
+                return None
+            if self._insisted:
+                self._wait_for_all(_LAST_WORDS_S)
+                self._signal(signal.SIGKILL)
+            time.sleep(_POLL_S)
+        if self.code(failed) in _STOPPED:
+            self._wait_for_all(_ORDERLY_S)
+            # Another may have failed to write the checkpoint.
+            worst = self._first_failed()
+            assert worst is not None
+            return worst
+        # The failure of one may well be the reason of another's: let it say so.
+        self._wait_for_all(_LAST_WORDS_S)
+        self._signal(signal.SIGTERM)
+        self._wait_for_all(_GRACE_S)
+        return failed
+
+    def explain(self, failed: int) -> None:
+        """Say what the rank that failed said, where the terminal has not heard it."""
+        code = self.code(failed)
+        assert code
+        if code in _STOPPED or code == -self._asked:
+            return
+        lines = []
+        if code < 0:
+            lines.append(f"rank {failed} was ended by signal {-code} ({signal.strsignal(-code)})")
+        if failed and not code == self.code(0) == _BAD_USAGE:
+            said = self._log(failed).read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
+            lines += [f"rank {failed} failed:", *said] if said else []
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
+
+    def _first_failed(self) -> int | None:
+        """Of ranks that ended at the same moment the one that tells most: killed, then failed, then stopped."""
+        codes = [process.poll() for process in self._processes]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        return min(failed, key=lambda rank: (codes[rank] in _STOPPED, (codes[rank] or 0) > 0), default=None)
+
+    def _wait_for_all(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while any(process.poll() is None for process in self._processes):
+            if self._insisted:
+                deadline = min(deadline, self._asked_at + _LAST_WORDS_S)
+            if time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_S)
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        again = number == self._asked
+        if again and now - self._asked_at < _ONE_WISH_S:
+            return
+        self._insisted = self._insisted or again
+        self._asked, self._asked_at = number, now
+        self._signal(number)
+
+    def _suspend(self, _number: int, _frame: FrameType | None) -> None:
+        """Ctrl-Z: the ranks stop with this process and go on with it."""
+        self._signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
             if process.poll() is None:
                 process.send_signal(number)
 
-    previous = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, pass_on),
-        signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None if sys.stdin.isatty() else pass_on(*_)),
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}"
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The variables torchrun would set, and those that the user has not set but ranks of one machine should have."""
+    wanted = {"OMP_NUM_THREADS": str(max(1, _usable_cores() // world_size))}
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    return {
+        **wanted,
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
-    """Wait for all ranks; the first one that failed, if any did. The others are then stopped."""
-    while True:
-        codes = [process.poll() for process in processes]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed:
-            if codes[failed[0]] in _STOPPED:
-                _wait_for_all(processes, _ORDERLY_S)
-            else:
-                # The failure of one may well be the reason of another's: let it say so.
-                _wait_for_all(processes, _LAST_WORDS_S)
-                for process in processes:
-                    if process.poll() is None:
-                        process.terminate()
-                _wait_for_all(processes, _GRACE_S)
-            return failed[0]
-        if all(code == 0 for code in codes):
-            return None
-        time.sleep(_POLL_S)
-
-
-def _wait_for_all(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
-        time.sleep(_POLL_S)
-
-
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-
-
-def _show(rank: int, log: Path) -> None:
-    """The end of what a rank that failed wrote."""
-    lines = log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
-    sys.stderr.write("\n".join([f"rank {rank} failed:", *lines]) + "\n")
+def _usable_cores() -> int:
+    """Those this process may run on: taskset and Slurm give it fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
