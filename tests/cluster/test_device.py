@@ -1,7 +1,14 @@
 import pytest
 import torch
 
-from phalanx.cluster.device import choose_device, device_name, find_facts, known_devices, measure_matmul_tflops
+from phalanx.cluster.device import (
+    choose_device,
+    device_facts,
+    device_name,
+    find_facts,
+    known_devices,
+    measure_matmul_tflops,
+)
 from phalanx.errors import ConfigError
 
 
@@ -31,6 +38,44 @@ def test_no_entry_is_hidden_by_one_before_it() -> None:
     for match, facts in known_devices():
         for part in match:
             assert find_facts(part) == facts, part
+
+
+PLANNED = (
+    "MI250X GCD",
+    "MI250 GCD",
+    "MI300X",
+    "MI325X",
+    "MI355X",
+    "A100-40GB",
+    "A100-80GB",
+    "H100 SXM",
+    "H200",
+    "B200",
+)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_devices_to_plan_for_have_every_figure_and_its_source(name: str) -> None:
+    facts = device_facts(name)
+    assert {"bf16", "fp16", "fp32", "fp64"} <= facts.peak_tflops.keys() and facts.source
+    assert facts.memory_bytes is not None and facts.bandwidth_gb_s is not None and facts.power_w is not None
+    # 0.3 to 1 PFLOP/s need 1.5 to 8 TB/s; a wrong unit would be out of this range.
+    assert 100 < facts.peak_tflops["bf16"] / (facts.bandwidth_gb_s / 1e3) < 350
+    for precision, rate in facts.matmul_tflops.items():
+        assert 0.4 < rate / facts.peak_tflops[precision] < 0.9
+
+
+def test_a_gcd_is_half_of_a_module() -> None:
+    gcd, mi250 = device_facts("MI250X GCD"), device_facts("MI250 GCD")
+    assert 2 * gcd.peak_tflops["bf16"] == 383 and 2 * mi250.peak_tflops["bf16"] == 362
+    assert gcd.memory_bytes == mi250.memory_bytes == 64 * 2**30
+
+
+def test_names_of_the_table() -> None:
+    assert device_facts("V100").peak_tflops["fp16"] == 125
+    assert device_facts("CPU").peak_tflops == {} and device_facts("CPU").memory_bytes is None
+    with pytest.raises(ConfigError, match=r"device H900 is not in devices\.yaml; it knows MI355X"):
+        device_facts("H900")
 
 
 def test_cpu_can_always_be_asked_for() -> None:

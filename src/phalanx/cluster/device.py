@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 
@@ -16,12 +16,27 @@ from phalanx.errors import ConfigError
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """Nominal facts of a device type from `devices.yaml`; `peak_tflops` is dense, by precision name (bf16, fp16, fp32)."""
+    """Facts of a device type from `devices.yaml`, which says where they are from; None and {} where they are not known."""
 
     name: str
     peak_tflops: dict[str, float]
+    """Nominal dense peak in TFLOP/s by precision name (bf16, fp16, fp8, fp32, fp64)."""
     memory_gb: float | None = None
+    """Device memory as vendors count it, in units of 2^30 bytes."""
     bandwidth_gb_s: float | None = None
+    """Nominal memory bandwidth, GB/s."""
+    source: str = ""
+    matmul_tflops: dict[str, float] = field(default_factory=dict)
+    """Highest TFLOP/s that anybody reports for a large matrix product, by precision name."""
+    power_w: float | None = None
+    """Board power in watts, of one device."""
+    cache_mb: float | None = None
+    """Last cache that all of the device shares, in units of 2^20 bytes."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Device memory in bytes. The driver keeps about a hundredth of it for itself."""
+        return None if self.memory_gb is None else round(self.memory_gb * 2**30)
 
 
 @cache
@@ -42,6 +57,14 @@ def find_facts(reported_name: str) -> DeviceFacts | None:
         if any(part in lower for part in match):
             return facts
     return None
+
+
+def device_facts(name: str) -> DeviceFacts:
+    """Facts of the device that `devices.yaml` calls `name`, as a machine's description does. Raises ConfigError."""
+    rows = {facts.name: facts for _, facts in known_devices()}
+    if name not in rows:
+        raise ConfigError(f"device {name} is not in devices.yaml; it knows {', '.join(rows)}")
+    return rows[name]
 
 
 def choose_device(requested: str, local_rank: int = 0) -> torch.device:

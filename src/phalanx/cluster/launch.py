@@ -81,7 +81,7 @@ def complete_job(machine: Machine, job: Job) -> Job:
     for option, value in (("--account", job.account), ("--partition", job.partition)):
         if value is not None and not _NAMES.fullmatch(value):
             raise ConfigError(f"{option} {value} is not a name: letters, digits and . _ - only")
-    if job.account is None and machine.slurm.account_needed:
+    if job.account is None and machine.job_slurm.account_needed:
         raise ConfigError(f"{machine.name} runs no job without an account: give --account PROJECT")
     if job.image is not None and machine.container is None:
         raise ConfigError(f"--image {job.image}: the description of {machine.name} has no container section")
@@ -127,7 +127,7 @@ def launch_script(machine: Machine, job: Job) -> str:
 
 def _partition(machine: Machine, job: Job) -> Partition | None:
     """The partition of the description that the job goes to; None where the description does not know it."""
-    known = machine.slurm.partitions
+    known = machine.job_slurm.partitions
     if job.partition is None:
         return known[0] if known else None
     return next((partition for partition in known if partition.name == job.partition), None)
@@ -161,7 +161,7 @@ def _header(machine: Machine, job: Job) -> Iterator[str]:
         yield f"#SBATCH --partition={job.partition}"
     if job.account is not None:
         yield f"#SBATCH --account={job.account}"
-    yield from _options(machine.slurm.sbatch, "#SBATCH ")
+    yield from _options(machine.job_slurm.sbatch, "#SBATCH ")
     yield "# One log for all attempts: a job that starts again goes on writing where it was."
     yield "#SBATCH --output=%x-%j.log"
     yield "#SBATCH --open-mode=append"
@@ -227,7 +227,7 @@ def _training(machine: Machine, job: Job) -> Iterator[str]:
         yield f"    --cpu-bind=mask_cpu:{','.join(node.cpu_masks)}"
     else:
         yield "    --cpu-bind=cores"
-    yield from _options(machine.slurm.srun, "    ")
+    yield from _options(machine.job_slurm.srun, "    ")
     yield "    # A rank that ends must not have the others killed while they save, nor leave them waiting for ever."
     yield f"    --kill-on-bad-exit=0 --wait={machine.stop.seconds_before_end}"
     yield ")"

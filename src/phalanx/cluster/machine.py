@@ -1,4 +1,4 @@
-"""A machine as data: its nodes, its Slurm, the environment its documents ask for, each setting with reason and source.
+"""A machine as data: its nodes, links and network, its Slurm, and the environment its documents ask for, with sources.
 
 The shipped descriptions are the files in `machines/`; a description of one's own is a file of the same form.
 """
@@ -14,27 +14,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, StringConstraints, ValidationError, model_validator
+from pydantic import Field, PositiveInt, StringConstraints, ValidationError, model_validator
 
+from phalanx.cluster.network import Links, Network
+from phalanx.cluster.part import Name, OneLine, Part, Text
 from phalanx.errors import ConfigError
 
-Text = Annotated[str, StringConstraints(min_length=1)]
-OneLine = Annotated[str, StringConstraints(pattern=r"^[^\r\n]+$")]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Flag = Annotated[str, StringConstraints(pattern=r"^--[a-z][^\s]*$")]
 Mask = Annotated[str, StringConstraints(pattern=r"^0x[0-9a-f]+$")]
 
 
-class _Part(BaseModel):
-    """A part of a description: unknown fields and silent conversions are refused, values cannot change."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+# The names are part of a command's help, for which parsing every description would take too long.
+_SLURM_NULL = re.compile(r"^slurm: null$", re.MULTILINE)
 
 
-class _Setting(_Part):
+class _Setting(Part):
     """Anything a machine asks for says why, and who says so."""
 
     reason: Text
@@ -65,7 +60,7 @@ class Variable(_Setting):
     """Whether the value is a folder that has to be made on every node."""
 
 
-class Node(_Part):
+class Node(Part):
     """What one node has."""
 
     source: Text
@@ -101,7 +96,7 @@ class Node(_Part):
         return self
 
 
-class TimeLimit(_Part):
+class TimeLimit(Part):
     """The longest run of jobs of a size."""
 
     nodes: PositiveInt
@@ -109,7 +104,7 @@ class TimeLimit(_Part):
     hours: Annotated[float, Field(gt=0.0)]
 
 
-class Partition(_Part):
+class Partition(Part):
     """A partition, with its limits from small jobs to large."""
 
     name: Name
@@ -124,7 +119,7 @@ class Partition(_Part):
         return self
 
 
-class Slurm(_Part):
+class Slurm(Part):
     """How jobs are asked for."""
 
     account_needed: bool = False
@@ -137,7 +132,7 @@ class Slurm(_Part):
     """Options of the step that trains."""
 
 
-class Stop(_Part):
+class Stop(Part):
     """How a run ends before its job does, and what happens then."""
 
     seconds_before_end: PositiveInt = 300
@@ -146,7 +141,7 @@ class Stop(_Part):
     """Whether a run that was stopped in good order waits in the queue again."""
 
 
-class Container(_Part):
+class Container(Part):
     """How a container image is started, for jobs that name one."""
 
     command: Annotated[tuple[OneLine, ...], Field(min_length=1)]
@@ -155,7 +150,7 @@ class Container(_Part):
     """Lines that only jobs with a container need."""
 
 
-class Machine(_Part):
+class Machine(Part):
     """A whole description."""
 
     name: Name
@@ -163,12 +158,41 @@ class Machine(_Part):
     documents: dict[Name, OneLine]
     """The documents that a `[name]` in a source stands for."""
     node: Node
-    slurm: Slurm = Slurm()
+    links: Links | None = None
+    """How the devices of a node are joined; plans of more than one device need it."""
+    network: Network | None = None
+    """How nodes are joined; plans of more than one node need it."""
+    slurm: Slurm | None = Slurm()
+    """null where jobs are not asked for through Slurm: such a machine is for plans only."""
     stop: Stop = Stop()
     setup: tuple[Line, ...] = ()
     """Lines before everything else, such as modules."""
     environment: tuple[Variable, ...] = ()
     container: Container | None = None
+
+    @property
+    def job_slurm(self) -> Slurm:
+        """How jobs are asked for. Raises ConfigError for a machine that is for plans only."""
+        if self.slurm is None:
+            raise ConfigError(
+                f"{self.name} is described for plans only, without Slurm: start training on it with phalanx train "
+                "--nproc or torchrun, or give the path of a description of your own with a slurm section"
+            )
+        return self.slurm
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> Machine:
+        devices = self.node.devices
+        if self.links is not None and self.links.mesh is not None and len(self.links.mesh.links) != devices:
+            raise ValueError(f"links.mesh.links has {len(self.links.mesh.links)} rows for {devices} devices of a node")
+        if self.network is None:
+            return self
+        near = {device for nic in self.network.nics for device in nic.devices}
+        if near != set(range(devices)):
+            raise ValueError(
+                f"network.nics name devices {sorted(near)}; each of the devices 0 to {devices - 1} needs one"
+            )
+        return self
 
 
 def cores_of(mask: str) -> list[int]:
@@ -179,7 +203,13 @@ def cores_of(mask: str) -> list[int]:
 
 @cache
 def machine_names() -> tuple[str, ...]:
-    """The shipped descriptions."""
+    """The shipped descriptions of machines that jobs are started on."""
+    return tuple(name for name in described_names() if _SLURM_NULL.search(_shipped(name)) is None)
+
+
+@cache
+def described_names() -> tuple[str, ...]:
+    """All shipped descriptions, those for plans only too."""
     folder = resources.files("phalanx.cluster").joinpath("machines")
     return tuple(sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")))
 
@@ -191,15 +221,16 @@ def load_machine(cluster: str) -> Machine:
     """
     if "/" in cluster or cluster.endswith((".yaml", ".yml")):
         return parse_machine(_read(Path(cluster)), cluster)
-    if cluster not in machine_names():
-        near = get_close_matches(cluster.lower(), machine_names(), n=1)
+    if cluster not in described_names():
+        near = get_close_matches(cluster.lower(), described_names(), n=1)
         nearest = f"\nnearest: {near[0]}" if near else ""
         known = ", ".join(machine_names())
+        planned = ", ".join(name for name in described_names() if name not in machine_names())
         raise ConfigError(
-            f"--cluster {cluster} is not known; give one of {known}, or the path of a .yaml file{nearest}"
+            f"--cluster {cluster} is not known; give one of {known}, or the path of a .yaml file{nearest}\n"
+            f"for plans only: {planned}"
         )
-    file = resources.files("phalanx.cluster").joinpath("machines", f"{cluster}.yaml")
-    return parse_machine(file.read_text("utf-8"), f"{cluster}.yaml")
+    return parse_machine(_shipped(cluster), f"{cluster}.yaml")
 
 
 def parse_machine(text: str, name: str) -> Machine:
@@ -226,6 +257,10 @@ def _explain(item: Any) -> str:
     if item["type"] in ("missing", "value_error"):
         return f"{field}: {message[:1].lower()}{message[1:]}"
     return f"{field}={json.dumps(item['input'])}: {message[:1].lower()}{message[1:]}"
+
+
+def _shipped(name: str) -> str:
+    return resources.files("phalanx.cluster").joinpath("machines", f"{name}.yaml").read_text("utf-8")
 
 
 def _read(path: Path) -> str:
