@@ -85,13 +85,7 @@ def measure(case: str, options: argparse.Namespace, folder: Path, log: Path) -> 
     search_path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     # torchtitan's launcher sets the allocator so too.
     environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONPATH": search_path}
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment, timeout=options.timeout
-        )
-        output, code = done.stdout + done.stderr, done.returncode
-    except subprocess.TimeoutExpired as error:
-        output, code = str(error.stdout or "") + str(error.stderr or ""), -1
+    output, code = run_with_timeout(command, folder, environment, options.timeout)
     with log.open("a") as file:
         file.write(f"$ {' '.join(command)}\n{output}\n")
     if code:
@@ -111,6 +105,27 @@ def measure(case: str, options: argparse.Namespace, folder: Path, log: Path) -> 
         "loss": [row["loss"] for row in rows],
         "machine": json.loads((folder / "machine.json").read_text()),
     }
+
+
+def run_with_timeout(command: list[str], folder: Path, environment: dict[str, str], seconds: float) -> tuple[str, int]:
+    """Output and exit code of a launcher and its ranks; all of them end after `seconds`, with the stacks they were in.
+
+    folder: a path in the command, by which ranks are known: torchrun gives them sessions of their own.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={"PYTHONFAULTHANDLER": "1", **environment},
+    )
+    for name, patience in (("ABRT", seconds), ("KILL", 10.0)):
+        try:
+            return process.communicate(timeout=patience)[0], process.returncode
+        except subprocess.TimeoutExpired:
+            subprocess.run(["pkill", f"-{name}", "-f", str(folder)], check=False)
+    return process.communicate()[0], -1
 
 
 def main() -> None:

@@ -20,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 from phalanx.config.load import load_run
 from phalanx.data.language.batches import TokenBatch
-from phalanx.layout.apply import PRECISIONS, apply_layout
+from phalanx.layout.apply import apply_layout
 from phalanx.layout.attention import AttentionShape, choose_attention
 from phalanx.layout.memory import state_bytes
 from phalanx.layout.mesh import ONE_RANK
+from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.step import TrainStep

@@ -5,9 +5,14 @@ Features are probed, never inferred from a version string.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import weakref
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -17,6 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -26,7 +32,7 @@ def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -
     """
     if a.dtype == dtype:
         return a @ b if total is None else total.addmm_(a, b)
-    if not _wide_matmul(a.device, a.dtype, dtype):
+    if not _wide_matmul(torch.device("meta") if _stand_in.active else a.device, a.dtype, dtype):
         product = (a @ b).to(dtype)
         return product if total is None else total.add_(product)
     if total is None:
@@ -36,14 +42,47 @@ def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -
 
 @cache
 def _wide_matmul(device: torch.device, narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Whether `device` adds products of `narrow` matrices into a `wide` one; tried out once, on a small case."""
-    a = torch.ones(16, 16, dtype=narrow, device=device)
-    total = torch.ones(16, 16, dtype=wide, device=device)
+    """Whether `device` adds products of `narrow` matrices into a `wide` one; tried out once, on a small case.
+
+    Meta tensors stand for those of an accelerator.
+    """
+    if device.type == "meta":
+        return True
+    # Where tensors are fake or operations are counted, this is still tried out for real, and not counted.
+    with _disable_current_modes():
+        a = torch.ones(16, 16, dtype=narrow, device=device)
+        total = torch.ones(16, 16, dtype=wide, device=device)
+        try:
+            torch.addmm(total, a, a, out_dtype=wide, out=total)
+        except (RuntimeError, TypeError):
+            return False
+        return bool((total == 17.0).all())
+
+
+class _StandIn:
+    active = False
+
+
+_stand_in = _StandIn()
+
+
+@contextlib.contextmanager
+def cpu_stands_in() -> Iterator[None]:
+    """Choose kernels for CPU tensors as an accelerator would: for fake tensors, which have shapes and no elements."""
+    before, _stand_in.active = _stand_in.active, True
     try:
-        torch.addmm(total, a, a, out_dtype=wide, out=total)
-    except (RuntimeError, TypeError):
-        return False
-    return bool((total == 17.0).all())
+        yield
+    finally:
+        _stand_in.active = before
+
+
+def _cpu_kernels(x: Tensor) -> bool:
+    return x.device.type == "cpu" and not _stand_in.active
+
+
+def storage_key(tensor: Tensor) -> int:
+    """A number of the memory behind a tensor, which no other memory has while this one is there."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def is_rocm() -> bool:
@@ -60,9 +99,10 @@ def memory_statistics(device: torch.device) -> dict[str, int]:
     """Bytes now and at most allocated on an accelerator, as {"now", "peak"}; empty on the CPU, which keeps no such count."""
     if device.type == "cpu":
         return {}
+    beside = SymmetricBuffer.allocated
     return {
-        "now": torch.accelerator.memory_allocated(device),
-        "peak": torch.accelerator.max_memory_allocated(device),
+        "now": torch.accelerator.memory_allocated(device) + beside,
+        "peak": torch.accelerator.max_memory_allocated(device) + beside,
     }
 
 
@@ -151,13 +191,13 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 def has_attention_kernel(query: Tensor) -> bool:
     """Whether `attention_kernel` covers this format on this device."""
-    return query.device.type == "cpu" or query.dtype in (torch.bfloat16, torch.float16)
+    return _cpu_kernels(query) or query.dtype in (torch.bfloat16, torch.float16)
 
 
 def attention_kernel(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention [B, H, Q, E] and its log-partitions [B, H, Q], for H query heads and K key/value heads, K dividing H."""
     aten = torch.ops.aten
-    if query.device.type == "cpu":
+    if _cpu_kernels(query):
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
         out, log_z = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
@@ -171,7 +211,7 @@ def attention_kernel_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, from the result and the log-partitions over all keys, not these alone."""
     aten = torch.ops.aten
-    if query.device.type == "cpu":
+    if _cpu_kernels(query):
         heads = key.shape[1]
         group = query.shape[1] // heads
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
@@ -204,8 +244,60 @@ def attention_kernel_gradients(
     return grad_query, grad_key, grad_value
 
 
+class SymmetricBuffer:
+    """Memory of an accelerator that the other ranks of `group` on this machine can read; see `layout.peer_memory`.
+
+    All ranks make it together. Multicast, which PyTorch would set up beside it, is not used and stays off.
+    """
+
+    allocated = 0
+    """Bytes of all that this process has; the allocator knows nothing of them."""
+
+    def __init__(self, size: int, device: torch.device, group: dist.ProcessGroup) -> None:
+        self.size = size
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        memory = getattr(torch._C._distributed_c10d, "_SymmetricMemory", None)
+        if memory is None:
+            raise RuntimeError("this PyTorch has no symmetric memory")
+        self._own = memory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+        SymmetricBuffer.allocated += size
+        weakref.finalize(self, SymmetricBuffer._freed, size).atexit = False
+        self._handle = memory.rendezvous(self._own, group.group_name)
+
+    @staticmethod
+    def _freed(size: int) -> None:
+        SymmetricBuffer.allocated -= size
+
+    def of(self, rank: int) -> Tensor:
+        """The buffer of the group's rank `rank`, uint8 [size]."""
+        buffer: Tensor = self._handle.get_buffer(rank, (self.size,), torch.uint8)
+        return buffer
+
+    def barrier(self) -> None:
+        """Wait, on the current stream, until every rank of the group is here."""
+        self._handle.barrier()
+
+
 def share_overflow(scaler: GradScaler, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
     """After `scaler.unscale_`: let every rank know of an overflow on any, so that all skip the same updates."""
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     for value in found.values():
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+
+
+def schedule_actions(
+    schedule: type[Any], pp: int, stages_per_rank: int, microbatches: int
+) -> list[list[tuple[str, int, int]]]:
+    """What each rank of one of PyTorch's schedules with several stages a rank computes, in order.
+
+    schedule: the class. Returns (letter, stage, micro-batch) by rank; letters: F forward, B backward, I and W gradients of
+    inputs and of weights apart.
+    """
+    # The order is all that is wanted: working out where sends and receives go takes time quadratic in its length.
+    order_only = type(schedule.__name__, (schedule,), {"_prepare_schedule_with_comms": lambda *_args, **_options: None})
+    stage = {"num_stages": pp * stages_per_rank, "group_size": pp, "group_rank": 0, "submod": None}
+    made = order_only([SimpleNamespace(**stage) for _ in range(stages_per_rank)], microbatches)
+    return [
+        [(step.computation_type.value, step.stage_index, step.microbatch_index) for step in steps if step is not None]
+        for _, steps in sorted(made.pipeline_order.items())
+    ]

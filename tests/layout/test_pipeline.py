@@ -157,7 +157,7 @@ def test_a_schedule_exists_for_whatever_number_of_microbatches_is_legal(schedule
         if reasons(run, layout, pp):
             continue
         legal += 1
-        actions = get_schedule_ops(pipeline._SCHEDULES[schedule], pp, count, per_rank)
+        actions = get_schedule_ops(pipeline.TORCH_SCHEDULES[schedule], pp, count, per_rank)
         for rank, steps in enumerate(actions):
             forward = Counter(step.stage_index for step in steps if step and step.computation_type.value == "F")
             assert forward == dict.fromkeys(stages_of_rank(layout, rank), count)
@@ -172,4 +172,4 @@ def test_every_pipelined_layout_of_eight_ranks_has_a_schedule() -> None:
     }
     assert len({schedule for schedule, *_ in layouts}) == 5
     for schedule, pp, count, per_rank in layouts:
-        assert len(get_schedule_ops(pipeline._SCHEDULES[schedule], pp, count, per_rank)) == pp
+        assert len(get_schedule_ops(pipeline.TORCH_SCHEDULES[schedule], pp, count, per_rank)) == pp

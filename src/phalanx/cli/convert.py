@@ -12,7 +12,7 @@ from phalanx.cli.console import output, print_json, short_count
 from phalanx.cli.inference import TokenizerPath, precision_named, progress_bar
 from phalanx.evaluate.convert import Conversion
 from phalanx.evaluate.convert import convert as convert_weights
-from phalanx.layout.apply import PRECISIONS
+from phalanx.layout.precision import PRECISIONS
 from phalanx.models.language.huggingface.write import DEFAULT_SHARD_BYTES
 
 

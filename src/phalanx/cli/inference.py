@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from phalanx.cluster.device import choose_device
 from phalanx.errors import ConfigError
 from phalanx.evaluate.load import LoadedModel, load_for_inference
-from phalanx.layout.apply import PRECISIONS
+from phalanx.layout.precision import PRECISIONS
 
 ModelPath = Annotated[
     Path,

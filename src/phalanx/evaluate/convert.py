@@ -20,7 +20,7 @@ from torch import Tensor
 from phalanx.config.model import LanguageModel
 from phalanx.evaluate.tokenizer import tokenizer_files
 from phalanx.evaluate.weights import PREFIX, TOKENIZER_FOLDER, Weights, imported_state, open_weights
-from phalanx.layout.apply import PRECISIONS
+from phalanx.layout.precision import PRECISIONS
 from phalanx.models.language.huggingface.architectures import architecture_for
 from phalanx.models.language.huggingface.tokens import TOKENIZER, TokenizerFiles
 from phalanx.models.language.huggingface.write import DEFAULT_SHARD_BYTES, Export, new_folder, refuse_used, write_folder

@@ -11,7 +11,7 @@ from phalanx.config.schema import Run
 from phalanx.evaluate.text import TextTokenizer
 from phalanx.evaluate.tokenizer import tokenizer_files
 from phalanx.evaluate.weights import Weights, open_weights
-from phalanx.layout.apply import PRECISIONS
+from phalanx.layout.precision import PRECISIONS
 from phalanx.models.language.decoder import Decoder
 
 _CHUNK_LOGITS = 2**24

@@ -24,8 +24,10 @@ from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.context import SequenceShare, split_context
 from phalanx.layout.init import initialise_parameters
 from phalanx.layout.mesh import Mesh
+from phalanx.layout.peer_copies import PeerCopies
 from phalanx.layout.pipeline import Pipeline, model_parts
 from phalanx.layout.place import TensorSplits
+from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.recompute import recompute_block
 from phalanx.layout.shard import shard_stage
 from phalanx.layout.spec import ZERO_BUBBLE, ResolvedLayout
@@ -35,9 +37,6 @@ from phalanx.layout.working_copy import WorkingCopy
 from phalanx.models.language.declare import TIED, initial_rules, relative_block_costs, tensor_splits
 from phalanx.models.language.decoder import Decoder
 from phalanx.models.splits import ModelPart
-
-PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Format of activations and matmuls for each `layout.precision`."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +64,26 @@ class Applied:
 
 
 def apply_layout(
-    run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device, attention: AttentionChoice
+    run: Run,
+    layout: ResolvedLayout,
+    mesh: Mesh,
+    device: torch.device,
+    attention: AttentionChoice,
+    copies: PeerCopies | None = None,
+    *,
+    fill: bool = True,
 ) -> Applied:
-    """The stages of `run`'s model that belong on this rank, over `mesh`, initialised."""
+    """The stages of `run`'s model that belong on this rank, over `mesh`, initialised. copies: see `shard_stage`.
+
+    fill: whether parameters get their initial values, for which a dry run has no memory.
+    """
     dtype = PRECISIONS[run.layout.precision]
     master_dtype = torch.promote_types(dtype, torch.float32)
     copied = mesh.data is None and dtype != master_dtype
     build = _Builder(run, device, attention, SequenceShare(mesh.cp, mesh.tp, layout.context))
     costs = relative_block_costs(run.model, run.data.sequence_length)
     stages: list[Stage] = []
-    copies: list[WorkingCopy] = []
+    working: list[WorkingCopy] = []
     parameters: dict[str, nn.Parameter] = {}
     for index, part in model_parts(layout, mesh.pp.rank, run.model.n_layers, costs).items():
         model = build.part(part, dtype if copied else master_dtype)
@@ -84,20 +93,22 @@ def apply_layout(
         if compiles(run, layout, device):
             _compile(model)
         if mesh.data is not None:
-            shard_stage(stage, mesh.data, dtype, reshard_after_forward=layout.reshard_after_forward)
+            reshard = layout.reshard_after_forward
+            shard_stage(stage, mesh.data, dtype, reshard_after_forward=reshard, copies=copies)
         masters = build.part(part, master_dtype) if copied else model
         masters.to_empty(device=device)
         named = named_parameters(masters)
-        initialise_parameters(named, initial_rules(run.model), run.training.seed, build.splits)
+        if fill:
+            initialise_parameters(named, initial_rules(run.model), run.training.seed, build.splits)
         if copied:
-            copies.append(WorkingCopy(masters, model.to_empty(device=device)))
+            working.append(WorkingCopy(masters, model.to_empty(device=device)))
         stages.append(stage)
         parameters.update(named)
     pipeline = None
     if layout.pp > 1:
         pipeline = Pipeline(stages, layout, mesh.pp, run.data.sequence_length, device)
     tied = TIED if run.model.tied_head and mesh.tie.size > 1 else {}
-    applied = Applied(layout, mesh, stages, parameters, build.splits, pipeline, frozenset(tied.values()), copies)
+    applied = Applied(layout, mesh, stages, parameters, build.splits, pipeline, frozenset(tied.values()), working)
     applied.refresh()
     return applied
 
@@ -125,7 +136,7 @@ class _Builder:
             )
         splits = split_tensors(model, tensor_splits(self.run.model), self.share.tp)
         self.splits.update({_whole_name(name, model): split for name, split in splits.items()})
-        split_context(model, self.share)
+        split_context(model, self.share, self.attention.core)
         return model.to(parameter_dtype)
 
 

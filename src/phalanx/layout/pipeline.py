@@ -16,7 +16,7 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.models.splits import ModelPart
 
-_SCHEDULES = {
+TORCH_SCHEDULES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
     "interleaved_1f1b": "Interleaved1F1B",
@@ -113,7 +113,7 @@ class Pipeline:
         self.length = length
         self.device = device
         self._scale: Tensor | float = 1.0
-        schedule = get_schedule_class(_SCHEDULES[layout.schedule])
+        schedule = get_schedule_class(TORCH_SCHEDULES[layout.schedule])
         built = [self._torch_stage(stage) for stage in stages]
         # Losses are sums: no division by the number of micro-batches.
         options = {"n_microbatches": layout.accumulation, "loss_fn": self._loss, "scale_grads": False}

@@ -21,13 +21,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from phalanx.layout.peer_copies import PeerCopies
 from phalanx.layout.stage import Stage
 
 
-def shard_stage(stage: Stage, mesh: DeviceMesh, dtype: torch.dtype, *, reshard_after_forward: bool) -> None:
+def shard_stage(
+    stage: Stage,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    *,
+    reshard_after_forward: bool,
+    copies: PeerCopies | None = None,
+) -> None:
     """Shard each block, the embedding, the head and then what is left of `stage`, in place, over [replicas, shards].
 
-    dtype: format in which parameters are gathered and used; gradients are reduced in at least float32.
+    dtype: format in which parameters are gathered and used; gradients are reduced in at least float32. copies: exchanges
+    among the shards, where collectives do not do them.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32), cast_forward_inputs=False
@@ -48,6 +57,8 @@ def shard_stage(stage: Stage, mesh: DeviceMesh, dtype: torch.dtype, *, reshard_a
         module.set_gradient_divide_factor(1.0)
         # Plain sums: the pre-multiplied sum that FSDP2 would use instead does not exist in gloo.
         module.set_force_sum_reduction_for_comms(True)
+        if copies is not None:
+            copies.attach(module)
     if len(blocks) > 1:
         for block, following in pairwise(blocks):
             assert isinstance(block, FSDPModule) and isinstance(following, FSDPModule)

@@ -16,9 +16,11 @@ from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.files import write_atomically
-from phalanx.layout.apply import PRECISIONS, Applied, apply_layout
+from phalanx.layout.apply import Applied, apply_layout
 from phalanx.layout.attention import AttentionChoice, AttentionShape, check_attention, choose_attention
 from phalanx.layout.mesh import Mesh, Ranks, build_mesh, join_process_group, ranks_from_environment
+from phalanx.layout.peer_copies import choose_peer_copies
+from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.train.checkpoint import (
@@ -82,7 +84,8 @@ def _train(
         on_failure="warn",
         warn=lambda text: _warn(directory, text),
     )
-    applied = apply_layout(run, layout, mesh, device, attention)
+    copies = choose_peer_copies(run, layout, mesh, device)
+    applied = apply_layout(run, layout, mesh, device, attention, copies)
     optimizer = build_optimizer(applied.parameters, run.optimizer)
     scaler = GradScaler(device.type) if run.layout.precision == "fp16" else None
     first_step = _begin(run, store, applied, optimizer, scaler, inputs.stream.fingerprint)

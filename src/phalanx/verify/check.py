@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Run
-from phalanx.layout.apply import PRECISIONS
 from phalanx.layout.mesh import ONE_RANK, Groups, build_mesh
+from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.models.language.loss import IGNORED

@@ -16,6 +16,7 @@ from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.execute import local_gradient
 from phalanx.layout.init import fill
 from phalanx.layout.mesh import Mesh
+from phalanx.layout.peer_copies import choose_peer_copies
 from phalanx.layout.place import Place, place_of
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
@@ -64,7 +65,8 @@ def record(
     run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, steps: int, activations: bool
 ) -> Record:
     """Train `run` for `steps` steps in `layout`, on this rank of `mesh`, with the samples of `verify.samples`."""
-    applied = apply_layout(run, layout, mesh, device, AttentionChoice("sdpa"))
+    copies = choose_peer_copies(run, layout, mesh, device)
+    applied = apply_layout(run, layout, mesh, device, AttentionChoice("sdpa"), copies)
     _shake(applied, run)
     optimizer = build_optimizer(applied.parameters, run.optimizer)
     step = _Recorded(applied, optimizer, device=device, grad_clip=run.optimizer.grad_clip)

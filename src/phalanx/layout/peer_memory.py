@@ -1,0 +1,99 @@
+"""Memory that the ranks of one machine see of each other, each under its own process.
+
+On accelerators it is PyTorch's symmetric memory: a copy out of a peer's buffer is then the work of the copy engines and
+takes no compute unit. On the CPU it is files that all ranks map.
+"""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx import compat
+
+
+class PeerBuffer(Protocol):
+    """One buffer on every rank of a group."""
+
+    size: int
+    """Bytes on each rank."""
+
+    def of(self, rank: int) -> Tensor:
+        """The buffer of the group's rank `rank`, uint8 [size]."""
+
+    def barrier(self) -> None:
+        """Wait, on the current stream, until every rank of the group is here."""
+
+
+class MappedBuffer:
+    """Buffers of ranks on the CPU: one file for each, mapped by all."""
+
+    def __init__(self, size: int, group: dist.ProcessGroup) -> None:
+        self.size = size
+        self._group = group
+        with tempfile.NamedTemporaryFile(prefix="phalanx-peer-") as file:
+            file.truncate(size)
+            names: list[str] = [""] * group.size()
+            dist.all_gather_object(names, file.name, group=group)
+            # Shared from the start: each rank's own mapping is of the file as well.
+            self._buffers = [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names]
+            # No file goes before all ranks have mapped it.
+            self.barrier()
+
+    def of(self, rank: int) -> Tensor:
+        """See PeerBuffer."""
+        return self._buffers[rank]
+
+    def barrier(self) -> None:
+        """See PeerBuffer."""
+        dist.barrier(self._group)
+
+
+def peer_buffer(size: int, device: torch.device, group: dist.ProcessGroup) -> PeerBuffer:
+    """A buffer of `size` bytes on every rank of `group`; to be called by all of them together.
+
+    Raises RuntimeError where the device or this PyTorch has no such memory.
+    """
+    if device.type == "cpu":
+        return MappedBuffer(size, group)
+    return compat.SymmetricBuffer(size, device, group)
+
+
+def reaches_peers(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of `group` can read each other's memory; tried out, and the same answer on all of them."""
+    machines: list[str] = [""] * group.size()
+    dist.all_gather_object(machines, _machine(), group=group)
+    if len(set(machines)) > 1:
+        return False
+    try:
+        works = _tries_out(device, group)
+    except (RuntimeError, NotImplementedError):
+        works = False
+    verdicts: list[bool] = [False] * group.size()
+    dist.all_gather_object(verdicts, works, group=group)
+    return all(verdicts)
+
+
+def _tries_out(device: torch.device, group: dist.ProcessGroup) -> bool:
+    rank, following = group.rank(), (group.rank() + 1) % group.size()
+    buffer = peer_buffer(_TRIED_BYTES, device, group)
+    buffer.of(rank).fill_(rank % 251)
+    buffer.barrier()
+    read = buffer.of(following).clone()
+    buffer.barrier()
+    return bool((read == following % 251).all())
+
+
+_TRIED_BYTES = 4096
+
+
+def _machine() -> str:
+    """A name that only ranks of this machine, since it was last started, have."""
+    started = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {started.read_text().strip() if started.exists() else ''}"
