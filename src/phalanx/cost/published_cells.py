@@ -1,0 +1,236 @@
+"""Cells of a table of published runs: numbers, devices, number formats and the words sources use for what they did.
+
+Cells may be blank, and where a source gives no single figure they hold a few words; such a row cannot be used, which is
+not an error. A cell that no source can have meant is one.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from phalanx.errors import DataError
+
+Recompute = Literal["none", "selective", "full"]
+Precision = Literal["bf16", "fp16", "fp32"]
+
+COLUMNS = (
+    *("row_id", "tag", "confidence", "group", "system", "framework", "status", "notes", "source"),
+    *("gpu", "gpu_unit", "n_gpus", "gpus_per_node"),
+    *("model", "family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"),
+    *("tp", "pp", "vpp", "dp", "cp", "ep", "sp", "zero_stage", "sharding", "mbs", "gbs", "grad_accum"),
+    *("precision", "recompute", "attention"),
+    *("tokens_per_s_per_gpu", "step_time_s", "samples_per_s", "tflops_per_gpu", "flops_kind", "mfu_pct"),
+    *("mem_per_gpu", "mem_unit", "mem_kind"),
+)
+"""Columns that are read; the header holds them in any order, with others beside them."""
+
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?|[-+]?(nan|inf|infinity)", re.IGNORECASE)
+BIGSCIENCE_VOCABULARY = 250_880
+"""What its chronicles call "250k": padded to a multiple of 128 x 4 tensor-parallel ranks."""
+
+
+class Unusable(Exception):
+    """Why a row cannot be used, in one sentence."""
+
+
+@dataclass
+class Row:
+    """One row: blank cells are not there, and what had to be assumed is collected."""
+
+    path: Path
+    line: int
+    cells: Mapping[str, str]
+    assumed: list[str] = field(default_factory=list)
+    """What the source does not state and was filled in, a few words each."""
+
+    def text(self, column: str) -> str:
+        """The words of a cell, "" where it is blank."""
+        return self.cells.get(column, "")
+
+    def number(self, column: str) -> float | None:
+        """A positive number, or None where the cell is blank or a source gives words instead.
+
+        "51200?" is 51200, assumed. Raises DataError for a number that cannot be: zero, negative, infinite or not a number.
+        """
+        text = self.text(column)
+        if not _NUMBER.fullmatch(text.removesuffix("?")):
+            return None
+        value = float(text.removesuffix("?"))
+        if not (math.isfinite(value) and value > 0):
+            raise DataError(
+                f"{self.path}, line {self.line} ({self.text('row_id')}), column {column}: {text} is not a positive number; "
+                "correct it, or leave the cell blank where the figure is not known"
+            )
+        if text.endswith("?"):
+            self.assumed.append(f"{column}={text.removesuffix('?')}")
+        return value
+
+    def whole(self, column: str) -> int | None:
+        """A positive whole number, or None. Raises DataError as `number` does, and for one that is not whole."""
+        value = self.number(column)
+        if value is not None and value != int(value):
+            raise DataError(
+                f"{self.path}, line {self.line} ({self.text('row_id')}), column {column}: {self.text(column)} is not whole; "
+                "correct it, or leave the cell blank where the figure is not known"
+            )
+        return None if value is None else int(value)
+
+    def wholes(self, *columns: str) -> list[int]:
+        """The whole numbers of these columns. Raises Unusable naming those that are blank or hold words."""
+        found = {column: self.whole(column) for column in columns}
+        words = [f"{column} as '{self.text(column)}'" for column, value in found.items() if value is None]
+        blank = [column for column, value in found.items() if value is None and not self.text(column)]
+        if blank:
+            raise Unusable(f"the source does not state {', '.join(blank)}")
+        if words:
+            raise Unusable(f"the source gives {', '.join(words)}, not one number")
+        return [value for value in found.values() if value is not None]
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of a table of published runs. Raises DataError as `published.read_runs` does."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.reader(file, strict=True)
+            header = next(reader, [])
+            missing = [column for column in COLUMNS if column not in header]
+            if missing:
+                raise DataError(f"{path}: the header lacks {', '.join(missing)}; it must hold {', '.join(COLUMNS)}")
+            seen: set[str] = set()
+            for cells in reader:
+                if not cells:
+                    continue
+                if len(cells) != len(header):
+                    raise DataError(f"{path}, line {reader.line_num}: {len(cells)} cells under {len(header)} columns")
+                filled = {column: cell.strip() for column, cell in zip(header, cells, strict=True) if cell.strip()}
+                row = Row(path, reader.line_num, filled)
+                name = row.text("row_id")
+                if not name or name in seen:
+                    found = f"row_id '{name}' stands twice" if name else "row_id is blank"
+                    raise DataError(f"{path}, line {reader.line_num}: {found}; give every row a name of its own")
+                seen.add(name)
+                yield row
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: cannot be read as a table of published runs: {error}") from error
+
+
+_DEVICES = (
+    ("mi355x", "MI355X"),
+    ("mi325x", "MI325X"),
+    ("mi300x", "MI300X"),
+    ("mi250x", "MI250X GCD"),
+    ("mi250", "MI250 GCD"),
+    ("gb300", "GB300"),
+    ("gb200", "GB200"),
+    ("gh200", "GH200"),
+    ("b300", "B300"),
+    ("b200", "B200"),
+    ("h200", "H200"),
+    # An H100 of its own: slower memory, and run at 500 W. What fits it does not fit the usual one.
+    ("h100-9", "H100-96GB-HBM2e"),
+    ("h100", "H100 SXM"),
+    ("a100-40", "A100-40GB"),
+    ("a100", "A100-80GB"),
+    ("v100", "V100"),
+)
+"""Our name of a device by what its lower-case name in a source begins with; the first that fits."""
+_SEVERAL = re.compile(r"/| and |,")
+
+
+def device_of(row: Row) -> tuple[str, int]:
+    """Our name of the row's device and how many of them the row counts as one: two where it counts modules of two GCDs.
+
+    Raises Unusable where no single known device is named, or it is not said what the row counts.
+    """
+    stated = row.text("gpu")
+    name = next((name for start, name in _DEVICES if stated.lower().startswith(start)), None)
+    if not stated or name is None or _SEVERAL.search(stated.split("(")[0]):
+        raise Unusable(f"the device '{stated}' is not one that is known" if stated else "the source names no device")
+    if stated.lower() == "a100":
+        row.assumed.append("80 GB a device")
+    unit = row.text("gpu_unit").lower()
+    if name.startswith("MI250") and not unit:
+        raise Unusable("it is not said whether figures are for modules or for GCDs")
+    return name, 2 if unit.startswith("module") else 1
+
+
+def devices_per_node(row: Row, per_unit: int) -> int | None:
+    """Devices that share a node (for NVL72 racks, the link domain), None where not stated."""
+    domain = re.fullmatch(r"NVL(\d+)", row.text("gpus_per_node"))
+    count = int(domain[1]) if domain else row.whole("gpus_per_node")
+    return None if count is None else count * per_unit
+
+
+def precision_of(row: Row) -> Precision:
+    """Number format of the arithmetic. Raises Unusable for 8-bit formats and where none is stated."""
+    stated = row.text("precision").lower()
+    if re.search(r"fp8|float8|fp4|float4|int8", stated):
+        raise Unusable(f"it computes in a format of 8 bits or fewer ({row.text('precision')})")
+    for precision in ("bf16", "fp16", "fp32"):
+        if precision in stated:
+            return precision
+    raise Unusable("the source does not state the number format" if not stated else f"unknown number format '{stated}'")
+
+
+def recompute_of(row: Row) -> Recompute:
+    """What is computed again in the backward pass. Raises Unusable where that is not stated or nothing our layouts do."""
+    stated = row.text("recompute").lower()
+    if not stated:
+        raise Unusable("the source does not state whether activations are recomputed")
+    if "selective layer" in stated:
+        raise Unusable("it recomputes whole blocks, but only every second one")
+    if stated.startswith(("full", "activation checkpointing")):
+        return "full"
+    if "selective" in stated:
+        return "selective"
+    if "none" in stated or "no recompute" in stated:
+        if "assumed" in stated:
+            row.assumed.append("no recomputation")
+        return "none"
+    raise Unusable(f"what it recomputes ('{row.text('recompute')}') is not something our layouts do")
+
+
+def zero_of(row: Row) -> int:
+    """What data-parallel ranks share out: the stated stage, else what the words for sharding mean, else nothing."""
+    stated = row.text("zero_stage")
+    if stated in ("0", "1", "2", "3"):
+        return int(stated)
+    words = row.text("sharding").lower()
+    row.assumed.append("ZeRO stage")
+    if "shard_grad_op" in words:
+        return 2
+    if "fsdp" in words or "hsdp" in words:
+        return 3
+    return 1 if "distributed optimizer" in words or "distopt" in words else 0
+
+
+def replicas_of(row: Row, data_ranks: int) -> int:
+    """Copies of the whole (sharded) model among the data-parallel ranks, where shards are spread over a part of them."""
+    words = re.search(r"shard (\d+) x replicate (\d+)|fsdp (\d+) x ddp (\d+)", row.text("sharding").lower())
+    if not words:
+        return 1
+    shards, replicas = (int(number) for number in words.groups() if number)
+    if shards * replicas != data_ranks:
+        raise Unusable(f"{shards} shards x {replicas} replicas are not the {data_ranks} data-parallel ranks stated")
+    return replicas
+
+
+def memory_gib(row: Row, per_unit: int) -> tuple[float, str] | None:
+    """What one device held, in units of 2^30 bytes, and what was measured; None where nothing of the sort was.
+
+    "GB" is taken as 2^30 bytes, which is what PyTorch and the vendors' tools mean by it. Totals of a model and figures that
+    sources calculated are none.
+    """
+    value, unit = row.number("mem_per_gpu"), row.text("mem_unit")
+    kind = row.text("mem_kind")
+    if value is None or unit not in ("GB", "GiB") or "analytic" in row.text("notes").lower():
+        return None
+    if re.search(r"relative|total|params|activations", kind):
+        return None
+    return value / per_unit, kind or "not stated"

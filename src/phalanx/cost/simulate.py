@@ -1,0 +1,242 @@
+"""The time a pipeline schedule takes: every action of a `ScheduleTable` placed in time, for stages of any speed.
+
+How transfers between ranks are modelled follows PyTorch's two runtimes. Schedules with one stage a rank receive when they
+need to: the transfer begins when the sender is done and the receiver is free, and the receiver computes nothing
+meanwhile. (1f1b joins a send with a receive from the same neighbour; both ranks wait for both, which leads to the same
+times.) Schedules with several stages a rank post receives in advance: the transfer begins when the sender is done, and
+only what is left of it when the receiver is free holds it up. Sends hold nobody up. Transfers do not slow each other or
+the arithmetic down, and one between two stages of the same rank takes no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.cost.schedule import IntArray, Pass, ScheduleTable, positions
+
+FloatArray = npt.NDArray[np.float64]
+
+_AT_ONCE = 4_000_000
+"""Numbers held for one array of times; more candidates are computed one lot after another."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageTimes:
+    """Seconds that one micro-batch takes in each stage. Arrays of [stages], or [candidates, stages] for many at once."""
+
+    forward: npt.ArrayLike
+    backward: npt.ArrayLike
+    """The whole backward pass: gradients of inputs and of weights."""
+    weight: npt.ArrayLike | None = None
+    """The part of `backward` for gradients of weights; used, and needed, where a schedule computes it apart. Of the first
+    stage PyTorch then computes nothing until those of the weights are due, and all of `backward` there."""
+    transfer: npt.ArrayLike = 0.0
+    """Sending one micro-batch's activations from a stage to the next, or their gradients back, [stages - 1] or one number
+    for all."""
+    after: npt.ArrayLike = 0.0
+    """What a rank still does when its last action is done (reducing gradients over data-parallel ranks, say), [ranks] or
+    one number for all."""
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """When every action runs; the arrays of actions are [ranks, actions] as in the table. Seconds from the start."""
+
+    table: ScheduleTable
+    start: FloatArray
+    """When the rank begins to compute; an awaited transfer lies before."""
+    end: FloatArray
+    makespan: float
+    """From the first action to the last rank being done, `after` included. The gradient norm joins all ranks, so all take
+    this long: the ramps at both ends count on every rank."""
+    busy: FloatArray
+    """Seconds each rank computes, `after` included, [ranks]."""
+
+    @property
+    def idle(self) -> FloatArray:
+        """Seconds each rank waits for others, or for what they send, [ranks]."""
+        return self.makespan - self.busy
+
+    @property
+    def bubble(self) -> float:
+        """Idle time as a share of all ranks' time."""
+        return float(self.idle.mean() / self.makespan)
+
+
+def simulate(table: ScheduleTable, times: StageTimes) -> Simulation:
+    """Place every action of `table` in time, for one candidate: `times` holds arrays of [stages]."""
+    program = _compile(table)
+    costs = _action_costs(program, times)
+    end = _run(program, costs)[:-1, 0]
+    busy_time = costs.duration(slice(None))[:, 0]
+    whole = np.empty((2, *table.kind.shape))
+    whole[0].ravel()[program.order] = end - busy_time
+    whole[1].ravel()[program.order] = end
+    after = _per_rank(table, times)[0]
+    busy = np.bincount(program.rank, weights=busy_time, minlength=table.pp) + after
+    makespan = float((whole[1][:, -1] + after).max())
+    return Simulation(table, whole[0], whole[1], makespan, busy)
+
+
+def makespans(table: ScheduleTable, times: StageTimes) -> FloatArray:
+    """The makespan of each candidate in `times`, [candidates]; seconds. As exact as `simulate`, and without its detail."""
+    program = _compile(table)
+    after = _per_rank(table, times)
+    costs = _action_costs(program, times)
+    results = []
+    for lot in costs.lots(_AT_ONCE // len(program.order) + 1):
+        end = _run(program, lot)
+        results.append(end[program.last])
+    return np.asarray((np.concatenate(results, axis=1).T + after).max(axis=1))
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """The actions of all ranks in one order in which each comes after what it waits for, cut into groups that wait for
+    nothing of their own group. Arrays of [actions] in that order, unless stated."""
+
+    table: ScheduleTable
+    order: IntArray
+    """Place of the action in the flattened table."""
+    bounds: list[int]
+    """Where each group begins, and the end."""
+    rank: IntArray
+    column: IntArray
+    """Which duration: kind * stages + stage."""
+    before: IntArray
+    """The action before it on its rank; one past the end of the order stands for time zero."""
+    source: IntArray
+    """The action of the neighbouring stage whose result it takes; likewise."""
+    link: IntArray
+    """Between which stages that result travels, by the earlier stage; stages - 1 where nothing travels."""
+    last: IntArray
+    """The last action of each rank, [ranks]."""
+
+
+@lru_cache(maxsize=16)
+def _compile(table: ScheduleTable) -> _Program:
+    waits_for = _sources(table)
+    groups = list(_groups(table, waits_for))
+    order = np.concatenate(groups)
+    n = len(order)
+    place = np.empty(n + 1, dtype=np.int64)
+    place[order] = np.arange(n)
+    place[n] = n
+    flat = np.arange(n).reshape(table.kind.shape)
+    before = np.concatenate([np.full((table.pp, 1), n), flat[:, :-1]], axis=1)
+    kind, stage = table.kind.ravel()[order], table.stage.ravel()[order]
+    source = waits_for.ravel()[order]
+    here = table.rank_of_stage[stage]
+    neighbour = np.clip(np.where(kind == Pass.FORWARD, stage - 1, stage + 1), 0, table.n_stages - 1)
+    travels = (source < n) & (table.rank_of_stage[neighbour] != here)
+    return _Program(
+        table=table,
+        order=order,
+        bounds=np.cumsum([0, *map(len, groups)]).tolist(),
+        rank=here,
+        column=kind * table.n_stages + stage,
+        before=place[before.ravel()[order]],
+        source=place[source],
+        link=np.where(travels, np.minimum(stage, neighbour), table.n_stages - 1),
+        last=place[flat[:, -1]],
+    )
+
+
+def _sources(table: ScheduleTable) -> IntArray:
+    """The action of another stage that each action waits for, by place in the flattened table; its size where none."""
+    ranks = table.rank_of_stage[None, :, None]
+    place = positions(table)
+    flat = np.where(place >= 0, ranks * table.kind.shape[1] + place, table.kind.size)
+    gradient = flat[Pass.INPUT if table.split_backward else Pass.BACKWARD]
+    none = np.full((1, table.microbatches), table.kind.size)
+    forward = np.concatenate([none, flat[Pass.FORWARD][:-1]])
+    backward = np.concatenate([gradient[1:], none])
+    nothing = np.full_like(backward, table.kind.size)
+    of_kind = np.stack([forward, backward, backward, nothing])
+    return np.asarray(of_kind[table.kind, table.stage, table.microbatch])
+
+
+def _groups(table: ScheduleTable, waits_for: IntArray) -> Iterator[IntArray]:
+    """One action of every rank that can go on, again and again; asserts that some rank always can."""
+    ranks, each = table.kind.shape
+    done = np.zeros(ranks * each + 1, dtype=np.bool_)
+    done[-1] = True
+    # A column past the last action, which nothing fulfils, holds the ranks that are through.
+    waiting = np.concatenate([waits_for, np.full((ranks, 1), ranks * each)], axis=1)
+    next_action = np.zeros(ranks, dtype=np.int64)
+    rows = np.arange(ranks)
+    left = ranks * each
+    while left:
+        ready = rows[done[waiting[rows, next_action]] & (next_action < each)]
+        assert len(ready), f"{table.schedule}: ranks wait for each other for ever"
+        group = ready * each + next_action[ready]
+        done[group] = True
+        next_action[ready] += 1
+        left -= len(group)
+        yield group
+
+
+@dataclass(frozen=True, eq=False)
+class _Costs:
+    """Seconds by what an action is, candidates last; looked up by action."""
+
+    program: _Program
+    compute: FloatArray
+    """[kinds * stages, candidates]"""
+    transfer: FloatArray
+    """[stages, candidates]; the last row, for what stays on its rank, is zero."""
+
+    def duration(self, actions: slice) -> FloatArray:
+        """Computing time of these actions, [actions, candidates]."""
+        return self.compute[self.program.column[actions]]
+
+    def lots(self, size: int) -> Iterator[_Costs]:
+        """The same for `size` candidates at a time."""
+        for first in range(0, self.compute.shape[1], size):
+            some = slice(first, first + size)
+            yield _Costs(self.program, np.ascontiguousarray(self.compute[:, some]), self.transfer[:, some])
+
+
+def _action_costs(program: _Program, times: StageTimes) -> _Costs:
+    table = program.table
+    forward, backward = np.atleast_2d(times.forward), np.atleast_2d(times.backward)
+    assert times.weight is not None or not table.split_backward, f"{table.schedule} needs the time of weight gradients"
+    weight = np.atleast_2d(0.0 if times.weight is None else times.weight)
+    candidates = max(map(len, (forward, backward, weight, np.atleast_2d(times.transfer))))
+    shape = (candidates, table.n_stages)
+    apart = np.broadcast_to(weight, shape).copy()
+    apart[:, 0] = backward[:, 0]
+    compute = [np.broadcast_to(part, shape) for part in (forward, backward, backward - apart, apart)]
+    links = np.zeros(shape)
+    links[:, :-1] = times.transfer
+    return _Costs(program, np.concatenate(compute, axis=1, dtype=np.float64).T.copy(), links.T.copy())
+
+
+def _per_rank(table: ScheduleTable, times: StageTimes) -> FloatArray:
+    """`after`, [1 or candidates, ranks]."""
+    after = np.atleast_2d(np.asarray(times.after, dtype=np.float64))
+    return np.broadcast_to(after, (len(after), table.pp))
+
+
+def _run(program: _Program, costs: _Costs) -> FloatArray:
+    """When each action ends, in program order, [actions + 1, candidates]; the last row is time zero."""
+    end = np.zeros((len(program.order) + 1, costs.compute.shape[1]))
+    waits = costs.transfer.any()
+    in_advance = program.table.stages_per_rank > 1
+    for first, stop in pairwise(program.bounds):
+        group = slice(first, stop)
+        mine, theirs = end[program.before[group]], end[program.source[group]]
+        if waits and in_advance:
+            theirs += costs.transfer[program.link[group]]
+        np.maximum(mine, theirs, out=mine)
+        if waits and not in_advance:
+            mine += costs.transfer[program.link[group]]
+        mine += costs.duration(group)
+        end[group] = mine
+    return end
