@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
+from phalanx.compat_pipeline import LeanStage
 from phalanx.layout.mesh import Axis
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
@@ -165,7 +165,7 @@ class Pipeline:
             dist.recv(x, self.pp.ranks[source], group=self.pp.group)
         return x
 
-    def _torch_stage(self, stage: Stage) -> PipelineStage:
+    def _torch_stage(self, stage: Stage) -> LeanStage:
         samples = self.layout.microbatch
         hidden = torch.empty(
             stage.hidden_shape(samples, self.length), dtype=stage.part.dtype, device="meta", requires_grad=True
@@ -174,7 +174,7 @@ class Pipeline:
         loss = torch.empty(
             1, dtype=torch.promote_types(stage.part.dtype, torch.float32), device="meta", requires_grad=True
         )
-        return PipelineStage(
+        return LeanStage(
             stage,
             stage.index,
             self.layout.n_stages,

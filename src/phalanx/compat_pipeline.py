@@ -1,0 +1,73 @@
+"""PyTorch's pipeline stage without its memory for micro-batches that are not in flight.
+
+`PipelineStage` makes a buffer to receive activations, and one for gradients, for every micro-batch of a step, and keeps
+them for the whole run: with 1,600 micro-batches most of a device's memory. Here a buffer is made when its receive is posted
+and dropped once the micro-batch has gone backward. Private names are used in this file alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+Received = dict[int, tuple[Any, ...]]
+"""By micro-batch: what PyTorch notes of each tensor that a stage receives, its buffer among it."""
+
+
+class LeanStage(PipelineStage):
+    """A stage whose receive buffers live as long as their micro-batch."""
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_forward_infra(1, *args, **kwargs)
+        _repeat(self.args_recv_info, num_microbatches)
+        return result
+
+    def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(1, *args, **kwargs)
+        self.chunks = num_microbatches
+        if self.grad_recv_info:
+            _repeat(self.grad_recv_info, num_microbatches)
+        return result
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of a micro-batch's activations, into fresh buffers."""
+        _renew(self.args_recv_info, fwd_chunk_id)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of a micro-batch's gradients, into fresh buffers."""
+        if self.has_backward and not self.is_last:
+            _renew(self.grad_recv_info, bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """The backward pass of a micro-batch; what it received is dropped."""
+        result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        for received in (self.args_recv_info, self.grad_recv_info):
+            _drop(received, bwd_chunk_id)
+        return result
+
+
+def _repeat(received: Received, microbatches: int) -> None:
+    """The notes of the first micro-batch for all of them, which share its buffers until they get their own."""
+    for info in received[0]:
+        info.buffer_template = getattr(info, "buffer", None)
+    for microbatch in range(1, microbatches):
+        received[microbatch] = tuple(copy.copy(info) for info in received[0])
+
+
+def _renew(received: Received, microbatch: int) -> None:
+    for info in received[microbatch]:
+        if info.buffer_template is not None:
+            template = info.buffer_template
+            info.buffer = torch.empty_like(template).requires_grad_(template.requires_grad)
+
+
+def _drop(received: Received, microbatch: int) -> None:
+    for info in received.get(microbatch, ()):
+        if info.buffer_template is not None:
+            info.buffer = info.buffer_template
