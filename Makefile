@@ -1,10 +1,12 @@
 # Every target makes and uses its own .venv. Settings, each as `make TARGET NAME=value`:
 #   PYTHON       interpreter to build .venv from (3.11 or newer)
 #   TORCH        which PyTorch to install, 2.11 to 2.13
+#   TRITON       which Triton the tests compile kernels with, where PyTorch comes without one (188 MB, Linux on x86-64 alone)
 #   TORCH_INDEX  package index to take PyTorch from: give the address that pytorch.org's install page shows for your
 #                ROCm, CUDA or CPU build; empty takes the build your pip is set up for
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TRITON ?= triton==3.6.0
 TORCH_INDEX ?=
 RUN_DIR ?= runs/quickstart
 
@@ -38,6 +40,8 @@ install: .venv/installed
 
 .venv/dev: .venv/installed
 	$(PIP) -c constraints.txt -e ".[dev]"
+	$(BIN)/python -c "import triton" 2>/dev/null || \
+		$(PIP) "$(TRITON); sys_platform == 'linux' and platform_machine == 'x86_64'"
 	touch $@
 
 clean:

@@ -17,6 +17,14 @@ from phalanx.errors import ConfigError
             "nearest: data.sequence_length=8192 or model.max_positions=16384",
         ),
         (
+            ["training.attention=flash4", "data.document_mask=true"],
+            "training.attention=flash4 cannot compute with data.document_mask=true\nnearest: training.attention=auto",
+        ),
+        (
+            ["training.attention=flash4", "layout.precision=fp32"],
+            "training.attention=flash4 cannot compute with layout.precision=fp32\nnearest: training.attention=auto",
+        ),
+        (
             ["layout.global_batch=1000000 tokens"],
             "layout.global_batch=1000000 tokens is not a multiple of data.sequence_length=2048\n"
             "nearest: 999424 tokens (488 samples) or 1001472 tokens (489 samples)",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from phalanx import compat
 from phalanx.config.model import LanguageModel
 from phalanx.layout.recompute import Recompute, recompute_block
 from small_models import FAMILIES, random_decoder, random_tokens
@@ -36,6 +37,19 @@ def test_gradients_are_equal_to_the_bit(mode: Recompute, family: str, packed: bo
     assert gradients.keys() == plain.keys()
     for name, gradient in gradients.items():
         assert gradient is not None and torch.equal(gradient, plain[name]), name
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_compiled_blocks_give_the_same_gradients(mode: Recompute) -> None:
+    """As the compiler traces and splits them; its generated code is another matter."""
+    _, plain = loss_and_gradients("llama", "none")
+    decoder = random_decoder(FAMILIES["llama"])
+    for block in decoder.blocks:
+        recompute_block(block, mode)
+        block.compile(backend="aot_eager")
+    decoder(random_tokens(2, 32), random_tokens(2, 32, seed=2)).total.backward()
+    for name, parameter in decoder.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain[compat.full_name(name)], msg=name)
 
 
 class OperationCount(TorchDispatchMode):
@@ -68,7 +82,11 @@ def test_what_is_computed_twice(mode: Recompute, attention: int, activations: in
     model = FAMILIES[family].model_copy(update={"n_layers": 1})
     counts = operation_counts(model, mode)
     assert counts["_scaled_dot_product_flash_attention_for_cpu"] == attention
-    assert counts["silu" if model.mlp == "swiglu" else "gelu"] == activations
+    if model.mlp == "swiglu":
+        # The backward pass of the gated product forms its activation again by itself, in every mode.
+        assert counts["silu"] == counts["swiglu_backward"] == 1
+    else:
+        assert counts["gelu"] == activations
     plain = operation_counts(model, "none")
     repeated = counts["mm"] + counts["addmm"] - plain["mm"] - plain["addmm"]
     # Selective repeats the products that widen by more than half: the MLP's first, and queries, keys and values of these

@@ -82,8 +82,8 @@ def repeat_one_dropout_mask() -> Any:
 def give_every_rank_the_first_heads_slopes() -> Any:
     right = context.split_context
 
-    def wrong(model: Any, share: Any) -> None:
-        right(model, share)
+    def wrong(model: Any, share: Any, *rest: Any) -> None:
+        right(model, share, *rest)
         heads = model.config.n_heads // share.tp.size
         model.attention_context = context.partial(context.attention_context, heads=slice(0, heads))
 

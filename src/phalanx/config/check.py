@@ -17,7 +17,7 @@ from phalanx.config.schema import Run
 
 def check_run(run: Run) -> list[Problem]:
     """Everything that does not fit together in `run`; empty for a sound one."""
-    rules = (_sequence, _batch, _schedule, _windows, _checkpoints, _evaluation, _resume)
+    rules = (_sequence, _attention, _batch, _schedule, _windows, _checkpoints, _evaluation, _resume)
     return [problem for rule in rules for problem in rule(run)]
 
 
@@ -43,6 +43,24 @@ def _sequence(run: Run) -> Iterator[Problem]:
             f"data.sequence_length={length} is longer than model.max_positions={longest}",
             f"data.sequence_length={longest} or model.max_positions={length}",
         )
+
+
+def _attention(run: Run) -> Iterator[Problem]:
+    """FlashAttention-4 has no bias, no mask but the causal one, and two formats."""
+    if run.training.attention != "flash4":
+        return
+    unfit = {
+        "model.positions=alibi": run.model.positions == "alibi",
+        "data.document_mask=true": run.data.document_mask,
+        f"layout.precision={run.layout.precision}": run.layout.precision not in ("bf16", "fp16"),
+    }
+    for stated, present in unfit.items():
+        if present:
+            yield Problem(
+                ("training", "attention"),
+                f"training.attention=flash4 cannot compute with {stated}",
+                "training.attention=auto",
+            )
 
 
 def _batch(run: Run) -> Iterator[Problem]:

@@ -151,7 +151,7 @@ class Training(Section):
     """Checkpoint whose weights a new run starts from, at step 0 with fresh optimizer state."""
     compile: bool | Literal["auto"] = "auto"
     """torch.compile for each block; auto compiles on accelerators and not on CPU."""
-    attention: Literal["auto", "sdpa", "cudnn", "flash", "efficient", "math", "flex"] = "auto"
+    attention: Literal["auto", "sdpa", "cudnn", "flash", "efficient", "math", "flex", "flash4"] = "auto"
     """Attention kernel; auto measures those that can run this shape on this device and takes the fastest."""
     loss_chunk_tokens: PositiveInt | Literal["auto"] = "auto"
     """Tokens whose logits are held at once by the fused output head and loss."""

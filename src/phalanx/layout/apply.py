@@ -36,6 +36,7 @@ from phalanx.layout.tensor import split_tensors
 from phalanx.layout.working_copy import WorkingCopy
 from phalanx.models.language.declare import TIED, initial_rules, relative_block_costs, tensor_splits
 from phalanx.models.language.decoder import Decoder
+from phalanx.models.language.layers import GatedLinear
 from phalanx.models.splits import ModelPart
 
 
@@ -90,6 +91,8 @@ def apply_layout(
         stage = Stage(model, index, build.share, run.training.seed)
         for block in model.blocks:
             recompute_block(block, run.layout.recompute)
+        if _splits_backward(layout):
+            _separate_gradients(model)
         if compiles(run, layout, device):
             _compile(model)
         if mesh.data is not None:
@@ -160,8 +163,19 @@ def _compile(model: Decoder) -> None:
 def compiles(run: Run, layout: ResolvedLayout, device: torch.device) -> bool:
     """Whether blocks are compiled: as the run file says, and for `auto` on accelerators wherever the schedule allows it."""
     if run.training.compile == "auto":
-        return device.type != "cpu" and not (layout.pp > 1 and layout.schedule in ZERO_BUBBLE)
+        return device.type != "cpu" and not _splits_backward(layout)
     return run.training.compile
+
+
+def _splits_backward(layout: ResolvedLayout) -> bool:
+    """Whether the backward pass runs twice: for the gradients of activations, and later for those of parameters."""
+    return layout.pp > 1 and layout.schedule in ZERO_BUBBLE
+
+
+def _separate_gradients(model: Decoder) -> None:
+    for module in model.modules():
+        if isinstance(module, GatedLinear):
+            module.joint_gradients = False
 
 
 def loss_chunk_tokens(run: Run, device: torch.device, tp: int = 1) -> int:

@@ -22,7 +22,8 @@ from phalanx import compat
 from phalanx.cluster.device import device_name, synchronize
 from phalanx.config.model import LanguageModel
 from phalanx.errors import ConfigError
-from phalanx.models.language.attention import AttentionKernel, attend, attention_context
+from phalanx.kernels.flash4 import why_not_flash4
+from phalanx.models.language.attention import AttentionCore, AttentionKernel, attend, attention_context
 
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -48,11 +49,13 @@ class AttentionChoice:
 
     name: str
     milliseconds: dict[str, float] = field(default_factory=dict)
+    core: AttentionCore = attend
+    """Attention of whole samples by some heads."""
 
     @property
     def kernel(self) -> AttentionKernel:
         """The model's code path."""
-        return "flex" if self.name == "flex" else "sdpa"
+        return _code_path(self.name)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -72,6 +75,11 @@ def check_attention(requested: str, device: torch.device) -> None:
         raise ConfigError(
             "training.attention=flex cannot train on the CPU: FlexAttention has no backward pass there\n"
             "nearest: training.attention=auto"
+        )
+    reason = why_not_flash4(device) if requested == "flash4" else None
+    if reason is not None:
+        raise ConfigError(
+            f"training.attention=flash4 cannot run on {device.type}: {reason}\nnearest: training.attention=auto"
         )
 
 
@@ -94,10 +102,13 @@ def choose_attention(
 def _measure_all(model: LanguageModel, shape: AttentionShape, device: torch.device) -> dict[str, float]:
     needs_bias = model.positions == "alibi" or shape.documents
     names = ["cudnn", "efficient", "flex"] if needs_bias else ["cudnn", "flash", "efficient"]
+    if not needs_bias and _flash4_runs(shape, device):
+        names.append("flash4")
     milliseconds = {}
     for name in names:
-        # A kernel refuses shapes it does not cover with a RuntimeError: that is the answer, not a failure.
-        with contextlib.suppress(RuntimeError):
+        # A kernel refuses shapes it does not cover with a RuntimeError: that is the answer, not a failure. FlashAttention-4,
+        # compiled here and now, has errors of its own, some of its compiler's.
+        with contextlib.suppress(Exception if name == "flash4" else RuntimeError):
             milliseconds[name] = _measure(name, model, shape, device)
     return milliseconds or {"math": 0.0}
 
@@ -106,8 +117,7 @@ def _measure(name: str, model: LanguageModel, shape: AttentionShape, device: tor
     """Median milliseconds of one forward and backward pass."""
     positions = torch.arange(shape.length, device=device)
     documents = torch.zeros(shape.samples, shape.length, dtype=torch.int32, device=device) if shape.documents else None
-    kernel: AttentionKernel = "flex" if name == "flex" else "sdpa"
-    context = attention_context(model, positions, shape.dtype, kernel=kernel, document_ids_BS=documents)
+    context = attention_context(model, positions, shape.dtype, kernel=_code_path(name), document_ids_BS=documents)
 
     def random(heads: int) -> torch.Tensor:
         x = torch.randn(shape.samples, shape.length, heads, model.head_size, device=device, dtype=shape.dtype)
@@ -115,7 +125,7 @@ def _measure(name: str, model: LanguageModel, shape: AttentionShape, device: tor
 
     query, key, value = random(model.n_heads), random(model.kv_heads), random(model.kv_heads)
     grad = torch.randn_like(query)
-    backend = contextlib.nullcontext() if name == "flex" else sdpa_kernel([_BACKENDS[name]])
+    backend = sdpa_kernel([_BACKENDS[name]]) if name in _BACKENDS else contextlib.nullcontext()
     seconds = []
     with backend:
         for _ in range(8):
@@ -127,10 +137,20 @@ def _measure(name: str, model: LanguageModel, shape: AttentionShape, device: tor
     return statistics.median(seconds[3:]) * 1e3
 
 
+def _code_path(name: str) -> AttentionKernel:
+    return "flex" if name == "flex" else "flash4" if name == "flash4" else "sdpa"
+
+
+def _flash4_runs(shape: AttentionShape, device: torch.device) -> bool:
+    return shape.dtype in (torch.bfloat16, torch.float16) and why_not_flash4(device) is None
+
+
 def _cache_key(model: LanguageModel, shape: AttentionShape, device: torch.device) -> str:
+    # A kernel that was installed since deserves a measurement; one that was removed must not be chosen.
+    version = torch.__version__ + (" + flash4" if _flash4_runs(shape, device) else "")
     parts = (
         device_name(device),
-        torch.__version__,
+        version,
         f"B{shape.samples} S{shape.length} H{model.n_heads} K{model.kv_heads} E{model.head_size}",
         f"{shape.dtype} {model.positions}{' documents' if shape.documents else ''}",
     )

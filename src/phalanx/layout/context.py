@@ -21,6 +21,7 @@ from phalanx.layout.ring import ring_attention, ring_positions
 from phalanx.models.language.attention import (
     Attention,
     AttentionContext,
+    AttentionCore,
     AttentionKernel,
     attend,
     attention_context,
@@ -60,22 +61,26 @@ class RingContext(NamedTuple):
     """Of whole samples."""
 
 
-def split_context(model: Decoder, share: SequenceShare) -> None:
-    """Let every attention of `model` reach the positions that other ranks hold; and know which heads are its own."""
+def split_context(model: Decoder, share: SequenceShare, attend: AttentionCore = attend) -> None:
+    """Let every attention of `model` reach the positions that other ranks hold; and know which heads are its own.
+
+    attend: attention of whole samples by some heads, as the exchange leaves them.
+    """
     cp, tp = share.cp, share.tp
     heads = model.config.n_heads // tp.size
     first = tp.rank * heads
+    core: AttentionCore
     if cp.size == 1:
         model.attention_context = partial(attention_context, heads=slice(first, first + heads))
-        return
-    if share.context == "ring":
+        core = attend
+    elif share.context == "ring":
         model.attention_context = partial(_ring_context, slice(first, first + heads))
         core = partial(_ring, cp)
     else:
         each = heads // cp.size
         mine = slice(first + cp.rank * each, first + (cp.rank + 1) * each)
         model.attention_context = partial(_exchanged_context, cp, mine)
-        core = partial(_exchanged, cp)
+        core = partial(_exchanged, cp, attend)
     for module in model.modules():
         if isinstance(module, Attention):
             module.attend = core
@@ -124,6 +129,8 @@ def _exchanged_context(
     return context._replace(rope=rope_tables(config, positions_S) if config.positions == "rope" else None)
 
 
-def _exchanged(cp: Axis, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
+def _exchanged(
+    cp: Axis, attend: AttentionCore, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
+) -> Tensor:
     query, key, value = (exchange(x, cp, split=1, join=2) for x in (query, key, value))
     return exchange(attend(query, key, value, context), cp, split=2, join=1)

@@ -7,6 +7,7 @@ the block's input.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from phalanx.kernels.flash4 import FLASH4_FORWARD
 from phalanx.layout.ring import RING_ATTENTION
 
 Recompute = Literal["none", "selective", "full"]
@@ -25,6 +27,7 @@ _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
     RING_ATTENTION,
+    FLASH4_FORWARD,
 }
 _MATMUL = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}
 """Matmul operations and the position of their [N, in] argument."""
@@ -36,6 +39,15 @@ def recompute_block(block: nn.Module, mode: Recompute) -> None:
         # A class for all blocks, not a method of each: equal blocks then share one compiled program.
         kind: Any = type(block)
         block.__class__ = _recomputed(kind, mode)
+
+
+def recompute_policy(mode: Recompute) -> Callable[[Any, Sequence[Any]], CheckpointPolicy] | None:
+    """What a compiled block's region says of an operation and its arguments; None where there is no region."""
+    if mode == "none":
+        return None
+    if mode == "selective":
+        return lambda operation, arguments: _policy(None, operation, *arguments)
+    return lambda _operation, _arguments: CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @cache

@@ -41,10 +41,16 @@ def ring_attention(
     samples. group: name of the process group of `size` ranks. Returns [B, H, S, E] in the format of the query and the
     log-partitions [B, H, S].
     """
+    return attend_along(Ring(rank, size, compat.process_group(group)), query, key, value, slopes_H, document_ids_BS)
+
+
+def attend_along(
+    ring: Ring, query: Tensor, key: Tensor, value: Tensor, slopes_H: Tensor | None, document_ids_BS: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What stands behind `ring_attention`, step by step."""
     total: Part | None = None
-    ring = _Ring(group, rank, size)
     for source, travelling in ring.tour(torch.stack((key, value))):
-        for task in _tasks(rank, source, size, query, slopes_H, document_ids_BS):
+        for task in _tasks(ring, source, query, slopes_H, document_ids_BS):
             part = attend_part(
                 query[:, :, task.queries],
                 travelling[0, :, :, task.keys],
@@ -91,14 +97,29 @@ def _ring_gradients(
     rank: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value. Those of keys and values travel one step behind them, and so reach home."""
+    """Gradients of query, key and value."""
+    ring = Ring(rank, size, compat.process_group(group))
+    return gradients_along(ring, grad_out, query, key, value, out, log_z, slopes_H, document_ids_BS)
+
+
+def gradients_along(
+    ring: Ring,
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_z: Tensor,
+    slopes_H: Tensor | None,
+    document_ids_BS: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What stands behind the gradients: those of keys and values travel one step behind them, and so reach home."""
     wide = torch.promote_types(query.dtype, torch.float32)
     grad_query = query.new_zeros(query.shape, dtype=wide)
-    ring = _Ring(group, rank, size)
     grads: Tensor | None = None
     for source, travelling in ring.tour(torch.stack((key, value))):
         mine = travelling.new_zeros(travelling.shape, dtype=wide)
-        for task in _tasks(rank, source, size, query, slopes_H, document_ids_BS):
+        for task in _tasks(ring, source, query, slopes_H, document_ids_BS):
             queries, keys = task.queries, task.keys
             grad_q, grad_k, grad_v = part_gradients(
                 grad_out[:, :, queries],
@@ -150,6 +171,9 @@ def _backward(ctx: Any, grad_out: Tensor, _grad_log_z: Tensor) -> tuple[Tensor |
 
 ring_attention.register_autograd(_backward, setup_context=_save)
 
+RING_GRADIENTS = torch.ops.phalanx.ring_attention_gradients.default
+"""The backward pass as an operation, as cost models see it."""
+
 
 class _Task:
     """A pair of slices of queries and keys with something to compute, and its mask."""
@@ -165,10 +189,10 @@ _ALL = slice(None)
 
 
 def _tasks(
-    rank: int, source: int, size: int, query: Tensor, slopes_H: Tensor | None, document_ids_BS: Tensor | None
+    ring: Ring, source: int, query: Tensor, slopes_H: Tensor | None, document_ids_BS: Tensor | None
 ) -> list[_Task]:
     """What this rank's queries have to do with the keys of `source`."""
-    length = query.shape[2]
+    rank, size, length = ring.rank, ring.size, query.shape[2]
     if slopes_H is not None or document_ids_BS is not None:
         queries_Q, keys_S = (ring_positions(r, size, length, query.device) for r in (rank, source))
         documents = None
@@ -195,11 +219,12 @@ def _place(part: Part, queries: slice, total: Part | None) -> Part:
     return Part(out, log_z)
 
 
-class _Ring:
+class Ring:
     """Sends to the next rank and receives from the one before."""
 
-    def __init__(self, group: str, rank: int, size: int) -> None:
-        self.group = compat.process_group(group)
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
+        """group: None where `start` does not communicate."""
+        self.group = group
         self.rank = rank
         self.size = size
 
@@ -207,7 +232,7 @@ class _Ring:
         """Every rank's tensor with its rank, this rank's first; the next one comes in while the caller computes."""
         present = own
         for step in range(self.size):
-            waiting = self._start(present) if step + 1 < self.size else None
+            waiting = self.start(present) if step + 1 < self.size else None
             yield (self.rank - step) % self.size, present
             if waiting is not None:
                 works, present = waiting
@@ -216,12 +241,13 @@ class _Ring:
 
     def pass_on(self, x: Tensor) -> Tensor:
         """What the rank before sends, for `x` sent to the next."""
-        works, received = self._start(x)
+        works, received = self.start(x)
         for work in works:
             work.wait()
         return received
 
-    def _start(self, x: Tensor) -> tuple[list[dist.Work], Tensor]:
+    def start(self, x: Tensor) -> tuple[list[dist.Work], Tensor]:
+        """Send `x` and receive what will be complete once the works are waited for."""
         received = torch.empty_like(x)
         following, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         operations = [

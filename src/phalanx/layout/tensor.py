@@ -18,7 +18,7 @@ from phalanx.layout.collectives import gather, gather_values, scatter_sum
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplit, TensorSplits
 from phalanx.models.language.decoder import OutputHead, TokenEmbedding
-from phalanx.models.language.layers import Linear, Norm
+from phalanx.models.language.layers import GatedLinear, Linear, Norm
 from phalanx.models.language.loss import IGNORED
 from phalanx.models.splits import Split, Splits
 
@@ -53,7 +53,7 @@ def _split_module(module: nn.Module, split: Split, tp: Axis) -> TensorSplits:
         return {name: _keep(module, name, 0, split.unit, tp) for name in names}
     if split.kind == "row":
         assert isinstance(module, Linear)
-        _become(module, RowLinear, tp)
+        _become(module, GatedRowLinear if isinstance(module, GatedLinear) else RowLinear, tp)
         return {"weight": _keep(module, "weight", 1, split.unit, tp)}
     if split.kind == "lookup":
         assert isinstance(module, TokenEmbedding)
@@ -108,8 +108,12 @@ class RowLinear(Linear):
 
     def forward(self, x_BSf: Tensor) -> Tensor:
         """[B, S, in/tp] -> [B, S/tp, out]; the bias joins after the sum, once."""
-        x_BsD = scatter_sum(F.linear(x_BSf, self.weight.to(x_BSf.dtype)), self.tp, SEQUENCE)
+        x_BsD = scatter_sum(self.product(x_BSf, None), self.tp, SEQUENCE)
         return x_BsD if self.bias is None else x_BsD + self.bias.to(x_BsD.dtype)
+
+
+class GatedRowLinear(RowLinear, GatedLinear):
+    """A row matrix behind gate and up features of its own input features."""
 
 
 class GatheredNorm(Norm):

@@ -1,8 +1,8 @@
-"""Causal self-attention, with two interchangeable kernels that give the same numbers.
+"""Causal self-attention, with three interchangeable kernels that give the same numbers.
 
 `sdpa` is torch's scaled_dot_product_attention with a dense bias where ALiBi or document masks ask for one; which of its
 kernels runs is the caller's choice (`torch.nn.attention.sdpa_kernel`). `flex` is FlexAttention, which never builds the
-bias. Causal attention without ALiBi or document masks needs no bias in either.
+bias. Causal attention without ALiBi or document masks needs no bias in either. `flash4` is FlashAttention-4, for that alone.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from phalanx.config.model import LanguageModel
+from phalanx.kernels.flash4 import flash4_attention
 from phalanx.models.language.layers import Linear, Norm
 from phalanx.models.language.positions import alibi_slopes, rope_tables, rotate
 
-AttentionKernel = Literal["sdpa", "flex"]
+AttentionKernel = Literal["sdpa", "flex", "flash4"]
 
 
 class RotaryContext(Protocol):
@@ -49,6 +50,8 @@ class AttentionContext(NamedTuple):
     True of causal masks. With document masks a query also meets blocks of earlier documents alone, and an unguarded
     kernel, whose running maximum is still -inf then, gives NaN.
     """
+    flash4: bool = False
+    """Whether FlashAttention-4 runs; it has no bias and no mask but the causal one."""
 
 
 @dataclass
@@ -100,7 +103,7 @@ def attention_context(
         mask = _flex_mask(positions_S, document_ids_BS)
         return AttentionContext(rope, None, slopes, mask, rows_safe=document_ids_BS is None)
     if not alibi and document_ids_BS is None and past == 0:
-        return AttentionContext(rope, None, None, None)
+        return AttentionContext(rope, None, None, None, flash4=kernel == "flash4")
     keys = torch.arange(past + len(positions_S), device=positions_S.device)
     documents = None if document_ids_BS is None else (document_ids_BS, document_ids_BS)
     slopes_H = alibi_slopes(config, positions_S.device)[heads] if alibi else None
@@ -132,7 +135,7 @@ def dense_bias(
 def _flex_mask(positions_S: Tensor, document_ids_BS: Tensor | None) -> BlockMask:
     length = len(positions_S)
     if document_ids_BS is None:
-        return _causal_block_mask(length, positions_S.device)
+        return causal_block_mask(length, positions_S.device)
     documents_BS = document_ids_BS
 
     def same_document(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -142,7 +145,9 @@ def _flex_mask(positions_S: Tensor, document_ids_BS: Tensor | None) -> BlockMask
 
 
 @cache
-def _causal_block_mask(length: int, device: torch.device) -> BlockMask:
+def causal_block_mask(length: int, device: torch.device) -> BlockMask:
+    """FlexAttention's causal mask of `length` positions, made once for each length and device."""
+
     def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
 
@@ -153,6 +158,8 @@ def attend(query_BHSE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, context: At
     """softmax(q k^T / sqrt(E) + bias) v by the kernel the context was built for: [B, H, S, E]."""
     if context.block_mask is not None:
         return _flex(query_BHSE, key_BKSE, value_BKSE, context)
+    if context.flash4:
+        return flash4_attention(query_BHSE, key_BKSE, value_BKSE)
     return F.scaled_dot_product_attention(
         query_BHSE,
         key_BKSE,

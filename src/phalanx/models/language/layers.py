@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.model import LanguageModel
+from phalanx.kernels.swiglu import gated_linear, swiglu
 
 
 class Linear(nn.Module):
@@ -30,8 +31,28 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in] -> [..., out]."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return self.product(x, self.bias)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + `bias`, which is None where the bias joins later. x: [..., in] -> [..., out]."""
+        return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+class GatedLinear(Linear):
+    """y = swiglu(x) W^T + b, where x holds gate and up features in groups of `block`. weight: [out, in], x: [..., 2 in]."""
+
+    joint_gradients = True
+    """Whether one node of the backward pass gives the gradients of input and weight, which takes less memory and time."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, block: int) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.block = block
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """swiglu(x) W^T + `bias`. x: [..., 2 in] -> [..., out]."""
+        if not self.joint_gradients:
+            return super().product(swiglu(x, self.block), bias)
+        return gated_linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype), self.block)
 
 
 class Norm(nn.Module):
@@ -88,14 +109,12 @@ class SwigluMLP(nn.Module):
 
     def __init__(self, config: LanguageModel) -> None:
         super().__init__()
-        self.block = gate_block(config.ff_size)
         self.gate_up = Linear(config.d_model, 2 * config.ff_size, bias=config.bias)
-        self.down = Linear(config.ff_size, config.d_model, bias=config.bias)
+        self.down = GatedLinear(config.ff_size, config.d_model, bias=config.bias, block=gate_block(config.ff_size))
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        gate, up = self.gate_up(x_BSD).unflatten(-1, (-1, 2, self.block)).unbind(-2)
-        hidden: Tensor = self.down((F.silu(gate) * up).flatten(-2))
+        hidden: Tensor = self.down(self.gate_up(x_BSD))
         return hidden
 
 
