@@ -56,12 +56,14 @@ _RUN = 2**24
 def _runs(grads: list[Tensor]) -> list[Tensor]:
     """The elements of `grads` as few flat tensors: those that lie side by side in one memory are joined."""
     runs: list[list[Tensor]] = []
-    for grad in sorted(grads, key=lambda grad: grad.data_ptr()):
+    # Told by storage and offset, not by address: a dry run's gradients have none.
+    for grad in sorted(grads, key=lambda grad: (compat.storage_key(grad), grad.storage_offset())):
         last = runs[-1][-1] if runs else None
         if (
             last is not None
-            and last.untyped_storage().data_ptr() == grad.untyped_storage().data_ptr()
-            and last.data_ptr() + last.nbytes == grad.data_ptr()
+            and compat.storage_key(last) == compat.storage_key(grad)
+            and last.dtype == grad.dtype
+            and last.storage_offset() + last.numel() == grad.storage_offset()
             and last.is_contiguous()
             and grad.is_contiguous()
         ):

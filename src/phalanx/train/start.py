@@ -33,8 +33,8 @@ from phalanx.train.checkpoint import (
 from phalanx.train.inputs import Inputs, open_inputs
 from phalanx.train.logs import open_sinks
 from phalanx.train.metrics import StepMeter, find_peaks
-from phalanx.train.optimizer import build_optimizer
 from phalanx.train.run_dir import RunDirectory, describe_machine
+from phalanx.train.step import build_step
 from phalanx.train.trainer import Parts, Trainer
 
 
@@ -86,9 +86,8 @@ def _train(
     )
     copies = choose_peer_copies(run, layout, mesh, device)
     applied = apply_layout(run, layout, mesh, device, attention, copies)
-    optimizer = build_optimizer(applied.parameters, run.optimizer)
-    scaler = GradScaler(device.type) if run.layout.precision == "fp16" else None
-    first_step = _begin(run, store, applied, optimizer, scaler, inputs.stream.fingerprint)
+    step = build_step(run, applied, device)
+    first_step = _begin(run, store, applied, step.optimizer, step.scaler, inputs.stream.fingerprint)
     applied.refresh()
     peaks = find_peaks(run, device, PRECISIONS[run.layout.precision])
     if ranks.first:
@@ -107,8 +106,7 @@ def _train(
         device=device,
         attention=attention,
         applied=applied,
-        optimizer=optimizer,
-        scaler=scaler,
+        step=step,
         inputs=inputs,
         store=store,
         directory=directory,

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from phalanx import compat
+from phalanx.config.schema import Run
 from phalanx.data.language.batches import TokenBatch
 from phalanx.layout.apply import Applied
 from phalanx.layout.execute import Executor
 from phalanx.models.language.loss import IGNORED
-from phalanx.train.optimizer import clipped_update, global_gradient_norm
+from phalanx.train.optimizer import build_optimizer, clipped_update, global_gradient_norm
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,17 @@ class StepResult:
     """2-norm of the gradient before clipping."""
     updated: bool
     """False when non-finite gradients made the step leave the parameters alone."""
+
+
+def build_step(run: Run, applied: Applied, device: torch.device) -> TrainStep:
+    """The training step that `run` asks for, with a fresh optimizer."""
+    return TrainStep(
+        applied,
+        build_optimizer(applied.parameters, run.optimizer),
+        device=device,
+        grad_clip=run.optimizer.grad_clip,
+        scaler=GradScaler(device.type) if run.layout.precision == "fp16" else None,
+    )
 
 
 class TrainStep:
@@ -54,6 +66,11 @@ class TrainStep:
 
         The update is left out, on all ranks alike, when the loss or the gradient norm is not finite.
         """
+        loss, norm = self.enqueue(step, batch).tolist()
+        return StepResult(loss, norm, math.isfinite(loss) and math.isfinite(norm))
+
+    def enqueue(self, step: int, batch: TokenBatch) -> Tensor:
+        """The same without waiting for the device: mean loss and gradient norm as they will be, float64 [2]."""
         batch = batch.to(self.device)
         targets = self._targets(batch)
         scale = 1.0 / targets if self.scaler is None else self.scaler.scale(1.0 / targets)
@@ -65,7 +82,15 @@ class TrainStep:
         count = (batch.targets != IGNORED).sum()
         return self._sum_over_ranks(count if self.applied.mesh.reads_first else torch.zeros_like(count))
 
-    def _update(self, loss: Tensor) -> StepResult:
+    def relaid(self, executor: Executor) -> TrainStep:
+        """Steps of the same optimizer on the same parameters, run by another executor: with other micro-batches, say."""
+        step = TrainStep(
+            executor.applied, self.optimizer, device=self.device, grad_clip=self.grad_clip, scaler=self.scaler
+        )
+        step.executor = executor
+        return step
+
+    def _update(self, loss: Tensor) -> Tensor:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
             if self.applied.mesh.world is not None:
@@ -80,8 +105,7 @@ class TrainStep:
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.applied.refresh()
-        loss_value, norm_value = torch.stack((loss.double(), norm.double())).tolist()
-        return StepResult(loss_value, norm_value, math.isfinite(loss_value) and math.isfinite(norm_value))
+        return torch.stack((loss.double(), norm.double()))
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         if self.applied.mesh.world is not None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import GradScaler
 
 from phalanx import __version__
 from phalanx.config.load import dump_run
@@ -39,8 +38,7 @@ class Parts:
     device: torch.device
     attention: AttentionChoice
     applied: Applied
-    optimizer: torch.optim.AdamW
-    scaler: GradScaler | None
+    step: TrainStep
     inputs: Inputs
     store: CheckpointStore
     directory: RunDirectory
@@ -58,13 +56,7 @@ class Trainer:
         self.saved_step = first_step if first_step else -1
         self.stall = 0.0
         self.probes = Probes(parts.run.training, parts.directory.path, parts.device, parts.ranks.rank)
-        self.train_step = TrainStep(
-            parts.applied,
-            parts.optimizer,
-            device=parts.device,
-            grad_clip=parts.run.optimizer.grad_clip,
-            scaler=parts.scaler,
-        )
+        self.train_step = parts.step
 
     def train(self) -> None:
         """Run the remaining steps; always leaves a checkpoint of the last step done, unless a step failed.
@@ -90,7 +82,7 @@ class Trainer:
 
     def _one_step(self, step: int) -> None:
         rate = learning_rate(self.run.optimizer, step, self.run.training.steps)
-        set_learning_rate(self.parts.optimizer, rate)
+        set_learning_rate(self.train_step.optimizer, rate)
         self.probes.before(step)
         start = time.perf_counter()
         batch = self.parts.inputs.stream.next()
@@ -121,7 +113,7 @@ class Trainer:
 
     def _check_finite(self, metrics: StepMetrics) -> None:
         # Under dynamic loss scaling an overflow now and then is how the scale is found.
-        if metrics.updated or self.run.training.on_nonfinite == "skip" or self.parts.scaler is not None:
+        if metrics.updated or self.run.training.on_nonfinite == "skip" or self.train_step.scaler is not None:
             return
         self._log(metrics)
         raise PhalanxError(
@@ -140,7 +132,7 @@ class Trainer:
         try:
             handle = self.parts.store.save(
                 self.step,
-                placed_tensors(self.parts.applied.parameters, self.parts.applied.splits, self.parts.optimizer),
+                placed_tensors(self.parts.applied.parameters, self.parts.applied.splits, self.train_step.optimizer),
                 self._state(),
                 asynchronous=self.run.checkpoint.asynchronous and not final,
             )
@@ -162,7 +154,7 @@ class Trainer:
         return {
             "step": self.step,
             "data_fingerprint": self.parts.inputs.stream.fingerprint,
-            "scaler": None if self.parts.scaler is None else self.parts.scaler.state_dict(),
+            "scaler": None if self.train_step.scaler is None else self.train_step.scaler.state_dict(),
             "rng": rng_state(),
             "run": dump_run(self.run),
             "special_tokens": self.parts.inputs.tokenizer.special.as_config(),

@@ -1,0 +1,150 @@
+"""`phalanx dryrun`: run the real step of one rank of any number, without devices, and say what it takes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+import typer
+
+from phalanx.cli.arguments import Json, Overrides, RunFile
+from phalanx.cli.console import output, print_json
+from phalanx.config.load import load_run
+from phalanx.config.schema import Run
+from phalanx.cost.dryrun import dry_run
+from phalanx.cost.dryrun_report import RankReport
+from phalanx.cost.memory_trace import CATEGORIES
+from phalanx.errors import ConfigError
+from phalanx.layout.apply import Applied, compiles
+from phalanx.layout.attention import check_attention
+from phalanx.layout.resolve import resolve_layout
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.train.checkpoint import materialise_optimizer_state
+from phalanx.train.step import TrainStep, build_step
+
+
+def dryrun(
+    run: RunFile,
+    devices: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks of the run; one of them is run here.")],
+    overrides: Overrides = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="R", help="Rank to run; by default one each on the first, a middle and the last stage."
+        ),
+    ] = None,
+    devices_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Devices that share a node; by default what the run file says."),
+    ] = None,
+    device: Annotated[
+        Literal["gpu", "cpu"], typer.Option(help="Whose kernels to reckon with: they keep different things.")
+    ] = "gpu",
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="The most memory in each module, forward and backward, as well.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Run the training step of one rank without its devices: peak memory, and every collective with its bytes.
+
+    The code that trains runs as it is, on tensors without memory, among ranks that are not there. Neither data nor a
+    device is needed.
+    """
+    loaded = load_run(run, overrides or [])
+    per_node = loaded.cluster.devices_per_node or devices_per_node
+    layout = resolve_layout(loaded, devices, per_node)
+    if device == "cpu":
+        check_attention(loaded.training.attention, torch.device("cpu"))
+    if rank is not None and rank >= devices:
+        raise ConfigError(f"--rank {rank} is not one of {devices} ranks; give 0 to {devices - 1}")
+    ranks = [rank] if rank is not None else _ranks_of_stages(layout)
+    reports = [
+        dry_run(loaded, layout, number, _step, accelerator=device == "gpu", devices_per_node=per_node)
+        for number in ranks
+    ]
+    target = torch.device("cpu" if device == "cpu" else "meta")
+    compiled = compiles(loaded, layout, target)
+    if json:
+        print_json(
+            {
+                "world_size": devices,
+                "layout": str(layout),
+                "device": device,
+                "devices_per_node": per_node,
+                "compiled_run": compiled,
+                "ranks": [report.as_dict() for report in reports],
+            }
+        )
+    else:
+        _print(layout, reports, per_node, compiled, timeline)
+
+
+def _step(run: Run, applied: Applied, device: torch.device) -> TrainStep:
+    """The step that `phalanx train` runs, with all the state its optimizer will ever have."""
+    step = build_step(run, applied, device)
+    materialise_optimizer_state(step.optimizer)
+    return step
+
+
+def _ranks_of_stages(layout: ResolvedLayout) -> list[int]:
+    """The first rank of the first, a middle and the last pipeline rank."""
+    places = sorted({0, layout.pp // 2, layout.pp - 1})
+    return [place * (layout.world_size // layout.pp) for place in places]
+
+
+def _print(
+    layout: ResolvedLayout, reports: list[RankReport], per_node: int | None, compiled: bool, timeline: bool
+) -> None:
+    console = output()
+    count = reports[0].microbatches
+    console.print(f"{layout.world_size:,} ranks: {layout}; {count} micro-batch{'es' if count > 1 else ''} a step")
+    for report in reports:
+        stages = ", ".join(map(str, report.stages))
+        console.print(f"\nrank {report.rank} (stage {stages})", style="bold")
+        console.print(f"  {_summary(report, per_node)}")
+        held = [(report.categories[name], name) for name in CATEGORIES if report.categories[name]]
+        console.print("  at the peak: " + ", ".join(f"{name} {_gib(size)}" for size, name in held))
+        console.print(
+            f"  {'axis':<13}{'collective':<16}{'ranks':>6}{'each':>12}{'a step':>9}{'sent':>12}{'off node':>12}"
+        )
+        for t in report.traffic:
+            off = "" if per_node is None else _bytes(t.crossing_in_all)
+            console.print(
+                f"  {t.axis:<13}{t.operation:<16}{t.size:>6}{_bytes(t.bytes):>12}{t.count:>9,}"
+                f"{_bytes(t.sent_in_all):>12}{off:>12}"
+            )
+        if timeline:
+            for point in report.points:
+                console.print(f"  {_gib(point.peak):>11}  {point.moment}")
+        if report.microbatches_run < report.microbatches:
+            console.print(
+                f"  ran {report.microbatches_run} micro-batches; each further one adds what the last ones added"
+            )
+        console.print(f"  took {report.seconds:.1f} s")
+    if compiled:
+        console.print("\nblocks ran uncompiled here; compiled, as this run has them, they hold less")
+
+
+def _summary(report: RankReport, per_node: int | None) -> str:
+    number, stage = report.moment.microbatch, report.moment.stage
+    where = (
+        f" on stage {stage} at micro-batch {number}, {report.moment.phase} of {report.moment.module}" if number else ""
+    )
+    crossing = sum(t.crossing_in_all for t in report.traffic)
+    over = f", {_bytes(crossing)} over the node boundary" if per_node is not None else ""
+    sent = _bytes(sum(t.sent_in_all for t in report.traffic))
+    return (
+        f"peak {_gib(report.peak)}{where or f' in the {report.moment}'}; "
+        f"{report.collectives:,} collectives a step, {sent} sent{over}"
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _bytes(size: float) -> str:
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size:.0f} B"

@@ -1,0 +1,133 @@
+"""The private parts of PyTorch's compiler that cost models read. Beside `compat`, of which it is a part, because
+importing the compiler takes half a second, which no other verb should wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch import partitioners
+from torch._functorch.aot_autograd import aot_function
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy
+
+
+def joint_graph(function: Callable[..., Any], tensors: Sequence[Tensor]) -> JointGraph:
+    """The forward and backward graph of `function`, as the compiler sees it before it divides it into the two.
+
+    Nothing is compiled or run. Raises whatever tracing raises.
+    """
+    found: list[JointGraph] = []
+
+    def keep(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        found.append(JointGraph(joint, inputs, options))
+        raise _Traced
+
+    def run(*arguments: Tensor) -> Any:
+        with _TensorScalars():
+            return function(*arguments)
+
+    with contextlib.suppress(_Traced):
+        aot_function(run, fw_compiler=_refuse, partition_fn=keep, decompositions=_inductor_decompositions())(*tensors)
+    (joint,) = found
+    return joint
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """Forward and backward in one graph; see `joint_graph`."""
+
+    module: fx.GraphModule
+    inputs: Any
+    options: dict[str, Any]
+
+    def divide(self, policy: Callable[[Any, Sequence[Any]], CheckpointPolicy] | None) -> tuple[fx.Graph, fx.Graph]:
+        """Forward and backward graphs, with what is kept and what is computed again chosen as the compiler chooses it.
+
+        policy: what a recompute region says of an operation and its arguments; None outside of any region.
+        """
+        module = copy.deepcopy(self.module)
+        if policy is not None:
+            for node in forward_nodes(module.graph):
+                if node.target is operator.getitem:
+                    # One of several results goes the way of the others.
+                    node.meta["recompute"] = node.all_input_nodes[0].meta["recompute"]
+                else:
+                    arguments = fx.node.map_arg(node.args, lambda argument: argument.meta.get("val"))
+                    node.meta["recompute"] = policy(node.target, arguments)
+                node.meta["ac_graph_id"] = 0
+        with _no_random_state():
+            forward, backward = partitioners.min_cut_rematerialization_partition(
+                module, self.inputs, compiler="inductor", **self.options
+            )
+        return forward.graph, backward.graph
+
+
+def forward_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Operations of a joint graph that do not depend on gradients of results."""
+    after = {node for node in graph.nodes if node.op == "placeholder" and "tangents" in str(node.target)}
+    found = []
+    for node in graph.nodes:
+        if any(argument in after for argument in node.all_input_nodes):
+            after.add(node)
+        elif node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward":
+            found.append(node)
+    return found
+
+
+@contextlib.contextmanager
+def _no_random_state() -> Iterator[None]:
+    """Divide graphs without handing random state to what is computed again.
+
+    Attention kernels count as random for their dropout, which is off here, and meta tensors have no generator to save.
+    """
+    original = partitioners.functionalize_rng_ops
+    partitioners.functionalize_rng_ops = lambda _joint, forward, backward, *_: (forward, backward)
+    try:
+        yield
+    finally:
+        partitioners.functionalize_rng_ops = original
+
+
+def plain_graph(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.Graph:
+    """The graph of a function without a backward pass, in the operations the compiler works with."""
+    return make_fx(function, decomposition_table=_inductor_decompositions(), tracing_mode="fake")(*tensors).graph
+
+
+unseen = _disable_current_modes
+"""A context in which no dispatch mode that is active sees what runs."""
+
+
+@cache
+def _inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    return dict(select_decomp_table())
+
+
+class _TensorScalars(TorchFunctionMode):
+    """Turns numbers given to `torch.where` into tensors: traced on meta, the other form has no gradient."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of PyTorch."""
+        if func is torch.where and len(args) == 3:
+            like = next((value for value in args[1:] if isinstance(value, Tensor)), None)
+            if like is not None:
+                args = (args[0], *(v if isinstance(v, Tensor) else like.new_full((), v) for v in args[1:]))
+        return func(*args, **(kwargs or {}))
+
+
+class _Traced(Exception):
+    """Ends tracing once there is a joint graph."""
+
+
+def _refuse(gm: Any, example_inputs: Any) -> Any:
+    raise AssertionError("nothing is compiled")

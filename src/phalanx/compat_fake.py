@@ -1,0 +1,158 @@
+"""The private parts of PyTorch that a dry run changes while it lasts: ranks that are not there, tensors without memory.
+
+Beside `compat`, of which it is a part, because the fake backend comes with PyTorch's own test code, which no other verb
+should load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed.pipelining.schedules as schedules
+import torch.distributed.pipelining.stage as pipelining_stage
+from torch._guards import active_fake_mode as active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+
+@contextlib.contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Be `rank` of a default process group of `world_size` ranks that exchange nothing; it is gone afterwards."""
+    assert not dist.is_initialized(), "this process is a rank already"
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fake_tensors_everywhere() -> Iterator[FakeTensorMode]:
+    """Every tensor made is fake, in PyTorch's parallel code too, which by itself trips over that in three places."""
+    with contextlib.ExitStack() as stack:
+        for name in ("__init__", "__getitem__", "_flatten", "_concatenate", "_unflatten"):
+            if name in DeviceMesh.__dict__:
+                stack.enter_context(patch.object(DeviceMesh, name, _real_method(DeviceMesh.__dict__[name])))
+        if isinstance(mesh := DeviceMesh.__dict__.get("mesh"), property):
+            stack.enter_context(patch.object(DeviceMesh, "mesh", property(_real(mesh.fget))))
+        stack.enter_context(unseen_propagation())
+        if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
+            stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _take_stated_shapes))
+        for module in (dist, distributed_c10d):
+            stack.enter_context(patch.object(module, "isend", _hold_until_waited))
+        yield stack.enter_context(_FakeButMeta(allow_non_fake_inputs=True))
+
+
+_isend = distributed_c10d.isend
+
+
+def _hold_until_waited(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+    """Send, and hold on to what is sent as real transfers do: some schedules wait for them at the end of a step."""
+    return _HoldingWork(_isend(tensor, *arguments, **keywords), tensor)
+
+
+class _HoldingWork:
+    def __init__(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
+        self._work = work
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+class _FakeButMeta(FakeTensorMode):
+    """Leaves meta tensors as they are until they are given memory: modules cannot exchange fake parameters for others."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = (kwargs or {}).get("device")
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if device is not None:
+            meta = torch.device(device).type == "meta"
+        else:
+            meta = bool(tensors) and all(tensor.device.type == "meta" for tensor in tensors)
+        if meta and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextlib.contextmanager
+def unseen_propagation() -> Iterator[None]:
+    """DTensor works out shapes on whole tensors; neither modes nor ledgers see those."""
+    name = "_propagate_tensor_meta_non_cached"
+    original = getattr(ShardingPropagator, name, None)
+    if original is None:
+        yield
+        return
+
+    @functools.wraps(original)
+    def unseen(*arguments: Any, **keywords: Any) -> Any:
+        with _disable_current_modes():
+            return original(*arguments, **keywords)
+
+    with patch.object(ShardingPropagator, name, unseen):
+        yield
+
+
+def _real(method: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A device mesh holds real tensors of ranks, which fake ones must not meet."""
+    assert method is not None
+
+    @functools.wraps(method)
+    def outside(*arguments: Any, **keywords: Any) -> Any:
+        with unset_fake_temporarily():
+            return method(*arguments, **keywords)
+
+    return outside
+
+
+def _real_method(method: Any) -> Any:
+    return staticmethod(_real(method.__func__)) if isinstance(method, staticmethod) else _real(method)
+
+
+def _take_stated_shapes(_schedule: Any, stages: Any, *_rest: Any) -> None:
+    """Stages say their shapes, so all ranks agree to take them; the vote on it would read what was never received."""
+    for stage in stages:
+        stage._inference_mode = pipelining_stage.InferenceMode.STATIC
+
+
+@contextlib.contextmanager
+def watch_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `resized` for each storage after its size was changed: FSDP2 frees gathered parameters so, unseen by modes."""
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        resized(storage)
+        return result
+
+    with patch.object(torch.UntypedStorage, "resize_", resize):
+        yield
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is calling."""
+    return torch._C._current_autograd_node() is not None
+
+
+def group_name(argument: Any) -> str | None:
+    """The name of the process group that an argument of a collective stands for, or None."""
+    if isinstance(argument, str):
+        return argument
+    if isinstance(argument, dist.ProcessGroup):
+        return str(argument.group_name)
+    if isinstance(argument, torch.ScriptObject):
+        with contextlib.suppress(RuntimeError, TypeError):
+            return str(dist.ProcessGroup.unbox(argument).group_name)
+    return None

@@ -1,0 +1,242 @@
+"""What one operation of a traced model is and needs: its kind, its sizes, floating-point operations and memory traffic.
+
+Knows PyTorch's operations and no model: a table of names says which kind each is, its arguments say how large it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+Phase = Literal["forward", "recompute", "backward"]
+Kind = Literal["matmul", "attention", "pointwise", "reduction", "lookup", "copy", "collective"]
+"""pointwise: one result an element. reduction: statistics and sums, with the pointwise work fused to them. lookup: rows
+of a table, and sums into them. copy: elements that only move or change their format."""
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """`batch` products of [m, k] and [k, n]."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> int:
+        """A multiply and an add for each term."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One call of a fused attention kernel on one rank."""
+
+    samples: int
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    head_size: int
+    causal: bool
+    """Queries and keys stand at the same positions and half of the score matrix is left out."""
+    backward: bool
+
+    @property
+    def flops(self) -> int:
+        """What the kernel computes: two matmuls forward; five backward, one of which repeats the scores."""
+        scores = self.samples * self.heads * self.queries * self.keys
+        return (5 if self.backward else 2) * 2 * scores * self.head_size // (2 if self.causal else 1)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Communication along one axis of the layout."""
+
+    operation: Literal["all_gather", "reduce_scatter", "all_to_all", "send"]
+    axis: str
+    """tp or cp."""
+    size: int
+    """Ranks of the axis."""
+    bytes: int
+    """Of the whole tensor as one rank holds it: gathered, not yet scattered, exchanged, or sent to the next rank."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kernel or one collective: what runs at once, reads its inputs and writes its results."""
+
+    name: str
+    """PyTorch's name; of fused operations, the names of its main parts."""
+    kind: Kind
+    phase: Phase
+    dtype: torch.dtype
+    """Of the first result."""
+    flops: int
+    """Floating-point operations executed; for pointwise work one an element and operation."""
+    bytes_read: int
+    bytes_written: int
+    matmul: Matmul | None = None
+    attention: Attention | None = None
+    collective: Collective | None = None
+    weight_gradient: bool = False
+    """Whether it makes a parameter's gradient, which schedules may put off."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From the micro-batch that was traced to the one that is asked for.
+
+    The traced size is a number that divides no other size of the model, so a count that it divides grows with the batch.
+    """
+
+    traced: int = 1
+    wanted: int = 1
+
+    def __call__(self, count: int) -> int:
+        """`count` elements of the traced micro-batch, in the wanted one."""
+        if self.traced == self.wanted or count % self.traced:
+            return count
+        return count // self.traced * self.wanted
+
+    def matmul(self, x: Matmul) -> Matmul:
+        """`x` in the wanted micro-batch."""
+        return Matmul(self(x.batch), self(x.m), self(x.n), self(x.k))
+
+    def attention(self, x: Attention) -> Attention:
+        """`x` in the wanted micro-batch."""
+        return replace(
+            x,
+            samples=self(x.samples),
+            heads=self(x.heads),
+            kv_heads=self(x.kv_heads),
+            queries=self(x.queries),
+            keys=self(x.keys),
+        )
+
+
+_MATMUL = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+"""Matmuls, and the position of their first factor."""
+_ATTENTION = "_scaled_dot_product_"
+"""How the names of fused attention kernels begin."""
+_REDUCTION = frozenset(
+    [
+        "sum",
+        "mean",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "any",
+        "all",
+        "prod",
+        "logsumexp",
+        "var",
+        "var_mean",
+        "std",
+        "argmax",
+        "_softmax",
+        "_log_softmax",
+        "cumsum",
+        "norm",
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
+        "_softmax_backward_data",
+        "_log_softmax_backward_data",
+        "linalg_vector_norm",
+    ]
+)
+_LOOKUP = frozenset(
+    ["embedding", "embedding_dense_backward", "index", "gather", "index_put", "scatter", "scatter_add", "index_select"]
+)
+_COPY = frozenset(
+    [
+        "_to_copy",
+        "convert_element_type",
+        "clone",
+        "copy",
+        "copy_",
+        "cat",
+        "stack",
+        "fill_",
+        "zero_",
+        "full",
+        "zeros",
+        "new_zeros",
+    ]
+)
+SCATTERED = frozenset(["embedding_dense_backward", "index_put", "scatter_add", "scatter"])
+"""Sums into rows of a table: no compiler joins them to other work."""
+COLLECTIVES: dict[str, Literal["all_gather", "reduce_scatter", "all_to_all"]] = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+FREE = frozenset(
+    [
+        "empty",
+        "empty_like",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "wait_tensor",
+        "_unsafe_view",
+        "lift_fresh",
+    ]
+)
+"""Operations that touch no memory; those that make a tensor leave it unwritten."""
+
+
+def base_name(operation: Any) -> str:
+    """An operation's name without namespace and overload."""
+    return str(operation.__name__).partition(".")[0]
+
+
+def kind_of(name: str) -> Kind:
+    """The kind of the operation with this `base_name`."""
+    if name in _MATMUL:
+        return "matmul"
+    if name.startswith(_ATTENTION):
+        return "attention"
+    if name in COLLECTIVES:
+        return "collective"
+    if name in _REDUCTION:
+        return "reduction"
+    if name in _LOOKUP:
+        return "lookup"
+    return "copy" if name in _COPY else "pointwise"
+
+
+def matmul_of(name: str, arguments: Sequence[Any]) -> Matmul | None:
+    """Sizes of a matmul, from its arguments; None for other operations."""
+    if name not in _MATMUL:
+        return None
+    first = _MATMUL[name]
+    a, b = arguments[first], arguments[first + 1]
+    batch = a.shape[0] if a.dim() == 3 else 1
+    return Matmul(batch, a.shape[-2], b.shape[-1], a.shape[-1])
+
+
+def attention_of(operation: Any, arguments: Sequence[Any], keywords: dict[str, Any]) -> Attention | None:
+    """Sizes of a fused attention kernel, from its arguments; None for other operations."""
+    if not base_name(operation).startswith(_ATTENTION):
+        return None
+    names = [argument.name for argument in operation._schema.arguments]
+    given = {**dict(zip(names, arguments, strict=False)), **keywords}
+    samples, heads, queries, size = given["query"].shape
+    kv_heads, keys = given["key"].shape[1:3]
+    causal, backward = bool(given.get("is_causal", False)), names[0].startswith("grad")
+    return Attention(samples, heads, kv_heads, queries, keys, size, causal, backward)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in a nest of tuples, lists and dictionaries."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

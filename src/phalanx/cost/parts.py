@@ -1,0 +1,264 @@
+"""What the parts of a model cost on one rank: its embedding, one of its blocks, and its head with the loss.
+
+The parts are the real ones, built on the meta device and split by the code that splits them in a run, for one rank of axes
+of any size: nothing is allocated, no process group is made. `part_costs` is what memory and time models build on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from phalanx.compat_compiler import JointGraph, joint_graph
+from phalanx.cost.accelerator import ring_operations
+from phalanx.cost.compiled import Argument, compiled_timeline, fused_steps
+from phalanx.cost.language import (
+    PartName,
+    PartParameter,
+    Setting,
+    build_stage,
+    example_batch,
+    fuse_norms,
+    part_parameters,
+)
+from phalanx.cost.operations import Scale
+from phalanx.cost.recorder import Recorder
+from phalanx.cost.timeline import Costs, Kept, Timeline
+from phalanx.layout.recompute import recompute_block, recompute_policy
+from phalanx.layout.stage import Stage
+
+_AXES = {"tp": "tp", "cp": "cp"}
+
+
+@dataclass(frozen=True)
+class PartCosts:
+    """One part of a model on one rank, for one micro-batch."""
+
+    costs: Costs
+    parameters: tuple[PartParameter, ...]
+    """Before data parallelism shares them out."""
+    shared: tuple[Kept, ...]
+    """What all blocks of a stage read and one micro-batch builds once: rotary tables, attention biases."""
+
+    @property
+    def parameter_count(self) -> int:
+        """Elements of all parameters on this rank."""
+        return sum(parameter.count for parameter in self.parameters)
+
+    @property
+    def matmul_parameter_count(self) -> int:
+        """Elements of those that multiply every token."""
+        return sum(parameter.count for parameter in self.parameters if parameter.multiplies)
+
+    @property
+    def largest_parameter(self) -> PartParameter:
+        """The one with the most elements."""
+        return max(self.parameters, key=lambda parameter: parameter.count)
+
+    def sharded_count(self, ranks: int) -> int:
+        """Elements one of `ranks` data-parallel ranks holds; see `PartParameter.sharded_count`."""
+        return sum(parameter.sharded_count(ranks) for parameter in self.parameters)
+
+
+@cache
+def part_costs(name: PartName, setting: Setting, microbatch: int) -> PartCosts:
+    """Costs of a part for micro-batches of `microbatch` samples.
+
+    A block is traced once for one sample and once for any other number: its sizes are exact multiples. Tracing takes a
+    few tenths of a second; of a compiled block the choices of recompute share most of it.
+    """
+    if name != "block":
+        setting = replace(setting, recompute="none")
+        traced = _trace(name, setting, microbatch)
+        return _part_costs(traced, Scale())
+    samples = 1 if microbatch == 1 else _unlike_sizes(setting)
+    return _part_costs(_trace(name, setting, samples), Scale(samples, microbatch))
+
+
+@dataclass(frozen=True)
+class _Traced:
+    timeline: Timeline
+    parameters: tuple[PartParameter, ...]
+    shared: tuple[int, ...]
+    """Buffers."""
+
+
+def _part_costs(traced: _Traced, scale: Scale) -> PartCosts:
+    shared = [traced.timeline.buffers[number] for number in traced.shared]
+    return PartCosts(
+        traced.timeline.costs(scale),
+        traced.parameters,
+        tuple(Kept(buffer.name.removeprefix(_SHARED), buffer.bytes(scale)) for buffer in shared),
+    )
+
+
+_PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
+
+
+@cache
+def _unlike_sizes(setting: Setting) -> int:
+    """A number of samples that no size of a block is a multiple of, so that what it divides is known to grow with it."""
+    part = build_stage("block", replace(setting, tp=1, cp=1)).part
+    sizes = {setting.length, *(size for parameter in part.parameters() for size in parameter.shape)}
+    return next(prime for prime in _PRIMES if all(size % prime for size in sizes))
+
+
+@cache
+def _trace(name: PartName, setting: Setting, samples: int) -> _Traced:
+    stage = build_stage(name, setting)
+    if name == "block" and setting.compile:
+        return _trace_compiled(stage, setting, samples)
+    return _trace_eager(stage, setting, samples)
+
+
+# --- compiled blocks ---------------------------------------------------------------------------------------------------
+
+
+def _trace_compiled(stage: Stage, setting: Setting, samples: int) -> _Traced:
+    joint, arguments = _block_graph(replace(setting, recompute="none"), samples)
+    policy = recompute_policy(setting.recompute)
+    timeline = compiled_timeline(joint, policy, arguments, _AXES, ring_operations())
+    shared = [number for number, buffer in enumerate(timeline.buffers) if buffer.name.startswith(_SHARED)]
+    return _Traced(timeline, part_parameters(stage, setting), tuple(shared))
+
+
+@cache
+def _block_graph(setting: Setting, samples: int) -> tuple[JointGraph, list[Argument]]:
+    """The joint graph of a block, and what its inputs are; recompute is chosen later."""
+    stage = build_stage("block", setting)
+    (block,) = stage.part.blocks
+    parameters = dict(block.named_parameters())
+    called_with = _block_arguments(stage, setting, samples)
+    inputs, spec = tree_flatten(called_with)
+    places = [place for place, value in enumerate(inputs) if isinstance(value, Tensor)]
+
+    def run(*tensors: Tensor) -> Tensor:
+        values = list(inputs)
+        for place, tensor in zip(places, tensors[len(parameters) :], strict=True):
+            values[place] = tensor
+        given = dict(zip(parameters, tensors[: len(parameters)], strict=True))
+        result: Tensor = torch.func.functional_call(block, given, tree_unflatten(values, spec))
+        return result
+
+    x, *rest = [inputs[place] for place in places]
+    arguments = [Argument(name, "given", parameter=True) for name in parameters]
+    arguments += [Argument("input", "input"), *(Argument(name, "given") for name in _shared(called_with))]
+    return joint_graph(run, [*parameters.values(), x, *rest]), arguments
+
+
+_SHARED = "shared "
+
+
+def _shared(arguments: tuple[Any, ...]) -> dict[str, Tensor]:
+    """What a block is called with besides its input, by where it stands: `shared rope[0]`, say."""
+    leaves, _ = tree_flatten_with_path(arguments[1:])
+    return {_SHARED + keystr(path[1:]).lstrip("."): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+
+
+class _Reached(Exception):
+    """Ends a forward pass at the block whose arguments are wanted."""
+
+
+def _block_arguments(stage: Stage, setting: Setting, samples: int) -> tuple[Any, ...]:
+    """What the stage calls its first block with."""
+    (block,) = stage.part.blocks
+    found: list[Any] = []
+
+    def keep(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        found.extend(arguments)
+        raise _Reached
+
+    handle = block.register_forward_pre_hook(keep)
+    try:
+        stage(**example_batch("block", stage, setting, samples))
+    except _Reached:
+        return tuple(found)
+    finally:
+        handle.remove()
+    raise AssertionError("the stage does not call its block")
+
+
+# --- eager parts -------------------------------------------------------------------------------------------------------
+
+
+def _trace_eager(stage: Stage, setting: Setting, samples: int) -> _Traced:
+    recorder = Recorder(_AXES, ring_operations())
+    named = part_parameters(stage, setting)
+    if setting.attention != "cpu":
+        fuse_norms(stage, recorder)
+    for parameter in stage.parameters():
+        recorder.hold(parameter, "given")
+    blocks = list(stage.part.blocks)
+    shared: list[int] = []
+    run: Callable[[], Tensor]
+    if blocks:
+        (block,) = blocks
+        arguments = _block_arguments(stage, setting, samples)
+        x = arguments[0]
+        shared = [recorder.hold(tensor, "given", name) for name, tensor in _shared(arguments).items()]
+        _mark(block, recorder)
+        recompute_block(block, setting.recompute)
+
+        def run() -> Tensor:
+            result: Tensor = block(*arguments)
+            return result
+    else:
+        batch = example_batch("head" if stage.part.part.last else "embedding", stage, setting, samples)
+        x = batch["x"]
+        for key, tensor in batch.items():
+            if key != "x":
+                recorder.hold(tensor, "given", key)
+        if setting.compile:
+            _fuse_loss(stage, recorder)
+
+        def run() -> Tensor:
+            result: Tensor = stage(**batch)
+            return result
+
+    number = recorder.hold(x, "input", "input")
+    _run(recorder, run, list(stage.parameters()))
+    recorder.timeline.kept.append(number)
+    return _Traced(recorder.timeline, named, tuple(sorted(set(shared))))
+
+
+def _run(recorder: Recorder, run: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> None:
+    timeline = recorder.timeline
+    with recorder:
+        result = run()
+        timeline.output = [recorder.hold(result, "made")]
+        timeline.kept = recorder.living()
+        recorder.backward = True
+        incoming = torch.empty_like(result)
+        recorder.relabel(incoming, "incoming")
+        result.backward(incoming)
+    timeline.gradients = [recorder.hold(p.grad, "made") for p in parameters if p.grad is not None]
+    recorder.close()
+
+
+def _mark(block: nn.Module, recorder: Recorder) -> None:
+    """Let the recorder know what belongs to the block's forward pass, even where it runs a second time."""
+    kind: Any = type(block)
+
+    def forward(self: nn.Module, *arguments: Any) -> Any:
+        with recorder.recomputable():
+            return kind.forward(self, *arguments)
+
+    block.__class__ = type(f"Recorded{kind.__name__}", (kind,), {"forward": forward})
+
+
+def _fuse_loss(stage: Stage, recorder: Recorder) -> None:
+    """Let the loss of a chunk of tokens run as the compiler fuses it."""
+    if not stage.part.part.last:
+        return
+    kernel = stage.part.head.loss_kernel
+
+    def fused(logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool) -> Any:
+        return fused_steps(lambda x, y: kernel(x, y, z_loss, with_grad), (logits_NV, targets_N), recorder)
+
+    stage.part.head.loss_kernel = fused

@@ -1,0 +1,204 @@
+"""A traced pass as a list of steps over numbered buffers, and what follows from it: operations, kept and peak memory.
+
+Both ways of tracing, running operations one by one and reading a compiler's graphs, give a timeline. Nothing here knows
+PyTorch beyond its dtypes. Counts are of elements in the traced micro-batch; a `Scale` leads from them to any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from phalanx.cost.operations import Attention, Collective, Kind, Matmul, Operation, Phase, Scale
+
+Role = Literal["made", "input", "incoming", "given"]
+"""made: by the traced part. input: the activations it is called with. incoming: the gradient of its result. given: there
+before and after it: parameters, and what all blocks share."""
+
+
+@dataclass
+class Buffer:
+    """A piece of memory."""
+
+    name: str
+    """Of the operation that made it."""
+    elements: int
+    itemsize: int
+    role: Role = "made"
+
+    def bytes(self, scale: Scale) -> int:
+        """Its size."""
+        return scale(self.elements) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Access:
+    """Elements of a buffer that a step reads or writes."""
+
+    buffer: int
+    elements: int
+    in_order: bool = False
+    """Whether a fused kernel reads each element where it writes its result."""
+
+
+@dataclass
+class Step:
+    """One kernel or collective."""
+
+    name: str
+    kind: Kind | Literal["free"]
+    """free: only makes memory."""
+    phase: Phase
+    dtype: torch.dtype
+    reads: list[Access] = field(default_factory=list)
+    writes: list[Access] = field(default_factory=list)
+    makes: list[int] = field(default_factory=list)
+    """Buffers allocated before it runs."""
+    drops: list[int] = field(default_factory=list)
+    """Buffers freed after it has run."""
+    reuses: list[int] = field(default_factory=list)
+    """Those among them whose memory its results take over while it runs."""
+    work: list[int] = field(default_factory=list)
+    """Elements of each pointwise operation or reduction in it."""
+    matmul: Matmul | None = None
+    attention: Attention | None = None
+    collective: Collective | None = None
+
+    def flops(self, scale: Scale) -> int:
+        """Floating-point operations it executes."""
+        if self.matmul is not None:
+            return scale.matmul(self.matmul).flops
+        if self.attention is not None:
+            return scale.attention(self.attention).flops
+        return sum(scale(elements) for elements in self.work)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Memory held from a part's forward pass to its backward pass."""
+
+    name: str
+    """The operation that made it, or `input`."""
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one part of a model costs one rank for one micro-batch, forward and backward."""
+
+    operations: tuple[Operation, ...]
+    """In the order they run; collectives among them."""
+    kept: tuple[Kept, ...]
+    """Held between forward and backward. The part's input is in it where backward needs it, its result never: that is the
+    next part's input."""
+    input_bytes: int
+    """Activations it is called with."""
+    output_bytes: int
+    """Its result."""
+    forward_peak: int
+    """Most bytes held at once in forward of what the part makes, results and kept values among them, input not."""
+    backward_peak: int
+    """Most bytes held at once in backward: what is kept (input among it), incoming gradient, temporaries and gradients."""
+    gradient_bytes: int
+    """Gradients of whole parameters, in the format they are computed in, at the end of backward."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Everything held between forward and backward."""
+        return sum(kept.bytes for kept in self.kept)
+
+    def flops(self, *phases: Phase) -> int:
+        """Floating-point operations of matmuls and attention in these phases (all of them if none is named)."""
+        return sum(op.flops for op in self._of(phases) if op.kind in ("matmul", "attention"))
+
+    def traffic(self, *phases: Phase) -> int:
+        """Bytes read and written by kernels in these phases (all of them if none is named); collectives not counted."""
+        return sum(op.bytes_read + op.bytes_written for op in self._of(phases) if op.kind != "collective")
+
+    def collectives(self, *phases: Phase) -> list[Collective]:
+        """Communication in these phases (all of them if none is named), in order."""
+        return [op.collective for op in self._of(phases) if op.collective is not None]
+
+    def _of(self, phases: tuple[Phase, ...]) -> Iterator[Operation]:
+        return (op for op in self.operations if not phases or op.phase in phases)
+
+
+@dataclass
+class Timeline:
+    """The steps of one forward and one backward pass."""
+
+    buffers: list[Buffer] = field(default_factory=list)
+    forward: list[Step] = field(default_factory=list)
+    backward: list[Step] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+    """Buffers of the part's result."""
+    kept: list[int] = field(default_factory=list)
+    """Buffers alive between the passes, the result not counted unless backward needs it."""
+    gradients: list[int] = field(default_factory=list)
+    """Buffers of parameters' gradients."""
+
+    def new(self, name: str, elements: int, itemsize: int, role: Role = "made") -> int:
+        """Number of a new buffer."""
+        self.buffers.append(Buffer(name, elements, itemsize, role))
+        return len(self.buffers) - 1
+
+    def costs(self, scale: Scale) -> Costs:
+        """Costs in the micro-batch that `scale` leads to."""
+        output = set(self.output)
+        kept = [self.buffers[number] for number in self.kept if number not in output]
+        held = sum(buffer.bytes(scale) for buffer in kept)
+        incoming = sum(self._sizes(self._numbers("incoming"), scale))
+        gradients = set(self.gradients)
+        steps = [*self.forward, *self.backward]
+        return Costs(
+            operations=tuple(self._operation(s, gradients, scale) for s in steps if s.kind != "free"),
+            kept=tuple(Kept("input" if b.role == "input" else b.name, b.bytes(scale)) for b in kept),
+            input_bytes=sum(self._sizes(self._numbers("input"), scale)),
+            output_bytes=sum(self._sizes(output, scale)),
+            forward_peak=self._peak(self.forward, 0, scale),
+            backward_peak=self._peak(self.backward, held + incoming, scale),
+            gradient_bytes=sum(self._sizes(gradients, scale)),
+        )
+
+    def _numbers(self, role: Role) -> list[int]:
+        return [number for number, buffer in enumerate(self.buffers) if buffer.role == role]
+
+    def _sizes(self, numbers: Iterable[int], scale: Scale) -> list[int]:
+        return [self.buffers[number].bytes(scale) for number in numbers]
+
+    def _peak(self, steps: list[Step], before: int, scale: Scale) -> int:
+        now = peak = before
+        for step in steps:
+            reused = sum(self._sizes(step.reuses, scale))
+            now += sum(self._sizes(step.makes, scale)) - reused
+            peak = max(peak, now)
+            now -= sum(self._sizes(step.drops, scale)) - reused
+        return peak
+
+    def _operation(self, step: Step, gradients: set[int], scale: Scale) -> Operation:
+        assert step.kind != "free"
+        collective = step.collective
+        if collective is not None:
+            itemsize = step.dtype.itemsize
+            collective = Collective(
+                collective.operation, collective.axis, collective.size, scale(collective.bytes // itemsize) * itemsize
+            )
+        return Operation(
+            name=step.name,
+            kind=step.kind,
+            phase=step.phase,
+            dtype=step.dtype,
+            flops=step.flops(scale),
+            bytes_read=self._accessed(step.reads, scale),
+            bytes_written=self._accessed(step.writes, scale),
+            matmul=None if step.matmul is None else scale.matmul(step.matmul),
+            attention=None if step.attention is None else scale.attention(step.attention),
+            collective=collective,
+            weight_gradient=any(access.buffer in gradients for access in step.writes),
+        )
+
+    def _accessed(self, accesses: list[Access], scale: Scale) -> int:
+        return sum(scale(access.elements) * self.buffers[access.buffer].itemsize for access in accesses)
