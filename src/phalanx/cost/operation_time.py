@@ -1,0 +1,219 @@
+"""How long operations take on a device: arrays of what they are, and their seconds by a profile.
+
+Matrix products: the rate of large ones, times how well the result's sides, its area and the sums' depth fill the device;
+never faster than memory gives their data. Attention: the rate of long sequences, times how well length and head size fill
+it. Everything else is memory traffic. Any kernel takes a little more than its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from phalanx.cost.operations import Attention, Matmul, Operation
+from phalanx.cost.profile import Profile
+from phalanx.cost.software import Software
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class Cause(IntEnum):
+    """What time goes to in a part of a model."""
+
+    MATMUL = 0
+    ATTENTION = 1
+    MEMORY = 2
+    TP = 3
+    CP = 4
+    HOST = 5
+    """The device waits for the host to issue operations."""
+
+
+class Way(IntEnum):
+    """Which pass an operation belongs to; what is recomputed belongs to the backward pass."""
+
+    FORWARD = 0
+    BACKWARD = 1
+
+
+class Form(IntEnum):
+    """What decides how long an operation takes."""
+
+    TRAFFIC = 0
+    """The bytes alone."""
+    PRODUCT = 1
+    ATTENTION = 2
+    """A fused kernel, forward."""
+    ATTENTION_BACKWARD = 3
+    ALL_REDUCE = 4
+    ALL_GATHER = 5
+    REDUCE_SCATTER = 6
+    ALL_TO_ALL = 7
+    SEND = 8
+
+
+@dataclass(frozen=True)
+class OperationTable:
+    """Operations of many parts, one entry each."""
+
+    part: Ints
+    """Which part it belongs to."""
+    way: Ints
+    cause: Ints
+    """What its time counts as."""
+    form: Ints
+    weight: npt.NDArray[np.bool_]
+    """Whether it makes a parameter's gradient."""
+    batch: Ints
+    m: Ints
+    """Rows of a product; queries of attention."""
+    n: Ints
+    """Columns of a product; keys of attention."""
+    k: Ints
+    """Depth of a product; head size of attention."""
+    flops: Floats
+    bytes: Floats
+    """Read and written; of a collective, its tensor."""
+    single: npt.NDArray[np.bool_]
+    """Whether a product is of 32-bit numbers."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[float]]) -> OperationTable:
+        """From one tuple a row, in the order of the fields."""
+        names = [field.name for field in fields(cls)]
+        columns = np.asarray(rows, np.float64).reshape(-1, len(names)).T
+        kinds = {"weight": np.bool_, "single": np.bool_, "flops": np.float64, "bytes": np.float64}
+        return cls(
+            **{name: column.astype(kinds.get(name, np.int64)) for name, column in zip(names, columns, strict=True)}
+        )
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def take(self, which: npt.ArrayLike) -> OperationTable:
+        """Those at these positions, or where this mask is true."""
+        return OperationTable(**{field.name: getattr(self, field.name)[which] for field in fields(self)})
+
+    def shifted(self, parts: int) -> OperationTable:
+        """The same, of parts numbered from `parts` on."""
+        return replace(self, part=self.part + parts)
+
+    @classmethod
+    def joined(cls, tables: Sequence[OperationTable]) -> OperationTable:
+        """All entries of several tables."""
+        return cls(
+            **{field.name: np.concatenate([getattr(table, field.name) for table in tables]) for field in fields(cls)}
+        )
+
+
+def compute_seconds(table: OperationTable, profile: Profile) -> Floats:
+    """Seconds of each operation on the device, [operations]; 0 for collectives."""
+    rate = np.where(table.single, profile.matmul32_flop_s, profile.matmul_flop_s)
+    area = table.batch * table.m * table.n
+    edge, depth = profile.matmul_edge, profile.matmul_depth
+    fill = table.m / (table.m + edge) * (table.n / (table.n + edge)) * (table.k / (table.k + depth))
+    fill = fill * (area / (area + profile.matmul_area))
+    odd = np.maximum(_odd(table.n), _odd(table.k))
+    fill = fill / (1 + profile.matmul_odd * odd)
+    traffic = table.bytes / profile.memory_b_s
+    forward = table.form == Form.ATTENTION
+    attention = np.where(forward, profile.attention_flop_s, profile.attention_backward_flop_s)
+    share = table.n / (table.n + profile.attention_length) * (table.k / (table.k + profile.attention_head))
+    product = np.maximum(table.flops / (rate * fill), traffic)
+    attended = np.maximum(table.flops / (attention * share), traffic)
+    fused = forward | (table.form == Form.ATTENTION_BACKWARD)
+    seconds = np.where(table.form == Form.PRODUCT, product, np.where(fused, attended, traffic))
+    return np.where(table.form >= Form.ALL_REDUCE, 0.0, seconds + profile.kernel_s)
+
+
+_ALIGNED = 64
+"""16-bit numbers in 128 bytes, which devices fetch at once."""
+
+
+def _odd(size: Ints) -> Floats:
+    """How far a side is from a multiple of _ALIGNED: 0 for one, nearly 1 for an odd number."""
+    return 1.0 / np.gcd(size, _ALIGNED) - 1.0 / _ALIGNED
+
+
+def operation_rows(part: int, operations: Sequence[Operation], software: Software, tp: int) -> list[tuple[float, ...]]:
+    """Rows of an `OperationTable` for one part as `software` runs it."""
+    rows: list[tuple[float, ...]] = []
+    if tp > 1 and not software.sequence_parallel:
+        operations = _without_moves(operations)
+    inside = {"forward": False, "recompute": False, "backward": False}
+    for op in operations:
+        collective = op.collective
+        if collective is not None and collective.axis == "tp":
+            inside[op.phase] = collective.operation == "all_gather"
+        spread = 1 if software.sequence_parallel or inside[op.phase] else tp
+        rows += _rows_of(part, op, software, spread)
+    return rows
+
+
+def _without_moves(operations: Sequence[Operation]) -> list[Operation]:
+    """Without the copies that bring activations in the order in which they are gathered and scattered."""
+    kept = []
+    for before, op, after in zip([None, *operations], operations, [*operations[1:], None], strict=False):
+        gathered = before is not None and _moves(before, "all_gather")
+        scattered = after is not None and _moves(after, "reduce_scatter")
+        if not (op.kind == "copy" and (gathered or scattered)):
+            kept.append(op)
+    return kept
+
+
+def _moves(op: Operation, collective: str) -> bool:
+    return op.collective is not None and op.collective.axis == "tp" and op.collective.operation == collective
+
+
+def _rows_of(part: int, op: Operation, software: Software, spread: int) -> Iterable[tuple[float, ...]]:
+    way = Way.FORWARD if op.phase == "forward" else Way.BACKWARD
+    traffic = op.bytes_read + op.bytes_written
+    if op.collective is not None:
+        found = op.collective
+        form = Form[found.operation.upper()]
+        if found.axis == "tp" and not software.sequence_parallel:
+            if form == Form.ALL_GATHER:
+                return []
+            form = Form.ALL_REDUCE
+        cause = Cause.TP if found.axis == "tp" else Cause.CP
+        return [(part, way, cause, form, False, 1, 1, 1, 1, 0.0, found.bytes, False)]
+    if op.attention is not None:
+        x = op.attention
+        if not software.fused_attention:
+            return _unfused(part, way, x, software.attention_dropout)
+        form = Form.ATTENTION_BACKWARD if x.backward else Form.ATTENTION
+        sizes = (x.samples * x.heads, x.queries, x.keys, x.head_size, x.flops, traffic)
+        return [(part, way, Cause.ATTENTION, form, False, *sizes, False)]
+    if op.matmul is not None:
+        y = op.matmul
+        # A product of 16-bit numbers may be written, or added to what is there, with 32.
+        halves = 2 * y.batch * y.k * (y.m + y.n)
+        sums = (op.bytes_read - halves) / op.bytes_written
+        single = op.dtype == torch.float32 and sums not in (0, 1, 2)
+        sizes = (y.batch, y.m, y.n, y.k, y.flops, traffic)
+        return [(part, way, Cause.MATMUL, Form.PRODUCT, op.weight_gradient, *sizes, single)]
+    return [(part, way, Cause.MEMORY, Form.TRAFFIC, op.weight_gradient, 1, 1, 1, 1, 0.0, traffic * spread, False)]
+
+
+def _unfused(part: int, way: Way, x: Attention, dropout: bool) -> list[tuple[float, ...]]:
+    """Attention as products and passes over the scores, 16-bit: two bytes an element, and one of dropout's mask."""
+    batch, scores = x.samples * x.heads, x.samples * x.heads * x.queries * x.keys
+    queries, keys, size = x.queries, x.keys, x.head_size
+    products = [(queries, keys, size), (queries, size, keys)]
+    passes = [4] + [5] * dropout
+    if x.backward:
+        products = [(keys, size, queries), (queries, keys, size), (queries, size, keys), (keys, size, queries)]
+        passes = [6] + [5] * dropout
+    rows: list[tuple[float, ...]] = []
+    start = (part, way, Cause.ATTENTION)
+    for m, n, k in products:
+        traffic = 2 * batch * (m * n + m * k + n * k)
+        rows.append((*start, Form.PRODUCT, False, batch, m, n, k, Matmul(batch, m, n, k).flops, traffic, False))
+    rows += [(*start, Form.TRAFFIC, False, 1, 1, 1, 1, 0.0, bytes * scores, False) for bytes in passes]
+    return rows

@@ -1,0 +1,159 @@
+"""How long one micro-batch takes in each part of a model on one rank, forward and backward, by cause.
+
+Kernels follow one another. Collectives of the tensor-parallel axis lie between them and hide behind nothing; those that
+pass keys and values around a ring hide behind attention. Where the host issues operations more slowly than the device does
+them, the device waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from phalanx.cluster.collectives import Constants, all_gather, all_reduce, all_to_all, reduce_scatter, send
+from phalanx.cluster.machine import Machine
+from phalanx.cluster.topology import Placement, place
+from phalanx.cost.language import PartName, Setting
+from phalanx.cost.operation_time import (
+    Cause,
+    Floats,
+    Form,
+    Ints,
+    OperationTable,
+    Way,
+    compute_seconds,
+    operation_rows,
+)
+from phalanx.cost.operations import Operation
+from phalanx.cost.parts import part_costs
+from phalanx.cost.profile import Profile
+from phalanx.cost.software import Software
+
+_TOGETHER = 6.0
+"""How sharply the slower of host and device decides: the power of a mean of both."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of models and what they consist of. Arrays are [parts]."""
+
+    operations: OperationTable
+    tp: Ints
+    cp: Ints
+    host_work: Floats
+    """See `Software`."""
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return len(self.tp)
+
+    @classmethod
+    def joined(cls, several: Sequence[Parts]) -> Parts:
+        """All parts of several lists, one after the other."""
+        starts = np.cumsum([0, *(parts.count for parts in several)])
+        tables = [parts.operations.shifted(int(start)) for parts, start in zip(several, starts, strict=False)]
+        return cls(
+            OperationTable.joined(tables),
+            np.concatenate([parts.tp for parts in several]),
+            np.concatenate([parts.cp for parts in several]),
+            np.concatenate([parts.host_work for parts in several]),
+        )
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """Seconds of one micro-batch."""
+
+    seconds: Floats
+    """[parts, ways, causes]: forward and backward, recompute in the latter."""
+    weight: Floats
+    """The part of backward that makes gradients of weights, [parts]."""
+
+
+def part_operations(name: PartName, setting: Setting, microbatch: int, software: Software) -> list[Operation]:
+    """What a part consists of as `software` runs it."""
+    if not software.plain_recompute or setting.recompute == "none":
+        return list(part_costs(name, setting, microbatch).costs.operations)
+    traced = part_costs(name, replace(setting, recompute="none"), microbatch).costs.operations
+    if name != "block":
+        return list(traced)
+    again = [op for op in traced if op.phase == "forward" and (setting.recompute == "full" or op.attention is not None)]
+    forward = [op for op in traced if op.phase == "forward"]
+    backward = [op for op in traced if op.phase != "forward"]
+    return [*forward, *(replace(op, phase="recompute") for op in again), *backward]
+
+
+def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], software: Software) -> Parts:
+    """The parts in `wanted`: name, setting, samples of a micro-batch."""
+    rows = [
+        row
+        for number, (name, setting, microbatch) in enumerate(wanted)
+        for row in operation_rows(number, part_operations(name, setting, microbatch, software), software, setting.tp)
+    ]
+    tp, cp = (np.array([getattr(setting, axis) for _, setting, _ in wanted], np.int64) for axis in ("tp", "cp"))
+    return Parts(OperationTable.of(rows), tp, cp, np.full(len(wanted), software.host_work))
+
+
+_COLLECTIVES = {
+    Form.ALL_REDUCE: all_reduce,
+    Form.ALL_GATHER: all_gather,
+    Form.REDUCE_SCATTER: reduce_scatter,
+    Form.ALL_TO_ALL: all_to_all,
+    Form.SEND: send,
+}
+
+
+def in_training(constants: Constants, profile: Profile) -> Constants:
+    """How collectives do beside everything else a training step does."""
+    return replace(
+        constants,
+        efficiency=constants.efficiency * profile.link_share,
+        efficiency_across=constants.efficiency_across * profile.network_share,
+    )
+
+
+def part_times(parts: Parts, machine: Machine, constants: Constants, profile: Profile) -> PartTimes:
+    """Seconds of every part on `machine`. constants: of its collectives, alone."""
+    table, count = parts.operations, parts.count
+    seconds = compute_seconds(table, profile)
+    seconds = seconds + _collective_seconds(parts, machine, in_training(constants, profile))
+    ways, causes = len(Way), len(Cause)
+    where = (table.part * ways + table.way) * causes + table.cause
+    sums = np.asarray(np.bincount(where, seconds, count * ways * causes), np.float64).reshape(count, ways, causes)
+    ring = np.bincount(where, np.where(table.form == Form.SEND, seconds, 0.0), count * ways * causes)
+    sent = ring.reshape(count, ways, causes)[..., Cause.CP]
+    hidden = np.minimum(sent, sums[..., Cause.ATTENTION] * profile.hidden)
+    sums[..., Cause.CP] += profile.slowdown * hidden - hidden
+    device = sums.sum(axis=2)
+    issued = np.bincount(table.part * ways + table.way, minlength=count * ways).reshape(count, ways) * profile.host_s
+    issued = issued * parts.host_work[:, None]
+    longest = np.maximum(np.maximum(device, issued), 1e-12)
+    together = longest * ((device / longest) ** _TOGETHER + (issued / longest) ** _TOGETHER) ** (1 / _TOGETHER)
+    sums[..., Cause.HOST] = together - device
+    weight = np.bincount(table.part, np.where(table.weight, seconds, 0.0), count)
+    return PartTimes(sums, np.minimum(weight, together[:, Way.BACKWARD]))
+
+
+def _collective_seconds(parts: Parts, machine: Machine, constants: Constants) -> Floats:
+    table = parts.operations
+    seconds = np.zeros(len(table))
+    for cause, sizes, strides in (
+        (Cause.TP, parts.tp, np.ones_like(parts.tp)),
+        (Cause.CP, parts.cp, parts.tp),
+    ):
+        if not np.any(sizes > 1):
+            continue
+        places = place(machine, sizes, strides)
+        for form, collective in _COLLECTIVES.items():
+            rows = np.flatnonzero((table.cause == cause) & (table.form == form))
+            if len(rows):
+                seconds[rows] = collective(table.bytes[rows], at(places, table.part[rows]), constants)
+    return seconds
+
+
+def at(places: Placement, which: Ints) -> Placement:
+    """Those placements at these positions."""
+    return Placement(**{field.name: getattr(places, field.name)[which] for field in fields(places)})

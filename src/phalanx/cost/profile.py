@@ -1,0 +1,206 @@
+"""How fast a device works: a few constants, from which the time of any operation and any step follows.
+
+Defaults follow from the facts in `devices.yaml` and the shares in `profiles/defaults.yaml`. A profile that was measured, or
+fitted to runs, is a file of the same constants, and takes their place. Knows no model and no layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from phalanx.cluster.device import DeviceFacts, device_facts
+from phalanx.cluster.machine import Machine
+from phalanx.errors import ConfigError
+from phalanx.files import write_atomically
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The constants. Rates are what a long-running job reaches, clocks and power limit included."""
+
+    matmul_flop_s: float
+    """Operations a second of a large matrix product of 16-bit numbers."""
+    matmul32_flop_s: float
+    """The same of 32-bit numbers."""
+    matmul_edge: float
+    """Rows, and columns, of a product's result at which half of the rate is lost."""
+    matmul_depth: float
+    """Terms a sum at which half of the rate is lost."""
+    matmul_area: float
+    """Numbers of a product's results at which half of the rate is lost: too few to keep the whole device busy."""
+    matmul_odd: float
+    """How much longer a product takes, as a share, where rows of its factors have an odd number of elements; half as much
+    where it is even, and so on up to 64."""
+    attention_flop_s: float
+    """Operations a second of a fused attention kernel over long sequences, forward."""
+    attention_backward_flop_s: float
+    """The same backward."""
+    attention_length: float
+    """Keys at which half of the rate is lost."""
+    attention_head: float
+    """Size of a head at which half of the rate is lost."""
+    memory_b_s: float
+    """Bytes a second that kernels read and write."""
+    kernel_s: float
+    """What any kernel takes beyond its work: start, and filling and draining the device."""
+    optimizer_b_s: float
+    """Bytes a second at which the optimizer passes over what it reads and writes."""
+    host_s: float
+    """Seconds in which the host issues one operation; where the device is faster, it waits."""
+    step_s: float
+    """Seconds of an optimizer step that nothing else accounts for: data, learning rate, logging."""
+    link_share: float
+    """What collectives between devices of a node reach in training, of what they reach alone."""
+    network_share: float
+    """The same between nodes."""
+    hidden: float
+    """Share of the computing time behind which collectives can hide."""
+    slowdown: float
+    """What computing loses while a collective runs beside it, as a share of that time."""
+    copy_share: float
+    """Bytes a second that copy engines move between devices of a node, over the links' nominal rate."""
+    copy_slowdown: float
+    """What computing loses beside them, as a share of that time."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            assert np.isfinite(value) and value >= 0, f"{field.name}={value}"
+
+    def scaled(self, factors: Mapping[str, float]) -> Profile:
+        """With these constants multiplied; shares stay at most 1."""
+        values = {name: getattr(self, name) * factor for name, factor in factors.items()}
+        return replace(self, **{name: min(value, 1.0) if name in SHARES else value for name, value in values.items()})
+
+
+CONSTANTS = tuple(field.name for field in fields(Profile))
+SHARES = frozenset({"hidden", "copy_share"})
+"""Constants that cannot be more than 1."""
+
+
+@dataclass(frozen=True)
+class NamedProfile:
+    """A profile and where it is from."""
+
+    name: str
+    device: str
+    """As `devices.yaml` calls it."""
+    source: str
+    """Where the constants are from, in words."""
+    profile: Profile
+    fitted: dict[str, Any] | None = None
+    """What a fit adds: the rows it used, its errors, how well each constant is known."""
+
+
+def default_profile(device: str) -> NamedProfile:
+    """What is expected of a device that nothing was measured on. Raises ConfigError for an unknown one, or the CPU."""
+    facts = device_facts(device)
+    table = _defaults()
+    ratios = {**table["shares"], **table["devices"].get(device, {})}
+    rate = _rate(facts, ratios)
+    if facts.bandwidth_gb_s is None:
+        raise ConfigError(f"device {device}: devices.yaml has no memory bandwidth, which its profile needs")
+    bandwidth = facts.bandwidth_gb_s * 1e9
+    matmul32 = rate * facts.peak_tflops.get("fp32", 0.0) / max(facts.peak_tflops.values())
+    derived = {
+        "matmul_flop_s": rate,
+        "matmul32_flop_s": matmul32 or rate / 16,
+        "attention_flop_s": rate * ratios["attention"],
+        "attention_backward_flop_s": rate * ratios["attention_backward"],
+        "memory_b_s": bandwidth * ratios["memory"],
+        "optimizer_b_s": bandwidth * ratios["optimizer"],
+    }
+    plain = {name: float(ratios[name]) for name in CONSTANTS if name not in derived}
+    return NamedProfile(device, device, table["source"], Profile(**derived, **plain))
+
+
+def _rate(facts: DeviceFacts, ratios: Mapping[str, float]) -> float:
+    """Operations a second of large products of 16-bit numbers: the highest anybody saw, or a share of the peak."""
+    for precision in ("bf16", "fp16"):
+        if precision in facts.matmul_tflops:
+            return facts.matmul_tflops[precision] * 1e12 * ratios["matmul"]
+        if precision in facts.peak_tflops:
+            return facts.peak_tflops[precision] * 1e12 * ratios["matmul_of_peak"]
+    raise ConfigError(f"device {facts.name}: devices.yaml has no 16-bit rate, which its profile needs")
+
+
+def spread_of(name: str) -> float:
+    """Standard deviation of the logarithm of a constant before anything is measured."""
+    return float(_defaults()["spread"][name])
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    values: dict[str, Any] = yaml.safe_load(
+        files("phalanx.cost").joinpath("profiles", "defaults.yaml").read_text("utf-8")
+    )
+    return values
+
+
+@cache
+def shipped_profiles() -> tuple[str, ...]:
+    """Names of the fitted profiles that come with the package."""
+    folder = files("phalanx.cost").joinpath("profiles")
+    names = (file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
+    return tuple(sorted(name for name in names if name not in ("defaults", "systems")))
+
+
+def profile_for(machine: Machine) -> NamedProfile:
+    """The best known for `machine`: the shipped profile of its name, else the default of its device."""
+    if machine.name in shipped_profiles():
+        return load_profile(machine.name)
+    return default_profile(machine.node.device)
+
+
+def load_profile(name: str) -> NamedProfile:
+    """A shipped profile by its name, or one from a file (anything with a slash or ending in .yaml or .yml).
+
+    Raises ConfigError for an unknown name, an unreadable file, and constants that are missing, unknown or no numbers.
+    """
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        try:
+            return _parse(Path(name).read_text("utf-8"), name)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"profile {name} cannot be read: {error}") from None
+    if name not in shipped_profiles():
+        raise ConfigError(f"profile {name} is not known; give one of {', '.join(shipped_profiles())}, or a .yaml file")
+    return _parse(files("phalanx.cost").joinpath("profiles", f"{name}.yaml").read_text("utf-8"), f"{name}.yaml")
+
+
+def _parse(text: str, name: str) -> NamedProfile:
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict) or not isinstance(values.get("constants"), dict):
+        raise ConfigError(f"{name} holds no constants; phalanx calibrate writes such a file")
+    constants = values["constants"]
+    for problem, names in (
+        ("lacks", set(CONSTANTS) - set(constants)),
+        ("has unknown", set(constants) - set(CONSTANTS)),
+    ):
+        if names:
+            raise ConfigError(f"{name} {problem} constants {', '.join(sorted(names))}")
+    for constant, value in constants.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise ConfigError(f"{name}: constants.{constant}={value} is not a number of zero or more")
+    profile = Profile(**{constant: float(value) for constant, value in constants.items()})
+    words = {key: str(values.get(key, "")) for key in ("name", "device", "source")}
+    return NamedProfile(**words, profile=profile, fitted=values.get("fitted"))
+
+
+def save_profile(path: Path, named: NamedProfile) -> None:
+    """Write a profile as `load_profile` reads it; numbers with five digits."""
+    constants = {name: float(f"{value:.5g}") for name, value in asdict(named.profile).items()}
+    values = {"name": named.name, "device": named.device, "source": named.source, "constants": constants}
+    if named.fitted is not None:
+        values["fitted"] = named.fitted
+    write_atomically(path, yaml.safe_dump(values, sort_keys=False, width=120, allow_unicode=True))

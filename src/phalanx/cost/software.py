@@ -1,0 +1,90 @@
+"""How a training program does what every layout needs done: a few switches, for ours and for those of published runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Software:
+    """The switches; their plain values are what our own training does."""
+
+    compiled: bool = True
+    """Whether blocks are compiled, so that pointwise work is fused."""
+    host_work: float = 1.0
+    """What the host does to issue an operation, over what compiled code needs."""
+    fused_attention: bool = True
+    """Whether scores stay on the chip; else they are written, and pass through memory several times."""
+    attention_dropout: bool = False
+    """Whether scores pass through memory once more for dropout; of no meaning with fused attention."""
+    sequence_parallel: bool = True
+    """Whether tensor-parallel ranks share out what lies between the matmuls; else they sum whole activations, and each
+    computes norms and sums of all positions."""
+    plain_recompute: bool = False
+    """Whether recomputing a block runs all of its forward pass again, and `selective` the attention core alone; else what
+    our own recompute does."""
+    reduce_bytes: int = 4
+    """Bytes of an element of the gradients that data-parallel ranks add up."""
+    gather_bytes: int = 2
+    """Bytes of an element of the parameters that they gather."""
+    overlap: bool = True
+    """Whether data-parallel communication runs behind computing; else it comes after it."""
+    reshard: bool = True
+    """Whether ZeRO-3 frees a block's parameters between forward and backward; else the layout says so."""
+    even_stages: bool = False
+    """Whether all pipeline stages have equally many blocks, whatever the embedding and the head cost."""
+    copy_engines: bool = False
+    """Whether shards in one node exchange by copies instead of collectives."""
+    chunked_loss: bool = True
+    """Whether the head's logits exist for some tokens at a time."""
+    optimizer_bytes: int = 30
+    """Bytes an optimizer step reads and writes for each parameter: 32-bit master, two moments and gradient read, all but
+    the gradient written, and the 16-bit copy."""
+
+
+OURS = Software(reshard=False)
+EAGER = replace(OURS, compiled=False, host_work=2.0)
+"""Our own, uncompiled."""
+
+_MEGATRON = Software(
+    compiled=False,
+    host_work=3.0,
+    fused_attention=False,
+    attention_dropout=True,
+    sequence_parallel=False,
+    plain_recompute=True,
+    reduce_bytes=2,
+    overlap=False,
+    even_stages=True,
+    chunked_loss=False,
+    optimizer_bytes=46,
+)
+"""Gradients are copied to 32-bit and checked for overflow on their way to the optimizer."""
+
+_FSDP = Software(compiled=False, host_work=2.0, plain_recompute=True, reduce_bytes=2, chunked_loss=False)
+
+_KNOWN: tuple[tuple[str, Software], ...] = (
+    ("llm foundry", _FSDP),
+    ("hf accelerate", _FSDP),
+    ("torchtitan", replace(_FSDP, compiled=True, host_work=1.0, reduce_bytes=4)),
+    ("nanotron", replace(_MEGATRON, fused_attention=True, reduce_bytes=4)),
+    ("megatron-lm", replace(_MEGATRON, reduce_bytes=4)),
+    ("megatron-deepspeed", _MEGATRON),
+    ("gpt-neox", _MEGATRON),
+    ("phalanx", OURS),
+)
+"""By what the lower-case name of a program begins with."""
+
+
+def software_of(name: str, attention: str = "", sequence_parallel: bool | None = None) -> Software | None:
+    """What the program called `name` does, with the attention kernel and the sequence parallelism that a source states
+    (empty and None where it does not); None for a program that is not known."""
+    found = next((software for start, software in _KNOWN if name.lower().startswith(start)), None)
+    if found is None:
+        return None
+    words = attention.lower()
+    if words and "no flash" not in words and ("flash" in words or "sdpa" in words):
+        found = replace(found, fused_attention=True)
+    elif "unfused" in words or "no flash" in words:
+        found = replace(found, fused_attention=False)
+    return found if sequence_parallel is None else replace(found, sequence_parallel=sequence_parallel)

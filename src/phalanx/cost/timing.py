@@ -1,0 +1,92 @@
+"""How long an optimizer step of a run takes in each of many layouts on a machine: the way in to the time model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from phalanx.cluster.collectives import Constants, default_constants, send
+from phalanx.cluster.machine import Machine
+from phalanx.config.schema import Run
+from phalanx.cost.candidates import Candidates
+from phalanx.cost.language import Kernel, likely_kernel, setting_of
+from phalanx.cost.operation_time import Way
+from phalanx.cost.part_time import PartTimes, in_training, part_times
+from phalanx.cost.profile import Profile
+from phalanx.cost.schedule import table_of
+from phalanx.cost.simulate import StageTimes, makespans
+from phalanx.cost.software import EAGER, OURS, Software
+from phalanx.cost.step_time import StepCause, StepTimes, closed_form
+from phalanx.cost.steps import Steps, stage_layers, steps_of
+from phalanx.layout.apply import loss_chunk_tokens
+
+
+def step_times(
+    run: Run,
+    candidates: Candidates,
+    machine: Machine,
+    profile: Profile,
+    *,
+    constants: Constants | None = None,
+    attention: Kernel | None = None,
+    exact: bool = False,
+) -> StepTimes:
+    """Seconds of a step of `run` in each of `candidates` on `machine`, by cause.
+
+    constants: of the machine's collectives, alone; its defaults where None. attention: the kernel; the likely one where
+    None. exact: simulate the pipelines instead of the closed form, some milliseconds each. Raises ConfigError where the
+    machine lacks the links or the network that a layout needs.
+    """
+    software = our_software(run, machine)
+    steps = steps_of_run(run, candidates, machine, software, attention)
+    constants = default_constants(machine) if constants is None else constants
+    times = part_times(steps.parts, machine, constants, profile)
+    found = closed_form(steps, times, profile, constants, software)
+    if not exact:
+        return found
+    return with_simulated_pipelines(run, steps, times, found, in_training(constants, profile))
+
+
+def our_software(run: Run, machine: Machine) -> Software:
+    """What our training does on `machine`."""
+    switched = machine.links is not None and machine.links.switch is not None
+    wanted = run.layout.peer_copies
+    software = OURS if run.training.compile is not False else EAGER
+    return replace(software, copy_engines=wanted is True or (wanted == "auto" and switched))
+
+
+def steps_of_run(
+    run: Run, candidates: Candidates, machine: Machine, software: Software, attention: Kernel | None = None
+) -> Steps:
+    """The steps of `candidates`. attention: the kernel; the likely one where None."""
+    kernel = attention or likely_kernel(run, rocm=machine.node.device.startswith("MI"))
+    setting = setting_of(run, candidates.layout(0), attention=kernel, compiled=software.compiled)
+    chunks = {int(tp): loss_chunk_tokens(run, torch.device("meta"), int(tp)) for tp in np.unique(candidates.tp)}
+    return steps_of(setting, candidates, machine, software, chunks)
+
+
+def with_simulated_pipelines(
+    run: Run, steps: Steps, times: PartTimes, found: StepTimes, constants: Constants
+) -> StepTimes:
+    """`found` with the bubbles and transfers of simulated pipelines. constants: of collectives in training."""
+    seconds = found.seconds.copy()
+    layouts = steps.layouts
+    sent = send(steps.hidden_bytes, steps.pipeline, constants)
+    both = times.seconds.sum(axis=2)
+    columns = (both[:, Way.FORWARD], both[:, Way.BACKWARD], times.weight)
+    for row in np.flatnonzero(layouts.pp > 1):
+        layout = layouts.layout(int(row))
+        blocks = np.array(stage_layers(run.model, run.data.sequence_length, layout.n_stages, even=False), np.float64)
+        forward, backward, weight = (blocks * column[steps.block[row]] for column in columns)
+        for stage, column in zip((forward, backward, weight), columns, strict=True):
+            stage[0] += column[steps.embedding[row]]
+            stage[-1] += column[steps.head[row]]
+        table = table_of(layout)
+        alone = makespans(table, StageTimes(forward, backward, weight))[0]
+        together = makespans(table, StageTimes(forward, backward, weight, float(sent[row])))[0]
+        busiest = (forward + backward)[table.stages_of_rank].sum(axis=1).max()
+        seconds[row, StepCause.BUBBLE] = alone - layout.accumulation * busiest
+        seconds[row, StepCause.TRANSFER] = together - alone
+    return StepTimes(seconds)

@@ -1,0 +1,113 @@
+"""Seconds of operations: what the curves promise, and how software changes what runs."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from phalanx.config.model import LanguageModel
+from phalanx.cost.language import Setting
+from phalanx.cost.operation_time import Cause, Form, OperationTable, Way, compute_seconds, operation_rows
+from phalanx.cost.part_time import part_operations
+from phalanx.cost.profile import default_profile
+from phalanx.cost.software import OURS, Software, software_of
+
+MODEL = LanguageModel.model_validate(
+    {
+        "n_layers": 4,
+        "d_model": 512,
+        "n_heads": 8,
+        "d_ff": 2048,
+        "vocab_size": 1024,
+        "max_positions": 256,
+        "mlp": "gelu",
+        "norm": "layernorm",
+    }
+)
+SETTING = Setting(MODEL, 256, compile=False)
+PROFILE = default_profile("A100-80GB").profile
+PLAIN = Software(compiled=False)
+
+
+def _product(m: int, n: int, k: int, batch: int = 1, *, single: bool = False) -> tuple[float, ...]:
+    traffic = 2 * batch * (m * n + m * k + n * k)
+    return (0, Way.FORWARD, Cause.MATMUL, Form.PRODUCT, False, batch, m, n, k, 2 * batch * m * n * k, traffic, single)
+
+
+def _seconds(*rows: tuple[float, ...]) -> list[float]:
+    return compute_seconds(OperationTable.of(rows), PROFILE).tolist()
+
+
+def test_a_large_product_runs_at_nearly_the_full_rate() -> None:
+    (seconds,) = _seconds(_product(16384, 8192, 8192))
+    assert 0.95 < 2 * 16384 * 8192 * 8192 / seconds / PROFILE.matmul_flop_s < 1.0
+
+
+@pytest.mark.parametrize("sizes", [(256, 4096, 4096), (4096, 256, 4096), (4096, 4096, 64)])
+def test_a_narrow_side_costs_rate(sizes: tuple[int, int, int]) -> None:
+    m, n, k = sizes
+    narrow, wide = _seconds(_product(m, n, k), _product(4096, 4096, 4096))
+    assert m * n * k / narrow < 4096**3 / wide
+
+
+def test_an_odd_size_costs_time() -> None:
+    odd, even = _seconds(_product(4096, 4096, 4095), _product(4096, 4096, 4096))
+    assert odd > 1.5 * even
+
+
+def test_32_bit_numbers_take_longer() -> None:
+    slow, fast = _seconds(_product(4096, 4096, 4096, single=True), _product(4096, 4096, 4096))
+    assert slow > 5 * fast
+
+
+def test_memory_bounds_a_thin_product() -> None:
+    (seconds,) = _seconds(_product(65536, 64, 1))
+    assert seconds >= 2 * 65536 * 64 / PROFILE.memory_b_s
+
+
+def test_faster_devices_are_never_slower() -> None:
+    rows = operation_rows(0, part_operations("block", SETTING, 2, PLAIN), PLAIN, 1)
+    table = OperationTable.of(rows)
+    before = compute_seconds(table, PROFILE)
+    for name in ("matmul_flop_s", "attention_flop_s", "attention_backward_flop_s", "memory_b_s"):
+        assert np.all(compute_seconds(table, replace(PROFILE, **{name: getattr(PROFILE, name) * 2})) <= before), name
+
+
+def _rows(software: Software, tp: int = 1, recompute: str = "none") -> OperationTable:
+    setting = replace(SETTING, tp=tp, recompute=recompute)  # type: ignore[arg-type]
+    return OperationTable.of(operation_rows(0, part_operations("block", setting, 2, software), software, tp))
+
+
+def test_unfused_attention_multiplies_whole_score_matrices() -> None:
+    fused, unfused = (_rows(replace(PLAIN, fused_attention=way)) for way in (True, False))
+    scores = 2 * MODEL.n_heads * 256**2 * MODEL.head_size
+    flops = unfused.flops[unfused.cause == Cause.ATTENTION].sum()
+    assert flops == 6 * 2 * scores
+    # Fused, it leaves out the upper half and computes the scores once more.
+    assert fused.flops[fused.cause == Cause.ATTENTION].sum() == 7 * scores
+
+
+def test_without_sequence_parallelism_sums_replace_gathers() -> None:
+    split, whole = (_rows(replace(PLAIN, sequence_parallel=way), tp=2) for way in (True, False))
+    assert np.sum(split.form == Form.ALL_GATHER) == np.sum(split.form == Form.REDUCE_SCATTER) == 4
+    assert np.sum(whole.form == Form.ALL_REDUCE) == 4
+    assert not np.any((whole.form == Form.ALL_GATHER) | (whole.form == Form.REDUCE_SCATTER))
+    # Norms and sums pass over all positions on each rank.
+    norms = [table.bytes[(table.cause == Cause.MEMORY) & ~table.weight] for table in (split, whole)]
+    assert norms[1].max() >= norms[0].max()
+
+
+def test_plain_recompute_runs_the_forward_pass_again() -> None:
+    software = replace(PLAIN, plain_recompute=True)
+    none, full = _rows(software), _rows(software, recompute="full")
+    forward = none.flops[none.way == Way.FORWARD].sum()
+    assert full.flops.sum() == none.flops.sum() + forward
+
+
+def test_software_is_known_by_the_start_of_its_name() -> None:
+    assert software_of("Phalanx 0.1") == OURS
+    assert software_of("nobody's trainer") is None
+    megatron = software_of("Megatron-LM", "unfused", sequence_parallel=True)
+    assert megatron is not None and megatron.sequence_parallel and not megatron.fused_attention
+    flash = software_of("GPT-NeoX", "flash2")
+    assert flash is not None and flash.fused_attention

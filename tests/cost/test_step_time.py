@@ -1,0 +1,147 @@
+"""Steps of layouts: causes add up, better hardware is never slower, closed forms agree with simulated pipelines."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from phalanx.cluster.collectives import default_constants
+from phalanx.cluster.machine import load_machine
+from phalanx.config.load import parse_run
+from phalanx.cost.candidates import Candidates
+from phalanx.cost.operation_time import Cause, compute_seconds
+from phalanx.cost.part_time import part_times
+from phalanx.cost.profile import default_profile
+from phalanx.cost.software import EAGER, OURS
+from phalanx.cost.step_time import StepCause, closed_form
+from phalanx.cost.steps import Steps
+from phalanx.cost.timing import our_software, step_times, steps_of_run
+from phalanx.layout.recompute import Recompute
+from phalanx.layout.spec import ResolvedLayout
+
+MACHINE = load_machine("selene")
+CONSTANTS = default_constants(MACHINE)
+PROFILE = default_profile("A100-80GB").profile
+BATCH = 96
+
+RUN = parse_run(
+    """
+    model: {family: language, n_layers: 24, d_model: 1024, n_heads: 16, d_ff: 4096, vocab_size: 8192, max_positions: 1024}
+    data: {sources: [data/text], sequence_length: 1024}
+    layout: {global_batch: 96}
+    training: {steps: 10, compile: false}
+    optimizer: {lr: 0.001, warmup_steps: 2}
+    """,
+    "run.yaml",
+)
+
+
+def _layouts(*changes: dict[str, object], recompute: Recompute = "none") -> Candidates:
+    layouts = [ResolvedLayout(**{"global_batch": BATCH, **change}) for change in changes]  # type: ignore[arg-type]
+    return Candidates.of(layouts, [recompute] * len(layouts))
+
+
+MANY = _layouts(
+    {},
+    {"dp_shard": 8, "zero": 3, "reshard_after_forward": True},
+    {"dp_shard": 8, "zero": 2},
+    {"dp_shard": 8, "zero": 1, "microbatch": 2},
+    {"dp_replicate": 8, "zero": 0},
+    {"dp_replicate": 4, "dp_shard": 8},
+    {"tp": 8, "dp_shard": 4, "microbatch": 4},
+    {"tp": 2, "pp": 4, "zero": 0},
+    {"tp": 2, "pp": 4, "dp_shard": 4, "zero": 1, "schedule": "interleaved_1f1b", "stages_per_rank": 2},
+    {"pp": 4, "schedule": "interleaved_zero_bubble", "stages_per_rank": 2},
+    {"pp": 4, "schedule": "zbv", "stages_per_rank": 2},
+    {"cp": 2, "dp_shard": 4},
+    {"cp": 2, "context": "all_to_all", "dp_shard": 4},
+)
+
+
+@pytest.fixture(scope="module")
+def steps() -> Steps:
+    return steps_of_run(RUN, MANY, MACHINE, EAGER)
+
+
+def _seconds(steps: Steps, profile: object = PROFILE, constants: object = CONSTANTS) -> np.ndarray:
+    times = part_times(steps.parts, MACHINE, constants, profile)  # type: ignore[arg-type]
+    return closed_form(steps, times, profile, constants, OURS).seconds  # type: ignore[arg-type]
+
+
+def test_every_cause_is_counted_once_and_none_is_negative(steps: Steps) -> None:
+    seconds = _seconds(steps)
+    assert np.all(seconds >= -1e-12)
+    assert np.all(seconds[:, StepCause.MATMUL] > 0)
+
+
+def test_one_rank_takes_what_its_operations_take(steps: Steps) -> None:
+    alone = Steps.joined_up([steps]).parts
+    seconds = compute_seconds(alone.operations, PROFILE)
+    layers = RUN.model.n_layers
+    weights = {int(steps.embedding[0]): 1, int(steps.block[0]): layers, int(steps.head[0]): 1}
+    kernels = sum(seconds[alone.operations.part == part].sum() * count for part, count in weights.items())
+    found = _seconds(steps)[0]
+    of_parts = found[: len(Cause)].sum()
+    # The host may be slower than the device, and gradients of further micro-batches are added.
+    assert of_parts >= BATCH * kernels
+    quick = _seconds(steps, replace(PROFILE, host_s=0.0))[0, : len(Cause)].sum()
+    added = (BATCH - 1) * steps.layers.first[0] * steps.block_parameters[0] * 10 / PROFILE.memory_b_s
+    assert quick == pytest.approx(BATCH * kernels + added, rel=0.02)
+    assert np.all(found[[StepCause.TP, StepCause.CP, StepCause.BUBBLE, StepCause.TRANSFER, StepCause.DATA]] == 0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["matmul_flop_s", "attention_flop_s", "memory_b_s", "optimizer_b_s", "link_share", "network_share", "hidden"],
+)
+def test_more_of_anything_is_never_slower(steps: Steps, name: str) -> None:
+    slower = replace(PROFILE, **{name: getattr(PROFILE, name) * 0.7})
+    assert np.all(_seconds(steps, slower).sum(axis=1) >= _seconds(steps).sum(axis=1) * (1 - 1e-9))
+
+
+def test_where_time_goes_is_where_the_layout_says(steps: Steps) -> None:
+    seconds = _seconds(steps)
+    layouts = steps.layouts
+    assert np.array_equal(seconds[:, StepCause.TP] > 0, layouts.tp > 1)
+    assert np.array_equal(seconds[:, StepCause.CP] > 0, layouts.cp > 1)
+    assert np.array_equal(seconds[:, StepCause.BUBBLE] > 0, layouts.pp > 1)
+    assert np.array_equal(seconds[:, StepCause.DATA] > 0, layouts.data_ranks * layouts.cp > 1)
+
+
+def test_zero_3_gathers_more_than_zero_1(steps: Steps) -> None:
+    seconds = _seconds(steps)[:, StepCause.DATA]
+    assert seconds[1] > seconds[2] > seconds[3]
+
+
+def test_shards_on_one_node_exchange_faster_than_across_slow_nodes() -> None:
+    wide = _layouts({"dp_shard": 32, "zero": 3, "reshard_after_forward": True})
+    narrow = _layouts({"dp_shard": 8, "dp_replicate": 4, "zero": 3, "reshard_after_forward": True})
+    found = [steps_of_run(RUN, one, MACHINE, EAGER) for one in (wide, narrow)]
+    slow = replace(PROFILE, network_share=0.2)
+    assert _seconds(found[0], slow)[0, StepCause.DATA] > 1.5 * _seconds(found[1], slow)[0, StepCause.DATA]
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zbv"])
+def test_closed_form_and_simulation_agree(pp: int, schedule: str) -> None:
+    each = 1 if schedule in ("gpipe", "1f1b") else 2
+    layouts = _layouts({"pp": pp, "schedule": schedule, "stages_per_rank": each, "microbatch": 4, "zero": 0})
+    closed, exact = (step_times(RUN, layouts, MACHINE, PROFILE, exact=way).total[0] for way in (False, True))
+    # Stages of 24 blocks and a head differ by up to a block: within the bounds that `makespan` states.
+    assert closed == pytest.approx(exact, rel=0.07)
+
+
+def test_copies_replace_collectives_within_a_node_only() -> None:
+    layouts = _layouts(
+        {"dp_shard": 8, "zero": 3, "reshard_after_forward": True},
+        {"dp_shard": 32, "zero": 3, "reshard_after_forward": True},
+    )
+    copying = our_software(RUN, MACHINE)
+    assert copying.copy_engines
+    steps = steps_of_run(RUN, layouts, MACHINE, copying)
+    times = part_times(steps.parts, MACHINE, CONSTANTS, PROFILE)
+    with_copies, without = (
+        closed_form(steps, times, PROFILE, CONSTANTS, software).of(StepCause.DATA) for software in (copying, EAGER)
+    )
+    assert with_copies[0] < without[0]
+    assert with_copies[1] == without[1]
