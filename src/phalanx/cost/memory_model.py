@@ -1,0 +1,171 @@
+"""How much memory a layout takes: the worst rank's peak for a million layouts, and rank by rank and cause by cause for one.
+
+Sizes come from tracing the real model (`memory_parts`), micro-batches in flight from the schedule (`memory_stages`), and
+what is held at the same time from how a step runs (`memory_moments`). The peak is the most of any one moment, not the sum of
+the most of every cause.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.config.schema import Run
+from phalanx.cost.candidates import Candidates, Ints
+from phalanx.cost.language import Kernel, likely_kernel
+from phalanx.cost.memory_moments import MOMENTS, Held, Situation, moments, peer_buffer_bytes
+from phalanx.cost.memory_parts import ModelBytes, model_bytes
+from phalanx.cost.memory_stages import Holdings, holdings, rank_holdings
+from phalanx.layout.precision import PRECISIONS
+from phalanx.layout.recompute import Recompute
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.models.language.declare import relative_block_costs
+
+FloatArray = npt.NDArray[np.float64]
+
+_CHUNK = 16384
+"""Candidates judged at a time: their arrays stay in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How the parts of a model run, as far as that decides what they keep."""
+
+    attention: Kernel
+    compiled: bool
+
+    @classmethod
+    def on_accelerators(cls, run: Run, *, rocm: bool = False) -> Kernels:
+        """As `run` runs on accelerators; schedules that cannot be compiled are taken as if they were."""
+        return cls(likely_kernel(run, rocm=rocm), run.training.compile in (True, "auto"))
+
+
+@dataclass(frozen=True)
+class MemoryEstimates:
+    """The worst pipeline rank of each candidate; arrays with one entry for each."""
+
+    allocated: FloatArray
+    """Most bytes that live tensors take at a time: what `max_memory_allocated` counts."""
+    rank: Ints
+    """The pipeline rank."""
+    moment: Ints
+    """Position in MOMENTS of the moment when it is."""
+    peer_buffers: FloatArray
+    """Bytes beside them that shards exchange through; 0 where collectives do that."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The peak of one pipeline rank of one layout."""
+
+    rank: int
+    allocated: float
+    """Bytes; the sum of `causes`."""
+    moment: str
+    causes: Held
+    """Bytes by what they are held for, see CAUSES; padding of shards apart, as `padding`."""
+
+
+def memory(
+    run: Run, candidates: Candidates, kernels: Kernels, *, parts: ModelBytes | None = None, peer_copies: bool = False
+) -> MemoryEstimates:
+    """Peak memory of the worst rank of each candidate.
+
+    parts: the candidates' parts, where they are known already. peer_copies: whether shards exchange by peer copies.
+    """
+    parts = parts or _parts(run, candidates, kernels)
+    costs = relative_block_costs(run.model, run.data.sequence_length)
+    ranks = holdings(candidates, run.model.n_layers, costs)
+    count = len(candidates)
+    nothing = np.zeros(count)
+    result = MemoryEstimates(nothing, nothing.astype(np.int64), nothing.astype(np.int64), nothing.copy())
+    groups = [np.flatnonzero(candidates.pp == 1), np.flatnonzero(candidates.pp > 1)]
+    for group in groups:
+        for start in range(0, len(group), _CHUNK):
+            chunk = group[start : start + _CHUNK]
+            _judge(
+                run,
+                candidates.take(chunk),
+                parts.take(chunk),
+                [r.take(chunk) for r in ranks],
+                chunk,
+                result,
+                peer_copies,
+            )
+    return result
+
+
+def _judge(
+    run: Run,
+    candidates: Candidates,
+    parts: ModelBytes,
+    ranks: list[Holdings],
+    where: Ints,
+    result: MemoryEstimates,
+    peer_copies: bool,
+) -> None:
+    allocated, rank, moment = (getattr(result, name)[where] for name in ("allocated", "rank", "moment"))
+    buffers = np.zeros(len(where))
+    for place, holds in enumerate(ranks):
+        # The last one is repeated where a layout has fewer that matter.
+        if place and (holds.rank == ranks[place - 1].rank).all():
+            continue
+        situation = _situation(run, candidates, parts, holds, peer_copies)
+        buffers = np.maximum(buffers, peer_buffer_bytes(situation))
+        for name, held in moments(situation):
+            total = sum(held.values())
+            more = total > allocated
+            np.copyto(allocated, total, where=more)
+            np.copyto(rank, holds.rank.astype(np.int64), where=more)
+            np.copyto(moment, MOMENTS.index(name), where=more)
+    result.allocated[where], result.rank[where], result.moment[where] = allocated, rank, moment
+    result.peer_buffers[where] = buffers
+
+
+def rank_memory(
+    run: Run, layout: ResolvedLayout, recompute: Recompute, kernels: Kernels, *, peer_copies: bool = False
+) -> list[RankMemory]:
+    """The peak of every pipeline rank of one layout, cause by cause."""
+    one = Candidates.of([layout], [recompute])
+    parts = _parts(run, one, kernels)
+    costs = relative_block_costs(run.model, run.data.sequence_length)
+    ranks = rank_holdings(
+        layout.schedule, layout.pp, layout.stages_per_rank, layout.accumulation, run.model.n_layers, costs
+    )
+    found = []
+    for rank in range(layout.pp):
+        situation = _situation(run, one, parts, ranks.take([rank]), peer_copies)
+        exact = dict(moments(replace(situation, sizes=parts.unpadded())))
+        name, held = max(moments(situation), key=lambda each: float(np.sum(sum(each[1].values()))))
+        causes = {cause: float(np.sum(amount)) for cause, amount in exact[name].items()}
+        allocated = float(np.sum(sum(held.values())))
+        causes["padding"] = allocated - sum(causes.values())
+        found.append(RankMemory(rank, allocated, name, causes))
+    return found
+
+
+def _parts(run: Run, candidates: Candidates, kernels: Kernels) -> ModelBytes:
+    return model_bytes(run, candidates, attention=kernels.attention, compiled=kernels.compiled)
+
+
+def _situation(run: Run, candidates: Candidates, parts: ModelBytes, holds: Holdings, peer_copies: bool) -> Situation:
+    dtype = PRECISIONS[run.layout.precision]
+    piped = candidates.pp > 1
+    ids = 8 + 8 + 4 * run.data.document_mask
+    return Situation(
+        sizes=parts,
+        holds=holds,
+        width=dtype.itemsize,
+        master=max(4, dtype.itemsize),
+        sharded=candidates.data_ranks * candidates.cp > 1,
+        piped=piped,
+        zero=candidates.zero,
+        reshard=candidates.reshard_after_forward,
+        replicated=candidates.dp_replicate > 1,
+        accumulation=candidates.accumulation,
+        tied=run.model.tied_head,
+        samples=candidates.accumulation * candidates.microbatch * run.data.sequence_length * ids,
+        peer_copies=peer_copies,
+    )

@@ -1,0 +1,176 @@
+"""Bytes and elements of a model's parts for many layouts at a time: what `cost.parts` traces, as arrays.
+
+Parts are traced once for each tensor- and context-parallel degree, kind of recompute and micro-batch among the candidates;
+what shards hold is counted once for each tensor-parallel and shard degree. Candidates then look both up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.config.schema import Run
+from phalanx.cost.candidates import Candidates, Ints
+from phalanx.cost.language import Kernel, PartName, Setting, setting_of
+from phalanx.cost.parts import PartCosts, part_costs
+from phalanx.models.language.declare import TIED
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """One part of the model on one rank; every field is an array with one entry for each candidate."""
+
+    kept: FloatArray
+    """Bytes held from its forward to its backward pass, for each micro-batch."""
+    forward: FloatArray
+    """Most bytes it makes in its forward pass, what is kept among them."""
+    backward: FloatArray
+    """Most bytes in its backward pass beside what is kept: incoming gradient, temporaries, gradients of parameters."""
+    count: FloatArray
+    """Parameters, before data parallelism shares them out."""
+    shard: FloatArray
+    """Parameters one of the shards holds, whole rows: padding counts."""
+    gathered: FloatArray
+    """Parameters in a buffer that holds all shards: padding counts."""
+
+    def times(self, factor: Any) -> PartBytes:
+        """This many of it."""
+        return PartBytes(**{field.name: getattr(self, field.name) * factor for field in fields(self)})
+
+    def plus(self, other: PartBytes) -> PartBytes:
+        """Both together, where both are held at once."""
+        return PartBytes(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def unpadded(self, shards: FloatArray) -> PartBytes:
+        """The same if parameters could be shared out evenly."""
+        return replace(self, shard=self.count / shards, gathered=self.count)
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """All parts, for each candidate."""
+
+    embedding: PartBytes
+    block: PartBytes
+    head: PartBytes
+    shared: FloatArray
+    """Bytes that the blocks of a stage read together and each micro-batch builds once."""
+    hidden: FloatArray
+    """Bytes of the activations between blocks."""
+    block_input: FloatArray
+    """The part of a block's kept bytes that is its input."""
+    shards: FloatArray
+    """Ranks over which parameters are shared out."""
+    waiting: FloatArray
+    """Bytes that a block keeps besides from the gradients of its input to those of its weights, where they come apart."""
+
+    def unpadded(self) -> ModelBytes:
+        """The same if parameters could be shared out evenly."""
+        parts = {name: getattr(self, name).unpadded(self.shards) for name in ("embedding", "block", "head")}
+        return replace(self, **parts)
+
+    def take(self, which: Any) -> ModelBytes:
+        """Those at these positions."""
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, PartBytes):
+                values[field.name] = PartBytes(**{f.name: getattr(value, f.name)[which] for f in fields(value)})
+            else:
+                values[field.name] = value[which]
+        return ModelBytes(**values)
+
+
+_TRACED = ("tp", "cp", "context", "recompute", "microbatch")
+"""What the costs of parts depend on."""
+_SIZES = ("kept", "forward", "backward")
+
+
+def model_bytes(run: Run, candidates: Candidates, *, attention: Kernel, compiled: bool) -> ModelBytes:
+    """The parts of `run`'s model on a rank of each candidate. attention, compiled: see `cost.language.setting_of`."""
+    first, inverse = distinct([getattr(candidates, name) for name in _TRACED])
+
+    def traced(position: int) -> dict[PartName, PartCosts]:
+        layout = candidates.layout(position)
+        again = run.model_copy(
+            update={"layout": run.layout.model_copy(update={"recompute": candidates.recompute_of(position)})}
+        )
+        setting = setting_of(again, layout, attention=attention, compiled=compiled)
+        return _costs(setting, layout.microbatch)
+
+    costs = [traced(int(position)) for position in first]
+    shards = np.where(candidates.zero > 0, candidates.dp_shard * candidates.cp, 1)
+    # A shared table is there once where one rank has both ends of the model.
+    shared_table = (candidates.pp == 1) & run.model.tied_head
+    first_shard, shard_inverse = distinct([candidates.tp, shards, shared_table.astype(np.int64)])
+    of_tp = {int(candidates.tp[p]): costs[inverse[p]] for p in first_shard}
+
+    def part(name: PartName) -> PartBytes:
+        parameters = [
+            _shared_out(of_tp[int(candidates.tp[p])][name], int(shards[p]), TIED.values() if shared_table[p] else ())
+            for p in first_shard
+        ]
+        sizes = {size: _column(lambda c, s=size: _part_size(c[name], s), costs)[inverse] for size in _SIZES}  # type: ignore[misc]
+        count, shard = (np.asarray(column, np.float64)[shard_inverse] for column in zip(*parameters, strict=True))
+        return PartBytes(**sizes, count=count, shard=shard, gathered=shard * shards)
+
+    return ModelBytes(
+        embedding=part("embedding"),
+        block=part("block"),
+        head=part("head"),
+        shared=_column(lambda c: sum(kept.bytes for kept in c["block"].shared), costs)[inverse],
+        hidden=_column(lambda c: c["block"].costs.output_bytes, costs)[inverse],
+        block_input=_column(lambda c: _input(c["block"]), costs)[inverse],
+        shards=shards.astype(np.float64),
+        waiting=_column(lambda c: _waiting(c["block"]), costs)[inverse],
+    )
+
+
+@cache
+def _costs(setting: Setting, microbatch: int) -> dict[PartName, PartCosts]:
+    names: tuple[PartName, ...] = ("embedding", "block", "head")
+    return {name: part_costs(name, setting, microbatch) for name in names}
+
+
+def _part_size(part: PartCosts, name: str) -> int:
+    costs = part.costs
+    if name == "kept":
+        return costs.kept_bytes
+    return costs.forward_peak if name == "forward" else costs.backward_peak - costs.kept_bytes
+
+
+def _input(part: PartCosts) -> int:
+    return sum(kept.bytes for kept in part.costs.kept if kept.name == "input")
+
+
+def _shared_out(part: PartCosts, shards: int, elsewhere: Collection[str]) -> tuple[int, int]:
+    """Elements of a part before and after sharding, but for a head's parameters that are held `elsewhere`."""
+    head = any(parameter.name.startswith("head.") for parameter in part.parameters)
+    mine = [p for p in part.parameters if not (head and p.name in elsewhere)]
+    return sum(p.count for p in mine), sum(p.sharded_count(shards) for p in mine)
+
+
+def _waiting(block: PartCosts) -> int:
+    """Gradients of the results of matrices and norms, which those of the weights are made from."""
+    results = (op.bytes_written for op in block.costs.operations if op.kind == "matmul" and op.phase == "forward")
+    return sum(results) + 2 * block.costs.output_bytes
+
+
+def _column(of: Callable[[dict[PartName, PartCosts]], int], costs: list[dict[PartName, PartCosts]]) -> FloatArray:
+    return np.asarray([of(each) for each in costs], np.float64)
+
+
+def distinct(columns: list[Ints]) -> tuple[Ints, Ints]:
+    """Positions of the first of each different row, and for every row which of those it is like."""
+    key = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        key = key * (int(column.max(initial=0)) + 1) + column
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    return first, inverse

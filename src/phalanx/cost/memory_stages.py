@@ -1,0 +1,177 @@
+"""What the pipeline ranks of a layout hold: layers, embedding, head, and how many micro-batches of each are in flight.
+
+Closed forms of the tables in `cost.schedule`, stage by stage. Of all ranks only those are kept that may be the worst: where
+another rank holds at least as much of everything, a rank cannot be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.cost.candidates import SCHEDULES, Candidates
+from phalanx.cost.memory_parts import distinct
+from phalanx.layout.pipeline import rank_of_stage, split_layers
+from phalanx.layout.spec import ResolvedLayout
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What pipeline ranks hold; arrays, one entry for each rank or candidate."""
+
+    rank: FloatArray
+    layers: FloatArray
+    stage_layers: FloatArray
+    """Of its largest stage."""
+    embedding: FloatArray
+    """1 for a rank with the embedding."""
+    head: FloatArray
+    blocks_kept: FloatArray
+    """Blocks whose activations are held at the same time at most, each micro-batch counted."""
+    embeddings_kept: FloatArray
+    heads_kept: FloatArray
+    stages_kept: FloatArray
+    """Stages and micro-batches in flight."""
+    received: FloatArray
+    """Those among them that began with received activations."""
+    handed_on: FloatArray
+    """Those among them whose result went to another stage."""
+    not_first: FloatArray
+    """Stages that receive activations."""
+    not_last: FloatArray
+    """Stages that receive gradients."""
+    keeps_sent: FloatArray
+    """1 where what is sent to other stages is kept to the end of the step: several stages a rank wait for it there."""
+    waiting: FloatArray
+    """Blocks whose gradients of weights are still to come after those of their input, each micro-batch counted."""
+    again: FloatArray
+    """1 where as much is held again after every stage of the rank has computed gradients."""
+
+    def take(self, which: npt.ArrayLike) -> Holdings:
+        """Those at these positions."""
+        return Holdings(**{field.name: getattr(self, field.name)[which] for field in fields(self)})
+
+
+def holdings(candidates: Candidates, n_layers: int, costs: tuple[float, float]) -> list[Holdings]:
+    """For each candidate the ranks that may hold most: the n-th of them in the n-th of the lists, the last one repeated.
+
+    costs: what the embedding and the head cost beside one block, see `layout.pipeline.split_layers`.
+    """
+    counted = _as_many_as_matter(candidates)
+    first, inverse = distinct([candidates.pp, candidates.schedule, candidates.stages_per_rank, counted])
+    found = [
+        _worst(
+            rank_holdings(
+                SCHEDULES[candidates.schedule[p]],
+                int(candidates.pp[p]),
+                int(candidates.stages_per_rank[p]),
+                int(counted[p]),
+                n_layers,
+                costs,
+            )
+        )
+        for p in first
+    ]
+    most = max(len(each.rank) for each in found)
+    result = []
+    for place in range(most):
+        columns = {
+            field.name: np.asarray([getattr(each, field.name)[min(place, len(each.rank) - 1)] for each in found])
+            for field in fields(Holdings)
+        }
+        result.append(Holdings(**columns).take(inverse))
+    return result
+
+
+def _as_many_as_matter(candidates: Candidates) -> npt.NDArray[np.int64]:
+    """Micro-batches, cut down to a number beyond which nothing more is in flight."""
+    pp, count = candidates.pp, candidates.accumulation
+    gpipe = candidates.schedule == SCHEDULES.index("gpipe")
+    even = count % pp == 0
+    enough = 4 * pp
+    return np.where(
+        pp == 1,
+        np.minimum(count, 2),
+        np.where(gpipe | ~even & (candidates.stages_per_rank > 1), count, np.minimum(count, enough)),
+    )
+
+
+@cache
+def rank_holdings(
+    schedule: str, pp: int, stages_per_rank: int, microbatches: int, n_layers: int, costs: tuple[float, float]
+) -> Holdings:
+    """What every pipeline rank holds, arrays of [ranks]."""
+    layout = ResolvedLayout(global_batch=1, pp=pp, schedule=schedule, stages_per_rank=stages_per_rank)
+    layers = np.asarray([len(stage) for stage in _split(n_layers, layout.n_stages, costs)], np.float64)
+    # By rank and by turn: the stages of a rank in the order of the model.
+    stage = np.zeros((pp, stages_per_rank), np.int64)
+    for number in range(layout.n_stages):
+        stage[rank_of_stage(layout, number), number // pp] = number
+    flight, waiting = stage_flight(schedule, pp, stages_per_rank, microbatches)
+    first, last = stage == 0, stage == layout.n_stages - 1
+    held = layers[stage]
+    return Holdings(
+        rank=np.arange(pp, dtype=np.float64),
+        layers=held.sum(1),
+        stage_layers=held.max(1),
+        embedding=first.any(1).astype(np.float64),
+        head=last.any(1).astype(np.float64),
+        blocks_kept=(flight * held).sum(1),
+        embeddings_kept=(flight * first).sum(1),
+        heads_kept=(flight * last).sum(1),
+        stages_kept=flight.sum(1),
+        received=(flight * ~first).sum(1),
+        handed_on=(flight * ~last).sum(1) * (stages_per_rank == 1),
+        not_first=(~first).sum(1).astype(np.float64),
+        not_last=(~last).sum(1).astype(np.float64),
+        keeps_sent=np.full(pp, float(stages_per_rank > 1)),
+        waiting=waiting * held.mean(1),
+        again=(flight.sum(1) < microbatches * stages_per_rank).astype(np.float64),
+    )
+
+
+@cache
+def _split(n_layers: int, n_stages: int, costs: tuple[float, float]) -> list[range]:
+    return split_layers(n_layers, n_stages, *costs)
+
+
+def stage_flight(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> tuple[FloatArray, FloatArray]:
+    """What is in flight when a rank holds most: micro-batches of each of its stages, [ranks, stages_per_rank], and how many
+    of all of them wait for the gradients of weights alone, [ranks]."""
+    rank = np.arange(pp, dtype=np.float64)
+    turn = np.arange(stages_per_rank, dtype=np.float64)
+    count = float(microbatches)
+    waiting = np.zeros(pp)
+    if pp == 1:
+        return np.ones((1, 1)), waiting
+    if schedule == "gpipe":
+        return np.full((pp, 1), count), waiting
+    if schedule == "1f1b":
+        return np.minimum(count, pp - rank)[:, None], waiting
+    if schedule == "zbv":
+        flight = np.minimum(count, np.stack([2 * pp - 1 - rank, rank + 1], 1))
+        # The later ranks of a full pipeline hold more when fewer are in flight and most of those wait.
+        late = (2 * pp - 1 <= count) & (rank >= pp / 2)
+        return np.where(late[:, None], flight * ((pp + rank) / (2 * pp))[:, None], flight), np.where(late, 2 * rank, 0)
+    together = float(microbatches // max(1, microbatches // pp))
+    if schedule == "interleaved_zero_bubble":
+        flight = np.minimum(count, np.where(turn == stages_per_rank - 1, pp, together))
+        return np.broadcast_to(flight, (pp, stages_per_rank)), np.minimum(count, rank)
+    # Forward passes ahead of the first backward pass, dealt out to the stages in rounds.
+    ahead = np.minimum((stages_per_rank - 1) * together + 2 * (pp - 1 - rank) + 1, count * stages_per_rank)[:, None]
+    cycles, rest = np.divmod(ahead, stages_per_rank * together)
+    return np.asarray(cycles * together + np.clip(rest - turn * together, 0, together)), waiting
+
+
+def _worst(ranks: Holdings) -> Holdings:
+    columns = np.stack([getattr(ranks, field.name) for field in fields(Holdings) if field.name != "rank"], 1)
+    keep: list[int] = []
+    for place in sorted(range(len(columns)), key=lambda p: -columns[p].sum()):
+        if not any((columns[kept] >= columns[place]).all() for kept in keep):
+            keep.append(place)
+    return ranks.take(np.asarray(sorted(keep)))
