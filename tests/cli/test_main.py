@@ -30,7 +30,19 @@ def test_help_lists_the_verbs_in_order_of_use(call: Call) -> None:
     verbs = outcome.out.split("Commands:\n")[1].split("\n\n")[0]
     assert outcome.code == 0
     names = [line.split()[0] for line in verbs.splitlines()]
-    assert names == ["data", "config", "verify", "train", "launch", "evaluate", "generate", "report", "convert"]
+    assert names == [
+        "data",
+        "config",
+        "plan",
+        "verify",
+        "dryrun",
+        "train",
+        "launch",
+        "evaluate",
+        "generate",
+        "report",
+        "convert",
+    ]
     assert "..." not in verbs
     assert call().out == outcome.out
 

@@ -48,6 +48,17 @@ VERBS = (
         ("phalanx config list", "phalanx config check examples/quickstart.yaml training.steps=1000"),
     ),
     Verb(
+        "plan",
+        "phalanx.cli.plan:plan",
+        "Find the layouts worth running on a cluster.",
+        (
+            "phalanx plan examples/gpt-175b.yaml --cluster frontier --devices 1024",
+            "phalanx plan run.yaml --cluster dgx-h100 --fit --write run.planned.yaml",
+            "phalanx plan run.yaml --cluster lumi --devices 512 --why tp=2 --scale 64..4096 --html plan.html",
+            "phalanx plan --check runs.csv",
+        ),
+    ),
+    Verb(
         "verify",
         "phalanx.cli.verify:verify",
         "Prove that a layout equals one rank.",
@@ -55,6 +66,15 @@ VERBS = (
             "phalanx verify examples/quickstart.yaml tp=2 pp=2",
             "phalanx verify examples/quickstart.yaml --all 4",
             "torchrun --nproc-per-node 8 -m phalanx verify run.yaml --full --precision fp32",
+        ),
+    ),
+    Verb(
+        "dryrun",
+        "phalanx.cli.dryrun:dryrun",
+        "Run one rank of many without devices.",
+        (
+            "phalanx dryrun examples/llama3-8b.yaml --devices 64",
+            "phalanx dryrun examples/gpt-1t.yaml --devices 24576 --rank 12345 --json",
         ),
     ),
     Verb(

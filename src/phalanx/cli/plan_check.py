@@ -1,0 +1,52 @@
+"""`phalanx plan --check`: what the models say of runs that were measured, and how far off they are."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from phalanx.cli.console import output
+from phalanx.cost.check import CheckedGroup, CheckedRun, check, summarise_check
+from phalanx.cost.published import read_runs
+
+_RENAMED = {
+    "predicted_tokens_per_s": "predicted_tokens_per_s_per_gpu",
+    "measured_tokens_per_s": "measured_tokens_per_s_per_gpu",
+}
+
+
+def check_facts(table: Path) -> dict[str, Any]:
+    """Every row of a table of runs with its prediction, and the errors by group. Raises ConfigError for a bad table."""
+    runs = read_runs(table)
+    rows = check(runs)
+    return {
+        "rows": [_row(row) for row in rows],
+        "groups": [asdict(group) for group in summarise_check(rows, runs)],
+    }
+
+
+def print_check(table: Path) -> None:
+    """The errors by group, one line each, and how many rows could not be predicted."""
+    runs = read_runs(table)
+    rows = check(runs)
+    console = output()
+    groups = summarise_check(rows, runs)
+    wide = max((len(group.group) for group in groups), default=0)
+    console.print(f"{'group':{wide}}  rows  median    95%  rank corr.  top-3 regret", soft_wrap=True)
+    for group in groups:
+        console.print(_line(group, wide), soft_wrap=True)
+    console.print(f"{sum(not row.used for row in rows)} of {len(rows)} rows could not be predicted; --json says why")
+
+
+def _row(row: CheckedRun) -> dict[str, Any]:
+    return {_RENAMED.get(name, name): value for name, value in asdict(row).items()}
+
+
+def _line(group: CheckedGroup, wide: int) -> str:
+    correlation = "" if group.rank_correlation is None else f"{group.rank_correlation:.2f}"
+    regret = "" if group.top3_regret is None else f"{100 * group.top3_regret:.1f}%"
+    return (
+        f"{group.group:{wide}}  {group.rows:4}  {100 * group.median:5.1f}%  {100 * group.p95:5.1f}%  "
+        f"{correlation:>10}  {regret:>12}"
+    )

@@ -1,0 +1,185 @@
+"""A plan in words, for terminals of any width."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator
+from math import isfinite
+from typing import Any
+
+from phalanx.plan.budget import COMPUTING_SHARE, WAITING_SHARE, Budget
+from phalanx.plan.facts import Row, plan_facts
+from phalanx.plan.plan import Plan
+from phalanx.report.text import count, duration, percent
+
+_GIB = 2**30
+_LEAST_BAR = 8
+"""Columns of the shortest chart; narrower terminals get none."""
+
+
+def _recompute(row: Row) -> str:
+    return str(row["recompute"])
+
+
+def _schedule(row: Row) -> str:
+    if row["pp"] == 1:
+        return "-"
+    return str(row["schedule"]) + (f" x{row['stages_per_rank']}" if row["stages_per_rank"] > 1 else "")
+
+
+def _zero(row: Row) -> str:
+    if row["dp_shard"] * row["cp"] == 1:
+        return "-"
+    return f"{row['zero']}{'r' if row['reshard_after_forward'] else ''}"
+
+
+def _step(row: Row) -> str:
+    low, high = row["step_s_interval"]
+    return f"{duration(row['step_s'])} ({low:.3g} to {high:.3g})"
+
+
+_COLUMNS: tuple[tuple[str, Callable[[Row], str], int], ...] = (
+    ("tp", lambda row: str(row["tp"]), 0),
+    ("pp", lambda row: str(row["pp"]), 0),
+    ("cp", lambda row: str(row["cp"]), 4),
+    ("dp_shard", lambda row: str(row["dp_shard"]), 1),
+    ("dp_rep", lambda row: str(row["dp_replicate"]), 2),
+    ("mbs", lambda row: str(row["microbatch"]), 1),
+    ("zero", _zero, 3),
+    ("schedule", _schedule, 2),
+    ("recompute", _recompute, 2),
+    ("memory", lambda row: f"{row['memory_bytes'] / _GIB:.1f}", 0),
+    ("step, 90% interval", _step, 4),
+    ("step", lambda row: duration(row["step_s"]), 0),
+    ("TFLOP/s", lambda row: f"{row['tflops_per_device']:.1f}", 1),
+    ("P(fits)", lambda row: f"{row['p_fits']:.2f}", 3),
+)
+"""Head, cell, and how soon a column gives way on a narrow terminal: 0 never."""
+
+
+def plan_lines(plan: Plan, width: int) -> Iterator[str]:
+    """The plan, line by line; no line is wider than `width` unless a word is."""
+    facts = plan_facts(plan)
+    yield from _wrapped(_headline(plan), width)
+    yield from _wrapped(
+        f"{facts['legal']:,} legal layouts, {facts['fitting']:,} fit into {facts['device_memory_bytes'] / _GIB:.0f} GiB "
+        f"with a probability of at least {facts['least_p_fits']:g}; the best of each choice of tp, cp and pp:",
+        width,
+    )
+    yield from _table(facts["layouts"], width)
+    first = facts["layouts"][0]
+    yield from _wrapped(f"time of 1: {_parts(first['time_by_cause_s'], duration)}", width)
+    yield from _wrapped(f"memory of 1: {_parts(first['memory_by_cause_bytes'], _gib)}", width)
+    yield ""
+    yield from _wrapped("nothing beats these in time, memory and energy at once:", width)
+    yield from _table(facts["pareto"], width)
+    for why in facts["why"]:
+        yield ""
+        yield from _wrapped(_why(why), width)
+    if facts["scaling"] is not None:
+        for kind, words in (("strong", "the global batch stays"), ("weak", "the global batch grows with the devices")):
+            yield ""
+            yield from _wrapped(f"{kind} scaling ({words}), the best layout at each point:", width)
+            yield from _scaling(facts["scaling"][kind], width)
+    yield ""
+    yield from _wrapped(_budget(plan.budget, plan.task.devices), width)
+
+
+def _headline(plan: Plan) -> str:
+    task, nodes = plan.task, -(-plan.task.devices // plan.planner.machine.node.devices)
+    length = task.run.data.sequence_length
+    fixed = f", with {' '.join(f'{name}={_word(value)}' for name, value in task.fixed.items())}" if task.fixed else ""
+    model = task.run.model.preset or "model"
+    return (
+        f"{model} on {task.devices:,} x {plan.device.name} ({nodes:,} node{'s' if nodes > 1 else ''} of "
+        f"{plan.planner.machine.name}), global batch {task.tokens // length:,} x {length:,} tokens{fixed}"
+    )
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _table(rows: list[Row], width: int) -> Iterator[str]:
+    """The columns that find room; those that matter least go first."""
+    chosen = [column for column in _COLUMNS if column[0] != "step"]
+    lines = _cells(chosen, rows)
+    for worth in (4, 3, 2, 1):
+        if max(len(line) for line in lines) <= width:
+            break
+        chosen = [column for column in _COLUMNS if column[2] < worth]
+        lines = _cells(chosen, rows)
+    yield from lines
+
+
+def _cells(columns: list[tuple[str, Callable[[Row], str], int]], rows: list[Row]) -> list[str]:
+    table = [["", *(head if head != "memory" else "GiB" for head, _, _ in columns)]]
+    table += [[str(number), *(cell(row) for _, cell, _ in columns)] for number, row in enumerate(rows, 1)]
+    widths = [max(len(line[place]) for line in table) for place in range(len(table[0]))]
+    return ["  ".join(text.rjust(size) for text, size in zip(line, widths, strict=True)) for line in table]
+
+
+def _parts(causes: dict[str, float], show: Callable[[float], str]) -> str:
+    """The causes that matter, largest first, with their shares."""
+    total = sum(causes.values())
+    ordered = sorted(causes.items(), key=lambda item: -item[1])
+    return " | ".join(
+        f"{name} {show(value)} ({percent(value / total)})" for name, value in ordered if value > 0.005 * total
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / _GIB:.1f} GiB"
+
+
+def _why(why: Row) -> str:
+    asked = f"why not {why['asked']}: "
+    if not why["legal"]:
+        return asked + "no such layout is legal: " + "; ".join(why["reason"].splitlines())
+    if not why["fits"]:
+        return asked + f"it does not fit; the least that one needs is {_parts(why['memory_by_cause_bytes'], _gib)}"
+    row, slower = why["layout"], why["slower_by_s"]
+    if slower <= 0:
+        return asked + "the best layout has it"
+    causes = [f"{name} {value:+.3g} s" for name, value in why["by_cause_s"].items() if abs(value) > 0.02 * slower]
+    share = slower / (row["step_s"] - slower)
+    best = f"pp={row['pp']} dp_shard={row['dp_shard']} microbatch={row['microbatch']} recompute={row['recompute']}"
+    return asked + f"{duration(slower)} a step more ({percent(share)}), with {best}: {', '.join(causes)}"
+
+
+def _scaling(points: list[Row], width: int) -> Iterator[str]:
+    """A bar for the efficiency of each point."""
+    heads = [f"{point['devices']:,}" for point in points]
+    wide = max(map(len, heads))
+    top = max((point.get("efficiency", 0.0) for point in points), default=0.0)
+    for head, point in zip(heads, points, strict=True):
+        if "efficiency" not in point:
+            yield from _wrapped(f"{head:>{wide}}  {point['why_not']}", width)
+            continue
+        row, share = point["layout"], point["efficiency"]
+        text = f"{head:>{wide}}  {percent(share):>7}  {count(point['tokens_per_s']):>6} tokens/s"
+        text += f"  {row['tflops_per_device']:6.1f} TFLOP/s"
+        longer = f"{text}  tp={row['tp']} pp={row['pp']} dp_shard={row['dp_shard']} dp_replicate={row['dp_replicate']}"
+        text = longer if len(longer) + _LEAST_BAR + 2 <= width else text
+        room = min(40, width - len(text) - 2)
+        bar = "" if room < _LEAST_BAR else "  " + "█" * round(room * share / top)
+        yield text + bar
+
+
+def _budget(found: Budget, devices: int) -> str:
+    losses = found.goodput
+    energy = "" if found.energy_mwh is None else (
+        f", {found.energy_mwh:,.3g} MWh (a device draws {COMPUTING_SHARE:g} of its board power while it works and "
+        f"{WAITING_SHARE:g} while it waits: an assumption)"
+    )  # fmt: skip
+    every = f"{duration(losses.interval_s)}" if isfinite(losses.interval_s) else "never"
+    return (
+        f"{count(found.tokens)} tokens: {found.steps:,} steps, {duration(found.seconds)} of steps; with failures and "
+        f"checkpoints {duration(found.elapsed_s)}, {count(found.device_hours)} device-hours{energy}. Goodput "
+        f"{percent(losses.share)}: a job of {devices:,} devices fails every {duration(losses.failure_s)} on average; a "
+        f"checkpoint every {every} (each {duration(losses.checkpoint_s)}) loses least."
+    )
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, max(20, width), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,189 @@
+"""All legal layouts of a run on a number of devices, judged: pruned by memory, timed, the best ones simulated, ranked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.cluster.machine import Machine
+from phalanx.config.check import global_batch_samples
+from phalanx.config.schema import Run
+from phalanx.cost.candidates import Candidates
+from phalanx.cost.enumerate import CHOSEN, Limits, legal_candidates
+from phalanx.errors import ConfigError
+from phalanx.layout.resolve import resolve_layout
+from phalanx.models.language.sizes import model_flops_per_token
+from phalanx.plan.least_memory import least_bytes
+from phalanx.plan.models import Floats, Memory, Models, Times
+
+Ints = npt.NDArray[np.int64]
+
+SIMULATED = 256
+"""Layouts, best by the closed form first, whose schedule is simulated."""
+_AT_ONCE = 200_000
+"""Layouts the models see at a time: their arrays stay within a few hundred megabytes."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be planned: a run on so many devices."""
+
+    run: Run
+    devices: int
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """Fields of `layout` that keep these values."""
+
+    def __post_init__(self) -> None:
+        assert set(self.fixed) <= set(CHOSEN)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens an optimizer step."""
+        return global_batch_samples(self.run) * self.run.data.sequence_length
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Layouts that fit, fastest first, with times from the simulation of their schedules."""
+
+    candidates: Candidates
+    times: Times
+    memory: Memory
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    def take(self, which: Any) -> Ranked:
+        """Those at these positions."""
+        return Ranked(self.candidates.take(which), self.times.take(which), self.memory.take(which))
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Everything that was found out about the layouts of a task."""
+
+    task: Task
+    legal: Candidates
+    """All of them."""
+    peak: Floats
+    """Bytes on the worst rank of each; NaN for those that were seen not to fit without computing it."""
+    p_fits: Floats
+    fitting: Ints
+    """Positions of those that are likely enough to fit."""
+    seconds: Floats
+    """Of a step of those, by the closed form."""
+    ranked: Ranked
+    """The best of them, simulated; and those that need less memory than any faster one."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans on one machine, with one set of models."""
+
+    machine: Machine
+    models: Models
+    least_p: float = 0.9
+    """Probability of fitting below which a layout is left out."""
+    limits: Limits = field(default_factory=Limits)
+    simulated: int = SIMULATED
+
+    def judge(self, task: Task) -> Judged:
+        """Judge every legal layout. Raises ConfigError where none is legal; there may be none that fits."""
+        legal = self.legal(task)
+        if not len(legal):
+            raise ConfigError(self._why_nothing(task))
+        peak, p_fits = self._room(task.run, legal)
+        fitting = np.flatnonzero(p_fits >= self.least_p)
+        seconds = self._seconds(task.run, legal.take(fitting))
+        best = np.argsort(seconds, kind="stable")[: self.simulated]
+        chosen = np.union1d(best, lean(seconds, peak[fitting]))
+        return Judged(task, legal, peak, p_fits, fitting, seconds, self.rank(task.run, legal.take(fitting[chosen])))
+
+    def legal(self, task: Task) -> Candidates:
+        """All legal layouts of a task, within the limits."""
+        return legal_candidates(task.run, task.devices, self.machine.node.devices, task.fixed, self.limits)
+
+    def rank(self, run: Run, candidates: Candidates) -> Ranked:
+        """These layouts, simulated, fastest first; of equally fast ones that which needs less memory."""
+        times, memory = self.models.times(run, candidates, exact=True), self.models.memory(run, candidates)
+        order = np.lexsort((memory.peak, times.total))
+        return Ranked(candidates, times, memory).take(order)
+
+    def leanest(self, run: Run, candidates: Candidates, peak: Floats) -> Candidates:
+        """The one that needs least memory. peak: as far as it is known, [candidates]; all NaN where it is not."""
+        if np.isnan(peak).all():
+            lean = np.argsort(least_bytes(run, candidates), kind="stable")[: self.simulated]
+            return candidates.take(lean[[int(np.argmin(self.models.memory(run, candidates.take(lean)).peak))]])
+        return candidates.take([int(np.nanargmin(peak))])
+
+    def memory_causes(self, run: Run, candidate: Candidates) -> dict[str, float]:
+        """Bytes by cause on the pipeline rank that needs most, what takes most first, of a single candidate."""
+        worst = max(self.models.stage_memory(run, candidate), key=lambda causes: sum(causes.values()))
+        return dict(sorted(worst.items(), key=lambda item: -item[1]))
+
+    def _room(self, run: Run, candidates: Candidates) -> tuple[Floats, Floats]:
+        """(bytes on the worst rank, probability of fitting); NaN and 0 of those that cannot fit.
+
+        Small micro-batches and much recompute come first. Where nothing fits with those, nothing does with larger ones and
+        less recompute, for the same split of the model: these are left out, and the model is not traced for them.
+        """
+        peak, p_fits = np.full(len(candidates), np.nan), np.zeros(len(candidates))
+        possible = least_bytes(run, candidates) <= self.models.device_bytes
+        split = (candidates.tp << 40) + (candidates.cp << 20) + candidates.context
+        order = -candidates.recompute
+        hopeless: list[tuple[int, int, int]] = []
+        for microbatch in np.unique(candidates.microbatch).tolist():
+            for recompute in np.unique(order).tolist():
+                wave = possible & (candidates.microbatch == microbatch) & (order == recompute)
+                worse = [s for s, m, r in hopeless if microbatch % m == 0 and recompute >= r]
+                for lot in _lots(np.flatnonzero(wave & ~np.isin(split, worse))):
+                    found = self.models.memory(run, candidates.take(lot))
+                    peak[lot], p_fits[lot] = found.peak, found.p_fits
+                fits = np.unique(split[wave & (p_fits >= self.least_p)])
+                hopeless += [(s, microbatch, recompute) for s in np.setdiff1d(split[wave], fits).tolist()]
+        return peak, p_fits
+
+    def _seconds(self, run: Run, candidates: Candidates) -> Floats:
+        seconds = np.zeros(len(candidates))
+        for lot in _lots(np.arange(len(candidates))):
+            seconds[lot] = self.models.times(run, candidates.take(lot), exact=False).total
+        return seconds
+
+    def _why_nothing(self, task: Task) -> str:
+        """What the rules say of the fixed fields with all else as it is by default."""
+        free = type(task.run.layout).model_fields
+        plain = {name: task.fixed.get(name, free[name].default) for name in CHOSEN}
+        run = task.run.model_copy(update={"layout": task.run.layout.model_copy(update=plain)})
+        try:
+            resolve_layout(run, task.devices, self.machine.node.devices)
+        except ConfigError as error:
+            return str(error)
+        return f"no layout of {task.devices} devices is legal within {self.limits}; fix the fields that go beyond"
+
+
+def lean(seconds: Floats, peak: Floats) -> Ints:
+    """Positions of those that need less memory than every faster one, fastest first."""
+    order = np.lexsort((peak, seconds))
+    least = np.minimum.accumulate(peak[order])
+    first = np.ones(len(order), bool)
+    first[1:] = least[1:] < least[:-1]
+    return np.asarray(order[first])
+
+
+def tokens_per_s(task: Task, seconds: npt.ArrayLike) -> Floats:
+    """Tokens a second and device."""
+    return np.asarray(task.tokens / (np.asarray(seconds, np.float64) * task.devices))
+
+
+def tflops(task: Task, seconds: npt.ArrayLike) -> Floats:
+    """Model TFLOP/s of a device, in the convention that `training.flops` names."""
+    run = task.run
+    each = model_flops_per_token(run.model, run.data.sequence_length, run.training.flops)
+    return tokens_per_s(task, seconds) * (each / 1e12)
+
+
+def _lots(positions: Ints) -> list[Ints]:
+    return [positions[start : start + _AT_ONCE] for start in range(0, len(positions), _AT_ONCE)]

@@ -1,0 +1,147 @@
+"""A plan as one HTML page that loads nothing: what a step's time and memory go to, the pipeline, the trade-offs, scaling.
+
+Words and markup are in `plan.html`, looks in `page.css` and `plan.css`, drawings in `plan_charts`.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from phalanx import __version__
+from phalanx.plan.budget import COMPUTING_SHARE, WAITING_SHARE
+from phalanx.plan.facts import Row, plan_facts
+from phalanx.plan.plan import Plan
+from phalanx.report import plan_charts
+from phalanx.report.page_parts import Tile
+from phalanx.report.text import count, duration, number, percent
+
+GIB = 2**30
+
+
+def render_plan(plan: Plan) -> str:
+    """The page as text."""
+    facts = plan_facts(plan)
+    best = plan.best.take([0])
+    models, run = plan.planner.models, plan.task.run
+    stages = models.stage_memory(run, best.candidates)
+    bars = models.timeline(run, best.candidates)
+    causes = facts["layouts"][0]["time_by_cause_s"]
+    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    return environment.from_string(_asset("plan.html")).render(
+        title=_title(plan),
+        facts=facts,
+        subtitle=_subtitle(plan, facts),
+        tiles=_tiles(facts),
+        columns=COLUMNS,
+        waterfall=plan_charts.waterfall(causes),
+        memory=plan_charts.memory_stack(stages, facts["device_memory_bytes"]),
+        timeline=plan_charts.timeline(bars) if bars else None,
+        pareto=plan_charts.pareto(facts["pareto"], facts["layouts"]),
+        scaling=None if facts["scaling"] is None else plan_charts.scaling(facts["scaling"]),
+        why=[_why(row) for row in facts["why"]],
+        budget=_budget(facts["budget"]),
+        version=__version__,
+        style=Markup(_asset("page.css") + _asset("plan.css")),
+    )
+
+
+def _schedule(row: Row) -> str:
+    if row["pp"] == 1:
+        return "-"
+    return str(row["schedule"]) + (f" x{row['stages_per_rank']}" if row["stages_per_rank"] > 1 else "")
+
+
+COLUMNS: tuple[tuple[str, Any], ...] = (
+    ("tp", lambda row: row["tp"]),
+    ("pp", lambda row: row["pp"]),
+    ("cp", lambda row: row["cp"]),
+    ("dp_shard", lambda row: row["dp_shard"]),
+    ("dp_rep", lambda row: row["dp_replicate"]),
+    ("zero", lambda row: row["zero"]),
+    ("mbs", lambda row: row["microbatch"]),
+    ("schedule", _schedule),
+    ("recompute", lambda row: row["recompute"]),
+    ("step", lambda row: duration(row["step_s"])),
+    ("90%", lambda row: "{:.3g} to {:.3g} s".format(*row["step_s_interval"])),
+    ("TFLOP/s", lambda row: f"{row['tflops_per_device']:.1f}"),
+    ("MFU", lambda row: "" if row["mfu"] is None else percent(row["mfu"])),
+    ("bubble", lambda row: percent(row["bubble_share"])),
+    ("exposed", lambda row: percent(row["exposed_share"])),
+    ("GiB", lambda row: f"{row['memory_bytes'] / GIB:.1f}"),
+    ("P(fits)", lambda row: f"{row['p_fits']:.2f}"),
+)
+"""Heads of a table of layouts, and what stands below them."""
+
+
+def _title(plan: Plan) -> str:
+    return f"{plan.task.run.model.preset or 'Model'} on {plan.task.devices:,} x {plan.device.name}"
+
+
+def _subtitle(plan: Plan, facts: Row) -> list[str]:
+    length = plan.task.run.data.sequence_length
+    words = [
+        plan.planner.machine.about,
+        f"global batch {facts['tokens_per_step'] // length:,} x {length:,} tokens",
+        f"{facts['legal']:,} legal layouts, {facts['fitting']:,} likely to fit",
+    ]
+    fixed = " ".join(f"{name}={value}" for name, value in facts["fixed"].items())
+    return [*words, f"fixed: {fixed}"] if fixed else words
+
+
+def _tiles(facts: Row) -> list[Tile]:
+    row, budget = facts["layouts"][0], facts["budget"]
+    low, high = row["step_s_interval"]
+    mfu = "" if row["mfu"] is None else f"{percent(row['mfu'])} of nominal peak"
+    room = facts["device_memory_bytes"] / GIB
+    tiles = [
+        Tile("step", "Step", duration(row["step_s"]), "", f"90%: {duration(low)} to {duration(high)}"),
+        Tile("tflops", "Model TFLOP/s a device", f"{row['tflops_per_device']:.1f}", "", mfu),
+        Tile("memory", "Memory, worst rank", f"{row['memory_bytes'] / GIB:.1f}", "GiB", f"of {room:.0f}"),
+        Tile("fits", "P(fits)", f"{row['p_fits']:.2f}"),
+        Tile("bubble", "Pipeline bubble", percent(row["bubble_share"]), "", "of a step"),
+        Tile("exposed", "Exposed communication", percent(row["exposed_share"]), "", "of a step"),
+        Tile("elapsed", "Training", duration(budget["elapsed_s"]), "", f"{count(budget['tokens'])} tokens"),
+        Tile("hours", "Device-hours", count(budget["device_hours"])),
+        Tile("goodput", "Goodput", percent(budget["goodput"]["share"]), "", "left by failures and checkpoints"),
+    ]
+    if budget["energy_mwh"] is not None:
+        tiles.append(Tile("energy", "Energy", number(budget["energy_mwh"]), "MWh", "of the devices"))
+    return tiles
+
+
+def _why(row: Row) -> tuple[str, str]:
+    if not row["legal"]:
+        return row["asked"], "not legal: " + "; ".join(row["reason"].splitlines())
+    if not row["fits"]:
+        most = list(row["memory_by_cause_bytes"].items())[:4]
+        causes = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in most)
+        return row["asked"], f"does not fit: at least {row['least_memory_bytes'] / GIB:.1f} GiB ({causes})"
+    if row["slower_by_s"] <= 0:
+        return row["asked"], "the best layout has it"
+    causes = ", ".join(
+        f"{name} {value:+.3g} s" for name, value in row["by_cause_s"].items() if abs(value) > 0.02 * row["slower_by_s"]
+    )
+    return row["asked"], f"{duration(row['slower_by_s'])} a step more: {causes}"
+
+
+def _budget(budget: Row) -> str:
+    losses = budget["goodput"]
+    words = (
+        f"{budget['steps']:,} steps take {duration(budget['seconds'])}; with failures and checkpoints "
+        f"{duration(budget['elapsed_s'])}. The job fails every {duration(losses['failure_s'])} on average; a checkpoint "
+        f"every {duration(losses['interval_s'])} loses least (Young, Daly), each takes {duration(losses['checkpoint_s'])}."
+    )
+    if budget["energy_mwh"] is None:
+        return words
+    return words + (
+        f" Energy assumes that a device draws {COMPUTING_SHARE:g} of its board power while it works and "
+        f"{WAITING_SHARE:g} while it waits."
+    )
+
+
+def _asset(name: str) -> str:
+    return resources.files("phalanx.report").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,179 @@
+"""`phalanx plan`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import Call
+from phalanx.cli.plan_words import plan_lines
+from phalanx.cluster.machine import load_machine
+from phalanx.config.load import load_run
+from phalanx.cost.profile import default_profile
+from phalanx.layout.resolve import resolve_layout
+from phalanx.plan.cost_models import CostModels
+from phalanx.plan.judge import Planner, Task
+from phalanx.plan.plan import Plan, Wishes, make_plan
+from report.pages import Page
+
+RUN = """\
+model: {n_layers: 8, d_model: 2048, n_heads: 16, d_ff: 8192, vocab_size: 32000, max_positions: 2048, mlp: gelu}
+data: {sources: [data/a], sequence_length: 2048}
+layout: {global_batch: 64, microbatch: 2, recompute: full, tp: 2}
+optimizer: {lr: 1e-3}
+training: {steps: 10}
+"""
+FRONTIER = ("--cluster", "frontier", "--devices", "16")
+QUICK = ("microbatch=1", "recompute=none")
+"""Choices that leave little to trace."""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "run.yaml").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_says_what_is_best_and_why(call: Call, folder: Path) -> None:
+    outcome = call(
+        "plan",
+        "run.yaml",
+        *FRONTIER,
+        *QUICK,
+        "--why",
+        "tp=8",
+        "--why",
+        "zero=1",
+        "--tokens",
+        "1B",
+        "--write",
+        "out.yaml",
+    )
+    assert (outcome.code, outcome.err) == (0, "")
+    lines = outcome.out.splitlines()
+    assert lines[0] == (
+        "model on 16 x MI250X GCD (2 nodes of frontier), global batch 64 x 2,048 tokens, with microbatch=1 recompute=none"
+    )
+    assert "legal layouts" in lines[1] and lines[2].split()[:3] == ["tp", "pp", "cp"]
+    assert any(line.startswith("time of 1: matmul ") for line in lines)
+    assert any(line.startswith("memory of 1: ") for line in lines)
+    assert any(line.startswith("why not tp=8: ") and "tensor-parallel exposed +" in line for line in lines)
+    assert any(line.startswith("1B tokens: 7,630 steps, ") and "Goodput" in line for line in lines)
+    assert lines[-1].startswith("wrote out.yaml   next: phalanx verify out.yaml")
+    assert call("config", "check", "out.yaml").code == 0
+
+
+def test_json_and_the_written_run_agree(call: Call, folder: Path) -> None:
+    outcome = call("plan", "run.yaml", *FRONTIER, *QUICK, "--json", "--write", "out.yaml", "--scale", "8..16")
+    facts = json.loads(outcome.out)
+    assert outcome.code == 0 and facts["written"] == {"run": "out.yaml"}
+    assert facts["fixed"] == {"microbatch": 1, "recompute": "none"}
+    best = facts["layouts"][0]
+    layout = resolve_layout(load_run(folder / "out.yaml"), 16, 8)
+    for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "zero", "schedule", "microbatch", "accumulation"):
+        assert getattr(layout, name) == best[name]
+    assert best["step_s"] == min(row["step_s"] for row in facts["layouts"])
+    assert sum(best["time_by_cause_s"].values()) == pytest.approx(best["step_s"])
+    assert sum(best["memory_by_cause_bytes"].values()) == pytest.approx(best["memory_bytes"], rel=1e-6)
+    assert best["step_s_interval"][0] < best["step_s"] < best["step_s_interval"][1]
+    assert best["tokens_per_s_per_device"] == pytest.approx(64 * 2048 / best["step_s"] / 16)
+    assert facts["scaling"]["strong"][1]["layout"]["step_s"] == pytest.approx(best["step_s"])
+    assert facts["budget"]["steps"] == 10
+
+
+def test_the_run_file_is_kept_when_asked(call: Call) -> None:
+    facts = json.loads(call("plan", "run.yaml", *FRONTIER, "--fix", "--json").out)
+    assert facts["fixed"] == {"microbatch": 2, "recompute": "full", "tp": 2}
+    assert {row["tp"] for row in facts["layouts"] + facts["pareto"]} == {2}
+
+
+def test_fewest_devices(call: Call) -> None:
+    facts = json.loads(call("plan", "run.yaml", "--cluster", "frontier", "--fit", *QUICK, "--json").out)
+    assert facts["devices"] == 1 and facts["layouts"][0]["memory_bytes"] < 64 * 2**30
+
+
+def test_page(call: Call, folder: Path) -> None:
+    words = ("--html", "plan.html", "--scale", "8,16", "--why", "tp=8", "--json", "pp=4", "schedule=1f1b")
+    facts = json.loads(call("plan", "run.yaml", *FRONTIER, *QUICK, *words).out)
+    html = (folder / "plan.html").read_text()
+    page = Page(html.replace("<br>", ""))
+    assert "http" not in html.replace("http-equiv", "") and not page.all("script")
+    assert page.figure("fits") == f"{facts['layouts'][0]['p_fits']:.2f}"
+    assert len(page.all("svg", "drawing")) == 5
+    rows = [element for element in page.all("tr") if "1f1b" in element.text]
+    assert rows
+    assert page.all("path", "bar-forward-0") and page.all("path", "bar-backward-0")
+    assert page.all("rect", "fill-c1") and page.all("line", "limit")
+
+
+def _plan() -> Plan:
+    machine = load_machine("frontier")
+    planner = Planner(machine, CostModels(machine, default_profile(machine.node.device)), simulated=8)
+    task = Task(load_run(Path("run.yaml")), 16, {"microbatch": 1, "recompute": "none"})
+    return make_plan(planner, task, Wishes(why=("tp=8", "tp=16"), scale=(8, 11, 16)))
+
+
+def test_no_line_is_too_wide() -> None:
+    plan = _plan()
+    for width in (60, 80, 100, 120, 160):
+        lines = list(plan_lines(plan, width))
+        assert max(map(len, lines)) <= width, max(lines, key=len)
+    assert max(map(len, plan_lines(plan, 1000))) > 160
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cluster", "fronteir", "--devices", "8"], "--cluster fronteir is not known"),
+        (["--cluster", "frontier"], "give --devices N, or --fit"),
+        (["--devices", "8"], "give a run file and --cluster"),
+        ([*FRONTIER, "--fit"], "give --devices N, or --fit"),
+        ([*FRONTIER, "layout.tp=3"], "layout.tp=3 does not divide"),
+        ([*FRONTIER, "--why", "speed=1"], "speed=1: planning does not choose speed"),
+        ([*FRONTIER, "--scale", "8-16"], "--scale 8-16: write LOW..HIGH"),
+        ([*FRONTIER, "--tokens", "many"], "--tokens many: write a number of tokens"),
+        ([*FRONTIER, "--profile", "./none.yaml"], "profile ./none.yaml cannot be read"),
+        ([*FRONTIER, "layout.tpp=2"], "layout.tpp=2: there is no such field"),
+        (["--cluster", "frontier", "--devices", "0"], "invalid value for '--devices'"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, call: Call, folder: Path) -> None:
+    outcome = call("plan", "run.yaml", *arguments, "--write", "out.yaml", "--html", "out.html")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith(f"error: {message}")
+    assert not (folder / "out.yaml").exists() and not (folder / "out.html").exists()
+
+
+TABLE = Path(__file__).parents[3] / "shared" / "reference" / "published_runs.csv"
+
+
+@pytest.mark.skipif(not TABLE.exists(), reason="shared/reference/published_runs.csv is not beside this checkout")
+def test_check(call: Call, folder: Path) -> None:
+    lines = TABLE.read_text().splitlines()
+    kept = [
+        line for line in lines[1:] if line.startswith(("llm-foundry-0010", "llm-foundry-0011", "frontier-dash-0016"))
+    ]
+    (folder / "runs.csv").write_text("\n".join([lines[0], *kept]) + "\n")
+    facts = json.loads(call("plan", "--check", "runs.csv", "--json").out)
+    rows = {row["row_id"]: row for row in facts["rows"]}
+    assert rows["llm-foundry-0010"]["used"] and not rows["frontier-dash-0016"]["used"]
+    row = rows["llm-foundry-0010"]
+    assert row["measured_tokens_per_s_per_gpu"] == pytest.approx(9670, rel=0.02)
+    assert row["error"] == pytest.approx(
+        row["predicted_tokens_per_s_per_gpu"] / row["measured_tokens_per_s_per_gpu"] - 1
+    )
+    assert facts["groups"][-1]["group"] == "all" and facts["groups"][-1]["rows"] == 2
+    words = call("plan", "--check", "runs.csv")
+    assert words.code == 0 and "1 of 3 rows could not be predicted" in words.out
+
+
+def test_what_binds_where_nothing_fits(call: Call) -> None:
+    wide = ("model.d_model=16384", "model.n_heads=128", "model.d_ff=65536")
+    outcome = call("plan", "run.yaml", "--cluster", "frontier", "--devices", "2", *wide, *QUICK)
+    assert outcome.code == 2 and outcome.out == ""
+    assert (
+        "legal layouts fits into 2 x 64 GiB" in outcome.err and "smallest number of devices that fits: " in outcome.err
+    )
