@@ -19,7 +19,7 @@ from phalanx.cost.memory_moments import MOMENTS
 from phalanx.cost.memory_published import published_peak
 from phalanx.cost.memory_stages import stage_flight
 from phalanx.cost.published import PublishedRun
-from phalanx.cost.schedule import schedule_table
+from phalanx.cost.schedule_table import schedule_table
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.models.language.sizes import parameter_count

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.bubble import MeanStage, makespan
-from phalanx.cost.schedule import Action, Pass, ScheduleTable, schedule_table
+from phalanx.cost.schedule_table import Action, Pass, ScheduleTable, schedule_table
 from phalanx.cost.simulate import StageTimes, makespans, simulate
 
 SCHEDULES = [

@@ -1,7 +1,7 @@
 """What the pipeline ranks of a layout hold: layers, embedding, head, and how many micro-batches of each are in flight.
 
-Closed forms of the tables in `cost.schedule`, stage by stage. Of all ranks only those are kept that may be the worst: where
-another rank holds at least as much of everything, a rank cannot be.
+Closed forms of the tables in `cost.schedule_table`, stage by stage. Of all ranks only those are kept that may be the worst:
+where another rank holds at least as much of everything, a rank cannot be.
 """
 
 from __future__ import annotations

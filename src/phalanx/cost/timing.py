@@ -15,7 +15,7 @@ from phalanx.cost.language import Kernel, likely_kernel, setting_of
 from phalanx.cost.operation_time import Way
 from phalanx.cost.part_time import PartTimes, in_training, part_times
 from phalanx.cost.profile import Profile
-from phalanx.cost.schedule import table_of
+from phalanx.cost.schedule_table import table_of
 from phalanx.cost.simulate import StageTimes, makespans
 from phalanx.cost.software import EAGER, OURS, Software
 from phalanx.cost.step_time import StepCause, StepTimes, closed_form

@@ -16,7 +16,7 @@ from phalanx.cost.memory_model import Kernels, memory, rank_memory
 from phalanx.cost.operation_time import Way
 from phalanx.cost.part_time import in_training, part_times
 from phalanx.cost.profile import NamedProfile
-from phalanx.cost.schedule import Pass, schedule_table
+from phalanx.cost.schedule_table import Pass, schedule_table
 from phalanx.cost.simulate import StageTimes, simulate
 from phalanx.cost.step_time import StepCause
 from phalanx.cost.steps import stage_layers

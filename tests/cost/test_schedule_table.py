@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from distributed_ranks import run_ranks
 from layout_runs import run_with
 from phalanx.cost.bubble import in_flight
-from phalanx.cost.schedule import Action, Pass, schedule_table, table_of
+from phalanx.cost.schedule_table import Action, Pass, schedule_table, table_of
 from phalanx.layout.legality import reasons
 from phalanx.layout.mesh import Groups
 from phalanx.layout.pipeline import rank_of_stage, stages_of_rank
@@ -138,7 +138,7 @@ SECOND_RANK = [("F", 1, 0), ("F", 3, 0), ("B", 3, 0), ("B", 1, 0)]
 def test_a_table_that_cannot_be_is_noticed(
     first_rank: Any, second_rank: Any, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.cost.schedule.schedule_actions", lambda *_: [first_rank, second_rank])
+    monkeypatch.setattr("phalanx.cost.schedule_table.schedule_actions", lambda *_: [first_rank, second_rank])
     with pytest.raises(AssertionError, match=complaint):
         schedule_table.__wrapped__("interleaved_1f1b", 2, 2, 1)
 
