@@ -20,6 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from phalanx.cluster.cores import available_cores
+
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a rank that was told to stop and did so in good order; the others are about to."""
 _BAD_USAGE = 2
@@ -183,7 +185,7 @@ class _Ranks:
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """The variables torchrun would set, and those that the user has not set but ranks of one machine should have."""
-    wanted = {"OMP_NUM_THREADS": str(max(1, _usable_cores() // world_size))}
+    wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // world_size))}
     if "lo" in (name for _, name in socket.if_nameindex()):
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
     return {
@@ -197,8 +199,3 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-
-
-def _usable_cores() -> int:
-    """Those this process may run on: taskset and Slurm give it fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

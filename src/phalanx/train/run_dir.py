@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import torch
 
 from phalanx import __version__
+from phalanx.cluster.cores import available_cores
 from phalanx.cluster.device import device_name
 from phalanx.errors import PhalanxError
 from phalanx.files import write_atomically
@@ -122,7 +123,7 @@ def describe_machine(device: torch.device, world_size: int, peaks: Peaks, flops_
         "host": platform.node(),
         "system": platform.platform(),
         "cpu": _cpu_name(),
-        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_count": available_cores(),
         "memory_gib": round(pages / GIB, 1),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -7,7 +7,6 @@ import hashlib
 import importlib
 import io
 import json
-import os
 import sysconfig
 import tokenize
 import zlib
@@ -274,8 +273,3 @@ def _extra(module: str, file: InputFile) -> Any:
         raise ConfigError(
             f"{file.path} needs the package {package}; install the extra: pip install 'phalanx-train[data]'"
         ) from error
-
-
-def available_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -19,7 +19,8 @@ from typing import Literal
 import numpy as np
 from tokenizers import Tokenizer
 
-from phalanx.data.language.documents import InputFile, available_cores, find_files, read_documents, sample_hash
+from phalanx.cluster.cores import available_cores
+from phalanx.data.language.documents import InputFile, find_files, read_documents, sample_hash
 from phalanx.data.language.manifest import (
     MANIFEST,
     SPLITS,
