@@ -1,10 +1,11 @@
-"""Peak memory of a step against the run file's accounting plus measured activations.
+"""Peak memory of a step against the planner's accounting, and against state plus measured activations.
 
     python benchmarks/memory_accounting.py examples/mpt-1b.yaml --out memory.json [section.field=value ...]
 
-Accounted: parameters, working copy, gradients and optimizer state (`layout.memory`). Measured: what one forward pass leaves
-allocated (activations, and the head's gradient), before any gradient exists. Predicted peak: their sum. Found: the
-allocator's peak over whole steps of two micro-batches, and how far what stays allocated grows over `--steps` steps.
+Accounted: what `phalanx plan` says of this run on one device, all of it counted from the run file and the traced model.
+State: parameters, working copy, gradients and optimizer state alone (`layout.memory`). Activations: what one forward pass
+leaves allocated, measured, before any gradient exists. Found: the allocator's peak over whole steps of two micro-batches,
+and how far what stays allocated grows over `--steps` steps.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 from phalanx.config.load import load_run
+from phalanx.cost.candidates import Candidates
+from phalanx.cost.memory_model import Kernels, memory
 from phalanx.data.language.batches import TokenBatch
 from phalanx.layout.apply import apply_layout
-from phalanx.layout.attention import AttentionShape, choose_attention
+from phalanx.layout.family import family_layout
 from phalanx.layout.memory import state_bytes
 from phalanx.layout.mesh import ONE_RANK
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
-from phalanx.train.optimizer import build_optimizer
-from phalanx.train.step import TrainStep
+from phalanx.train.step import build_step
 
 GIB = 2**30
 
@@ -43,12 +44,10 @@ def main() -> None:
     run = load_run(options.run_file, options.overrides)
     layout = resolve_layout(run, 1)
     device = torch.device("cuda", 0)
-    memory = torch.cuda
-    shape = AttentionShape(layout.microbatch, run.data.sequence_length, PRECISIONS[run.layout.precision], False)
-    attention = choose_attention(run.training.attention, run.model, shape, device)
+    planned = memory(run, Candidates.of([layout], [run.layout.recompute]), Kernels.on_accelerators(run)).allocated[0]
+    attention = family_layout(run).choose_attention(run, layout, device)
     applied = apply_layout(run, layout, ONE_RANK, device, attention)
-    optimizer = build_optimizer(applied.parameters, run.optimizer)
-    step = TrainStep(applied, optimizer, device=device, grad_clip=1.0)
+    step = build_step(run, applied, device)
 
     def batch(samples: int) -> TokenBatch:
         tokens = torch.randint(0, run.model.vocab_size, (samples, run.data.sequence_length + 1))
@@ -57,27 +56,29 @@ def main() -> None:
     with attention.active():
         step.run(1, batch(2 * layout.microbatch))
         part = batch(layout.microbatch).to(device)
-        before = memory.memory_allocated()
-        loss = applied.stages[0](part.tokens, part.targets, part.sample_indices)
-        activations = memory.memory_allocated() - before
+        before = torch.cuda.memory_allocated()
+        loss = applied.stages[0](part.tokens, part.sample_indices, targets_BS=part.targets)
+        activations = torch.cuda.memory_allocated() - before
         del loss, part
-        memory.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats()
         kept = []
         for number in range(2, 2 + options.steps):
             step.run(number, batch(2 * layout.microbatch))
-            kept.append(memory.memory_allocated())
+            kept.append(torch.cuda.memory_allocated())
     accounted = state_bytes(run, layout)
-    predicted, found = accounted.total + activations, memory.max_memory_allocated()
+    predicted, found = accounted.total + activations, torch.cuda.max_memory_allocated()
     result = {
         "run_file": str(options.run_file),
         "overrides": options.overrides,
         "device": torch.cuda.get_device_name(),
         "torch": str(torch.__version__),
-        "accounted_state_gib": accounted.total / GIB,
+        "accounted_peak_gib": planned / GIB,
+        "found_over_accounted": found / planned,
+        "state_gib": accounted.total / GIB,
         "measured_activations_gib": activations / GIB,
-        "predicted_peak_gib": predicted / GIB,
+        "state_and_activations_gib": predicted / GIB,
         "found_peak_gib": found / GIB,
-        "found_over_predicted": found / predicted,
+        "found_over_state_and_activations": found / predicted,
         "accounted_between_steps_gib": accounted.between_steps / GIB,
         "found_between_steps_gib": kept[-1] / GIB,
         "growth_over_steps_bytes": kept[-1] - kept[0],

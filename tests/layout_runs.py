@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from phalanx.config.load import parse_run
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.errors import ConfigError
 from phalanx.layout.resolve import resolve_layout
 
@@ -33,22 +33,22 @@ SECTIONS: dict[str, Fields] = {
 }
 
 
-def run_with(changes: Fields | None = None, **layout: Any) -> Run:
+def run_with(changes: Fields | None = None, **layout: Any) -> LanguageRun:
     """The run with these fields of `layout`, and with `section.field` changes elsewhere."""
     sections = {name: dict(fields) for name, fields in SECTIONS.items()}
     sections["layout"] |= layout
     for name, value in (changes or {}).items():
         section, field = name.split(".")
         sections[section][field] = value
-    return Run.model_validate_json(json.dumps(sections))
+    return LanguageRun.model_validate_json(json.dumps(sections))
 
 
-def run_from_words(run: Run, words: list[str]) -> Run:
+def run_from_words(run: LanguageRun, words: list[str]) -> LanguageRun:
     """What the command line makes of `run` with these overrides."""
     return parse_run(yaml.safe_dump(run.model_dump(mode="json", exclude_none=True)), "run.yaml", words)
 
 
-def refusal(run: Run, world: int, devices_per_node: int | None = None) -> list[str]:
+def refusal(run: LanguageRun, world: int, devices_per_node: int | None = None) -> list[str]:
     """The lines of the error that `run` meets on `world` ranks."""
     with pytest.raises(ConfigError) as caught:
         resolve_layout(run, world, devices_per_node)

@@ -11,7 +11,7 @@ import transformers
 
 from phalanx.config.load import dump_run
 from phalanx.config.model import LanguageModel, RopeScaling
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.models.language.decoder import Decoder
 from phalanx.models.language.huggingface.tokens import SpecialTokens, TokenizerFiles
 from phalanx.train.checkpoint import CheckpointStore
@@ -106,7 +106,7 @@ def byte_tokenizer(vocab_size: int = 300) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def run_of(model: LanguageModel, data: str = "nowhere", **fields: object) -> Run:
+def run_of(model: LanguageModel, data: str = "nowhere", **fields: object) -> LanguageRun:
     """A run that could have trained `model`, in float32."""
     sections = {
         "model": model.model_dump(),
@@ -116,10 +116,12 @@ def run_of(model: LanguageModel, data: str = "nowhere", **fields: object) -> Run
         "training": {"steps": 10},
         **fields,
     }
-    return Run.model_validate_json(json.dumps(sections))
+    return LanguageRun.model_validate_json(json.dumps(sections))
 
 
-def save_run(path: Path, decoder: Decoder, *, step: int = 10, data: str = "nowhere", tokenizer: bool = True) -> Run:
+def save_run(
+    path: Path, decoder: Decoder, *, step: int = 10, data: str = "nowhere", tokenizer: bool = True
+) -> LanguageRun:
     """A run directory with one checkpoint of `decoder`, as training leaves it; float32, some optimizer state included."""
     run = run_of(decoder.config, data)
     tensors = {f"model.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from layout_runs import Fields, run_with
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.data.language.batches import TokenBatch
 from phalanx.layout.apply import Applied, apply_layout
 from phalanx.layout.attention import AttentionChoice
@@ -31,18 +31,18 @@ Box = tuple[tuple[int, ...], tuple[int, ...], Tensor]
 """Offsets, whole shape and elements of one rank's part."""
 
 
-def whole_run(changes: Fields) -> Run:
+def whole_run(changes: Fields) -> LanguageRun:
     """The small run in float64, 8 samples a step."""
     return run_with(changes, precision="fp64", global_batch=8)
 
 
-def laid_out(run: Run, layout: ResolvedLayout, made: Groups | None = None) -> Applied:
+def laid_out(run: LanguageRun, layout: ResolvedLayout, made: Groups | None = None) -> Applied:
     """`run`'s model in `layout`, on this rank of the process group."""
     mesh = ONE_RANK if layout.world_size == 1 else build_mesh(layout, CPU, made)
     return apply_layout(run, layout, mesh, CPU, AttentionChoice("sdpa"))
 
 
-def samples_of(run: Run, layout: ResolvedLayout, mesh: Mesh) -> TokenBatch:
+def samples_of(run: LanguageRun, layout: ResolvedLayout, mesh: Mesh) -> TokenBatch:
     """This rank's share of the samples of a step, which do not depend on the layout."""
     length = run.data.sequence_length
     random = torch.Generator().manual_seed(11)
@@ -53,10 +53,10 @@ def samples_of(run: Run, layout: ResolvedLayout, mesh: Mesh) -> TokenBatch:
     return TokenBatch(tokens[mine, :-1], tokens[mine, 1:], None, indices[mine])
 
 
-def backward(run: Run, applied: Applied) -> Tensor:
+def backward(run: LanguageRun, applied: Applied) -> Tensor:
     """Gradients of the mean loss of a step; returns this rank's part of the summed loss."""
     scale = 1.0 / (8 * run.data.sequence_length)
-    return Executor(applied).forward_backward(1, samples_of(run, applied.layout, applied.mesh), scale)
+    return Executor(applied).forward_backward(1, samples_of(run, applied.layout, applied.mesh), scale).sum()
 
 
 def box(place: Place) -> Box:

@@ -25,8 +25,9 @@ def run_file(tmp_path: Path) -> str:
 def test_list_shows_every_preset_and_its_source(call: Call) -> None:
     outcome = call("config", "list")
     assert outcome.code == 0 and outcome.err == ""
-    table, sources = outcome.out.split("\n\n")
-    assert [line.split()[0] for line in table.splitlines()[1:]] == list(preset_names())
+    table, _, others, sources = outcome.out.split("\n\n")
+    listed = [line.split()[0] for part in (table, others) for line in part.splitlines()[1:]]
+    assert sorted(listed) == sorted(preset_names())
     assert "llama3-8b     8.03B     32  4096  32/8 128256   8192" in table
     assert "arXiv:2312.12705" in sources
 

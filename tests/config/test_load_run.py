@@ -3,14 +3,15 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from config.run_text import RUN
 from phalanx.config.load import dump_run, load_run, parse_run
-from phalanx.config.presets import preset_names
-from phalanx.config.schema import DataSource, Run
+from phalanx.config.presets import load_preset, preset_names
+from phalanx.config.schema import DataSource, LanguageRun
 
 
-def parse(*overrides: str, text: str = RUN) -> Run:
+def parse(*overrides: str, text: str = RUN) -> LanguageRun:
     return parse_run(text, "run.yaml", overrides)
 
 
@@ -96,9 +97,28 @@ def test_a_run_folder_stands_for_its_resolved_run_file(tmp_path: Path) -> None:
     assert load_run(tmp_path, ["training.steps=9"]).training.steps == 9
 
 
+DATA = {
+    "language": {"sources": ["text"], "sequence_length": 512},
+    "weather": {
+        "sources": ["fields"],
+        "inputs": ["z500"],
+        "lead_hours": 72,
+        "splits": {"train": {"first": "1979", "last": "2015"}},
+    },
+    "materials": {
+        "sources": [{"name": "alloys", "path": "alloys.npz"}],
+        "prepared": "graphs",
+        "cutoff": 5.0,
+    },
+}
+
+
 @pytest.mark.parametrize("preset", preset_names())
 def test_dump_loads_back_to_an_equal_run(preset: str) -> None:
-    run = parse(f"model.preset={preset}", "data.sequence_length=512", "training.profile={first: 1, last: 2}")
+    tree = yaml.safe_load(RUN)
+    tree |= {"model": {"preset": preset}, "data": DATA[load_preset(preset).family]}
+    tree["layout"]["global_batch"] = 256
+    run = parse("training.profile={first: 1, last: 2}", text=yaml.dump(tree))
     text = dump_run(run)
     assert parse_run(text, "dump") == run
     assert f"preset: {preset}" in text

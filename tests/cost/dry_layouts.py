@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from layout_runs import run_with
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.cost.dryrun import WatchedExecutor, measured_step
 from phalanx.cost.dryrun_report import group_axes
 from phalanx.cost.memory_trace import StepTrace
@@ -46,7 +46,7 @@ _LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def run_named(name: str) -> Run:
+def run_named(name: str) -> LanguageRun:
     """The run of this name."""
     layout, changes = _LAYOUTS[name]
     return run_with(_LARGER | changes, **layout)
@@ -55,7 +55,7 @@ def run_named(name: str) -> Run:
 NAMES = list(_LAYOUTS)
 
 
-def train_step(run: Run, applied: Applied, device: torch.device) -> TrainStep:
+def train_step(run: LanguageRun, applied: Applied, device: torch.device) -> TrainStep:
     """The training step, with all state its optimizer will ever have."""
     step = build_step(run, applied, device)
     materialise_optimizer_state(step.optimizer)
@@ -68,7 +68,7 @@ def real_steps(names: list[str]) -> dict[str, dict[str, Any]]:
     return {name: _real_step(run_named(name), made) for name in names}
 
 
-def _real_step(run: Run, made: Groups) -> dict[str, Any]:
+def _real_step(run: LanguageRun, made: Groups) -> dict[str, Any]:
     layout, cpu = resolve_layout(run, WORLD), torch.device("cpu")
     mesh = build_mesh(layout, cpu, made)
     with StepTrace().watching() as trace:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from layout_runs import run_with
 from phalanx.config.check import global_batch_samples
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.cost.candidates import CONTEXTS, RECOMPUTES, SCHEDULES, Candidates
 from phalanx.cost.enumerate import CHOSEN, Limits, legal_candidates
 from phalanx.layout.legality import reasons
@@ -36,11 +36,11 @@ def row_of(layout: ResolvedLayout, recompute: Any) -> Row:
     return row
 
 
-def with_recompute(run: Run, recompute: str) -> Run:
+def with_recompute(run: LanguageRun, recompute: str) -> LanguageRun:
     return run.model_copy(update={"layout": run.layout.model_copy(update={"recompute": recompute})})
 
 
-def choices_for(degrees: dict[str, int], run: Run) -> list[tuple[str, int, int, bool, str]]:
+def choices_for(degrees: dict[str, int], run: LanguageRun) -> list[tuple[str, int, int, bool, str]]:
     """(schedule, stages a rank, ZeRO level, resharding, context) without two that mean the same."""
     staged = product(SCHEDULES, range(1, run.model.n_layers + 1)) if degrees["pp"] > 1 else [("1f1b", 1)]
     sharded = degrees["dp_shard"] * degrees["cp"] > 1
@@ -77,7 +77,7 @@ RUNS = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(RUNS, st.sampled_from((1, 2, 4, 6, 8, 12, 16)), st.sampled_from((None, 2, 4, 8)), st.randoms())
-def test_same_as_legality(run: Run, world: int, devices_per_node: int | None, random: Any) -> None:
+def test_same_as_legality(run: LanguageRun, world: int, devices_per_node: int | None, random: Any) -> None:
     candidates = legal_candidates(run, world, devices_per_node, limits=Limits.none())
     listed = rows_of(candidates)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.config.load import load_run
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.cost.candidates import Candidates
 from phalanx.cost.language import likely_kernel
 from phalanx.cost.memory_fit import GIB
@@ -82,7 +82,7 @@ def modelled(row: Measured) -> float:
     return max(rank.allocated for rank in ranks) / GIB + kept_product(run, layout) / GIB
 
 
-def kept_product(run: Run, layout: ResolvedLayout) -> float:
+def kept_product(run: LanguageRun, layout: ResolvedLayout) -> float:
     """The product of SwiGLU's gate and up halves, which blocks kept when these runs were made; the fused SwiGLU does not."""
     if run.model.mlp != "swiglu" or run.layout.recompute != "none":
         return 0.0

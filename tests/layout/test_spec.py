@@ -2,13 +2,13 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.errors import ConfigError
 from phalanx.layout.resolve import resolve_layout
 
 
-def run_with(**layout: Any) -> Run:
-    return Run.model_validate(
+def run_with(**layout: Any) -> LanguageRun:
+    return LanguageRun.model_validate(
         {
             "model": {"n_layers": 1, "d_model": 8, "n_heads": 1, "vocab_size": 16, "max_positions": 8},
             "data": {"sources": ["somewhere"], "sequence_length": 8},

@@ -12,7 +12,7 @@ import pytest
 from layout_runs import run_with
 from phalanx.cluster.machine import load_machine
 from phalanx.config.load import parse_run
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.cost.enumerate import Limits
 from phalanx.cost.memory_model import memory
 from phalanx.cost.profile import default_profile
@@ -47,7 +47,7 @@ def planner(**changes: Any) -> Planner:
 
 
 @cache
-def wide() -> Run:
+def wide() -> LanguageRun:
     return run_with(WIDE, global_batch=32)
 
 

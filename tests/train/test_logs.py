@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.errors import ConfigError
 from phalanx.train.logs import ConsoleSink, TensorBoardSink, format_duration, open_sinks
 from phalanx.train.metrics import StepMetrics
@@ -32,8 +32,8 @@ def metrics(step: int = 7, **changes: object) -> StepMetrics:
     return StepMetrics(**values)  # type: ignore[arg-type]
 
 
-def tiny_run(**training: object) -> Run:
-    return Run.model_validate(
+def tiny_run(**training: object) -> LanguageRun:
+    return LanguageRun.model_validate(
         {
             "model": {"n_layers": 1, "d_model": 8, "n_heads": 1, "vocab_size": 16, "max_positions": 8},
             "data": {"sources": ["somewhere"], "sequence_length": 8},

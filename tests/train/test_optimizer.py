@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from phalanx.config.schema import Optimizer
+from phalanx.models.language.declare import parameter_kind
 from phalanx.train.optimizer import build_optimizer, clipped_update, gradient_norm, set_learning_rate
 
 
@@ -34,7 +35,7 @@ def config(**fields: object) -> Optimizer:
 
 def test_by_default_only_matrices_decay() -> None:
     model = Named()
-    decayed, free = build_optimizer(dict(model.named_parameters()), config()).param_groups
+    decayed, free = build_optimizer(dict(model.named_parameters()), config(), parameter_kind).param_groups
     assert [p is model.up.weight for p in decayed["params"]] == [True]
     assert decayed["weight_decay"] == 0.1
     assert len(free["params"]) == 3
@@ -42,16 +43,16 @@ def test_by_default_only_matrices_decay() -> None:
 
 
 def test_decay_is_configurable() -> None:
-    groups = build_optimizer(dict(Named().named_parameters()), config(no_decay=("norm",))).param_groups
+    groups = build_optimizer(dict(Named().named_parameters()), config(no_decay=("norm",)), parameter_kind).param_groups
     assert [len(group["params"]) for group in groups] == [3, 1]
-    (only,) = build_optimizer(dict(Named().named_parameters()), config(no_decay=())).param_groups
+    (only,) = build_optimizer(dict(Named().named_parameters()), config(no_decay=()), parameter_kind).param_groups
     assert len(only["params"]) == 4
 
 
 @pytest.mark.parametrize("limit", [0.5, 1e6, None])
 def test_update_equals_clipping_and_then_adamw(limit: float | None) -> None:
     ours, reference = Named(), Named()
-    optimizer = build_optimizer(dict(ours.named_parameters()), config())
+    optimizer = build_optimizer(dict(ours.named_parameters()), config(), parameter_kind)
     expected = torch.optim.AdamW(
         [
             {"params": [reference.up.weight], "weight_decay": 0.1},
@@ -73,7 +74,7 @@ def test_update_equals_clipping_and_then_adamw(limit: float | None) -> None:
 @pytest.mark.parametrize(("loss", "gradient"), [(float("nan"), 1.0), (1.0, float("inf")), (1.0, float("nan"))])
 def test_nothing_changes_where_loss_or_gradient_is_not_finite(loss: float, gradient: float) -> None:
     model = Named()
-    optimizer = build_optimizer(dict(model.named_parameters()), config())
+    optimizer = build_optimizer(dict(model.named_parameters()), config(), parameter_kind)
     model.set_gradients(1.0)
     clipped_update(optimizer, torch.tensor(1.0), gradient_norm(model.parameters()), 1.0)
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -91,6 +92,6 @@ def test_gradient_norm_counts_every_element_once() -> None:
 
 
 def test_learning_rate_reaches_every_group() -> None:
-    optimizer = build_optimizer(dict(Named().named_parameters()), config())
+    optimizer = build_optimizer(dict(Named().named_parameters()), config(), parameter_kind)
     set_learning_rate(optimizer, 0.125)
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any
 
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.layout.resolve import every_layout
 from phalanx.layout.spec import ResolvedLayout
 
@@ -26,9 +26,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_of(model: str, world: int, precision: str, **layout: Any) -> Run:
+def run_of(model: str, world: int, precision: str, **layout: Any) -> LanguageRun:
     """A run whose sequence and batch every factorisation of `world` can share out."""
-    return Run.model_validate(
+    return LanguageRun.model_validate(
         {
             "model": MODELS[model],
             "data": {"sources": ["nowhere"], "sequence_length": 32, "document_mask": model == "mpt"},

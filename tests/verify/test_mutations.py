@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distributed_ranks import run_ranks
 from phalanx.counter_random import DropoutContext
-from phalanx.layout import apply, attention_parts, collectives, context, execute, init, ring, shard, tensor
+from phalanx.layout import attention_parts, collectives, context, execute, init, language, ring, shard, tensor
 from phalanx.layout.attention_parts import Part
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Groups
@@ -87,7 +87,7 @@ def give_every_rank_the_first_heads_slopes() -> Any:
         heads = model.config.n_heads // share.tp.size
         model.attention_context = context.partial(context.attention_context, heads=slice(0, heads))
 
-    return patch.object(apply, "split_context", wrong)
+    return patch.object(language, "split_context", wrong)
 
 
 def forget_to_rescale_attention() -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.layout.legality import reasons
 from phalanx.layout.resolve import every_layout, with_degrees
 from phalanx.layout.spec import DEGREES
@@ -15,8 +15,8 @@ from phalanx.verify.bound import Bound, layer_of
 from phalanx.verify.reduced import reduced_run
 
 
-def run_of(preset: str, world: int, **data: Any) -> Run:
-    return Run.model_validate(
+def run_of(preset: str, world: int, **data: Any) -> LanguageRun:
+    return LanguageRun.model_validate(
         {
             "model": PRESETS[preset],
             "data": {"sources": ["nowhere"], "sequence_length": 2048, **data},

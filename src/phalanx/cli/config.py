@@ -15,13 +15,15 @@ from phalanx.cli.arguments import Json, Overrides, RunFile, examples
 from phalanx.cli.console import output, print_json, print_pairs, short_count
 from phalanx.config.check import global_batch_samples
 from phalanx.config.document import show_value
+from phalanx.config.families import DEFAULT_FAMILY, RUNS
 from phalanx.config.fields import Field, SectionInfo, nearest_names, sections
 from phalanx.config.load import dump_run, load_run
-from phalanx.config.model import LanguageModel
+from phalanx.config.model import LanguageModel, Model
 from phalanx.config.presets import Preset, load_preset, preset_names
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun, Run
 from phalanx.errors import ConfigError
-from phalanx.models.language.sizes import matmul_parameters, model_flops_per_token, parameter_count
+from phalanx.models.language.sizes import model_flops_per_token
+from phalanx.models.sizes import sizes_of
 
 config_app = typer.Typer(
     help="Show, check and explain run files; list the presets.",
@@ -91,12 +93,15 @@ def check(run: RunFile, overrides: Overrides = None, as_json: Json = False) -> N
     print_pairs(_facts_in_words(loaded, facts))
 
 
-@config_app.command(epilog=examples("phalanx config fields", "phalanx config fields layout"))
+@config_app.command(epilog=examples("phalanx config fields layout", "phalanx config fields data --family weather"))
 def fields(
     section: Annotated[
         str | None,
         typer.Argument(help="Only this section.", autocompletion=lambda: [section.name for section in sections()]),
     ] = None,
+    family: Annotated[
+        str, typer.Option(help="Model family whose run file it is.", autocompletion=lambda: list(RUNS))
+    ] = DEFAULT_FAMILY,
     as_json: Json = False,
     markdown: Markdown = False,
 ) -> None:
@@ -104,11 +109,14 @@ def fields(
 
     What each does, what it may be, and what it is by default.
     """
-    known = [info.name for info in sections()]
+    if family not in RUNS:
+        raise ConfigError(f"--family {family} is not a model family\nnearest: {', '.join(RUNS)}")
+    table = sections(RUNS[family])
+    known = [info.name for info in table]
     if section is not None and section not in known:
         matches = nearest_names(section, known)
         raise ConfigError(f"{section} is not a section\nnearest: {matches[0] if matches else ', '.join(known)}")
-    chosen = [info for info in sections() if section in (None, info.name)]
+    chosen = [info for info in table if section in (None, info.name)]
     if as_json:
         print_json({"sections": [_section_facts(info) for info in chosen]})
     elif markdown:
@@ -120,17 +128,22 @@ def fields(
 
 def run_facts(run: Run) -> dict[str, Any]:
     """What follows from a run file without knowing the devices: sizes, batch, tokens and floating-point operations."""
-    samples = global_batch_samples(run)
-    tokens = samples * run.data.sequence_length * run.training.steps
-    per_token = model_flops_per_token(run.model, run.data.sequence_length, run.training.flops)
-    return {
-        "parameters": parameter_count(run.model),
-        "matmul_parameters": matmul_parameters(run.model),
+    samples, sizes = global_batch_samples(run), sizes_of(run.model)
+    facts: dict[str, Any] = {
+        "parameters": sizes.parameter_count(run.model),
+        "matmul_parameters": sizes.matmul_parameters(run.model),
         "steps": run.training.steps,
         "global_batch_samples": samples,
+        "samples": samples * run.training.steps,
+    }
+    if not isinstance(run, LanguageRun):
+        return facts
+    tokens = samples * run.data.sequence_length * run.training.steps
+    per_token = model_flops_per_token(run.model, run.data.sequence_length, run.training.flops)
+    return facts | {
         "global_batch_tokens": samples * run.data.sequence_length,
         "tokens": tokens,
-        "tokens_per_parameter": tokens / parameter_count(run.model),
+        "tokens_per_parameter": tokens / facts["parameters"],
         "flops_convention": run.training.flops,
         "flops_per_token": per_token,
         "flops": per_token * tokens,
@@ -139,8 +152,12 @@ def run_facts(run: Run) -> dict[str, Any]:
 
 def _facts_in_words(run: Run, facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     preset = f"{run.model.preset}: " if run.model.preset else ""
-    yield "model", f"{preset}{_shape(run.model)}"
+    yield "model", f"{preset}{sizes_of(run.model).in_words(run.model)}"
     yield "parameters", f"{facts['parameters']:,} ({short_count(facts['matmul_parameters'])} in matmuls)"
+    if not isinstance(run, LanguageRun):
+        yield "global batch", f"{facts['global_batch_samples']:,} samples"
+        yield "run", f"{facts['steps']:,} steps, {short_count(facts['samples'])} samples"
+        return
     yield (
         "global batch",
         f"{facts['global_batch_samples']:,} samples x {run.data.sequence_length:,} = "
@@ -159,18 +176,14 @@ def _facts_in_words(run: Run, facts: dict[str, Any]) -> Iterator[tuple[str, str]
 
 
 def _print_presets(presets: list[Preset]) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    table.add_column("preset", no_wrap=True)
-    for column in ("params", "layers", "width", "heads", "vocab", "length"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for preset in presets:
-        model = preset.model()
-        heads = f"{model.n_heads}" if model.kv_heads == model.n_heads else f"{model.n_heads}/{model.kv_heads}"
-        numbers = (model.n_layers, model.d_model, heads, model.vocab_size, preset.sequence_length)
-        table.add_row(preset.name, short_count(parameter_count(model)), *map(str, numbers))
     console = output()
-    console.print(table)
-    console.print("\nheads: query/key-value; length: tokens a sample when published. Sources:")
+    console.print(_language_table([(p, m) for p in presets if isinstance(m := p.model(), LanguageModel)]))
+    console.print("\nheads: query/key-value; length: tokens a sample when published.")
+    others = [(p, m) for p in presets if not isinstance(m := p.model(), LanguageModel)]
+    if others:
+        console.print()
+        console.print(_other_table(others))
+    console.print("\nSources:")
     for source, group in groupby(presets, key=lambda preset: preset.source):
         names = [preset.name for preset in group]
         listed = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
@@ -178,13 +191,42 @@ def _print_presets(presets: list[Preset]) -> None:
     console.print("Use one as model.preset=NAME; phalanx config list NAME tells more.")
 
 
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("preset", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _language_table(presets: list[tuple[Preset, LanguageModel]]) -> Table:
+    table = _table("params", "layers", "width", "heads", "vocab", "length")
+    for preset, model in presets:
+        heads = f"{model.n_heads}" if model.kv_heads == model.n_heads else f"{model.n_heads}/{model.kv_heads}"
+        numbers = (model.n_layers, model.d_model, heads, model.vocab_size, preset.sequence_length)
+        table.add_row(preset.name, _parameters(model), *map(str, numbers))
+    return table
+
+
+def _other_table(presets: list[tuple[Preset, Model]]) -> Table:
+    table = _table("family", "params")
+    table.add_column("shape")
+    for preset, model in presets:
+        table.add_row(preset.name, model.family, _parameters(model), sizes_of(model).in_words(model))
+    return table
+
+
+def _parameters(model: Model) -> str:
+    return short_count(sizes_of(model).parameter_count(model))
+
+
 def _print_preset(preset: Preset) -> None:
     model = preset.model()
     output().print(f"{preset.name}: {preset.about}", style="bold")
     print_pairs(
         [
-            ("shape", _shape(model)),
-            ("parameters", f"{parameter_count(model):,}"),
+            ("shape", sizes_of(model).in_words(model)),
+            ("parameters", f"{sizes_of(model).parameter_count(model):,}"),
             *(("published", f"{printed.parameters} ({printed.counts})") for printed in preset.published),
             ("source", preset.source),
             *((field, show_value(value)) for field, value in preset.fields.items()),
@@ -218,14 +260,23 @@ def _markdown_section(info: SectionInfo) -> Iterator[str]:
 def _markdown_presets(presets: list[Preset]) -> Iterator[str]:
     yield "| preset | parameters | layers | width | heads | MLP | vocabulary | positions | published as | source |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- | --- |"
+    others: list[str] = []
     for preset in presets:
-        model = preset.model()
+        model, published = preset.model(), "; ".join(f"{row.parameters}, {row.counts}" for row in preset.published)
+        count = f"{sizes_of(model).parameter_count(model):,}"
+        if not isinstance(model, LanguageModel):
+            shape = sizes_of(model).in_words(model)
+            others.append(f"| `{preset.name}` | {model.family} | {count} | {shape} | {published} | {preset.source} |")
+            continue
         heads = f"{model.n_heads}" if model.kv_heads == model.n_heads else f"{model.n_heads} ({model.kv_heads} kv)"
-        published = "; ".join(f"{printed.parameters}, {printed.counts}" for printed in preset.published)
         yield (
-            f"| `{preset.name}` | {parameter_count(model):,} | {model.n_layers} | {model.d_model} | {heads} "
+            f"| `{preset.name}` | {count} | {model.n_layers} | {model.d_model} | {heads} "
             f"| {model.ff_size} | {model.vocab_size} | {model.positions} | {published} | {preset.source} |"
         )
+    if others:
+        yield from ("", "| preset | family | parameters | shape | published as | source |")
+        yield "| --- | --- | ---: | --- | --- | --- |"
+        yield from others
 
 
 def _preset_facts(preset: Preset) -> dict[str, Any]:
@@ -233,7 +284,8 @@ def _preset_facts(preset: Preset) -> dict[str, Any]:
         "name": preset.name,
         "about": preset.about,
         "source": preset.source,
-        "parameters": parameter_count(preset.model()),
+        "family": preset.family,
+        "parameters": sizes_of(preset.model()).parameter_count(preset.model()),
         "published": [{"parameters": printed.parameters, "counts": printed.counts} for printed in preset.published],
         "sequence_length": preset.sequence_length,
         "model": preset.model().model_dump(mode="json"),
@@ -258,8 +310,3 @@ def _field_facts(field: Field) -> dict[str, Any]:
         "default": field.default,
         "choices": list(field.choices),
     }
-
-
-def _shape(model: LanguageModel) -> str:
-    heads = f"{model.n_heads} heads" + ("" if model.kv_heads == model.n_heads else f" ({model.kv_heads} kv)")
-    return f"{model.n_layers} layers x {model.d_model}, {heads}, vocabulary {model.vocab_size:,}"

@@ -9,8 +9,9 @@ import typer
 
 from phalanx.cli.arguments import Json, Overrides, RunFile
 from phalanx.cli.console import output, print_json
+from phalanx.config.families import require_language
 from phalanx.config.load import load_run
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.cost.dryrun import dry_run
 from phalanx.cost.dryrun_report import RankReport
 from phalanx.cost.memory_trace import CATEGORIES
@@ -50,7 +51,7 @@ def dryrun(
     The code that trains runs as it is, on tensors without memory, among ranks that are not there. Neither data nor a
     device is needed.
     """
-    loaded = load_run(run, overrides or [])
+    loaded = require_language(load_run(run, overrides or []), "phalanx dryrun")
     per_node = loaded.cluster.devices_per_node or devices_per_node
     layout = resolve_layout(loaded, devices, per_node)
     if device == "cpu":
@@ -79,7 +80,7 @@ def dryrun(
         _print(layout, reports, per_node, compiled, timeline)
 
 
-def _step(run: Run, applied: Applied, device: torch.device) -> TrainStep:
+def _step(run: LanguageRun, applied: Applied, device: torch.device) -> TrainStep:
     """The step that `phalanx train` runs, with all the state its optimizer will ever have."""
     step = build_step(run, applied, device)
     materialise_optimizer_state(step.optimizer)

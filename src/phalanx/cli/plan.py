@@ -13,9 +13,10 @@ from phalanx.cli.console import output, print_json
 from phalanx.cli.plan_check import check_facts, print_check
 from phalanx.cli.plan_words import plan_lines
 from phalanx.cluster.machine import described_names, load_machine, machine_names
+from phalanx.config.families import require_language
 from phalanx.config.load import load_run
 from phalanx.config.override import parse_overrides
-from phalanx.config.schema import Layout, Run
+from phalanx.config.schema import LanguageRun, Layout
 from phalanx.cost.enumerate import CHOSEN
 from phalanx.cost.profile import load_profile, profile_for
 from phalanx.errors import ConfigError, PhalanxError
@@ -94,7 +95,7 @@ def plan(
         raise ConfigError("give --devices N, or --fit for the smallest number that fits (one of the two)")
     machine = load_machine(cluster)
     words = [_as_override(word) for word in overrides or []]
-    loaded = load_run(run, words)
+    loaded = require_language(load_run(run, words), "phalanx plan")
     planner = Planner(
         machine, CostModels(machine, profile_for(machine) if profile is None else load_profile(profile)), p_fits
     )
@@ -144,7 +145,7 @@ def _as_override(word: str) -> str:
     return f"layout.{word}" if equals and name in Layout.model_fields else word
 
 
-def _fixed(run: Run, words: list[str], *, everything: bool) -> dict[str, Any]:
+def _fixed(run: LanguageRun, words: list[str], *, everything: bool) -> dict[str, Any]:
     """The fields of the layout that are not to be chosen: those of the command line, or of the run file as well."""
     stated = {str(change.path[-1]) for change in parse_overrides(words) if change.path[0] == "layout"}
     if everything:

@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from phalanx.config.document import FieldPath
 from phalanx.config.fields import nearest_names
 from phalanx.config.problems import Problem, config_error
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun, Run
 
 
 def check_run(run: Run) -> list[Problem]:
     """Everything that does not fit together in `run`; empty for a sound one."""
-    rules = (_sequence, _attention, _batch, _schedule, _windows, _checkpoints, _evaluation, _resume)
-    return [problem for rule in rules for problem in rule(run)]
+    rules = (_batch, _schedule, _windows, _checkpoints, _resume)
+    found = [problem for rule in rules for problem in rule(run)]
+    if isinstance(run, LanguageRun):
+        found = [problem for rule in (_sequence, _attention, _evaluation) for problem in rule(run)] + found
+    return found
 
 
 def global_batch_samples(run: Run) -> int:
@@ -32,10 +35,11 @@ def global_batch_samples(run: Run) -> int:
     problems = list(_batch_in_tokens(run))
     if problems:
         raise config_error(problems)
+    assert isinstance(run, LanguageRun)
     return amount // run.data.sequence_length
 
 
-def _sequence(run: Run) -> Iterator[Problem]:
+def _sequence(run: LanguageRun) -> Iterator[Problem]:
     length, longest = run.data.sequence_length, run.model.max_positions
     if length > longest:
         yield Problem(
@@ -45,7 +49,7 @@ def _sequence(run: Run) -> Iterator[Problem]:
         )
 
 
-def _attention(run: Run) -> Iterator[Problem]:
+def _attention(run: LanguageRun) -> Iterator[Problem]:
     """FlashAttention-4 has no bias, no mask but the causal one, and two formats."""
     if run.training.attention != "flash4":
         return
@@ -79,8 +83,17 @@ def _batch(run: Run) -> Iterator[Problem]:
 
 def _batch_in_tokens(run: Run) -> Iterator[Problem]:
     amount, unit = _stated_batch(run)
+    if unit == "samples":
+        return
+    if not isinstance(run, LanguageRun):
+        yield Problem(
+            ("layout", "global_batch"),
+            f"layout.global_batch={amount} tokens: only text has tokens; a {run.model.family} batch is counted in samples",
+            "layout.global_batch=16",
+        )
+        return
     length = run.data.sequence_length
-    if unit == "tokens" and amount % length:
+    if amount % length:
         below = amount // length
         choices = [f"{count * length} tokens ({count} samples)" for count in (below, below + 1) if count]
         yield Problem(
@@ -132,7 +145,7 @@ def _checkpoints(run: Run) -> Iterator[Problem]:
         )
 
 
-def _evaluation(run: Run) -> Iterator[Problem]:
+def _evaluation(run: LanguageRun) -> Iterator[Problem]:
     evaluation, longest = run.evaluation, run.model.max_positions
     if evaluation.prompt is not None and evaluation.prompt_tokens >= longest:
         yield Problem(

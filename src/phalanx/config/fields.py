@@ -1,4 +1,4 @@
-"""The schema as a table: every field with its type and bounds in words, its default and its description.
+"""The schema of one kind of run as a table: every field with its type and bounds in words, its default and its description.
 
 Error messages, the printed reference and shell completion all read this table, so none of them can disagree with what
 is accepted.
@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from phalanx.config.document import show_value
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun, Run
 from phalanx.config.section import Words
 
 
@@ -65,8 +65,8 @@ class SectionInfo:
 
 
 @cache
-def sections() -> tuple[SectionInfo, ...]:
-    """All sections in the order of the schema."""
+def sections(kind: type[Run] = LanguageRun) -> tuple[SectionInfo, ...]:
+    """All sections in the order of the schema of `kind`."""
     return tuple(
         SectionInfo(
             name=name,
@@ -74,14 +74,15 @@ def sections() -> tuple[SectionInfo, ...]:
             required=info.is_required(),
             fields=tuple(_fields_of(_model_of(info.annotation), f"{name}.")),
         )
-        for name, info in Run.model_fields.items()
+        for name, info in kind.model_fields.items()
     )
 
 
 @cache
-def all_fields() -> dict[str, Field]:
-    """Every field by its dotted name, nested ones too: `training.profile.first`, `data.sources.N.path` in a list."""
-    return {field.name: field for section in sections() for field in section.fields}
+def all_fields(kind: type[Run] = LanguageRun) -> dict[str, Field]:
+    """Every field of `kind` by its dotted name, nested ones too: `training.profile.first`, and in a list
+    `data.sources.N.path`."""
+    return {field.name: field for section in sections(kind) for field in section.fields}
 
 
 def nearest_names(name: str, known: Sequence[str]) -> list[str]:
@@ -89,23 +90,23 @@ def nearest_names(name: str, known: Sequence[str]) -> list[str]:
     return get_close_matches(name, known, n=3, cutoff=0.6)
 
 
-def nearest_field(name: str) -> str | None:
+def nearest_field(name: str, kind: type[Run] = LanguageRun) -> str | None:
     """The section or field a wrong dotted name most likely meant: a typo, or the right name in the wrong section."""
     parent, _, leaf = name.rpartition(".")
-    if not parent and (matches := nearest_names(leaf, [section.name for section in sections()])):
+    if not parent and (matches := nearest_names(leaf, [section.name for section in sections(kind)])):
         return matches[0]
     by_leaf: dict[str, str] = {}
-    for field in all_fields().values():
+    for field in all_fields(kind).values():
         by_leaf.setdefault(field.leaf, field.name)
-    if leaf not in by_leaf and (matches := nearest_names(leaf, fields_in(parent))):
+    if leaf not in by_leaf and (matches := nearest_names(leaf, fields_in(parent, kind))):
         return f"{parent}.{matches[0]}"
     matches = nearest_names(leaf, list(by_leaf))
     return by_leaf[matches[0]] if matches else None
 
 
-def fields_in(parent: str) -> list[str]:
+def fields_in(parent: str, kind: type[Run] = LanguageRun) -> list[str]:
     """The names of the fields a section or a nested mapping holds."""
-    return [field.leaf for field in all_fields().values() if field.parent == parent]
+    return [field.leaf for field in all_fields(kind).values() if field.parent == parent]
 
 
 def _fields_of(model: type[BaseModel], prefix: str) -> Iterator[Field]:

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from phalanx.config.check import check_run
 from phalanx.config.document import MAX_BYTES, Document, FieldPath, Value, parse_document, plain_scalar, show_value
+from phalanx.config.families import DEFAULT_FAMILY, RUNS, model_kind
 from phalanx.config.fields import nearest_names
-from phalanx.config.model import LanguageModel
 from phalanx.config.override import Override, apply_overrides, parse_overrides
 from phalanx.config.presets import load_preset, preset_names
 from phalanx.config.problems import Problem, config_error, explain, unknown_choice
@@ -48,11 +48,12 @@ def parse_run(text: str, name: str, overrides: Sequence[str] = ()) -> Run:
     apply_overrides(values, changes)
     locate = _locator(document, name, changes)
     problems = _fill_from_preset(values)
+    kind = _kind(values, locate)
     try:
         # JSON mode: strict, yet a list may become a tuple
-        run = Run.model_validate_json(json.dumps(values))
+        run = kind.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        found = explain(error, values)
+        found = explain(error, values, kind)
         if problems:
             found = [problem for problem in found if problem.path != ("model",)]
         raise config_error(problems + found, locate) from None
@@ -114,12 +115,20 @@ def _switch_preset(values: dict[str, Value], changes: Sequence[Override]) -> Non
     if not switched or not isinstance(model, dict):
         return
     old, new = model.get("preset"), switched[-1]
-    if old is None and all(name in model for name, info in LanguageModel.model_fields.items() if info.is_required()):
+    if old is None and _whole_shape(model):
         text = f"model.preset={show_value(new)} would change nothing, since the run file gives the whole shape itself"
         raise config_error([Problem((), text, f"model={{preset: {show_value(new)}}} in place of that shape")])
     if old in preset_names() and old != new:
         former = load_preset(str(old)).model().model_dump(mode="json")
         values["model"] = {name: value for name, value in model.items() if name not in former or value != former[name]}
+
+
+def _whole_shape(model: dict[str, Value]) -> bool:
+    """Whether a model section gives all that its family needs."""
+    family = model.get("family", DEFAULT_FAMILY)
+    if not isinstance(family, str) or family not in RUNS:
+        return False
+    return all(name in model for name, info in model_kind(family).model_fields.items() if info.is_required())
 
 
 def _fill_from_preset(values: dict[str, Value]) -> list[Problem]:
@@ -130,6 +139,17 @@ def _fill_from_preset(values: dict[str, Value]) -> list[Problem]:
         return [unknown_choice(("model", "preset"), name, "a preset (phalanx config list shows them)", preset_names())]
     values["model"] = _merged(load_preset(name).fields, model)
     return []
+
+
+def _kind(values: dict[str, Value], locate: Callable[[FieldPath], str | None]) -> type[Run]:
+    """The kind of run that the file's model makes it. Raises ConfigError for a family that there is not."""
+    model = values.get("model")
+    family = model.get("family", DEFAULT_FAMILY) if isinstance(model, dict) else DEFAULT_FAMILY
+    if not isinstance(family, str) or family not in RUNS:
+        path: FieldPath = ("model", "family")
+        problem = unknown_choice(path, str(show_value(family)), f"a model family ({', '.join(RUNS)})", RUNS)
+        raise config_error([problem], locate)
+    return RUNS[family]
 
 
 def _merged(lower: dict[str, Value], upper: dict[str, Value]) -> dict[str, Value]:

@@ -1,4 +1,4 @@
-"""The `model` section of a run file for the language family: the shape of one decoder.
+"""The `model` section of a run file: what all families share, and the shape of one decoder for the language family.
 
 Pure description: it holds what defines the function the model computes and nothing about devices or layouts.
 Cross-field rules that belong to the shape alone (heads that divide the width) are checked here.
@@ -13,6 +13,17 @@ from pydantic import Field, model_validator
 from phalanx.config.section import Section
 
 PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class Model(Section):
+    """A model of any family. Presets (`model.preset`) fill every field; single fields may then be changed."""
+
+    family: str
+    """Model family."""
+    preset: str | None = None
+    """Named shape that fills the fields not given; `phalanx config list` shows them."""
+    n_layers: PositiveInt
+    """Blocks."""
 
 
 class RopeScaling(Section):
@@ -36,13 +47,11 @@ class RopeScaling(Section):
         return self
 
 
-class LanguageModel(Section):
+class LanguageModel(Model):
     """One decoder-only transformer. Presets (`model.preset`) fill every field; single fields may then be changed."""
 
     family: Literal["language"] = "language"
     """Model family."""
-    preset: str | None = None
-    """Named shape that fills the fields not given; `phalanx config list` shows them."""
     n_layers: PositiveInt
     """Decoder blocks."""
     d_model: PositiveInt

@@ -13,7 +13,8 @@ from importlib import resources
 from typing import Any
 
 from phalanx.config.document import Value, parse_document
-from phalanx.config.model import LanguageModel
+from phalanx.config.families import DEFAULT_FAMILY, model_kind
+from phalanx.config.model import Model
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -47,14 +48,19 @@ class Preset:
     source: str
     """Where the figures come from."""
     sequence_length: int
-    """Tokens a sample in the published runs."""
+    """Positions a sample in the published runs: tokens of text, or patches of a field."""
     fields: dict[str, Value]
     """Fields of the run file's `model` section."""
     published: tuple[PublishedCount, ...]
 
-    def model(self, **changes: Any) -> LanguageModel:
-        """The shape, with single fields changed."""
-        return LanguageModel.model_validate({**self.fields, "preset": self.name, **changes})
+    @property
+    def family(self) -> str:
+        """The family of the model."""
+        return str(self.fields.get("family", DEFAULT_FAMILY))
+
+    def model(self, **changes: Any) -> Model:
+        """The shape, as its family describes one, with single fields changed."""
+        return model_kind(self.family).model_validate({**self.fields, "preset": self.name, **changes})
 
 
 @cache

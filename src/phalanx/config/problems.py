@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 
 from phalanx.config.document import FieldPath, Scalar, Value, dotted, plain_scalar, show_value
 from phalanx.config.fields import Field, all_fields, fields_in, nearest_field, nearest_names, sections
+from phalanx.config.schema import LanguageRun, Run
 from phalanx.errors import ConfigError
 
 MAX_SHOWN = 20
@@ -41,8 +42,8 @@ def config_error(
     return ConfigError("\n".join(lines))
 
 
-def explain(error: ValidationError, values: Value) -> list[Problem]:
-    """The mistakes pydantic found in `values`, in the words of the schema; at most one for each field."""
+def explain(error: ValidationError, values: Value, kind: type[Run] = LanguageRun) -> list[Problem]:
+    """The mistakes pydantic found in `values`, in the words of the schema of `kind`; at most one for each field."""
     found: dict[FieldPath, Problem] = {}
     missing: dict[FieldPath, list[str]] = {}
     for item in error.errors(include_url=False, include_input=False):
@@ -52,10 +53,10 @@ def explain(error: ValidationError, values: Value) -> list[Problem]:
         elif len(found) > MAX_SHOWN:
             found.setdefault(path, Problem(path, dotted(path)))
         else:
-            problem = _explain_one(item, path, values)
+            problem = _explain_one(item, path, values, kind)
             found.setdefault(problem.path, problem)
     misspelt = {problem.nearest for problem in found.values()}
-    return [*found.values(), *_missing_problems(missing, misspelt, values)]
+    return [*found.values(), *_missing_problems(missing, misspelt, values, kind)]
 
 
 def unknown_choice(path: FieldPath, value: str, kind: str, known: Iterable[str]) -> Problem:
@@ -65,13 +66,13 @@ def unknown_choice(path: FieldPath, value: str, kind: str, known: Iterable[str])
     return Problem(path, f"{dotted(path)}={show_value(value)} is not {kind}", nearest)
 
 
-def _explain_one(item: ErrorDetails, path: FieldPath, values: Value) -> Problem:
+def _explain_one(item: ErrorDetails, path: FieldPath, values: Value, kind: type[Run]) -> Problem:
     value = _value_at(values, path)
     if item["type"] == "extra_forbidden":
-        return _unknown(path, value)
+        return _unknown(path, value, kind)
     if item["type"] == "value_error":
         return Problem(path, f"{dotted(path)}: {item['ctx']['error']}")
-    field_path, field = _field_around(path)
+    field_path, field = _field_around(path, kind)
     if field is None:
         return Problem(path, f"{dotted(path)}={show_value(value)} must be a mapping of fields")
     name, value = dotted(field_path), _value_at(values, field_path)
@@ -92,49 +93,49 @@ def _meant(value: Value, field: Field) -> Scalar:
     )
 
 
-def _unknown(path: FieldPath, value: Value) -> Problem:
-    name, nearest = dotted(path), nearest_field(_pattern(path))
+def _unknown(path: FieldPath, value: Value, kind: type[Run]) -> Problem:
+    name, nearest = dotted(path), nearest_field(_pattern(path), kind)
     for index in (part for part in path if isinstance(part, int)):
         nearest = nearest and nearest.replace(".N.", f".{index}.", 1)
     if len(path) > 1:
-        known = "" if nearest else f"; {dotted(path[:-1])} has {_and(fields_in(_pattern(path[:-1])))}"
+        known = "" if nearest else f"; {dotted(path[:-1])} has {_and(fields_in(_pattern(path[:-1]), kind))}"
         return Problem(path, f"{name}={show_value(value)}: there is no such field{known}", nearest)
     if isinstance(value, dict):
-        known = "" if nearest else f"; it has {_and([section.name for section in sections()])}"
+        known = "" if nearest else f"; it has {_and([section.name for section in sections(kind)])}"
         return Problem(path, f"{name} is not a section of a run file{known}", nearest)
     return Problem(path, f"{name}={show_value(value)} is outside any section; fields are section.field", nearest)
 
 
 def _missing_problems(
-    missing: dict[FieldPath, list[str]], misspelt: set[str | None], values: Value
+    missing: dict[FieldPath, list[str]], misspelt: set[str | None], values: Value, kind: type[Run]
 ) -> Iterator[Problem]:
     for parent, leaves in missing.items():
         names = [name for leaf in leaves if (name := dotted((*parent, leaf))) not in misspelt]
         if parent == ():
-            yield from (Problem((), _missing_section(name)) for name in names)
+            yield from (Problem((), _missing_section(name, kind)) for name in names)
         elif names:
             yield Problem(
-                parent, f"{_and(names)} {'is' if len(names) == 1 else 'are'} missing: {_advice(names, values)}"
+                parent, f"{_and(names)} {'is' if len(names) == 1 else 'are'} missing: {_advice(names, values, kind)}"
             )
 
 
-def _missing_section(name: str) -> str:
-    needed = [field.name for field in all_fields().values() if field.parent == name and field.required]
+def _missing_section(name: str, kind: type[Run]) -> str:
+    needed = [field.name for field in all_fields(kind).values() if field.parent == name and field.required]
     return f"section {name} is missing: give at least {_PRESET if name == 'model' else _and(needed)}"
 
 
-def _advice(names: list[str], values: Value) -> str:
+def _advice(names: list[str], values: Value, kind: type[Run]) -> str:
     if names[0].startswith("model.") and _value_at(values, ("model", "preset")) is None:
         return f"give the whole shape, or {_PRESET}"
     if len(names) > 1:
         return "they have no defaults"
-    return f"it must be {all_fields()[_pattern(tuple(names[0].split('.')))].allowed}"
+    return f"it must be {all_fields(kind)[_pattern(tuple(names[0].split('.')))].allowed}"
 
 
-def _field_around(path: FieldPath) -> tuple[FieldPath, Field | None]:
+def _field_around(path: FieldPath, kind: type[Run]) -> tuple[FieldPath, Field | None]:
     """The innermost field of the schema that holds `path`, and its own path."""
     for length in range(len(path), 1, -1):
-        if (field := all_fields().get(_pattern(path[:length]))) is not None:
+        if (field := all_fields(kind).get(_pattern(path[:length]))) is not None:
             return path[:length], field
     return path, None
 

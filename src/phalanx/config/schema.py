@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from phalanx.config.model import LanguageModel
+from phalanx.config.model import LanguageModel, Model
 from phalanx.config.section import Section, Words
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -193,12 +193,17 @@ class Checkpoint(Section):
 
 
 class Evaluation(Section):
-    """Held-out loss and sample text during training."""
+    """Held-out scores during training."""
 
     every: PositiveInt | None = None
     """Steps between evaluations; null evaluates after the last step only."""
     samples: PositiveInt = 256
-    """Held-out samples (of `data.sequence_length` tokens) an evaluation reads; the same ones every time."""
+    """Held-out samples an evaluation reads; the same ones every time."""
+
+
+class TextEvaluation(Evaluation):
+    """Held-out loss and sample text during training."""
+
     prompt: str | None = None
     """Text the model continues after each evaluation."""
     prompt_tokens: PositiveInt = 64
@@ -217,13 +222,21 @@ class Cluster(Section):
 
 
 class Run(Section):
-    """A whole run file."""
+    """A whole run file, of any model family."""
 
-    model: LanguageModel
-    data: Data
+    model: Model
+    data: Section
     layout: Layout
     optimizer: Optimizer
     training: Training
     checkpoint: Checkpoint = Checkpoint()
     evaluation: Evaluation = Evaluation()
     cluster: Cluster = Cluster()
+
+
+class LanguageRun(Run):
+    """A run that trains a language model."""
+
+    model: LanguageModel
+    data: Data
+    evaluation: TextEvaluation = TextEvaluation()

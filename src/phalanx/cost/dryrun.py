@@ -17,16 +17,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.cost.accelerator import core_attention
 from phalanx.cost.dryrun_report import Measured, RankReport, rank_report
 from phalanx.cost.fake_ranks import DEVICE, fake_rank
 from phalanx.cost.language import likely_kernel
 from phalanx.cost.memory_trace import Moment, StepTrace
+from phalanx.data.batch import Batch
 from phalanx.data.language.batches import TokenBatch
-from phalanx.layout.apply import Applied, apply_layout, loss_chunk_tokens
+from phalanx.layout.apply import Applied, apply_layout
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.execute import Executor, local_gradient
+from phalanx.layout.language import loss_chunk_tokens
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.pipeline import Pipeline
 from phalanx.layout.spec import ResolvedLayout
@@ -40,18 +42,24 @@ class Step(Protocol):
     def optimizer(self) -> torch.optim.Optimizer:
         """Its optimizer, with all state it will ever have."""
 
-    def enqueue(self, step: int, batch: TokenBatch) -> Tensor:
+    def enqueue(self, step: int, batch: Batch) -> Tensor:
         """Run one optimizer step on this rank's samples without waiting for the device."""
 
     def relaid(self, executor: Executor) -> Step:
         """The same optimizer's steps, run by `executor`."""
 
 
-StepBuilder = Callable[[Run, Applied, torch.device], Step]
+StepBuilder = Callable[[LanguageRun, Applied, torch.device], Step]
 
 
 def dry_run(
-    run: Run, layout: ResolvedLayout, rank: int, build: StepBuilder, *, accelerator: bool, devices_per_node: int | None
+    run: LanguageRun,
+    layout: ResolvedLayout,
+    rank: int,
+    build: StepBuilder,
+    *,
+    accelerator: bool,
+    devices_per_node: int | None,
 ) -> RankReport:
     """What one optimizer step of `run` in `layout` takes on `rank`.
 
@@ -68,7 +76,7 @@ def dry_run(
         step = build(run, applied, DEVICE).relaid(WatchedExecutor(applied, trace))
         first = measured_step(run, applied, step, trace)
         # The receive buffers of one number of micro-batches must be gone before those of another are made.
-        applied = _relaid(run, applied, mesh, _with_microbatches(layout, more))
+        applied = _relaid(applied, mesh, _with_microbatches(layout, more))
         step = step.relaid(WatchedExecutor(applied, trace))
         second = measured_step(run, applied, step, trace)
         return rank_report(
@@ -102,7 +110,7 @@ def representative_microbatches(layout: ResolvedLayout) -> tuple[int, int]:
     return (few, more) if more < wanted else (wanted, wanted)
 
 
-def _prepared(run: Run, layout: ResolvedLayout, accelerator: bool) -> tuple[Run, AttentionChoice]:
+def _prepared(run: LanguageRun, layout: ResolvedLayout, accelerator: bool) -> tuple[LanguageRun, AttentionChoice]:
     """The run with what depends on the device decided, and its attention; blocks run uncompiled."""
     target = torch.device("meta" if accelerator else "cpu")
     chunk = loss_chunk_tokens(run, target, layout.tp)
@@ -132,13 +140,13 @@ def _with_microbatches(layout: ResolvedLayout, count: int) -> ResolvedLayout:
     return replace(layout, global_batch=count * layout.microbatch * layout.data_ranks)
 
 
-def _relaid(run: Run, applied: Applied, mesh: Mesh, layout: ResolvedLayout) -> Applied:
+def _relaid(applied: Applied, mesh: Mesh, layout: ResolvedLayout) -> Applied:
     """The same stages with another number of micro-batches."""
     if layout == applied.layout:
         return applied
     pipeline = None
     if layout.pp > 1:
-        pipeline = Pipeline(applied.stages, layout, mesh.pp, run.data.sequence_length, DEVICE)
+        pipeline = Pipeline(applied.stages, layout, mesh.pp, DEVICE)
     return replace(applied, layout=layout, pipeline=pipeline)
 
 
@@ -154,7 +162,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def measured_step(run: Run, applied: Applied, step: Step, trace: StepTrace) -> Measured:
+def measured_step(run: LanguageRun, applied: Applied, step: Step, trace: StepTrace) -> Measured:
     """One optimizer step on samples without content, under a trace that has seen all that was made before."""
     _label_state(trace, applied, step)
     handles = [handle for stage in applied.stages for handle in _watch(stage, trace)]
@@ -182,7 +190,7 @@ class WatchedExecutor(Executor):
         super().__init__(applied)
         self.trace = trace
 
-    def forward_backward(self, step: int, batch: TokenBatch, scale: Tensor | float) -> Tensor:
+    def forward_backward(self, step: int, batch: Batch, scale: Tensor | float) -> Tensor:
         """See `Executor`."""
         total = super().forward_backward(step, batch, scale)
         grads = [local_gradient(parameter) for parameter in self.applied.parameters.values()]
@@ -191,7 +199,7 @@ class WatchedExecutor(Executor):
         return total
 
 
-def _samples(run: Run, layout: ResolvedLayout) -> TokenBatch:
+def _samples(run: LanguageRun, layout: ResolvedLayout) -> TokenBatch:
     """This rank's samples of a step, without content where tensors are fake."""
     shape = (layout.samples_per_rank, run.data.sequence_length)
     documents = torch.zeros(shape, dtype=torch.int32, device=DEVICE) if run.data.document_mask else None

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.config.check import global_batch_samples
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.cost.candidates import CONTEXTS, RECOMPUTES, SCHEDULES, Candidates, Ints
 from phalanx.layout.resolve import divisors
 from phalanx.layout.spec import ZERO_BUBBLE
@@ -58,7 +58,7 @@ class Limits:
 
 
 def legal_candidates(
-    run: Run,
+    run: LanguageRun,
     world_size: int,
     devices_per_node: int | None = None,
     fixed: Fixed | None = None,
@@ -81,7 +81,7 @@ def legal_candidates(
     return Candidates(**rows)
 
 
-def _degrees(run: Run, world: int, devices_per_node: int | None, fixed: Fixed, limits: Limits) -> Columns:
+def _degrees(run: LanguageRun, world: int, devices_per_node: int | None, fixed: Fixed, limits: Limits) -> Columns:
     """The degrees: what divides the world, heads, layers and positions."""
     every = divisors(world)
     rows = _take({"tp": np.asarray(every)}, _tensor_fits(run, np.asarray(every), devices_per_node))
@@ -105,7 +105,7 @@ def _degrees(run: Run, world: int, devices_per_node: int | None, fixed: Fixed, l
     return _take(rows, _is(rows["dp_shard"], fixed.get("dp_shard")))
 
 
-def _tensor_fits(run: Run, tp: Ints, devices_per_node: int | None) -> Mask:
+def _tensor_fits(run: LanguageRun, tp: Ints, devices_per_node: int | None) -> Mask:
     fits = np.ones(len(tp), bool)
     for split in tensor_split_counts(run.model):
         fits &= split.count % tp == 0
@@ -115,7 +115,7 @@ def _tensor_fits(run: Run, tp: Ints, devices_per_node: int | None) -> Mask:
     return fits
 
 
-def _batches(run: Run, rows: Columns, fixed: Fixed, limits: Limits) -> Columns:
+def _batches(run: LanguageRun, rows: Columns, fixed: Fixed, limits: Limits) -> Columns:
     """Micro-batches that divide what a data-parallel rank computes."""
     batch = global_batch_samples(run)
     choices = [size for size in divisors(batch) if size <= limits.microbatch]
@@ -123,7 +123,7 @@ def _batches(run: Run, rows: Columns, fixed: Fixed, limits: Limits) -> Columns:
     return _take(rows, batch % (rows["dp_replicate"] * rows["dp_shard"] * rows["microbatch"]) == 0)
 
 
-def _schedules(run: Run, rows: Columns, fixed: Fixed, limits: Limits) -> Columns:
+def _schedules(run: LanguageRun, rows: Columns, fixed: Fixed, limits: Limits) -> Columns:
     """Pipeline schedules and stages a rank; one stage without a schedule where `pp` is 1."""
     schedule = _SCHEDULE[fixed.get("schedule", "1f1b")]
     alone = _cross(_take(rows, rows["pp"] == 1), {"schedule": [schedule], "stages_per_rank": [1]})
@@ -143,7 +143,7 @@ def _schedules(run: Run, rows: Columns, fixed: Fixed, limits: Limits) -> Columns
     return {name: np.concatenate([alone[name], piped[name]]) for name in alone}
 
 
-def _stages_fit(run: Run, schedule: str, per_rank: int) -> bool:
+def _stages_fit(run: LanguageRun, schedule: str, per_rank: int) -> bool:
     """Whether a schedule can have so many stages a rank, and run this model at all."""
     if schedule in ZERO_BUBBLE and run.training.compile is True:
         return False
@@ -169,7 +169,7 @@ def _shards(rows: Columns, fixed: Fixed) -> Columns:
     return _take(rows, level & freed & ~twice)
 
 
-def _contexts(run: Run, rows: Columns, fixed: Fixed) -> Columns:
+def _contexts(run: LanguageRun, rows: Columns, fixed: Fixed) -> Columns:
     """Kinds of context parallelism; the ring stands where `cp` is 1."""
     alone = _cross(_take(rows, rows["cp"] == 1), {"context": [_RING]})
     kinds = [CONTEXTS.index(name) for name in _among(CONTEXTS, fixed, "context")]

@@ -10,19 +10,22 @@ import torch
 from torch import Tensor
 
 from phalanx.config.model import LanguageModel
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.cost.accelerator import core_attention, fused_rms_norm
 from phalanx.cost.recorder import Recorder
-from phalanx.layout.apply import loss_chunk_tokens, named_parameters
-from phalanx.layout.context import SequenceShare, split_context
+from phalanx.layout.apply import named_parameters
+from phalanx.layout.context import split_context
+from phalanx.layout.language import LanguageStage, loss_chunk_tokens
 from phalanx.layout.mesh import Axis
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.recompute import Recompute
+from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.layout.tensor import split_tensors
+from phalanx.models.kinds import ParameterKind
 from phalanx.models.language.attention import Attention
-from phalanx.models.language.declare import ParameterKind, parameter_kind, tensor_splits
+from phalanx.models.language.declare import TIED, parameter_kind, tensor_splits
 from phalanx.models.language.decoder import Decoder
 from phalanx.models.language.layers import Norm
 from phalanx.models.splits import ModelPart
@@ -52,7 +55,7 @@ class Setting:
     z_loss: float = 0.0
 
 
-def setting_of(run: Run, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
+def setting_of(run: LanguageRun, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
     """The setting of `run` in `layout` on accelerators."""
     return Setting(
         model=run.model,
@@ -70,7 +73,7 @@ def setting_of(run: Run, layout: ResolvedLayout, *, attention: Kernel, compiled:
     )
 
 
-def likely_kernel(run: Run, *, rocm: bool) -> Kernel:
+def likely_kernel(run: LanguageRun, *, rocm: bool) -> Kernel:
     """The attention kernel a run will use: the one it names, or what `auto` finds fastest on such devices as a rule."""
     requested = run.training.attention
     if requested in ("cudnn", "flash", "efficient", "math", "flex"):
@@ -146,7 +149,7 @@ def build_stage(name: PartName, setting: Setting) -> Stage:
         part.attention_context = _no_context
     elif setting.attention == "flex":
         _without_bias(part)
-    stage = Stage(part.to(dtype), 0, share, seed=0)
+    stage = LanguageStage(part.to(dtype), 0, share, seed=0, length=setting.length)
     stage.step = 1
     return stage
 
@@ -191,7 +194,7 @@ def example_batch(name: PartName, stage: Stage, setting: Setting, samples: int) 
     shape = (samples, setting.length)
     x = torch.empty(shape, dtype=torch.int64, device="meta")
     if name != "embedding":
-        hidden = stage.hidden_shape(*shape)
+        hidden = stage.hidden_shape(samples)
         x = torch.empty(hidden, dtype=stage.part.dtype, device="meta", requires_grad=True)
     batch = {
         "x": x,
@@ -207,8 +210,9 @@ def part_parameters(stage: Stage, setting: Setting) -> tuple[PartParameter, ...]
     """The parameters of a stage of one part."""
     with torch.device("meta"):
         whole = Decoder(setting.model, part=stage.part.part)
-    shapes = {name: parameter.shape for name, parameter in named_parameters(whole).items()}
+    tied = TIED if setting.model.tied_head else {}
+    shapes = {name: parameter.shape for name, parameter in named_parameters(whole, tied).items()}
     return tuple(
         PartParameter(name, tuple(p.shape), parameter_kind(name), split=p.shape != shapes[name])
-        for name, p in named_parameters(stage.part).items()
+        for name, p in named_parameters(stage.part, tied).items()
     )

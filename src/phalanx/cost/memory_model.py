@@ -7,12 +7,12 @@ the most of every cause.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.cost.candidates import Candidates, Ints
 from phalanx.cost.language import Kernel, likely_kernel
 from phalanx.cost.memory_moments import MOMENTS, Held, Situation, moments, peer_buffer_bytes
@@ -37,7 +37,7 @@ class Kernels:
     compiled: bool
 
     @classmethod
-    def on_accelerators(cls, run: Run, *, rocm: bool = False) -> Kernels:
+    def on_accelerators(cls, run: LanguageRun, *, rocm: bool = False) -> Kernels:
         """As `run` runs on accelerators; schedules that cannot be compiled are taken as if they were."""
         return cls(likely_kernel(run, rocm=rocm), run.training.compile in (True, "auto"))
 
@@ -69,7 +69,12 @@ class RankMemory:
 
 
 def memory(
-    run: Run, candidates: Candidates, kernels: Kernels, *, parts: ModelBytes | None = None, peer_copies: bool = False
+    run: LanguageRun,
+    candidates: Candidates,
+    kernels: Kernels,
+    *,
+    parts: ModelBytes | None = None,
+    peer_copies: bool = False,
 ) -> MemoryEstimates:
     """Peak memory of the worst rank of each candidate.
 
@@ -98,7 +103,7 @@ def memory(
 
 
 def _judge(
-    run: Run,
+    run: LanguageRun,
     candidates: Candidates,
     parts: ModelBytes,
     ranks: list[Holdings],
@@ -125,7 +130,7 @@ def _judge(
 
 
 def rank_memory(
-    run: Run, layout: ResolvedLayout, recompute: Recompute, kernels: Kernels, *, peer_copies: bool = False
+    run: LanguageRun, layout: ResolvedLayout, recompute: Recompute, kernels: Kernels, *, peer_copies: bool = False
 ) -> list[RankMemory]:
     """The peak of every pipeline rank of one layout, cause by cause."""
     one = Candidates.of([layout], [recompute])
@@ -134,23 +139,30 @@ def rank_memory(
     ranks = rank_holdings(
         layout.schedule, layout.pp, layout.stages_per_rank, layout.accumulation, run.model.n_layers, costs
     )
+    every = np.zeros(layout.pp, np.int64)
+    many, parts = one.take(every), parts.take(every)
+    held = dict(moments(_situation(run, many, parts, ranks, peer_copies)))
+    exact = dict(moments(_situation(run, many, parts.unpadded(), ranks, peer_copies)))
+    totals = {name: np.broadcast_to(sum(causes.values()), layout.pp) for name, causes in held.items()}
+    names = list(totals)
+    worst = np.argmax(np.stack(list(totals.values())), axis=0)
     found = []
     for rank in range(layout.pp):
-        situation = _situation(run, one, parts, ranks.take([rank]), peer_copies)
-        exact = dict(moments(replace(situation, sizes=parts.unpadded())))
-        name, held = max(moments(situation), key=lambda each: float(np.sum(sum(each[1].values()))))
-        causes = {cause: float(np.sum(amount)) for cause, amount in exact[name].items()}
-        allocated = float(np.sum(sum(held.values())))
+        name = names[int(worst[rank])]
+        causes = {cause: float(np.broadcast_to(amount, layout.pp)[rank]) for cause, amount in exact[name].items()}
+        allocated = float(totals[name][rank])
         causes["padding"] = allocated - sum(causes.values())
         found.append(RankMemory(rank, allocated, name, causes))
     return found
 
 
-def _parts(run: Run, candidates: Candidates, kernels: Kernels) -> ModelBytes:
+def _parts(run: LanguageRun, candidates: Candidates, kernels: Kernels) -> ModelBytes:
     return model_bytes(run, candidates, attention=kernels.attention, compiled=kernels.compiled)
 
 
-def _situation(run: Run, candidates: Candidates, parts: ModelBytes, holds: Holdings, peer_copies: bool) -> Situation:
+def _situation(
+    run: LanguageRun, candidates: Candidates, parts: ModelBytes, holds: Holdings, peer_copies: bool
+) -> Situation:
     dtype = PRECISIONS[run.layout.precision]
     piped = candidates.pp > 1
     ids = 8 + 8 + 4 * run.data.document_mask

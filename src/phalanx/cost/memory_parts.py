@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.cost.candidates import Candidates, Ints
 from phalanx.cost.language import Kernel, PartName, Setting, setting_of
 from phalanx.cost.parts import PartCosts, part_costs
@@ -93,7 +93,7 @@ _TRACED = ("tp", "cp", "context", "recompute", "microbatch")
 _SIZES = ("kept", "forward", "backward")
 
 
-def model_bytes(run: Run, candidates: Candidates, *, attention: Kernel, compiled: bool) -> ModelBytes:
+def model_bytes(run: LanguageRun, candidates: Candidates, *, attention: Kernel, compiled: bool) -> ModelBytes:
     """The parts of `run`'s model on a rank of each candidate. attention, compiled: see `cost.language.setting_of`."""
     first, inverse = distinct([getattr(candidates, name) for name in _TRACED])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.config.schema import Data, DataSource, Layout, Optimizer, Run, Training
+from phalanx.config.schema import Data, DataSource, LanguageRun, Layout, Optimizer, Training
 from phalanx.cost.candidates import Candidates
 from phalanx.cost.language import Kernel
 from phalanx.cost.memory_model import Kernels, rank_memory
@@ -47,7 +47,7 @@ def published_peak(published: PublishedRun) -> float | None:
     if layout is None or model is None or length is None or habits is None:
         return None
     recompute = published.recompute or "none"
-    run = Run(
+    run = LanguageRun(
         model=model,
         data=Data(sources=[DataSource(path="published")], sequence_length=length),
         layout=Layout(global_batch=layout.global_batch, recompute=recompute, precision=published.precision or "bf16"),
@@ -60,7 +60,9 @@ def published_peak(published: PublishedRun) -> float | None:
     return max(rank.allocated + more for rank, more in zip(ranks, besides, strict=True))
 
 
-def _besides(run: Run, layout: ResolvedLayout, split: bool | None, habits: Habits, kernels: Kernels) -> list[float]:
+def _besides(
+    run: LanguageRun, layout: ResolvedLayout, split: bool | None, habits: Habits, kernels: Kernels
+) -> list[float]:
     """Bytes that each pipeline rank holds besides."""
     one = Candidates.of([layout], [run.layout.recompute])
     parts = model_bytes(run, one, attention=kernels.attention, compiled=kernels.compiled)

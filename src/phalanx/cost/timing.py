@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,10 +10,10 @@ import torch
 
 from phalanx.cluster.collectives import Constants, default_constants, send
 from phalanx.cluster.machine import Machine
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.cost.candidates import Candidates
 from phalanx.cost.language import Kernel, likely_kernel, setting_of
-from phalanx.cost.operation_time import Way
+from phalanx.cost.operation_time import Floats, Way
 from phalanx.cost.part_time import PartTimes, in_training, part_times
 from phalanx.cost.profile import Profile
 from phalanx.cost.schedule_table import table_of
@@ -20,11 +21,11 @@ from phalanx.cost.simulate import StageTimes, makespans
 from phalanx.cost.software import EAGER, OURS, Software
 from phalanx.cost.step_time import StepCause, StepTimes, closed_form
 from phalanx.cost.steps import Steps, stage_layers, steps_of
-from phalanx.layout.apply import loss_chunk_tokens
+from phalanx.layout.language import loss_chunk_tokens
 
 
 def step_times(
-    run: Run,
+    run: LanguageRun,
     candidates: Candidates,
     machine: Machine,
     profile: Profile,
@@ -49,7 +50,7 @@ def step_times(
     return with_simulated_pipelines(run, steps, times, found, in_training(constants, profile))
 
 
-def our_software(run: Run, machine: Machine) -> Software:
+def our_software(run: LanguageRun, machine: Machine) -> Software:
     """What our training does on `machine`."""
     switched = machine.links is not None and machine.links.switch is not None
     wanted = run.layout.peer_copies
@@ -58,7 +59,7 @@ def our_software(run: Run, machine: Machine) -> Software:
 
 
 def steps_of_run(
-    run: Run, candidates: Candidates, machine: Machine, software: Software, attention: Kernel | None = None
+    run: LanguageRun, candidates: Candidates, machine: Machine, software: Software, attention: Kernel | None = None
 ) -> Steps:
     """The steps of `candidates`. attention: the kernel; the likely one where None."""
     kernel = attention or likely_kernel(run, rocm=machine.node.device.startswith("MI"))
@@ -68,7 +69,7 @@ def steps_of_run(
 
 
 def with_simulated_pipelines(
-    run: Run, steps: Steps, times: PartTimes, found: StepTimes, constants: Constants
+    run: LanguageRun, steps: Steps, times: PartTimes, found: StepTimes, constants: Constants
 ) -> StepTimes:
     """`found` with the bubbles and transfers of simulated pipelines. constants: of collectives in training."""
     seconds = found.seconds.copy()
@@ -76,17 +77,29 @@ def with_simulated_pipelines(
     sent = send(steps.hidden_bytes, steps.pipeline, constants)
     both = times.seconds.sum(axis=2)
     columns = (both[:, Way.FORWARD], both[:, Way.BACKWARD], times.weight)
-    for row in np.flatnonzero(layouts.pp > 1):
-        layout = layouts.layout(int(row))
-        blocks = np.array(stage_layers(run.model, run.data.sequence_length, layout.n_stages, even=False), np.float64)
-        forward, backward, weight = (blocks * column[steps.block[row]] for column in columns)
-        for stage, column in zip((forward, backward, weight), columns, strict=True):
-            stage[0] += column[steps.embedding[row]]
-            stage[-1] += column[steps.head[row]]
-        table = table_of(layout)
-        alone = makespans(table, StageTimes(forward, backward, weight))[0]
-        together = makespans(table, StageTimes(forward, backward, weight, float(sent[row])))[0]
-        busiest = (forward + backward)[table.stages_of_rank].sum(axis=1).max()
-        seconds[row, StepCause.BUBBLE] = alone - layout.accumulation * busiest
-        seconds[row, StepCause.TRANSFER] = together - alone
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for row in np.flatnonzero(layouts.pp > 1).tolist():
+        key = (layouts.schedule[row], layouts.pp[row], layouts.stages_per_rank[row], layouts.accumulation[row])
+        alike.setdefault(tuple(map(int, key)), []).append(row)
+    for rows in alike.values():
+        table = table_of(layouts.layout(rows[0]))
+        split = stage_layers(run.model, run.data.sequence_length, table.n_stages, even=False)
+        forward, backward, weight = (_of_stages(steps, rows, column, split) for column in columns)
+        # Each layout twice, without transfers and with them, and all in one simulation.
+        twice = StageTimes(
+            *(np.concatenate([stage, stage]) for stage in (forward, backward, weight)),
+            transfer=np.concatenate([np.zeros(len(rows)), sent[rows]])[:, None],
+        )
+        alone, together = np.split(makespans(table, twice), 2)
+        busiest = (forward + backward)[:, table.stages_of_rank].sum(axis=2).max(axis=1)
+        seconds[rows, StepCause.BUBBLE] = alone - layouts.accumulation[rows] * busiest
+        seconds[rows, StepCause.TRANSFER] = together - alone
     return StepTimes(seconds)
+
+
+def _of_stages(steps: Steps, rows: list[int], column: Floats, split: Sequence[int]) -> Floats:
+    """Seconds of each stage for these layouts, [rows, stages]. column: of each part. split: blocks of each stage."""
+    stages = column[steps.block[rows]][:, None] * np.asarray(split, np.float64)
+    stages[:, 0] += column[steps.embedding[rows]]
+    stages[:, -1] += column[steps.head[rows]]
+    return np.asarray(stages)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.evaluate.text import TextTokenizer
 from phalanx.evaluate.tokenizer import tokenizer_files
 from phalanx.evaluate.weights import Weights, open_weights
@@ -23,7 +23,7 @@ class LoadedModel:
     """A model on one device, in evaluation mode."""
 
     model: Decoder
-    run: Run | None
+    run: LanguageRun | None
     """The run that trained it; None for imported weights."""
     tokenizer: TextTokenizer | None
     """None where none was found."""
@@ -63,7 +63,7 @@ def _build(weights: Weights, device: torch.device, dtype: torch.dtype) -> Decode
     return model.eval()
 
 
-def _usual_dtype(run: Run | None, device: torch.device) -> torch.dtype:
+def _usual_dtype(run: LanguageRun | None, device: torch.device) -> torch.dtype:
     if run is not None:
         return PRECISIONS[run.layout.precision]
     return torch.float32 if device.type == "cpu" else torch.bfloat16

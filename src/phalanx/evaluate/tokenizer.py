@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.data.language.manifest import MANIFEST, check_size, read_manifest
 from phalanx.errors import CheckpointError
 from phalanx.evaluate.weights import Weights
@@ -33,7 +33,7 @@ def _at(path: Path, special: SpecialTokens) -> TokenizerFiles:
     return TokenizerFiles({TOKENIZER: path.read_bytes()}, special)
 
 
-def _of_data(run: Run) -> TokenizerFiles | None:
+def _of_data(run: LanguageRun) -> TokenizerFiles | None:
     """The tokenizer in the first of the run's data folders that is still there and has one."""
     for source in run.data.sources:
         folder = Path(source.path)

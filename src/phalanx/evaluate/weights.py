@@ -14,9 +14,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from phalanx.config.families import require_language
 from phalanx.config.load import parse_run
 from phalanx.config.model import LanguageModel
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.errors import CheckpointError
 from phalanx.models.language.decoder import Decoder
 from phalanx.models.language.huggingface.read import HuggingFaceFolder, is_huggingface_folder
@@ -41,7 +42,7 @@ class Weights(ABC):
     """The decoder they belong to."""
     tokenizer: TokenizerFiles
     """The tokenizer that lies beside them, if any, and the special tokens."""
-    run: Run | None = None
+    run: LanguageRun | None = None
     """The run that trained them; None for imported weights."""
     step: int = 0
     """Optimizer steps they were trained for; 0 for imported weights."""
@@ -176,10 +177,10 @@ def imported_state(model: LanguageModel, special: SpecialTokens, source: Path) -
     }
 
 
-def _described(state: dict[str, Any], where: Path) -> tuple[Run | None, LanguageModel]:
+def _described(state: dict[str, Any], where: Path) -> tuple[LanguageRun | None, LanguageModel]:
     """The run and the model that a checkpoint's state describes."""
     if isinstance(state.get("run"), str):
-        run = parse_run(state["run"], f"{where}/state.json: run")
+        run = require_language(parse_run(state["run"], f"{where}/state.json: run"), f"reading {where} as text weights")
         return run, run.model
     try:
         return None, LanguageModel.model_validate(state.get("model"))

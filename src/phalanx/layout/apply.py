@@ -1,8 +1,8 @@
 """From a run and its layout to a model on this rank's device, ready to train. The whole order, on one screen.
 
 1. Build this rank's pipeline stages on meta: nothing is allocated, whatever the size of the model.
-2. Split matrices over `tp`: first of all, since everything after it must see the parts.
-3. Join attention over `cp`, and tell it which heads are its own.
+2. Split matrices over `tp`: first of all, since everything after it must see the parts (`layout.<family>`).
+3. Join attention over `cp`, and tell it which heads are its own (there too).
 4. Recompute: inside compilation, so that the compiler sees what is kept.
 5. Compile: each block by itself; equal blocks share one compiled program.
 6. Shard over data ranks: outside compilation, so that gathers stay outside the compiled programs.
@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from torch import nn
 from phalanx import compat
 from phalanx.config.schema import Run
 from phalanx.layout.attention import AttentionChoice
-from phalanx.layout.context import SequenceShare, split_context
+from phalanx.layout.family import Building, family_layout
 from phalanx.layout.init import initialise_parameters
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.peer_copies import PeerCopies
@@ -30,12 +31,11 @@ from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.recompute import recompute_block
 from phalanx.layout.shard import shard_stage
+from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ZERO_BUBBLE, ResolvedLayout
 from phalanx.layout.stage import Stage
-from phalanx.layout.tensor import split_tensors
 from phalanx.layout.working_copy import WorkingCopy
-from phalanx.models.language.declare import TIED, initial_rules, relative_block_costs, tensor_splits
-from phalanx.models.language.decoder import Decoder
+from phalanx.models.families import family_of
 from phalanx.models.language.layers import GatedLinear
 from phalanx.models.splits import ModelPart
 
@@ -53,6 +53,8 @@ class Applied:
     splits: TensorSplits
     """Which part of its parameter a rank's is, over `tp`; data-parallel shards are parts of that part."""
     pipeline: Pipeline | None
+    compiled: bool
+    """Whether blocks are compiled when they first run."""
     tied: frozenset[str] = frozenset()
     """Parameters that this rank shares with the other end of the pipeline."""
     working_copies: list[WorkingCopy] = field(default_factory=list)
@@ -81,37 +83,37 @@ def apply_layout(
     dtype = PRECISIONS[run.layout.precision]
     master_dtype = torch.promote_types(dtype, torch.float32)
     copied = mesh.data is None and dtype != master_dtype
-    build = _Builder(run, device, attention, SequenceShare(mesh.cp, mesh.tp, layout.context))
-    costs = relative_block_costs(run.model, run.data.sequence_length)
+    family = family_of(run)
+    building = Building(run, device, attention, SequenceShare(mesh.cp, mesh.tp, layout.context))
+    build = _Builder(building, family.tied(run))
+    compiled = compiles(run, layout, device)
     stages: list[Stage] = []
     working: list[WorkingCopy] = []
     parameters: dict[str, nn.Parameter] = {}
-    for index, part in model_parts(layout, mesh.pp.rank, run.model.n_layers, costs).items():
+    for index, part in model_parts(layout, mesh.pp.rank, run.model.n_layers, family.block_costs(run)).items():
         model = build.part(part, dtype if copied else master_dtype)
-        stage = Stage(model, index, build.share, run.training.seed)
+        stage = family_layout(run).stage(building, model, index)
         for block in model.blocks:
             recompute_block(block, run.layout.recompute)
         if _splits_backward(layout):
             _separate_gradients(model)
-        if compiles(run, layout, device):
-            _compile(model)
+        if compiled:
+            _compile(stage)
         if mesh.data is not None:
             reshard = layout.reshard_after_forward
             shard_stage(stage, mesh.data, dtype, reshard_after_forward=reshard, copies=copies)
         masters = build.part(part, master_dtype) if copied else model
         masters.to_empty(device=device)
-        named = named_parameters(masters)
+        named = named_parameters(masters, build.tied)
         if fill:
-            initialise_parameters(named, initial_rules(run.model), run.training.seed, build.splits)
+            initialise_parameters(named, family.initial_rules(run), run.training.seed, build.splits)
         if copied:
             working.append(WorkingCopy(masters, model.to_empty(device=device)))
         stages.append(stage)
         parameters.update(named)
-    pipeline = None
-    if layout.pp > 1:
-        pipeline = Pipeline(stages, layout, mesh.pp, run.data.sequence_length, device)
-    tied = TIED if run.model.tied_head and mesh.tie.size > 1 else {}
-    applied = Applied(layout, mesh, stages, parameters, build.splits, pipeline, frozenset(tied.values()), working)
+    pipeline = Pipeline(stages, layout, mesh.pp, device) if layout.pp > 1 else None
+    tied = build.tied.values() if mesh.tie.size > 1 else ()
+    applied = Applied(layout, mesh, stages, parameters, build.splits, pipeline, compiled, frozenset(tied), working)
     applied.refresh()
     return applied
 
@@ -120,44 +122,32 @@ def apply_layout(
 class _Builder:
     """Builds parts of a run's model on meta, split over `tp` and `cp`."""
 
-    run: Run
-    device: torch.device
-    attention: AttentionChoice
-    share: SequenceShare
+    building: Building
+    tied: dict[str, str]
     splits: TensorSplits = field(default_factory=dict)
     """Of all parts built so far."""
 
-    def part(self, part: ModelPart, parameter_dtype: torch.dtype) -> Decoder:
-        with torch.device("meta"):
-            model = Decoder(
-                self.run.model,
-                dtype=PRECISIONS[self.run.layout.precision],
-                kernel=self.attention.kernel,
-                chunk_tokens=loss_chunk_tokens(self.run, self.device, self.share.tp.size),
-                z_loss=self.run.training.z_loss,
-                part=part,
-            )
-        splits = split_tensors(model, tensor_splits(self.run.model), self.share.tp)
-        self.splits.update({_whole_name(name, model): split for name, split in splits.items()})
-        split_context(model, self.share, self.attention.core)
+    def part(self, part: ModelPart, parameter_dtype: torch.dtype) -> Any:
+        model, splits = family_layout(self.building.run).build(self.building, part)
+        self.splits.update({_whole_name(name, self.tied): split for name, split in splits.items()})
         return model.to(parameter_dtype)
 
 
-def named_parameters(part: Decoder) -> dict[str, nn.Parameter]:
+def named_parameters(part: nn.Module, tied: dict[str, str]) -> dict[str, nn.Parameter]:
     """The parameters of a part by their names in the whole model: a copy of a shared table goes by the table's name."""
-    return {_whole_name(name, part): parameter for name, parameter in part.named_parameters()}
+    return {_whole_name(name, tied): parameter for name, parameter in part.named_parameters()}
 
 
-def _whole_name(name: str, part: Decoder) -> str:
+def _whole_name(name: str, tied: dict[str, str]) -> str:
     name = compat.full_name(name)
-    return TIED.get(name, name) if part.config.tied_head else name
+    return tied.get(name, name)
 
 
-def _compile(model: Decoder) -> None:
-    for block in model.blocks:
+def _compile(stage: Stage) -> None:
+    for block in stage.part.blocks:
         block.compile()
-    if model.part.last:
-        model.head.loss_kernel = torch.compile(model.head.loss_kernel)
+    if stage.part.part.last:
+        stage.compile_loss()
 
 
 def compiles(run: Run, layout: ResolvedLayout, device: torch.device) -> bool:
@@ -172,15 +162,7 @@ def _splits_backward(layout: ResolvedLayout) -> bool:
     return layout.pp > 1 and layout.schedule in ZERO_BUBBLE
 
 
-def _separate_gradients(model: Decoder) -> None:
+def _separate_gradients(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, GatedLinear):
             module.joint_gradients = False
-
-
-def loss_chunk_tokens(run: Run, device: torch.device, tp: int = 1) -> int:
-    """Tokens whose logits are held at once; `auto` keeps a rank's logits near 2^29 elements (2^24 on the CPU)."""
-    if run.training.loss_chunk_tokens != "auto":
-        return run.training.loss_chunk_tokens
-    elements = 2**24 if device.type == "cpu" else 2**29
-    return max(128, elements * tp // run.model.vocab_size // 128 * 128)

@@ -7,7 +7,6 @@ all_to_all: for attention ranks exchange positions for heads, each then has some
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +16,8 @@ from torch import Tensor
 from phalanx.config.model import LanguageModel
 from phalanx.layout.collectives import exchange
 from phalanx.layout.mesh import Axis
-from phalanx.layout.ring import ring_attention, ring_positions
+from phalanx.layout.ring import ring_attention
+from phalanx.layout.share import SequenceShare
 from phalanx.models.language.attention import (
     Attention,
     AttentionContext,
@@ -27,28 +27,7 @@ from phalanx.models.language.attention import (
     attention_context,
 )
 from phalanx.models.language.decoder import Decoder
-from phalanx.models.language.positions import Positions, alibi_slopes, rope_tables
-
-
-@dataclass(frozen=True)
-class SequenceShare:
-    """Which positions of every sample this rank computes."""
-
-    cp: Axis
-    tp: Axis
-    context: str
-    """ring or all_to_all."""
-
-    def positions(self, length: int, device: torch.device) -> Positions:
-        """Global positions of this rank's tokens, and of the rows of its residual stream."""
-        tokens_S = self._tokens(length, device)
-        return Positions(tokens_S, tokens_S.chunk(self.tp.size)[self.tp.rank])
-
-    def _tokens(self, length: int, device: torch.device) -> Tensor:
-        if self.context == "ring" and self.cp.size > 1:
-            return ring_positions(self.cp.rank, self.cp.size, length // self.cp.size, device)
-        each = length // self.cp.size
-        return torch.arange(self.cp.rank * each, (self.cp.rank + 1) * each, device=device)
+from phalanx.models.language.positions import alibi_slopes, rope_tables
 
 
 class RingContext(NamedTuple):

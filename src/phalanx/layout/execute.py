@@ -5,14 +5,12 @@ What training and verification have in common. Knows no optimizer and no files.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.data.language.batches import TokenBatch
+from phalanx.data.batch import Batch
 from phalanx.layout.apply import Applied
 from phalanx.layout.mesh import Axis
 from phalanx.layout.shard import prepare_microbatch
@@ -25,51 +23,72 @@ class Executor:
         self.applied = applied
         self.layout = applied.layout
         self.mesh = applied.mesh
+        self._cold = {"train", "evaluate"} if applied.compiled and applied.pipeline is not None else set()
+        """Kinds of pass whose programs are still to be compiled."""
 
-    def forward_backward(self, step: int, batch: TokenBatch, scale: Tensor | float) -> Tensor:
+    def forward_backward(self, step: int, batch: Batch, scale: Tensor | float) -> Tensor:
         """Gradients of scale * loss over the global batch, on every rank for its parameters.
 
         batch: the samples of this rank's data-parallel share, all micro-batches, on the device. step: the optimizer step,
-        from 1. Returns this rank's part of the summed loss (float64, 0-dim): the parts of all ranks add up to the whole.
+        from 1. scale: one number, or one for each task. Returns this rank's part of the summed losses (float64, [tasks]):
+        the parts of all ranks add up to the whole.
         """
         for stage in self.applied.stages:
             stage.train()
             stage.step = step
+        self._warm_up("train", batch)
         if self.applied.pipeline is not None:
-            total = self._pipelined(batch, scale)
+            x, inputs = batch.inputs()
+            total = self.applied.pipeline.forward_backward(x, inputs, batch.sample_indices, scale)
         else:
             total = self._accumulated(batch, scale)
         self._sum_gradients()
-        # Tensor-parallel ranks all hold the whole loss of their positions.
-        return total if self.mesh.tp.rank == 0 else torch.zeros_like(total)
+        return self._mine(total)
 
     @torch.no_grad()
-    def evaluate(self, batch: TokenBatch) -> Tensor:
-        """This rank's part of the summed loss of one micro-batch, dropout off (float64, 0-dim)."""
+    def evaluate(self, batch: Batch) -> Tensor:
+        """This rank's part of the summed losses of one micro-batch, dropout off (float64, [tasks])."""
         for stage in self.applied.stages:
             stage.eval()
             stage.step = None
+        self._warm_up("evaluate", batch)
+        x, inputs = batch.inputs()
         if self.applied.pipeline is not None:
-            total = self.applied.pipeline.evaluate(batch.tokens, **_arguments(batch))
+            total = self.applied.pipeline.evaluate(x, inputs, batch.sample_indices)
         else:
-            total = self.applied.stages[0](batch.tokens, **_arguments(batch)).double().sum()
-        return total if self.mesh.tp.rank == 0 else torch.zeros_like(total)
+            total = self.applied.stages[0](x, batch.sample_indices, **inputs).double()
+        return self._mine(total)
 
-    def _accumulated(self, batch: TokenBatch, scale: Tensor | float) -> Tensor:
-        (stage,) = self.applied.stages
-        total = torch.zeros((), dtype=torch.float64, device=batch.tokens.device)
-        parts = list(batch.split(self.layout.microbatch))
-        for number, part in enumerate(parts, 1):
-            if self.mesh.data is not None:
-                prepare_microbatch(stage, self.layout.zero, last=number == len(parts))
-            loss = stage(part.tokens, **_arguments(part)).sum()
-            total += loss.detach()
-            (loss * scale).backward()
-        return total
-
-    def _pipelined(self, batch: TokenBatch, scale: Tensor | float) -> Tensor:
+    def _warm_up(self, kind: str, batch: Batch) -> None:
+        if kind not in self._cold:
+            return
         assert self.applied.pipeline is not None
-        return self.applied.pipeline.forward_backward(batch.tokens, scale=scale, **_arguments(batch))
+        self._cold.remove(kind)
+        part = next(iter(batch.split(self.layout.accumulation))) if kind == "train" else batch
+        x, inputs = part.inputs()
+        self.applied.pipeline.warm_up(x, inputs, part.sample_indices)
+        if kind == "train":
+            running = [parameter for stage in self.applied.stages for parameter in stage.parameters()]
+            for parameter in (*running, *self.applied.parameters.values()):
+                parameter.grad = None
+
+    def _mine(self, total: Tensor) -> Tensor:
+        """What this rank counts of the losses that its tensor-parallel ranks hold."""
+        stage = self.applied.stages[0]
+        return torch.zeros_like(total) if stage.loss_is_whole and self.mesh.tp.rank else total
+
+    def _accumulated(self, batch: Batch, scale: Tensor | float) -> Tensor:
+        (stage,) = self.applied.stages
+        total = torch.zeros((), dtype=torch.float64, device=batch.sample_indices.device)
+        count = self.layout.accumulation
+        for number, part in enumerate(batch.split(count), 1):
+            if self.mesh.data is not None:
+                prepare_microbatch(stage, self.layout.zero, last=number == count)
+            x, inputs = part.inputs()
+            losses = stage(x, part.sample_indices, **inputs)
+            total = total + losses.detach().double()
+            (losses * scale).sum().backward()
+        return total
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:
@@ -77,13 +96,6 @@ class Executor:
         alike = [p for name, p in self.applied.parameters.items() if name not in self.applied.splits]
         _sum_over(self.mesh.tp, alike)
         _sum_over(self.mesh.tie, [p for name, p in self.applied.parameters.items() if name in self.applied.tied])
-
-
-def _arguments(batch: TokenBatch) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"targets_BS": batch.targets, "sample_indices_B": batch.sample_indices}
-    if batch.document_ids is not None:
-        arguments["document_ids_BS"] = batch.document_ids
-    return arguments
 
 
 def _sum_over(axis: Axis, parameters: list[nn.Parameter]) -> None:

@@ -6,7 +6,7 @@ i is the row-major index in the whole parameter, so a rank fills its own shard a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 
@@ -52,13 +52,13 @@ def fill(tensor: Tensor, name: str, rule: InitRule, seed: int, split: TensorSpli
         local.fill_(rule.value)
         return
     assert local.is_contiguous(), name
-    key = stream_key("initial values", seed, name)
+    draw = _draw(rule, stream_key("initial values", seed, name), shape)
     # Detached, since the worker threads below have gradients on: the mode belongs to a thread.
     flat = local.detach().view(-1)
 
     def fill_chunk(chunk: range) -> None:
         place = torch.arange(chunk.start, chunk.stop, device=flat.device)
-        values = normal_values(key, _global_index(place, tuple(local.shape), offsets, shape)).mul_(rule.value)
+        values = draw(_global_index(place, tuple(local.shape), offsets, shape))
         flat[chunk.start : chunk.stop] = values.to(torch.float32)
 
     if flat.device.type == "cpu":
@@ -67,6 +67,15 @@ def fill(tensor: Tensor, name: str, rule: InitRule, seed: int, split: TensorSpli
     else:
         for chunk in _chunks(flat.numel(), _CHUNK_ELSEWHERE):
             fill_chunk(chunk)
+
+
+def _draw(rule: InitRule, key: int, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    """Values of elements by their row-major indices in the whole parameter."""
+    if rule.kind == "normal":
+        return lambda index: normal_values(key, index).mul_(rule.value)
+    table = rule.table
+    assert table is not None
+    return lambda index: table(index, shape)
 
 
 def _chunks(count: int, size: int) -> list[range]:

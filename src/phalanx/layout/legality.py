@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from phalanx.config.schema import Run
 from phalanx.layout.spec import DEGREES, ZERO_BUBBLE, ResolvedLayout
-from phalanx.models.language.declare import tensor_split_counts
+from phalanx.models.families import family_of
 
 Fix = dict[str, int | str | bool]
 """Fields of the run file, as `section.field`, with other values."""
@@ -29,6 +29,7 @@ class Reason:
 def reasons(run: Run, layout: ResolvedLayout, world_size: int, devices_per_node: int | None = None) -> list[Reason]:
     """Every reason why `layout` cannot be used for `run` on `world_size` ranks; empty for a legal one."""
     found = list(_world(layout, world_size))
+    found += _axes(run, layout)
     # The other rules would only repeat what wrong degrees lead to.
     if found:
         return found
@@ -42,6 +43,16 @@ def _world(layout: ResolvedLayout, world_size: int) -> Iterator[Reason]:
         stated = [name for name in DEGREES if getattr(layout, name) != 1] or ["dp_shard"]
         product = " x ".join(f"layout.{name}={getattr(layout, name)}" for name in stated)
         yield Reason(f"{product} = {layout.world_size} ranks, but {world_size} were started")
+
+
+def _axes(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+    legal = family_of(run).axes
+    for name in DEGREES:
+        if getattr(layout, name) > 1 and name not in legal:
+            yield Reason(
+                f"layout.{name}={getattr(layout, name)}: models of family {run.model.family} are spread over "
+                f"{', '.join(degree for degree in DEGREES if degree in legal)} alone"
+            )
 
 
 def _zero(_run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
@@ -58,24 +69,26 @@ def _zero(_run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
 
 
 def _tensor(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
-    for split in tensor_split_counts(run.model):
+    family = family_of(run)
+    for split in family.split_counts(run):
         if split.count % layout.tp:
             yield Reason(f"layout.tp={layout.tp} does not divide {split.field} ({split.count} parts)")
-    rows = run.model.vocab_size
-    if -(-rows // layout.tp) * (layout.tp - 1) >= rows:
-        yield Reason(f"layout.tp={layout.tp} leaves some ranks without a row of model.vocab_size={rows}")
+    rows = family.split_rows(run)
+    if rows is not None and -(-rows.count // layout.tp) * (layout.tp - 1) >= rows.count:
+        yield Reason(f"layout.tp={layout.tp} leaves some ranks without a row of {rows.field}={rows.count}")
 
 
 def _sequence(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
-    length = run.data.sequence_length
+    positions = family_of(run).positions(run)
+    stated = f"{positions.field}={positions.count}"
     ring = layout.cp > 1 and layout.context == "ring"
     unit = 2 * layout.cp if ring else layout.cp
-    if length % unit:
+    if positions.count % unit:
         parts = "2 x layout.cp (an early and a late part for each rank)" if ring else "layout.cp"
-        yield Reason(f"data.sequence_length={length} is not a multiple of {parts} = {unit}")
-    elif length // layout.cp % layout.tp:
+        yield Reason(f"{stated} is not a multiple of {parts} = {unit}")
+    elif positions.count // layout.cp % layout.tp:
         yield Reason(
-            f"data.sequence_length={length} over layout.cp={layout.cp} ranks leaves {length // layout.cp} positions, "
+            f"{stated} over layout.cp={layout.cp} ranks leaves {positions.count // layout.cp} positions, "
             f"which layout.tp={layout.tp} does not divide"
         )
 
@@ -83,11 +96,11 @@ def _sequence(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
 def _context(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
     if layout.cp == 1 or layout.context != "all_to_all":
         return
-    heads = run.model.kv_heads // layout.tp
-    if run.model.kv_heads % layout.tp == 0 and heads % layout.cp:
+    heads = family_of(run).context_heads(run)
+    if heads.count % layout.tp == 0 and heads.count // layout.tp % layout.cp:
         yield Reason(
             f"layout.context=all_to_all gives each rank whole heads, but layout.cp={layout.cp} does not divide "
-            f"model.n_kv_heads={run.model.kv_heads} over layout.tp={layout.tp}",
+            f"{heads.field}={heads.count} over layout.tp={layout.tp}",
             ({"layout.context": "ring"},),
         )
 
@@ -136,7 +149,7 @@ def _zero_bubble(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
             f"{name} splits the backward pass of a stage, which compiled blocks do not allow",
             ({"training.compile": "auto"}, {"layout.schedule": "interleaved_1f1b"}),
         )
-    if layout.schedule == "zbv" and run.model.tied_head:
+    if layout.schedule == "zbv" and family_of(run).tied(run):
         yield Reason(
             f"{name} has the first and the last stage on one rank, where a tied head would be sharded twice",
             ({"layout.schedule": "interleaved_zero_bubble"}, {"layout.schedule": "interleaved_1f1b"}),

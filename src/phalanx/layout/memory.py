@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from phalanx.config.schema import Run
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.models.language.sizes import parameter_count
+from phalanx.models.families import family_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def state_bytes(run: Run, layout: ResolvedLayout) -> StateBytes:
     Sharding pads a parameter whose first dim `dp_shard` does not divide; that padding is not counted.
     """
     width = 8 if run.layout.precision == "fp64" else 4
-    count = parameter_count(run.model)
+    count = family_of(run).parameter_count(run)
     share = -(-count * width // layout.dp_shard)
     copied = run.layout.precision in ("bf16", "fp16") and layout.dp_shard * layout.dp_replicate == 1
     return StateBytes(parameters=share, working_copy=2 * count * copied, gradients=share, optimizer=2 * share)

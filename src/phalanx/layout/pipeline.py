@@ -103,14 +103,11 @@ def model_parts(layout: ResolvedLayout, rank: int, n_layers: int, costs: tuple[f
 class Pipeline:
     """Runs the stages of this rank together with those of the other pipeline ranks."""
 
-    def __init__(
-        self, stages: list[Stage], layout: ResolvedLayout, pp: Axis, length: int, device: torch.device
-    ) -> None:
+    def __init__(self, stages: list[Stage], layout: ResolvedLayout, pp: Axis, device: torch.device) -> None:
         assert pp.group is not None
         self.stages = stages
         self.layout = layout
         self.pp = pp
-        self.length = length
         self.device = device
         self._scale: Tensor | float = 1.0
         schedule = get_schedule_class(TORCH_SCHEDULES[layout.schedule])
@@ -123,37 +120,56 @@ class Pipeline:
         else:
             self._schedule = schedule(built, **options)
 
-    def forward_backward(self, tokens_BS: Tensor, targets_BS: Tensor, scale: Tensor | float, **rest: Tensor) -> Tensor:
-        """Run all micro-batches; gradients are those of scale * loss. Returns the summed loss, zero without last stage."""
+    def forward_backward(
+        self, x: Tensor, inputs: dict[str, Any], sample_indices_B: Tensor, scale: Tensor | float
+    ) -> Tensor:
+        """Run all micro-batches; gradients are those of scale * loss. Returns the summed losses, zero without last stage.
+
+        x, inputs, sample_indices: see `Stage`, of all micro-batches.
+        """
         self._scale = scale
         losses: list[Tensor] = []
-        first = [tokens_BS] if any(stage.part.part.first for stage in self.stages) else []
-        inputs: dict[str, Any] = {"targets_BS": targets_BS, **rest}
-        self._schedule.step(*first, target=targets_BS, losses=losses, return_outputs=False, **inputs)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        first = [x] if any(stage.part.part.first for stage in self.stages) else []
+        called_with = {"sample_indices_B": sample_indices_B, **inputs}
+        self._schedule.step(*first, target=sample_indices_B, losses=losses, return_outputs=False, **called_with)
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
         # The schedule holds the scaled losses; a sum of one micro-batch's losses is exact to scale back.
         for loss in losses:
-            total += loss.detach().double() / scale
+            total += loss.detach().double() / torch.as_tensor(scale, dtype=torch.float64)
         return total
+
+    def warm_up(self, x: Tensor, inputs: dict[str, Any], sample_indices_B: Tensor) -> None:
+        """Let every rank compile its stages at the same time: in the pipeline each would wait for those before it.
+
+        One micro-batch, forward and, where gradients are on, backward, with zeros in place of what other ranks would send.
+        Leaves gradients behind.
+        """
+        for stage in self.stages:
+            given = x
+            if not stage.part.part.first:
+                shape = stage.hidden_shape(len(sample_indices_B))
+                given = torch.zeros(shape, dtype=stage.part.dtype, device=self.device, requires_grad=True)
+            output = stage(given, sample_indices_B, **inputs)
+            if torch.is_grad_enabled():
+                output.sum().backward()
 
     def _loss(self, output: Tensor, _target: Tensor) -> Tensor:
         loss: Tensor = (output * self._scale).sum()
         return loss
 
     @torch.no_grad()
-    def evaluate(self, tokens_BS: Tensor, targets_BS: Tensor, **rest: Tensor) -> Tensor:
+    def evaluate(self, x: Tensor, inputs: dict[str, Any], sample_indices_B: Tensor) -> Tensor:
         """Summed loss of one micro-batch, zero on ranks without the last stage; forward alone."""
         mine = {stage.index: stage for stage in self.stages}
-        result = torch.zeros((), dtype=torch.float64, device=self.device)
-        x = tokens_BS
+        result = torch.zeros(1, dtype=torch.float64, device=self.device)
         for index in range(self.layout.n_stages):
             here, before = rank_of_stage(self.layout, index), rank_of_stage(self.layout, max(0, index - 1))
             if index and before != here:
-                x = self._hand_over(x, before, here, mine.get(index), len(tokens_BS))
+                x = self._hand_over(x, before, here, mine.get(index), len(sample_indices_B))
             if index in mine:
-                x = mine[index](x, targets_BS, **rest)
+                x = mine[index](x, sample_indices_B, **inputs)
         if self.layout.n_stages - 1 in mine:
-            result += x.double().sum()
+            result += x.double()
         return result
 
     def _hand_over(self, x: Tensor, source: int, target: int, stage: Stage | None, samples: int) -> Tensor:
@@ -161,16 +177,15 @@ class Pipeline:
             dist.send(x.contiguous(), self.pp.ranks[target], group=self.pp.group)
         elif self.pp.rank == target:
             assert stage is not None
-            x = torch.empty(stage.hidden_shape(samples, self.length), dtype=stage.part.dtype, device=self.device)
+            x = torch.empty(stage.hidden_shape(samples), dtype=stage.part.dtype, device=self.device)
             dist.recv(x, self.pp.ranks[source], group=self.pp.group)
         return x
 
     def _torch_stage(self, stage: Stage) -> LeanStage:
         samples = self.layout.microbatch
-        hidden = torch.empty(
-            stage.hidden_shape(samples, self.length), dtype=stage.part.dtype, device="meta", requires_grad=True
-        )
-        tokens = torch.empty((samples, self.length), dtype=torch.int64, device="meta")
+        hidden = torch.empty(stage.hidden_shape(samples), dtype=stage.part.dtype, device="meta", requires_grad=True)
+        with torch.device("meta"):
+            first = stage.example_input(samples)
         loss = torch.empty(
             1, dtype=torch.promote_types(stage.part.dtype, torch.float32), device="meta", requires_grad=True
         )
@@ -179,7 +194,7 @@ class Pipeline:
             stage.index,
             self.layout.n_stages,
             self.device,
-            input_args=(tokens if stage.part.part.first else hidden,),
+            input_args=(first if stage.part.part.first else hidden,),
             output_args=(loss if stage.part.part.last else hidden,),
             group=self.pp.group,
         )

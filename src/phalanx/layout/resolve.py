@@ -12,6 +12,7 @@ from phalanx.config.schema import Layout, Run
 from phalanx.errors import ConfigError
 from phalanx.layout.legality import Fix, Reason, reasons
 from phalanx.layout.spec import DEGREES, ZERO_BUBBLE, ResolvedLayout
+from phalanx.models.families import family_of
 
 Degrees = dict[str, int]
 
@@ -115,9 +116,9 @@ def divisors(number: int) -> list[int]:
 def _context(run: Run, degrees: Degrees) -> str:
     if run.layout.context != "auto":
         return run.layout.context
-    biased = run.model.positions == "alibi" or run.data.document_mask
-    exchangeable = run.model.kv_heads % (degrees["tp"] * degrees["cp"]) == 0
-    return "all_to_all" if biased and exchangeable else "ring"
+    family = family_of(run)
+    exchangeable = family.context_heads(run).count % (degrees["tp"] * degrees["cp"]) == 0
+    return "all_to_all" if family.needs_bias(run) and exchangeable else "ring"
 
 
 def _fill_degrees(layout: Layout, world_size: int) -> Degrees:

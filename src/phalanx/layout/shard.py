@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from phalanx.layout.hybrid_stop import streamed_parameters
 from phalanx.layout.peer_copies import PeerCopies
 from phalanx.layout.stage import Stage
 
@@ -35,6 +36,8 @@ def shard_stage(
 ) -> None:
     """Shard each block, the embedding, the head and then what is left of `stage`, in place, over [replicas, shards].
 
+    Streamed matrices (`layout.hybrid_stop`) are shared out already and stay as they are.
+
     dtype: format in which parameters are gathered and used; gradients are reduced in at least float32. copies: exchanges
     among the shards, where collectives do not do them.
     """
@@ -43,9 +46,16 @@ def shard_stage(
     )
     part = stage.part
     blocks: list[nn.Module] = list(part.blocks)
+    streamed = streamed_parameters(stage)
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    if not part.config.tied_head:
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            ignored_params=streamed & set(block.parameters()),
+        )
+    if not stage.shares_table:
         # A shared table stays with the root, which both ends of the model can reach.
         if part.part.first:
             fully_shard(part.embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
@@ -70,8 +80,9 @@ def prepare_microbatch(stage: Stage, zero: int, *, last: bool) -> None:
     """Tell a sharded `stage` what to communicate in the next micro-batch; `last`: of this optimizer step."""
     assert isinstance(stage, FSDPModule)
     stage.set_is_last_backward(last)
-    stage.set_requires_all_reduce(last)
     stage.set_requires_gradient_sync(last or zero >= 2)
+    # After the call above, which sets this too: replicas add up once a step, not after every micro-batch.
+    stage.set_requires_all_reduce(last)
     if zero < 3:
         stage.set_reshard_after_backward(last)
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+
+from torch import Tensor
+
+Table = Callable[[Tensor, tuple[int, ...]], Tensor]
+"""Values of some elements of a parameter: a pure function of their row-major indices in the whole parameter (int64) and
+its shape. Float64, of the shape of the indices; the same however the elements are shared out, and on every device."""
 
 
 @dataclass(frozen=True)
 class InitRule:
-    """Initial values of a parameter: normal with mean 0 and standard deviation `value`, or all equal to `value`."""
+    """Initial values of a parameter: normal with mean 0 and standard deviation `value`, all equal to `value`, or a table."""
 
-    kind: Literal["normal", "constant"]
+    kind: Literal["normal", "constant", "table"]
     value: float
+    table: Table | None = None
+    """Gives the values of kind `table`."""
 
     @classmethod
     def normal(cls, std: float) -> InitRule:
@@ -22,6 +31,11 @@ class InitRule:
     def constant(cls, value: float) -> InitRule:
         """One value for all elements."""
         return cls("constant", value)
+
+    @classmethod
+    def of_index(cls, table: Table) -> InitRule:
+        """The values `table` gives."""
+        return cls("table", 1.0, table)
 
 
 InitRules = list[tuple[str, InitRule]]

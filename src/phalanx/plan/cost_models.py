@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phalanx.cluster.collectives import default_constants, send
+from phalanx.cluster.collectives import Constants, send
 from phalanx.cluster.device import device_facts
 from phalanx.cluster.machine import Machine
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.cost.candidates import Candidates
-from phalanx.cost.memory_fit import BESIDE, communicators, fits
+from phalanx.cost.memory_fit import BESIDE, Beside, communicators, fits
 from phalanx.cost.memory_model import Kernels, memory, rank_memory
 from phalanx.cost.operation_time import Way
 from phalanx.cost.part_time import in_training, part_times
@@ -64,24 +64,25 @@ class CostModels:
             raise ConfigError(f"device {self.machine.node.device}: devices.yaml has no memory size, which plans need")
         return found
 
-    def times(self, run: Run, candidates: Candidates, *, exact: bool) -> Times:
+    def times(self, run: LanguageRun, candidates: Candidates, *, exact: bool) -> Times:
         """Of each candidate."""
         if not len(candidates):
             return Times(np.zeros(0), {name: np.zeros(0) for name in CAUSES.values()}, np.zeros(0))
-        found = step_times(run, candidates, self.machine, self.profile.profile, exact=exact)
+        found = step_times(run, candidates, self.machine, self.profile.profile, constants=self._constants, exact=exact)
         causes = {name: found.of(cause) for cause, name in CAUSES.items()}
         return Times(found.total, causes, np.full(len(candidates), spread_of(self.profile)))
 
-    def memory(self, run: Run, candidates: Candidates) -> Memory:
+    def memory(self, run: LanguageRun, candidates: Candidates) -> Memory:
         """Of each candidate."""
         if not len(candidates):
             return Memory(np.zeros(0), np.zeros(0))
         found = memory(run, candidates, self._kernels(run), peer_copies=self._copies(run))
-        beside = BESIDE["rocm" if self._rocm else "cuda"]
         groups = communicators(candidates)
-        return Memory(found.allocated, fits(found.allocated, groups, self.device_bytes, beside, found.peer_buffers))
+        return Memory(
+            found.allocated, fits(found.allocated, groups, self.device_bytes, self._beside, found.peer_buffers)
+        )
 
-    def stage_memory(self, run: Run, candidate: Candidates) -> list[dict[str, float]]:
+    def stage_memory(self, run: LanguageRun, candidate: Candidates) -> list[dict[str, float]]:
         """Bytes by cause at the peak of each pipeline rank."""
         ranks = rank_memory(
             run,
@@ -92,7 +93,7 @@ class CostModels:
         )
         return [dict(rank.causes) for rank in ranks]
 
-    def timeline(self, run: Run, candidate: Candidates) -> list[Bar]:
+    def timeline(self, run: LanguageRun, candidate: Candidates) -> list[Bar]:
         """What the pipeline ranks do in a step; of many micro-batches only as many as fill the pipeline twice."""
         layout = candidate.layout(0)
         if layout.pp == 1:
@@ -109,8 +110,8 @@ class CostModels:
             for kind, stage, microbatch, start, end in zip(*rows, strict=True)
         ]
 
-    def _stage_times(self, run: Run, candidate: Candidates, layout: ResolvedLayout) -> StageTimes:
-        profile, constants = self.profile.profile, default_constants(self.machine)
+    def _stage_times(self, run: LanguageRun, candidate: Candidates, layout: ResolvedLayout) -> StageTimes:
+        profile, constants = self.profile.profile, self._constants
         steps = steps_of_run(run, candidate, self.machine, our_software(run, self.machine))
         times = part_times(steps.parts, self.machine, constants, profile)
         both = times.seconds.sum(axis=2)
@@ -125,13 +126,23 @@ class CostModels:
         return replace(StageTimes(*stages), transfer=float(sent[0]))
 
     @property
+    def _constants(self) -> Constants:
+        return self.profile.collectives_on(self.machine)
+
+    @property
+    def _beside(self) -> Beside:
+        assumed = BESIDE["rocm" if self._rocm else "cuda"]
+        measured = self.profile.beside
+        return assumed if measured is None else replace(assumed, **measured, source=self.profile.source)
+
+    @property
     def _rocm(self) -> bool:
         return self.machine.node.device.startswith("MI")
 
-    def _kernels(self, run: Run) -> Kernels:
+    def _kernels(self, run: LanguageRun) -> Kernels:
         return Kernels.on_accelerators(run, rocm=self._rocm)
 
-    def _copies(self, run: Run) -> bool:
+    def _copies(self, run: LanguageRun) -> bool:
         return our_software(run, self.machine).copy_engines
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from phalanx.cluster.machine import Machine
 from phalanx.config.check import global_batch_samples
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.cost.candidates import Candidates
 from phalanx.cost.enumerate import CHOSEN, Limits, legal_candidates
 from phalanx.errors import ConfigError
@@ -31,7 +31,7 @@ _AT_ONCE = 200_000
 class Task:
     """What is to be planned: a run on so many devices."""
 
-    run: Run
+    run: LanguageRun
     devices: int
     fixed: dict[str, Any] = field(default_factory=dict)
     """Fields of `layout` that keep these values."""
@@ -106,25 +106,25 @@ class Planner:
         """All legal layouts of a task, within the limits."""
         return legal_candidates(task.run, task.devices, self.machine.node.devices, task.fixed, self.limits)
 
-    def rank(self, run: Run, candidates: Candidates) -> Ranked:
+    def rank(self, run: LanguageRun, candidates: Candidates) -> Ranked:
         """These layouts, simulated, fastest first; of equally fast ones that which needs less memory."""
         times, memory = self.models.times(run, candidates, exact=True), self.models.memory(run, candidates)
         order = np.lexsort((memory.peak, times.total))
         return Ranked(candidates, times, memory).take(order)
 
-    def leanest(self, run: Run, candidates: Candidates, peak: Floats) -> Candidates:
+    def leanest(self, run: LanguageRun, candidates: Candidates, peak: Floats) -> Candidates:
         """The one that needs least memory. peak: as far as it is known, [candidates]; all NaN where it is not."""
         if np.isnan(peak).all():
             lean = np.argsort(least_bytes(run, candidates), kind="stable")[: self.simulated]
             return candidates.take(lean[[int(np.argmin(self.models.memory(run, candidates.take(lean)).peak))]])
         return candidates.take([int(np.nanargmin(peak))])
 
-    def memory_causes(self, run: Run, candidate: Candidates) -> dict[str, float]:
+    def memory_causes(self, run: LanguageRun, candidate: Candidates) -> dict[str, float]:
         """Bytes by cause on the pipeline rank that needs most, what takes most first, of a single candidate."""
         worst = max(self.models.stage_memory(run, candidate), key=lambda causes: sum(causes.values()))
         return dict(sorted(worst.items(), key=lambda item: -item[1]))
 
-    def _room(self, run: Run, candidates: Candidates) -> tuple[Floats, Floats]:
+    def _room(self, run: LanguageRun, candidates: Candidates) -> tuple[Floats, Floats]:
         """(bytes on the worst rank, probability of fitting); NaN and 0 of those that cannot fit.
 
         Small micro-batches and much recompute come first. Where nothing fits with those, nothing does with larger ones and
@@ -146,7 +146,7 @@ class Planner:
                 hopeless += [(s, microbatch, recompute) for s in np.setdiff1d(split[wave], fits).tolist()]
         return peak, p_fits
 
-    def _seconds(self, run: Run, candidates: Candidates) -> Floats:
+    def _seconds(self, run: LanguageRun, candidates: Candidates) -> Floats:
         seconds = np.zeros(len(candidates))
         for lot in _lots(np.arange(len(candidates))):
             seconds[lot] = self.models.times(run, candidates.take(lot), exact=False).total

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.cost.bubble import in_flight
 from phalanx.cost.candidates import SCHEDULES, Candidates
 from phalanx.models.language.sizes import parameter_count
@@ -18,7 +18,7 @@ _WIDTH = {"fp64": 8, "fp32": 4}
 """Bytes of an activation, where it is not 2."""
 
 
-def least_bytes(run: Run, candidates: Candidates) -> Floats:
+def least_bytes(run: LanguageRun, candidates: Candidates) -> Floats:
     """Bytes below which no rank of a candidate stays that has a mean share of the model, [candidates].
 
     Master weights, moments and gradients as they are shared out; or, in place of gradients, the inputs of all blocks of the

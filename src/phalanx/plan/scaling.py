@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phalanx.config.check import global_batch_samples
-from phalanx.config.schema import Run
+from phalanx.config.schema import LanguageRun
 from phalanx.cost.candidates import RECOMPUTES
 from phalanx.errors import ConfigError
 from phalanx.models.language.sizes import parameter_count
@@ -25,7 +25,7 @@ _TRIED = 400
 class Point:
     """One number of devices."""
 
-    run: Run
+    run: LanguageRun
     devices: int
     global_batch: int
     """Samples a step."""
@@ -77,7 +77,7 @@ def scale(planner: Planner, task: Task, counts: list[int]) -> Scaling:
     return Scaling(strong, tuple(weak))
 
 
-def with_batch(run: Run, samples: int) -> Run:
+def with_batch(run: LanguageRun, samples: int) -> LanguageRun:
     """The run with another global batch."""
     return run.model_copy(update={"layout": run.layout.model_copy(update={"global_batch": samples})})
 

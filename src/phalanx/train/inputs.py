@@ -1,41 +1,72 @@
-"""What a run reads: the training stream of this rank, the held-out samples and the tokenizer."""
+"""What a run reads: the training stream of this rank, the held-out samples, and what of its data a run keeps.
+
+A family's module `train.<family>` opens them.
+"""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from phalanx.config.schema import Run
-from phalanx.data.language.batches import SampleReader, TokenBatchStream
-from phalanx.data.language.open import open_source
-from phalanx.data.language.sources import TokenSource
+from phalanx.data.batch import BatchStream
 from phalanx.errors import DataError
-from phalanx.evaluate.text import TextTokenizer
+from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.models.language.huggingface.tokens import TOKENIZER, SpecialTokens, TokenizerFiles
-from phalanx.train.evaluator import Evaluator
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that an evaluation found."""
+
+    kind: str
+    """Of the event in the run's log: evaluation, sample."""
+    fields: dict[str, Any]
+    """Of the event, ready for JSON."""
+    words: str
+    """The same for a person."""
+
+
+class Evaluator(Protocol):
+    """Evaluates one model again and again, the same way each time."""
+
+    def evaluate(self, executor: Executor) -> list[Finding]:
+        """What the model gives now. Every rank calls it."""
+
+
+class Verifiable(Protocol):
+    """A source of data that can tell whether its files are as they were written."""
+
+    def verify(self) -> None:
+        """Read everything and compare checksums. Raises DataError for an altered file."""
 
 
 @dataclass(frozen=True)
 class Inputs:
     """Opened data of a run."""
 
-    stream: TokenBatchStream
+    stream: BatchStream
     evaluator: Evaluator
-    tokenizer: TokenizerFiles
-    """The tokenizer of the first source that has one; empty when none has."""
     verification: Verification
     """Checks the training data's checksums while training begins."""
+    saved: dict[str, Any] = field(default_factory=dict)
+    """What of the data goes into every checkpoint."""
+
+    def write(self, run_dir: Path) -> None:
+        """Put beside the run what using the model will need of its data; by default nothing."""
 
 
 class Verification:
     """Reads all of some sources in the background and compares checksums, so that training need not wait for it."""
 
-    def __init__(self, sources: list[TokenSource]) -> None:
+    def __init__(self, sources: Sequence[Verifiable]) -> None:
         self._sources = sources
         self._error: DataError | None = None
         if sources:
@@ -58,44 +89,7 @@ def open_inputs(run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.devi
     """Open every source of the run file. first: whether this rank does what is done once.
 
     Raises DataError for missing, truncated or unsuitable data."""
-    weights = [source.weight for source in run.data.sources]
-    training = [open_source(Path(source.path), "train") for source in run.data.sources]
-    reader = SampleReader(
-        list(zip(training, weights, strict=True)),
-        sequence_length=run.data.sequence_length,
-        seed=run.training.seed,
-        documents=run.data.document_mask,
+    inputs: Inputs = import_module(f"phalanx.train.{run.model.family}").open_inputs(
+        run, layout, mesh, device, first=first
     )
-    reader.require_vocabulary(run.model.vocab_size)
-    stream = TokenBatchStream(
-        reader,
-        global_batch=layout.global_batch,
-        rank=mesh.data_rank,
-        ranks=layout.data_ranks,
-        prefetch=run.data.prefetch,
-        pin_memory=device.type != "cpu",
-    )
-    files = _tokenizer_files(training)
-    tokenizer = TextTokenizer.from_files(files, training[0].path) if files.files else None
-    evaluator = Evaluator(
-        run=run,
-        sources=_held_out(run),
-        tokenizer=tokenizer,
-        token_bytes_V=None if tokenizer is None else tokenizer.byte_counts(run.model.vocab_size),
-        device=device,
-    )
-    return Inputs(stream, evaluator, files, Verification(training if run.data.verify and first else []))
-
-
-def _held_out(run: Run) -> list[TokenSource]:
-    """The validation splits that hold anything to predict."""
-    opened = [open_source(Path(source.path), "validation") for source in run.data.sources]
-    return [source for source in opened if source is not None and source.tokens > 1]
-
-
-def _tokenizer_files(sources: list[TokenSource]) -> TokenizerFiles:
-    for source in sources:
-        if source.tokenizer is not None:
-            end = () if source.end_of_document is None else (source.end_of_document,)
-            return TokenizerFiles({TOKENIZER: source.tokenizer.read_bytes()}, SpecialTokens(begin=None, end=end))
-    return TokenizerFiles({}, SpecialTokens())
+    return inputs

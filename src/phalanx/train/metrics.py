@@ -10,7 +10,7 @@ import torch
 from phalanx import compat
 from phalanx.cluster.device import device_name, find_facts, measure_matmul_tflops
 from phalanx.config.schema import Run
-from phalanx.models.language.sizes import model_flops_per_token
+from phalanx.models.families import family_of
 from phalanx.train.step import StepResult
 
 GIB = 2**30
@@ -27,7 +27,7 @@ class StepMetrics:
     """2-norm of the gradient before clipping."""
     lr: float
     tokens: int
-    """Tokens trained on since the start of the run, this step included."""
+    """Tokens (positions of the samples) trained on since the start of the run, this step included."""
     step_seconds: float
     """Wall time of the step with all its waiting: for data, and for the checkpoint taken since the step before."""
     tokens_per_second: float
@@ -73,8 +73,9 @@ class StepMeter:
     """Turns what the step gave and how long it took into `StepMetrics`."""
 
     def __init__(self, run: Run, *, global_batch: int, world_size: int, device: torch.device, peaks: Peaks) -> None:
-        self.tokens_per_step = global_batch * run.data.sequence_length
-        self.flops_per_token = model_flops_per_token(run.model, run.data.sequence_length, run.training.flops)
+        family = family_of(run)
+        self.tokens_per_step = global_batch * family.positions(run).count
+        self.flops_per_token = family.flops_per_sample(run) / family.positions(run).count
         self.world_size = world_size
         self.device = device
         self.peaks = peaks

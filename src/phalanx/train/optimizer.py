@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -12,18 +12,20 @@ from phalanx import compat
 from phalanx.config.schema import Optimizer
 from phalanx.layout.apply import Applied
 from phalanx.layout.execute import local_gradient
-from phalanx.models.language.declare import parameter_kind
+from phalanx.models.kinds import ParameterKind
 
 
-def build_optimizer(parameters: Mapping[str, nn.Parameter], config: Optimizer) -> torch.optim.AdamW:
+def build_optimizer(
+    parameters: Mapping[str, nn.Parameter], config: Optimizer, kind: Callable[[str], ParameterKind]
+) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter 2019) over parameters by name, in two groups: with and without weight decay.
 
-    Fused, on every device type.
+    Fused, on every device type. kind: of the parameter with this name, as its family says.
     """
     decayed: list[nn.Parameter] = []
     free: list[nn.Parameter] = []
     for name, parameter in parameters.items():
-        (free if parameter_kind(name) in config.no_decay else decayed).append(parameter)
+        (free if kind(name) in config.no_decay else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": free, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True

@@ -80,11 +80,6 @@ class RunDirectory:
         """The checkpoints' folder."""
         return self.path / "checkpoints"
 
-    @property
-    def tokenizer(self) -> Path:
-        """The folder of the tokenizer the run's tokens come from, in Hugging Face's files."""
-        return self.path / "tokenizer"
-
     def create(self) -> None:
         """Make the folder. Raises PhalanxError when it cannot be made or written."""
         try:

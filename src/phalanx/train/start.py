@@ -17,7 +17,8 @@ from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.files import write_atomically
 from phalanx.layout.apply import Applied, apply_layout
-from phalanx.layout.attention import AttentionChoice, AttentionShape, check_attention, choose_attention
+from phalanx.layout.attention import AttentionChoice, check_attention
+from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import Mesh, Ranks, build_mesh, join_process_group, ranks_from_environment
 from phalanx.layout.peer_copies import choose_peer_copies
 from phalanx.layout.precision import PRECISIONS
@@ -95,8 +96,7 @@ def _train(
         write_atomically(directory.run_file, dump_run(run))
         machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
         write_atomically(directory.path / "machine.json", json.dumps(machine, indent=1) + "\n")
-        directory.tokenizer.mkdir(exist_ok=True)
-        inputs.tokenizer.write(directory.tokenizer, run.model.max_positions)
+        inputs.write(directory.path)
         directory.event("resume" if first_step else "start", first_step, attention=attention.name)
     inputs.stream.seek(first_step)
     parts = Parts(
@@ -130,11 +130,10 @@ def _warn(directory: RunDirectory, text: str) -> None:
 
 def _agree_on_attention(run: Run, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
     """Choose on the first rank and tell the others: all must run the same arithmetic."""
-    dtype = PRECISIONS[run.layout.precision]
-    shape = AttentionShape(layout.microbatch, run.data.sequence_length, dtype, run.data.document_mask)
+    choose = family_layout(run).choose_attention
     if not dist.is_initialized():
-        return choose_attention(run.training.attention, run.model, shape, device)
-    choice = [choose_attention(run.training.attention, run.model, shape, device)] if dist.get_rank() == 0 else [None]
+        return choose(run, layout, device)
+    choice = [choose(run, layout, device)] if dist.get_rank() == 0 else [None]
     dist.broadcast_object_list(choice, src=0)
     assert choice[0] is not None
     return choice[0]

@@ -12,10 +12,10 @@ from torch.amp.grad_scaler import GradScaler
 
 from phalanx import compat
 from phalanx.config.schema import Run
-from phalanx.data.language.batches import TokenBatch
+from phalanx.data.batch import Batch
 from phalanx.layout.apply import Applied
 from phalanx.layout.execute import Executor
-from phalanx.models.language.loss import IGNORED
+from phalanx.models.families import family_of
 from phalanx.train.optimizer import build_optimizer, clipped_update, global_gradient_norm
 
 
@@ -24,7 +24,7 @@ class StepResult:
     """What one optimizer step gave, over the whole global batch."""
 
     loss: float
-    """Mean loss per target, in nats (z-loss included)."""
+    """Mean loss per target, summed over tasks; of text in nats (z-loss included)."""
     grad_norm: float
     """2-norm of the gradient before clipping."""
     updated: bool
@@ -35,7 +35,7 @@ def build_step(run: Run, applied: Applied, device: torch.device) -> TrainStep:
     """The training step that `run` asks for, with a fresh optimizer."""
     return TrainStep(
         applied,
-        build_optimizer(applied.parameters, run.optimizer),
+        build_optimizer(applied.parameters, run.optimizer, family_of(run).parameter_kind),
         device=device,
         grad_clip=run.optimizer.grad_clip,
         scaler=GradScaler(device.type) if run.layout.precision == "fp16" else None,
@@ -61,7 +61,7 @@ class TrainStep:
         self.grad_clip = grad_clip
         self.scaler = scaler
 
-    def run(self, step: int, batch: TokenBatch) -> StepResult:
+    def run(self, step: int, batch: Batch) -> StepResult:
         """Optimizer step `step` (from 1) on this rank's samples of the global batch.
 
         The update is left out, on all ranks alike, when the loss or the gradient norm is not finite.
@@ -69,18 +69,18 @@ class TrainStep:
         loss, norm = self.enqueue(step, batch).tolist()
         return StepResult(loss, norm, math.isfinite(loss) and math.isfinite(norm))
 
-    def enqueue(self, step: int, batch: TokenBatch) -> Tensor:
+    def enqueue(self, step: int, batch: Batch) -> Tensor:
         """The same without waiting for the device: mean loss and gradient norm as they will be, float64 [2]."""
         batch = batch.to(self.device)
         targets = self._targets(batch)
         scale = 1.0 / targets if self.scaler is None else self.scaler.scale(1.0 / targets)
         loss = self._sum_over_ranks(self.executor.forward_backward(step, batch, scale))
-        return self._update(loss / targets)
+        return self._update((loss / targets).sum())
 
-    def _targets(self, batch: TokenBatch) -> Tensor:
-        """Targets of the whole global batch; ranks that read the same samples count them once."""
-        count = (batch.targets != IGNORED).sum()
-        return self._sum_over_ranks(count if self.applied.mesh.reads_first else torch.zeros_like(count))
+    def _targets(self, batch: Batch) -> Tensor:
+        """Targets of the whole global batch, [tasks]; ranks that read the same samples count them once."""
+        count = batch.target_counts()
+        return self._sum_over_ranks(count if self.applied.mesh.reads_first else torch.zeros_like(count)).clamp(min=1)
 
     def relaid(self, executor: Executor) -> TrainStep:
         """Steps of the same optimizer on the same parameters, run by another executor: with other micro-batches, say."""

@@ -157,19 +157,15 @@ class Trainer:
             "scaler": None if self.train_step.scaler is None else self.train_step.scaler.state_dict(),
             "rng": rng_state(),
             "run": dump_run(self.run),
-            "special_tokens": self.parts.inputs.tokenizer.special.as_config(),
+            **self.parts.inputs.saved,
             "phalanx": __version__,
             "torch": str(torch.__version__),
         }
 
     def _evaluate(self, step: int) -> None:
-        held_out, sample = self.parts.inputs.evaluator.evaluate(self.train_step.executor)
-        if held_out is not None:
-            self._event("evaluation", **held_out.as_dict())
-            self._note(f"step {step}  {held_out}")
-        if sample is not None:
-            self._event("sample", prompt=self.run.evaluation.prompt, text=sample)
-            self._note(f"sample: {self.run.evaluation.prompt}{sample}")
+        for finding in self.parts.inputs.evaluator.evaluate(self.train_step.executor):
+            self._event(finding.kind, **finding.fields)
+            self._note(f"step {step}  {finding.words}" if finding.kind == "evaluation" else finding.words)
 
     def _stop(self, signal_number: int) -> None:
         self._save(final=True)

@@ -15,12 +15,11 @@ from phalanx.layout.mesh import ONE_RANK, Groups, build_mesh
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.models.language.loss import IGNORED
 from phalanx.verify.bound import Bound
 from phalanx.verify.compare import Check, compare, from_first
+from phalanx.verify.family import family_verification
 from phalanx.verify.record import Record, record
 from phalanx.verify.reduced import one_rank
-from phalanx.verify.samples import samples
 
 
 @dataclass(frozen=True)
@@ -94,5 +93,6 @@ class Verifier:
 
     def _bound(self) -> Bound:
         batch = global_batch_samples(self.run)
-        targets = int((samples(self.run, 1, 0, batch, batch).targets != IGNORED).sum())
+        samples = family_verification(self.run).samples(self.run, 1, 0, batch, batch)
+        targets = int(samples.target_counts().max())
         return Bound(PRECISIONS[self.run.layout.precision], self.run.model.n_layers, targets)

@@ -20,11 +20,11 @@ from phalanx.layout.peer_copies import choose_peer_copies
 from phalanx.layout.place import Place, place_of
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
+from phalanx.models.families import family_of
 from phalanx.models.initial import InitRule
-from phalanx.models.language.declare import initial_rules
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.step import TrainStep
-from phalanx.verify.samples import samples
+from phalanx.verify.family import family_verification
 
 _SHAKE = 0.1
 """Standard deviation added to parameters that all start equal."""
@@ -64,11 +64,11 @@ class Record:
 def record(
     run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, steps: int, activations: bool
 ) -> Record:
-    """Train `run` for `steps` steps in `layout`, on this rank of `mesh`, with the samples of `verify.samples`."""
+    """Train `run` for `steps` steps in `layout`, on this rank of `mesh`, with the samples of its family's verification."""
     copies = choose_peer_copies(run, layout, mesh, device)
     applied = apply_layout(run, layout, mesh, device, AttentionChoice("sdpa"), copies)
     _shake(applied, run)
-    optimizer = build_optimizer(applied.parameters, run.optimizer)
+    optimizer = build_optimizer(applied.parameters, run.optimizer, family_of(run).parameter_kind)
     step = _Recorded(applied, optimizer, device=device, grad_clip=run.optimizer.grad_clip)
     share = layout.samples_per_rank
     first = mesh.data_rank * share
@@ -76,6 +76,7 @@ def record(
     handles = []
     if activations:
         handles = [handle for stage in applied.stages for handle in _watch(stage, seen, first, layout.microbatch)]
+    samples = family_verification(run).samples
     done = []
     for number in range(1, steps + 1):
         result = step.run(number, samples(run, number, first, share, layout.global_batch))
@@ -89,7 +90,7 @@ def record(
 @torch.no_grad()
 def _shake(applied: Applied, run: Run) -> None:
     """Move the parameters that all start equal (biases at 0, norms at 1): a mistake with them would not show else."""
-    rules = initial_rules(run.model)
+    rules = family_of(run).initial_rules(run)
     for name, parameter in applied.parameters.items():
         rule = next(rule for pattern, rule in rules if fnmatchcase(name, pattern))
         if rule.kind == "constant":

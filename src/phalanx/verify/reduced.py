@@ -6,14 +6,11 @@ recompute. Made small: widths, heads, layers, vocabulary, sequence, batch.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from phalanx.config.model import LanguageModel
 from phalanx.config.schema import Run
+from phalanx.verify.family import family_verification
 
-_HEAD_SIZE = 8
-_STAGES_PER_RANK = 2
 OPTIMIZER_EPS = 1e-3
 """AdamW's epsilon while verifying, about the size of the gradients: near-zero gradients would otherwise turn rounding
 errors into whole steps of either sign."""
@@ -21,13 +18,10 @@ errors into whole steps of either sign."""
 
 def reduced_run(run: Run, precision: str, steps: int, world_size: int) -> Run:
     """A small run that any layout legal for `run` on `world_size` ranks is legal for too."""
-    length = max(2, math.ceil(32 / (2 * world_size))) * 2 * world_size
-    model = _reduced_model(run.model, world_size, length)
     microbatch = min(run.layout.microbatch, 2)
     return _changed(
         run,
-        model=model.model_dump(),
-        data={"sequence_length": length},
+        **family_verification(run).reduced(run, world_size),
         layout={"microbatch": microbatch, "global_batch": 2 * microbatch * world_size},
         **_common(precision, steps),
     )
@@ -57,25 +51,4 @@ def _changed(run: Run, **sections: dict[str, Any]) -> Run:
     sections.setdefault("layout", {}).update(sections.pop("layout_precision", {}))
     for name, fields in sections.items():
         content[name] = {**content[name], **fields}
-    return Run.model_validate(content)
-
-
-def _reduced_model(model: LanguageModel, world_size: int, length: int) -> LanguageModel:
-    kv_heads = math.gcd(model.kv_heads, world_size)
-    heads = kv_heads * (model.n_heads // model.kv_heads)
-    ratio = model.d_model / (model.n_heads * model.head_size)
-    changes: dict[str, Any] = {
-        "preset": None,
-        "n_layers": min(model.n_layers, max(3, _STAGES_PER_RANK * world_size + 1)),
-        "d_model": max(1, round(ratio * heads)) * _HEAD_SIZE,
-        "n_heads": heads,
-        "n_kv_heads": kv_heads,
-        "head_dim": _HEAD_SIZE,
-        "d_ff": 64 * kv_heads,
-        # No rank of any `tp` may be left without a row.
-        "vocab_size": min(model.vocab_size, max(96, world_size**2) + 16 * world_size + model.vocab_size % 8),
-        "max_positions": length,
-    }
-    if model.rope_scaling is not None:
-        changes["rope_scaling"] = {**model.rope_scaling.model_dump(), "original_positions": max(1, length // 4)}
-    return LanguageModel.model_validate({**model.model_dump(), **changes})
+    return type(run).model_validate(content)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from phalanx.layout.mesh import Ranks, join_process_group, ranks_from_environmen
 from phalanx.layout.resolve import every_layout, resolve_layout
 from phalanx.layout.spec import DEGREES, ResolvedLayout
 from phalanx.verify.check import Verdict, Verifier
+from phalanx.verify.family import family_verification
 from phalanx.verify.reduced import full_run, reduced_run
 
 
@@ -117,9 +117,5 @@ def _verify_all(
 
 
 def _in_words(run: Run) -> str:
-    model: Any = run.model
-    return (
-        f"{model.n_layers} layers, width {model.d_model}, {model.n_heads} heads ({model.kv_heads} key/value), "
-        f"vocabulary {model.vocab_size}, {run.data.sequence_length} positions, "
-        f"global batch {run.layout.global_batch}, {run.layout.precision}, {run.training.steps} steps"
-    )
+    model = family_verification(run).in_words(run)
+    return f"{model}, global batch {run.layout.global_batch}, {run.layout.precision}, {run.training.steps} steps"

@@ -16,6 +16,7 @@ from distributed_ranks import run_ranks
 from phalanx.layout.mesh import Groups
 from phalanx.layout.place import Place
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.models.language.declare import parameter_kind
 from phalanx.train.checkpoint import CheckpointStore, materialise_optimizer_state, read_tensors
 from phalanx.train.checkpoint.tensors import placed_tensors
 from phalanx.train.optimizer import build_optimizer, clipped_update, global_gradient_norm
@@ -104,7 +105,7 @@ def visit(root: Path, step: int, layout: ResolvedLayout, made: Groups | None = N
     """Train one step from new (step 1), or load the newest checkpoint into other weights; save it as `step`."""
     run = whole_run({**GPT, "training.seed": step})
     applied = laid_out(run, layout, made)
-    optimizer = build_optimizer(applied.parameters, run.optimizer)
+    optimizer = build_optimizer(applied.parameters, run.optimizer, parameter_kind)
     if step == 1:
         backward(run, applied)
         clipped_update(optimizer, torch.ones(()), global_gradient_norm(applied), None)

@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from phalanx.data.language.sources import Int64Array, TokenSource
 from phalanx.data.order import ORDER_VERSION, EpochShuffle, Mixture, stable_key
 from phalanx.errors import DataError
+from phalanx.models.language.loss import IGNORED
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,25 @@ class TokenBatch:
             self.tokens.pin_memory(), self.targets.pin_memory(), documents, self.sample_indices.pin_memory()
         )
 
-    def split(self, samples: int) -> Iterator[TokenBatch]:
-        """Parts of `samples` samples, in order."""
+    def split(self, parts: int) -> Iterator[TokenBatch]:
+        """`parts` micro-batches of equal size, in order."""
+        samples = len(self.tokens) // parts
+        assert samples * parts == len(self.tokens)
         for start in range(0, len(self.tokens), samples):
             rows = slice(start, start + samples)
             documents = None if self.document_ids is None else self.document_ids[rows]
             yield TokenBatch(self.tokens[rows], self.targets[rows], documents, self.sample_indices[rows])
+
+    def target_counts(self) -> Tensor:
+        """Targets that take part in the loss, int64 [1]."""
+        return (self.targets != IGNORED).sum()[None]
+
+    def inputs(self) -> tuple[Tensor, dict[str, Any]]:
+        """Token ids; targets and document ids."""
+        named = {"targets_BS": self.targets}
+        if self.document_ids is not None:
+            named["document_ids_BS"] = self.document_ids
+        return self.tokens, named
 
 
 class SampleReader:

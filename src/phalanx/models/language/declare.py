@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from fnmatch import fnmatchcase
-from typing import Literal
 
 from phalanx.config.model import LanguageModel
 from phalanx.models.initial import InitRule
+from phalanx.models.kinds import ParameterKind
 from phalanx.models.language.layers import gate_block
 from phalanx.models.language.sizes import block_flops_per_token, head_flops_per_token
 from phalanx.models.splits import Split, SplitCount, Splits
-
-ParameterKind = Literal["norm", "bias", "embedding", "matrix"]
 
 _KINDS: tuple[tuple[str, ParameterKind], ...] = (
     ("*norm.weight", "norm"),

@@ -58,6 +58,12 @@ def head_flops_per_token(model: LanguageModel) -> int:
     return 6 * _head_parameters(model)
 
 
+def in_words(model: LanguageModel) -> str:
+    """The shape for a person."""
+    heads = f"{model.n_heads} heads" + ("" if model.kv_heads == model.n_heads else f" ({model.kv_heads} kv)")
+    return f"{model.n_layers} layers x {model.d_model}, {heads}, vocabulary {model.vocab_size:,}"
+
+
 def _head_parameters(model: LanguageModel) -> int:
     return model.vocab_size * model.d_model
 

@@ -1,0 +1,244 @@
+"""The `model` section of a run file for the materials family: one message-passing body with several heads.
+
+Pure description: it holds what defines the function the model computes and nothing about devices or layouts. Lengths are
+in angstrom, energies in eV.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from phalanx.config.model import Model, PositiveInt
+from phalanx.config.section import Section, Words
+
+Body = Literal["gin", "pna", "gatv2", "cgcnn", "schnet", "dimenet++", "egnn", "painn", "mace"]
+Loss = Literal["mse", "mae", "huber"]
+Positive = Annotated[float, Field(gt=0.0)]
+Weight = Annotated[float, Field(ge=0.0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"), Words("a name of letters, digits, _ and -")]
+
+MAX_ATOMIC_NUMBER = 118
+
+
+class GatOptions(Section):
+    """What only the body gatv2 has."""
+
+    heads: PositiveInt = 4
+    """Attention heads over neighbours; must divide d_model."""
+
+
+class DimeNetOptions(Section):
+    """What only the body dimenet++ has."""
+
+    angular: Annotated[int, Field(ge=1, le=16)] = 7
+    """Legendre polynomials that describe the angle between two bonds."""
+    triplet_width: PositiveInt = 64
+    """Width of the messages that triplets of atoms see."""
+    basis_width: PositiveInt = 8
+    """Width in between the geometric basis and the messages."""
+
+
+class MaceOptions(Section):
+    """What only the body mace has."""
+
+    degree: Annotated[int, Field(ge=1, le=4)] = 3
+    """Largest degree of the spherical harmonics of bonds."""
+    hidden_degree: Annotated[int, Field(ge=0, le=2)] = 1
+    """Largest degree of what atoms keep from layer to layer: 0 scalars, 1 vectors too, 2 tensors too."""
+    correlation: Annotated[int, Field(ge=1, le=3)] = 3
+    """Neighbours that enter one feature together; body order less one."""
+    radial_width: PositiveInt = 64
+    """Hidden width of the network that gives the radial weights."""
+
+
+class GlobalAttention(Section):
+    """Attention among all atoms of a structure, beside message passing (GPS), on invariant channels alone."""
+
+    kind: Literal["softmax", "linear"] = "softmax"
+    """Softmax costs atoms squared; linear (elu + 1 feature map) costs atoms."""
+    heads: PositiveInt = 4
+    """Attention heads; must divide d_model."""
+
+
+class EnergyHead(Section):
+    """Energy of a structure as a sum over its atoms, with forces and stress as its derivatives."""
+
+    layers: Annotated[int, Field(ge=1, le=8)] = 2
+    """Linear layers of the head."""
+    shared: bool = False
+    """Whether all branches share one head."""
+    loss: Loss = "mse"
+    """Error that is summed: squared, absolute, or Huber's with its bend at 1."""
+    per_atom: bool = True
+    """Whether the energy's error is divided by the number of atoms first."""
+    weight: Weight = 1.0
+    """Weight of the energy (eV, or eV/atom)."""
+    force_weight: Weight | None = None
+    """Weight of a force component (eV/angstrom); null computes no forces in training."""
+    stress_weight: Weight | None = None
+    """Weight of a stress component (eV/angstrom^3); null computes no stress in training."""
+
+
+class ChargeHead(Section):
+    """Charges of atoms."""
+
+    layers: Annotated[int, Field(ge=1, le=8)] = 2
+    """Linear layers of the head."""
+    shared: bool = False
+    """Whether all branches share one head."""
+    loss: Loss = "mse"
+    """Error that is summed."""
+    conserve: bool = True
+    """Whether charges are shifted, equally in a structure, so that they add up to its total charge."""
+    weight: Weight = 1.0
+    """Weight of an atom's charge (elementary charges)."""
+
+
+class DipoleHead(Section):
+    """Dipole of a structure (of finite extent) about the mean position of its atoms."""
+
+    layers: Annotated[int, Field(ge=1, le=8)] = 2
+    """Linear layers of the head."""
+    shared: bool = False
+    """Whether all branches share one head."""
+    loss: Loss = "mse"
+    """Error that is summed."""
+    from_charges: bool = False
+    """Whether the charges of the charge head are used; else the dipole has charges of its own."""
+    weight: Weight = 1.0
+    """Weight of a component (elementary charge times angstrom)."""
+
+
+class PropertyHead(Section):
+    """Properties of structures or of atoms, each a number."""
+
+    names: Annotated[list[Name], Field(min_length=1), Words("a list of at least one name")]
+    """The properties, in the order of the columns of the labels."""
+    pooling: Literal["mean", "sum"] = "mean"
+    """How atoms make a structure's property: mean for intensive ones, sum for extensive ones."""
+    layers: Annotated[int, Field(ge=1, le=8)] = 2
+    """Linear layers of the head."""
+    shared: bool = False
+    """Whether all branches share one head."""
+    loss: Loss = "mse"
+    """Error that is summed, in units of the branch's scale."""
+    weight: Weight = 1.0
+    """Weight of a property."""
+
+
+class Branch(Section):
+    """What belongs to one data set: a copy of every head that is not shared, and the units of its labels."""
+
+    name: Name = "main"
+    """Name of the data set."""
+    weight: Weight = 1.0
+    """Factor on the losses of its samples."""
+    reference_energies: Annotated[
+        dict[str, float], Words("a mapping of atomic numbers to energies in eV, as in {1: -13.6, 8: -2041.8}")
+    ] = Field(default={})
+    """Energy of each element (eV an atom), by atomic number; added to what the head gives. Elements not named have 0."""
+    energy_scale: Positive = 1.0
+    """What one unit of the energy head means (eV)."""
+    properties_shift: list[float] = Field(default=[])
+    """What a graph property of 0 means, one a property; empty means 0."""
+    properties_scale: list[Positive] = Field(default=[])
+    """What one unit of a graph property means; empty means 1."""
+    atom_properties_shift: list[float] = Field(default=[])
+    """What an atom property of 0 means; empty means 0."""
+    atom_properties_scale: list[Positive] = Field(default=[])
+    """What one unit of an atom property means; empty means 1."""
+
+    @model_validator(mode="after")
+    def _elements(self) -> Branch:
+        for text in self.reference_energies:
+            if not (text.isdecimal() and 1 <= int(text) <= MAX_ATOMIC_NUMBER):
+                raise ValueError(f"reference_energies: {text} is not an atomic number from 1 to {MAX_ATOMIC_NUMBER}")
+        return self
+
+
+class MaterialsModel(Model):
+    """One message-passing network with heads. Presets (`model.preset`) fill every field; single fields may be changed."""
+
+    family: Literal["materials"] = "materials"
+    """Model family."""
+    n_layers: PositiveInt
+    """Message-passing blocks."""
+    d_model: PositiveInt
+    """Channels of an atom."""
+    body: Body = "painn"
+    """How atoms exchange messages."""
+    max_atomic_number: Annotated[int, Field(ge=1, le=MAX_ATOMIC_NUMBER)] = 100
+    """Heaviest element; rows of the element tables."""
+    cutoff: Positive = 5.0
+    """Distance in angstrom beyond which atoms are no neighbours."""
+    radial: Literal["bessel", "gaussian"] = "bessel"
+    """Functions that describe a distance."""
+    n_radial: PositiveInt = 20
+    """Number of these functions."""
+    envelope: Literal["polynomial", "cosine"] = "polynomial"
+    """How messages fade towards the cutoff: polynomial (two continuous derivatives) or cosine (one)."""
+    mean_neighbors: Positive = 1.0
+    """Sums over neighbours are divided by this; about the data's mean number of neighbours, or 1."""
+    gatv2: GatOptions = GatOptions()
+    """Options of the body gatv2."""
+    dimenet: DimeNetOptions = DimeNetOptions()
+    """Options of the body dimenet++."""
+    mace: MaceOptions = MaceOptions()
+    """Options of the body mace."""
+    attention: GlobalAttention | None = None
+    """Attention among all atoms of a structure; null for none."""
+    energy: EnergyHead | None = None
+    """Energies, forces and stresses; null for none."""
+    charges: ChargeHead | None = None
+    """Charges of atoms; null for none."""
+    dipole: DipoleHead | None = None
+    """Dipoles of structures; null for none."""
+    properties: PropertyHead | None = None
+    """Further properties of structures; null for none."""
+    atom_properties: PropertyHead | None = None
+    """Further properties of atoms; null for none."""
+    branches: Annotated[list[Branch], Field(min_length=1)] = Field(default=[Branch()])
+    """The data sets, in the order of `data.sources`."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> MaterialsModel:
+        if not any((self.energy, self.charges, self.dipole, self.properties, self.atom_properties)):
+            raise ValueError("the model predicts nothing; give energy, charges, dipole, properties or atom_properties")
+        heads = {"attention.heads": self.attention.heads if self.attention else 1}
+        heads["gatv2.heads"] = self.gatv2.heads if self.body == "gatv2" else 1
+        for name, count in heads.items():
+            if self.d_model % count:
+                raise ValueError(f"{name}={count} does not divide d_model={self.d_model}")
+        if self.dipole is not None and self.dipole.from_charges and self.charges is None:
+            raise ValueError("dipole.from_charges needs the charge head; give charges or set it to false")
+        return self
+
+    @model_validator(mode="after")
+    def _options_have_an_effect(self) -> MaterialsModel:
+        for name, body in (("gatv2", "gatv2"), ("dimenet", "dimenet++"), ("mace", "mace")):
+            options = getattr(self, name)
+            if self.body != body and options != type(options)():
+                raise ValueError(f"{name} has no effect with body={self.body}; leave it out or set body={body}")
+        if self.body == "mace" and self.mace.hidden_degree > self.mace.degree:
+            raise ValueError(
+                f"mace.hidden_degree={self.mace.hidden_degree} must be at most mace.degree={self.mace.degree}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _branches_fit(self) -> MaterialsModel:
+        names = [branch.name for branch in self.branches]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"branches: the name {twice} is given twice; names must differ")
+        for branch in self.branches:
+            for field, head in (("properties", self.properties), ("atom_properties", self.atom_properties)):
+                for unit in ("shift", "scale"):
+                    given, wanted = len(getattr(branch, f"{field}_{unit}")), len(head.names) if head else 0
+                    if given not in (0, wanted):
+                        raise ValueError(
+                            f"branches: {branch.name}.{field}_{unit} has {given} values, but {field} has {wanted} names"
+                        )
+        return self

@@ -1,0 +1,55 @@
+"""How layouts reach into a model family: building its parts split over ranks, and running one as a stage.
+
+A family's module `layout.<family>` holds one object that does both. What a family declares about itself as data is in
+`models.family`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from phalanx.config.schema import Run
+from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.place import TensorSplits
+from phalanx.layout.share import SequenceShare
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stage import Stage
+from phalanx.models.splits import ModelPart
+
+
+@dataclass(frozen=True)
+class Building:
+    """What the building of every part of a model has in common. `run` is a run of the family's kind."""
+
+    run: Any
+    device: torch.device
+    """Where the part will compute; it is built on meta."""
+    attention: AttentionChoice
+    share: SequenceShare
+
+
+class FamilyLayout(Protocol):
+    """One family under parallelism."""
+
+    def build(self, building: Building, part: ModelPart) -> tuple[nn.Module, TensorSplits]:
+        """A part on meta, split over `tp` and `cp`; and which part of which parameter this rank keeps, by local name.
+
+        The module has `part`, `config`, `dtype` and, where they belong to it, `embedding`, `blocks` and `head`.
+        """
+
+    def stage(self, building: Building, part: nn.Module, index: int) -> Stage:
+        """Runs a built part."""
+
+    def choose_attention(self, run: Any, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
+        """The attention kernel for these shapes on this device; called on one rank, which tells the others."""
+
+
+def family_layout(run: Run) -> FamilyLayout:
+    """The family of `run` under parallelism, imported only now."""
+    family: FamilyLayout = import_module(f"phalanx.layout.{run.model.family}").LAYOUT
+    return family

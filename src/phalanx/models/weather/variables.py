@@ -1,0 +1,46 @@
+"""Variables by name: where they stand in a model's tables, and the pressure level a name carries."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.config.weather import WeatherModel
+
+
+def input_places(config: WeatherModel) -> list[int]:
+    """Numbers, among the model's variables, of those it reads."""
+    return [config.variables.index(name) for name in config.input_names]
+
+
+def output_places(config: WeatherModel) -> list[int]:
+    """Numbers, among the model's variables, of those it predicts."""
+    return [config.variables.index(name) for name in config.output_names]
+
+
+def outputs_among_inputs(config: WeatherModel) -> list[int]:
+    """Numbers of the predicted variables among the fields that are read."""
+    return [config.input_names.index(name) for name in config.output_names]
+
+
+def take(tensor: Tensor, places: Sequence[int], dim: int) -> Tensor:
+    """The elements of `tensor` at `places` along `dim`; a view where they are consecutive."""
+    first, count = places[0], len(places)
+    if list(places) == list(range(first, first + count)):
+        return tensor.narrow(dim, first, count)
+    return tensor.index_select(dim, torch.tensor(places, device=tensor.device))
+
+
+def pressure_level(name: str) -> int | None:
+    """Pressure in hPa that ends a variable's name (`temperature_850`); None for variables of the surface."""
+    match = re.search(r"_(\d+)$", name)
+    return int(match[1]) if match else None
+
+
+def group_sizes(variables: int, groups: int) -> list[int]:
+    """How many consecutive variables each group gets; the first groups have one more where it does not divide."""
+    each, more = divmod(variables, groups)
+    return [each + (group < more) for group in range(groups)]

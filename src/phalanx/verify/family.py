@@ -1,0 +1,32 @@
+"""What verification needs of a model family: samples without files, and a small run of the same shape class.
+
+A family's module `verify.<family>` holds one object that gives both.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Protocol
+
+from phalanx.config.schema import Run
+from phalanx.data.batch import Batch
+
+
+class FamilyVerification(Protocol):
+    """One family under verification. `run` is a run of its kind."""
+
+    def samples(self, run: Any, step: int, first: int, count: int, global_batch: int) -> Batch:
+        """Samples `first` to `first + count` of the global batch of `step` (from 1): a function of their numbers alone."""
+
+    def reduced(self, run: Any, world_size: int) -> dict[str, dict[str, Any]]:
+        """Sections with the fields that make `run` small, such that any layout legal for it on `world_size` ranks stays
+        legal."""
+
+    def in_words(self, run: Any) -> str:
+        """The model that runs, for a person."""
+
+
+def family_verification(run: Run) -> FamilyVerification:
+    """Of the family of `run`, imported only now."""
+    family: FamilyVerification = import_module(f"phalanx.verify.{run.model.family}").VERIFICATION
+    return family
