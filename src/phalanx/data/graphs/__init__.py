@@ -1,0 +1,1 @@
+"""Atomistic structures: readers, neighbour lists, prepared shards, and batches of equal cost."""

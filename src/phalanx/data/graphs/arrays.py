@@ -1,0 +1,87 @@
+"""Named arrays in one file in the safetensors format, read as memory maps: opening costs the header alone.
+
+Knows nothing of structures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save
+
+from phalanx.errors import DataError
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+TEMPORARY = ".writing-"
+"""How names of files begin that are not whole yet."""
+_DTYPES = {
+    "I8": "<i1",
+    "I16": "<i2",
+    "I32": "<i4",
+    "I64": "<i8",
+    "U8": "<u1",
+    "U16": "<u2",
+    "U32": "<u4",
+    "F32": "<f4",
+    "F64": "<f8",
+}
+"""Number formats as the header names them."""
+_LARGEST_HEADER = 2**24
+
+
+def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write the arrays atomically; a crash leaves the old file, the new one or none."""
+    temporary = path.with_name(f"{TEMPORARY}{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def map_arrays(path: Path) -> Arrays:
+    """The arrays of a file, read-only and unread until used. Raises DataError for a malformed or truncated file."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(size, _LARGEST_HEADER):
+                raise ValueError("the header is longer than the file")
+            header: dict[str, Any] = json.loads(file.read(length))
+        content = np.memmap(path, np.uint8, mode="r", offset=8 + length) if size > 8 + length else np.empty(0, np.uint8)
+        return {name: _view(content, entry) for name, entry in header.items() if name != "__metadata__"}
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: it is no file of arrays ({error}); it is truncated or altered") from None
+
+
+def smallest_integers(values: npt.NDArray[np.int64], *, signed: bool) -> npt.NDArray[Any]:
+    """The same values in the narrowest integers that hold them."""
+    low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
+    for name in ("int8", "int16", "int32", "int64") if signed else ("uint8", "uint16", "uint32"):
+        limits = np.iinfo(name)
+        if limits.min <= low and high <= limits.max:
+            return values.astype(name)
+    raise AssertionError((low, high))
+
+
+def _view(content: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> npt.NDArray[Any]:
+    dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(int(n) for n in entry["shape"])
+    first, last = (int(n) for n in entry["data_offsets"])
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if not 0 <= first <= last <= len(content) or last - first != size:
+        raise ValueError(f"an array should lie at bytes {first} to {last} of {len(content)}")
+    # A plain array: the memory map's own class makes every small operation on it slower.
+    plain: npt.NDArray[Any] = np.asarray(content[first:last]).view(np.ndarray).view(dtype).reshape(shape)
+    return plain

@@ -1,0 +1,118 @@
+"""Sharing out one global batch: equal cost for every rank, and for every micro-batch of a rank.
+
+Longest first: structures in falling order of cost, each to the rank that has least so far (Graham, SIAM J. Appl. Math.
+17, 416, 1969: at most 4/3 of the optimum, and within one small structure of it where there are many). Ranks come before
+micro-batches, since ranks wait for each other once a step and micro-batches of one rank do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.data.graphs.ragged import Int64Array
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which rank and micro-batch each structure of a global batch goes to."""
+
+    rank: Int64Array
+    """[n]."""
+    part: Int64Array
+    """[n]: micro-batch of that rank."""
+    loads: Int64Array
+    """[ranks, parts]: summed cost."""
+
+    @property
+    def imbalance(self) -> float:
+        """Largest cost of a rank over the mean: 1 is perfect."""
+        ranks = self.loads.sum(axis=1)
+        return float(ranks.max() / ranks.mean())
+
+
+def divide(costs: Int64Array, ranks: int, parts: int) -> Division:
+    """Share out structures of these costs [n], each > 0, over `ranks` ranks with `parts` micro-batches each.
+
+    A micro-batch is empty only where there are fewer structures than micro-batches, or some that outweigh all others.
+    """
+    rank = longest_first(costs, ranks)
+    return _division(costs, rank, _within_ranks(costs, rank, ranks, parts), ranks, parts)
+
+
+def divide_within(costs: Int64Array, ranks: int, sizes: Int64Array, budget: int) -> Division:
+    """Share out over ranks by `costs`, and within each by `sizes` [n], with as few micro-batches a rank as `budget` allows.
+
+    No micro-batch is larger than the budget, except a structure that is so alone and is then a micro-batch of its own.
+    """
+    rank = longest_first(costs, ranks)
+    parts = max(1, -(-int(_summed(sizes, rank, ranks).max()) // budget))
+    while True:
+        part = _within_ranks(sizes, rank, ranks, parts)
+        place = rank * parts + part
+        over = _summed(sizes, place, ranks * parts) > budget
+        if not (over & (np.bincount(place, minlength=ranks * parts) > 1)).any():
+            return _division(costs, rank, part, ranks, parts)
+        parts += 1
+
+
+def in_turn(costs: Int64Array, ranks: int, parts: int) -> Division:
+    """The usual way, for comparison: equal numbers of structures in the order in which they come, whatever they cost."""
+    place = np.arange(len(costs), dtype=np.int64) * (ranks * parts) // len(costs)
+    rank, part = np.divmod(place, parts)
+    return _division(costs, rank, part, ranks, parts)
+
+
+def longest_first(costs: Int64Array, bins: int) -> Int64Array:
+    """The bin [n] of each item, many at a time.
+
+    As long as the next item would lift the emptiest bin above some others, those others come before that bin gets a
+    second one: all of them are served at once.
+    """
+    chosen = np.zeros(len(costs), dtype=np.int64)
+    if bins == 1:
+        return chosen
+    order = np.argsort(-costs, kind="stable")
+    loads = np.zeros(bins, dtype=np.int64)
+    place = 0
+    while place < len(order):
+        by_load = np.argsort(loads, kind="stable")
+        limit = loads[by_load[0]] + costs[order[place]]
+        served = min(int(np.searchsorted(loads[by_load], limit)), len(order) - place)
+        items = order[place : place + served]
+        chosen[items] = by_load[:served]
+        loads[by_load[:served]] += costs[items]
+        place += served
+    return chosen
+
+
+def _within_ranks(sizes: Int64Array, rank: Int64Array, ranks: int, parts: int) -> Int64Array:
+    """The micro-batch [n] of each structure: longest first in every rank, all ranks side by side."""
+    if parts == 1:
+        return np.zeros_like(rank)
+    if ranks == 1:
+        return longest_first(sizes, parts)
+    order = np.lexsort((-sizes, rank))
+    counts = np.bincount(rank, minlength=ranks)
+    starts = np.cumsum(counts) - counts
+    part = np.zeros(len(sizes), dtype=np.int64)
+    loads = np.zeros((ranks, parts), dtype=np.int64)
+    for turn in range(int(counts.max(initial=0))):
+        rows = np.flatnonzero(counts > turn)
+        items = order[starts[rows] + turn]
+        emptiest = loads[rows].argmin(axis=1)
+        part[items] = emptiest
+        loads[rows, emptiest] += sizes[items]
+    return part
+
+
+def _division(costs: Int64Array, rank: Int64Array, part: Int64Array, ranks: int, parts: int) -> Division:
+    return Division(rank, part, _summed(costs, rank * parts + part, ranks * parts).reshape(ranks, parts))
+
+
+def _summed(values: Int64Array, place: Int64Array, places: int) -> Int64Array:
+    """Sums of the values at each place [places]; whole numbers, unlike those of bincount with weights."""
+    sums = np.zeros(places, dtype=np.int64)
+    np.add.at(sums, place, values)
+    return sums

@@ -1,0 +1,283 @@
+"""Several structures as one graph without links between them, and how such a batch is read from shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from phalanx.data.graphs.labels import KINDS
+from phalanx.data.graphs.order import Located
+from phalanx.data.graphs.ragged import Int64Array, offsets, ragged_ranges
+from phalanx.data.graphs.shards import LABEL_DTYPES, PreparedSource
+
+_PER_ATOM = ("species_N", "positions_N3", "graph_N", "forces_N3", "charges_N", "atom_properties_NP")
+_PER_EDGE = ("shifts_E3",)
+_FIELDS = {
+    "energy": "energy_G",
+    "forces": "forces_N3",
+    "stress": "stress_G33",
+    "charges": "charges_N",
+    "dipole": "dipole_G3",
+    "total_charge": "total_charge_G",
+}
+LABELS = ("energy_G", "forces_N3", "stress_G33", "charges_N", "dipole_G3", "properties_GP", "atom_properties_NP")
+"""Fields of a batch that a model may learn. None where no source of the stream has it, which is then so on every rank
+and in every step; NaN where a structure lacks it."""
+
+
+@dataclass(frozen=True)
+class GraphBatch:
+    """G structures of one rank with N atoms and E directed edges in all; lengths in A, energies in eV, charges in e.
+
+    Any of G, N and E may be 0: a rank may get fewer structures than it has micro-batches.
+    """
+
+    species_N: Tensor
+    """int64: atomic numbers."""
+    positions_N3: Tensor
+    """float32."""
+    graph_N: Tensor
+    """int64: the structure of each atom, ascending."""
+    edges_2E: Tensor
+    """int64: source and target atom, ordered by target."""
+    shifts_E3: Tensor
+    """float32: edge vector = position[target] + shift - position[source]."""
+    cells_G33: Tensor
+    """float32: lattice vectors as rows, zeros in directions that are not periodic."""
+    source_G: Tensor
+    """int64: number of the source."""
+    total_charge_G: Tensor | None
+    """float32; 0 where not known."""
+    energy_G: Tensor | None
+    """float64."""
+    forces_N3: Tensor | None
+    """float32."""
+    stress_G33: Tensor | None
+    """float32, tension positive."""
+    charges_N: Tensor | None
+    """float32."""
+    dipole_G3: Tensor | None
+    """float32."""
+    properties_GP: Tensor | None
+    """float64: one column for each property that was asked for."""
+    atom_properties_NP: Tensor | None
+    """float32: one column for each atom property that was asked for."""
+    sample_indices: Tensor
+    """int64 [G]: global sample numbers."""
+    atoms: Int64Array
+    """Atoms of each structure [G], on the host."""
+    edges: Int64Array
+    """Edges of each structure [G], on the host."""
+    graphs_by_part: tuple[int, ...]
+    """Structures of each planned micro-batch, in order."""
+    tasks: tuple[str, ...]
+    """Fields that `target_counts` counts, in order."""
+
+    def to(self, device: torch.device) -> GraphBatch:
+        """The batch on `device`, copied without waiting when it lies in pinned memory."""
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in self._tensors()}
+        return replace(self, **moved)
+
+    def pinned(self) -> GraphBatch:
+        """A copy in pinned memory, from which an accelerator copies on its own."""
+        pinned: dict[str, Any] = {name: value.pin_memory() for name, value in self._tensors()}
+        return replace(self, **pinned)
+
+    def split(self, parts: int) -> Iterator[GraphBatch]:
+        """`parts` micro-batches, in order: the planned ones, or where another number is asked for, runs of equal size."""
+        counts = self.graphs_by_part if parts == len(self.graphs_by_part) else self._even_runs(parts)
+        first = 0
+        for count in counts:
+            yield self._run(first, first + count)
+            first += count
+
+    def target_counts(self) -> Tensor:
+        """Numbers that are there for each of `tasks`: int64 [T]; 3 a force, 9 a stress."""
+        counts = []
+        for name in self.tasks:
+            label: Tensor | None = getattr(self, name)
+            missing = torch.zeros((), dtype=torch.int64, device=self.graph_N.device)
+            counts.append(missing if label is None else (~label.isnan()).sum())
+        return torch.stack(counts)
+
+    def inputs(self) -> tuple[Tensor, dict[str, Any]]:
+        """Atomic numbers; everything else that a model takes, by name."""
+        named: dict[str, Any] = {name: value for name, value in self._tensors() if name != "sample_indices"}
+        del named["species_N"]
+        named["max_atoms"] = int(self.atoms.max(initial=0))
+        return self.species_N, named
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                yield name, value
+
+    def _even_runs(self, parts: int) -> list[int]:
+        sizes = self.atoms + self.edges
+        middles = 2 * np.cumsum(sizes) - sizes
+        cuts = np.searchsorted(middles, np.arange(1, parts) * (2 * sizes.sum()) / parts)
+        runs: list[int] = np.diff(np.concatenate(([0], cuts, [len(sizes)]))).tolist()
+        return runs
+
+    def _run(self, first: int, last: int) -> GraphBatch:
+        """Structures first..last-1, as views of the same memory where numbers need not change."""
+        graphs = slice(first, last)
+        before = int(self.atoms[:first].sum())
+        atoms = slice(before, before + int(self.atoms[graphs].sum()))
+        edges_before = int(self.edges[:first].sum())
+        edges = slice(edges_before, edges_before + int(self.edges[graphs].sum()))
+        changed: dict[str, Any] = {}
+        for name, value in self._tensors():
+            if name == "edges_2E":
+                changed[name] = value[:, edges] - before
+            elif name == "graph_N":
+                changed[name] = value[atoms] - first
+            else:
+                changed[name] = value[atoms if name in _PER_ATOM else edges if name in _PER_EDGE else graphs]
+        return replace(
+            self, **changed, atoms=self.atoms[graphs], edges=self.edges[graphs], graphs_by_part=(last - first,)
+        )
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What a stream's batches hold besides structures; the same for all of them."""
+
+    labels: tuple[str, ...]
+    """Labels that at least one source has."""
+    properties: tuple[str, ...]
+    atom_properties: tuple[str, ...]
+    tasks: tuple[str, ...]
+
+
+class Collator:
+    """Reads structures of several sources into batches."""
+
+    def __init__(self, sources: Sequence[PreparedSource], columns: Columns) -> None:
+        self.sources = list(sources)
+        self.columns = columns
+
+    def __call__(self, found: Located, parts: Sequence[int]) -> GraphBatch:
+        """The batch of these structures in this order; parts: how many of them each planned micro-batch takes."""
+        nodes, edges = offsets(found.atoms), offsets(found.edges)
+        arrays = self._empty(len(found.numbers), int(nodes[-1]), int(edges[-1]))
+        arrays["graph_N"] = np.repeat(np.arange(len(found.numbers), dtype=np.int64), found.atoms)
+        arrays["source_G"] = found.source.astype(np.int64)
+        for index, source in enumerate(self.sources):
+            mine = np.flatnonzero(found.source == index)
+            shards, rows = source.locate(found.item[mine])
+            for shard in np.unique(shards).tolist():
+                chosen = shards == shard
+                _Filler(source, shard, rows[chosen], mine[chosen], nodes, edges).fill(arrays, self.columns)
+        graph_E = np.repeat(np.arange(len(found.numbers)), found.edges)
+        arrays["edges_2E"] += nodes[graph_E]
+        arrays["shifts_E3"] = _shifts(arrays.pop("images_E3"), arrays["cells_G33"], graph_E)
+        if "total_charge_G" in arrays:
+            np.nan_to_num(arrays["total_charge_G"], copy=False)
+        tensors: dict[str, Any] = dict.fromkeys(("total_charge_G", *LABELS))
+        tensors |= {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return GraphBatch(
+            **tensors,
+            sample_indices=torch.from_numpy(found.numbers),
+            atoms=found.atoms,
+            edges=found.edges,
+            graphs_by_part=tuple(parts),
+            tasks=self.columns.tasks,
+        )
+
+    def _empty(self, graphs: int, atoms: int, edges: int) -> dict[str, npt.NDArray[Any]]:
+        """Arrays to fill; labels begin as NaN."""
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "species_N": np.empty(atoms, dtype=np.int64),
+            "positions_N3": np.empty((atoms, 3), dtype=np.float32),
+            "cells_G33": np.empty((graphs, 3, 3), dtype=np.float32),
+            "edges_2E": np.empty((2, edges), dtype=np.int64),
+            "images_E3": np.zeros((edges, 3), dtype=np.float32),
+        }
+        for name in self.columns.labels:
+            shape = (atoms if KINDS[name].per_atom else graphs, *KINDS[name].shape)
+            arrays[_FIELDS[name]] = np.full(shape, np.nan, dtype=LABEL_DTYPES[name])
+        if self.columns.properties:
+            arrays["properties_GP"] = np.full((graphs, len(self.columns.properties)), np.nan)
+        if self.columns.atom_properties:
+            arrays["atom_properties_NP"] = np.full((atoms, len(self.columns.atom_properties)), np.nan, dtype=np.float32)
+        return arrays
+
+
+def _shifts(
+    images_E3: npt.NDArray[np.float32], cells_G33: npt.NDArray[np.float32], graph_E: Int64Array
+) -> npt.NDArray[np.float32]:
+    """The images as vectors in A; most edges of most structures lead to no image."""
+    shifts_E3 = np.zeros_like(images_E3)
+    first_E, second_E, third_E = images_E3.T
+    # Column by column: any(axis=1) over rows of three is many times slower.
+    across = np.flatnonzero((first_E != 0.0) | (second_E != 0.0) | (third_E != 0.0))
+    shifts_E3[across] = np.einsum("ek,ekj->ej", images_E3[across], cells_G33[graph_E[across]])
+    return shifts_E3
+
+
+class _Filler:
+    """Copies chosen structures of one shard to their places in a batch."""
+
+    def __init__(
+        self,
+        source: PreparedSource,
+        shard: int,
+        rows: Int64Array,
+        graphs: Int64Array,
+        nodes: Int64Array,
+        edges: Int64Array,
+    ) -> None:
+        self._source = source
+        self._arrays = source.shard(shard)
+        self._rows = rows
+        self._graphs = graphs
+        self._node_from, self._node_to = self._ranges("node_starts", nodes)
+        self._edge_from, self._edge_to = self._ranges("edge_starts", edges)
+
+    def fill(self, arrays: dict[str, npt.NDArray[Any]], columns: Columns) -> None:
+        shard = self._arrays
+        arrays["species_N"][self._node_to] = shard["species"][self._node_from]
+        arrays["positions_N3"][self._node_to] = shard["positions"][self._node_from]
+        arrays["cells_G33"][self._graphs] = shard["cells"][self._rows]
+        arrays["edges_2E"][0, self._edge_to] = shard["source"][self._edge_from]
+        arrays["edges_2E"][1, self._edge_to] = shard["target"][self._edge_from]
+        if "images" in shard:
+            arrays["images_E3"][self._edge_to] = shard["images"][self._edge_from]
+        for name in columns.labels:
+            if name in shard:
+                to, where = self._places(KINDS[name].per_atom)
+                arrays[_FIELDS[name]][to] = shard[name][where]
+        manifest = self._source.manifest
+        self._copy_columns(arrays, "properties", manifest.properties, columns.properties, per_atom=False)
+        self._copy_columns(arrays, "atom_properties", manifest.atom_properties, columns.atom_properties, per_atom=True)
+
+    def _copy_columns(
+        self,
+        arrays: dict[str, npt.NDArray[Any]],
+        name: str,
+        there: Sequence[str],
+        wanted: Sequence[str],
+        *,
+        per_atom: bool,
+    ) -> None:
+        to, where = self._places(per_atom)
+        field = "atom_properties_NP" if per_atom else "properties_GP"
+        for column, label in enumerate(wanted):
+            if label in there:
+                arrays[field][to, column] = self._arrays[name][where, there.index(label)]
+
+    def _places(self, per_atom: bool) -> tuple[Int64Array, Int64Array]:
+        """Rows of the batch and rows of the shard."""
+        return (self._node_to, self._node_from) if per_atom else (self._graphs, self._rows)
+
+    def _ranges(self, name: str, places: Int64Array) -> tuple[Int64Array, Int64Array]:
+        starts = self._arrays[name]
+        first, lengths = starts[self._rows], starts[self._rows + 1] - starts[self._rows]
+        return ragged_ranges(first, lengths), ragged_ranges(places[self._graphs], lengths)

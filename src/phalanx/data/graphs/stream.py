@@ -1,0 +1,173 @@
+"""The batches of a run on structures: step k reads the same structures whatever the number of ranks, at equal cost for each.
+
+step -> global batch (`order`) -> rank and micro-batch of each structure (`balance`) -> tensors (`batches`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from phalanx.config.graph_data import GraphData
+from phalanx.data.graphs.balance import Division, divide, divide_within
+from phalanx.data.graphs.batches import LABELS, Collator, Columns, GraphBatch
+from phalanx.data.graphs.cost import CostModel
+from phalanx.data.graphs.order import GraphOrder, Located
+from phalanx.data.graphs.ragged import Int64Array
+from phalanx.data.graphs.shards import PreparedSource
+from phalanx.data.stream import ReadAhead
+from phalanx.errors import ConfigError, DataError
+
+
+class GraphBatchStream:
+    """This rank's share of each global batch, step after step, read ahead in the background."""
+
+    def __init__(
+        self,
+        order: GraphOrder,
+        columns: Columns,
+        *,
+        parts: int = 1,
+        budget: float | None = None,
+        oversized_alone: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        """Rank `rank` of `ranks` takes structures of about the same cost as every other.
+
+        parts: micro-batches of each rank in each step. budget: most cost of a micro-batch in units of the order's cost
+        model; each step then has as many micro-batches as that needs, on every rank the same number, and `parts` is not
+        looked at. oversized_alone: whether a structure above the budget is a micro-batch of its own.
+
+        Raises DataError for a structure above the budget, naming it, unless that is allowed.
+        """
+        assert 0 <= rank < ranks and parts >= 1
+        self.order = order
+        self.parts = parts
+        self.rank = rank
+        self.ranks = ranks
+        self.prefetch = prefetch
+        self.pin_memory = pin_memory
+        self.fingerprint = order.fingerprint
+        self._collate = Collator(order.sources, columns)
+        self._shares = order.cost
+        self._budget = budget
+        self._step = 0
+        self._ahead: ReadAhead[GraphBatch] | None = None
+        if budget is not None and not oversized_alone:
+            for source in order.sources:
+                _check_budget(source, order.cost, budget)
+
+    def batch(self, step: int) -> GraphBatch:
+        """This rank's structures of optimizer step `step`, counted from 1; ordered by micro-batch, then sample number."""
+        found = self.order.batch(step)
+        division = self._divide(found)
+        mine = np.flatnonzero(division.rank == self.rank)
+        mine = mine[np.argsort(division.part[mine], kind="stable")]
+        parts = np.bincount(division.part[mine], minlength=division.loads.shape[1])
+        batch = self._collate(_chosen(found, mine), parts.tolist())
+        return batch.pinned() if self.pin_memory else batch
+
+    def division(self, step: int) -> Division:
+        """How the global batch of `step` is shared out over all ranks; its costs are those of `use_costs`."""
+        return self._divide(self.order.batch(step))
+
+    def use_costs(self, costs: CostModel) -> None:
+        """Share out every later batch by these costs, as measured. All ranks must do so after the same step.
+
+        Which structures a global batch holds does not change: that is cut by the cost model of the order.
+        """
+        self.seek(self._step)
+        self._shares = costs
+
+    def seek(self, step: int) -> None:
+        """Go on after `step`, the last step already done."""
+        self.close()
+        self._step = step
+
+    def next(self) -> GraphBatch:
+        """The batch of the next step. Raises what reading it raised."""
+        self._step += 1
+        if self.prefetch == 0:
+            return self.batch(self._step)
+        if self._ahead is None:
+            self._ahead = ReadAhead(self.batch, self._step, self.prefetch)
+        return self._ahead.next()
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def _divide(self, found: Located) -> Division:
+        costs = self._shares.whole(found.atoms, found.edges)
+        if self._budget is None:
+            return divide(costs, self.ranks, self.parts)
+        # The budget is about memory, which measured times say nothing of: it keeps to the declared costs.
+        sizes = self.order.cost.whole(found.atoms, found.edges)
+        return divide_within(costs, self.ranks, sizes, int(self._budget / self.order.cost.unit))
+
+
+def graph_columns(
+    sources: Sequence[PreparedSource],
+    *,
+    tasks: Sequence[str] | None = None,
+    properties: Sequence[str] | None = None,
+    atom_properties: Sequence[str] | None = None,
+) -> Columns:
+    """What batches of these sources hold.
+
+    tasks: fields of `batches.LABELS` in the order in which a model's losses come; None takes all there are. properties,
+    atom_properties: names in the order of a model's heads; None takes all there are, in order.
+
+    Raises ConfigError for a property or task that no source has.
+    """
+    manifests = [source.manifest for source in sources]
+    labels = dict.fromkeys(name for manifest in manifests for name in manifest.labels)
+    known = list(dict.fromkeys(name for manifest in manifests for name in manifest.properties))
+    known_atom = list(dict.fromkeys(name for manifest in manifests for name in manifest.atom_properties))
+    for asked, there, field in ((properties, known, "properties"), (atom_properties, known_atom, "atom_properties")):
+        missing = [name for name in asked or () if name not in there]
+        if missing:
+            raise ConfigError(
+                f"model.{field} asks for {missing[0]}, which no source of data has; they have {', '.join(there) or 'none'}"
+            )
+    chosen = tuple(known if properties is None else properties)
+    chosen_atom = tuple(known_atom if atom_properties is None else atom_properties)
+    there = [name for name in LABELS if name.rsplit("_", 1)[0] in labels]
+    there += ["properties_GP"] * bool(chosen) + ["atom_properties_NP"] * bool(chosen_atom)
+    unlabelled = [name for name in tasks or () if name not in there]
+    if unlabelled:
+        raise ConfigError(
+            f"the model learns {unlabelled[0].rsplit('_', 1)[0]}, which no source of data has a label for; "
+            f"add it to data.sources.NAME.labels or take it out of the model"
+        )
+    return Columns(tuple(labels), chosen, chosen_atom, tuple(there if tasks is None else tasks))
+
+
+def graph_order(sources: Sequence[PreparedSource], data: GraphData, *, seed: int, global_batch: int) -> GraphOrder:
+    """The order that a run file asks for. Raises ConfigError, see `GraphOrder`."""
+    cost = CostModel(data.cost.node, data.cost.edge, data.cost.graph)
+    weights = [source.weight for source in data.sources]
+    return GraphOrder(sources, weights, seed=seed, global_batch=global_batch, batch_by=data.batch_by, cost=cost)
+
+
+def _check_budget(source: PreparedSource, cost: CostModel, budget: float) -> None:
+    atoms, edges = source.sizes(np.arange(len(source), dtype=np.int64))
+    costs = cost.whole(atoms, edges)
+    largest = int(costs.argmax())
+    if costs[largest] * cost.unit > budget:
+        over = int((costs * cost.unit > budget).sum())
+        raise DataError(
+            f"{source.name(largest)}: its {atoms[largest]} atoms and {edges[largest]} edges cost "
+            f"{costs[largest] * cost.unit:.6g}, more than data.microbatch_cost={budget:g} (so do {over} of {len(source)} "
+            f"structures of that split); raise it to at least that, or set data.oversized: alone"
+        )
+
+
+def _chosen(found: Located, rows: Int64Array) -> Located:
+    return Located(found.numbers[rows], found.source[rows], found.item[rows], found.atoms[rows], found.edges[rows])
