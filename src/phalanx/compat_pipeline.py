@@ -8,6 +8,7 @@ and dropped once the micro-batch has gone backward. Private names are used in th
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ Received = dict[int, tuple[Any, ...]]
 
 class LeanStage(PipelineStage):
     """A stage whose receive buffers live as long as their micro-batch."""
+
+    collect: Callable[[], None] | None = None
+    """Called when gradients have been set by a split backward pass."""
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_forward_infra(1, *args, **kwargs)
@@ -49,6 +53,13 @@ class LeanStage(PipelineStage):
         result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         for received in (self.args_recv_info, self.grad_recv_info):
             _drop(received, bwd_chunk_id)
+        return result
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """The gradients of parameters of a micro-batch, which PyTorch sets without running their hooks."""
+        result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if self.collect is not None:
+            self.collect()
         return result
 
 

@@ -57,13 +57,12 @@ class Applied:
     """Whether blocks are compiled when they first run."""
     tied: frozenset[str] = frozenset()
     """Parameters that this rank shares with the other end of the pipeline."""
-    working_copies: list[WorkingCopy] = field(default_factory=list)
-    """Join the masters with what runs, where the two differ."""
 
     def refresh(self) -> None:
         """Let the stages see the present masters."""
-        for copy in self.working_copies:
-            copy.refresh()
+        for stage in self.stages:
+            if stage.working is not None:
+                stage.working.refresh()
 
 
 def apply_layout(
@@ -88,7 +87,6 @@ def apply_layout(
     build = _Builder(building, family.tied(run))
     compiled = compiles(run, layout, device)
     stages: list[Stage] = []
-    working: list[WorkingCopy] = []
     parameters: dict[str, nn.Parameter] = {}
     for index, part in model_parts(layout, mesh.pp.rank, run.model.n_layers, family.block_costs(run)).items():
         model = build.part(part, dtype if copied else master_dtype)
@@ -108,12 +106,12 @@ def apply_layout(
         if fill:
             initialise_parameters(named, family.initial_rules(run), run.training.seed, build.splits)
         if copied:
-            working.append(WorkingCopy(masters, model.to_empty(device=device)))
+            stage.working = WorkingCopy(masters, model.to_empty(device=device))
         stages.append(stage)
         parameters.update(named)
     pipeline = Pipeline(stages, layout, mesh.pp, device) if layout.pp > 1 else None
     tied = build.tied.values() if mesh.tie.size > 1 else ()
-    applied = Applied(layout, mesh, stages, parameters, build.splits, pipeline, compiled, frozenset(tied), working)
+    applied = Applied(layout, mesh, stages, parameters, build.splits, pipeline, compiled, frozenset(tied))
     applied.refresh()
     return applied
 

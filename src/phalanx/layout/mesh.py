@@ -94,6 +94,16 @@ def join_process_group(ranks: Ranks, device: torch.device, *, timeout_s: float =
     )
 
 
+def leave_process_group() -> None:
+    """Leave the default process group, where this rank has joined one, with the others.
+
+    Not after an error of this rank alone: its collectives would wait for ranks that know nothing of it, and what it has to
+    say would never be read.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @dataclass(frozen=True)
 class Axis:
     """This rank's group along one axis of the layout."""

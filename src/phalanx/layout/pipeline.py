@@ -158,19 +158,16 @@ class Pipeline:
         return loss
 
     @torch.no_grad()
-    def evaluate(self, x: Tensor, inputs: dict[str, Any], sample_indices_B: Tensor) -> Tensor:
-        """Summed loss of one micro-batch, zero on ranks without the last stage; forward alone."""
+    def infer(self, x: Tensor, inputs: dict[str, Any], sample_indices_B: Tensor) -> Tensor | None:
+        """What the last stage gives for one micro-batch, None on ranks without it; forward alone."""
         mine = {stage.index: stage for stage in self.stages}
-        result = torch.zeros(1, dtype=torch.float64, device=self.device)
         for index in range(self.layout.n_stages):
             here, before = rank_of_stage(self.layout, index), rank_of_stage(self.layout, max(0, index - 1))
             if index and before != here:
                 x = self._hand_over(x, before, here, mine.get(index), len(sample_indices_B))
             if index in mine:
                 x = mine[index](x, sample_indices_B, **inputs)
-        if self.layout.n_stages - 1 in mine:
-            result += x.double()
-        return result
+        return x if self.layout.n_stages - 1 in mine else None
 
     def _hand_over(self, x: Tensor, source: int, target: int, stage: Stage | None, samples: int) -> Tensor:
         if self.pp.rank == source:
@@ -189,7 +186,7 @@ class Pipeline:
         loss = torch.empty(
             1, dtype=torch.promote_types(stage.part.dtype, torch.float32), device="meta", requires_grad=True
         )
-        return LeanStage(
+        lean = LeanStage(
             stage,
             stage.index,
             self.layout.n_stages,
@@ -198,3 +195,6 @@ class Pipeline:
             output_args=(loss if stage.part.part.last else hidden,),
             group=self.pp.group,
         )
+        if stage.working is not None:
+            lean.collect = stage.working.collect
+        return lean

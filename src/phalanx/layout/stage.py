@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.layout.share import SequenceShare
+from phalanx.layout.working_copy import WorkingCopy
 
 
 class Stage(nn.Module, ABC):
@@ -28,6 +29,8 @@ class Stage(nn.Module, ABC):
         self.seed = seed
         self.length = length
         """Positions a sample."""
+        self.working: WorkingCopy | None = None
+        """Joins the parameters that compute with the masters, where the two differ."""
         self.step: int | None = None
         """Optimizer step, which dropout depends on; None leaves dropout out."""
 

@@ -31,6 +31,13 @@ class WorkingCopy:
         torch._foreach_copy_(self._working, self._masters)
 
     @torch.no_grad()
+    def collect(self) -> None:
+        """Sum up gradients that were set without a backward pass, as split backward passes set those of parameters."""
+        for parameter in self._working:
+            if parameter.grad is not None:
+                self._move_gradient(parameter)
+
+    @torch.no_grad()
     def _move_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         master = self._master_of[id(parameter)]

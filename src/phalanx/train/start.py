@@ -19,7 +19,14 @@ from phalanx.files import write_atomically
 from phalanx.layout.apply import Applied, apply_layout
 from phalanx.layout.attention import AttentionChoice, check_attention
 from phalanx.layout.family import family_layout
-from phalanx.layout.mesh import Mesh, Ranks, build_mesh, join_process_group, ranks_from_environment
+from phalanx.layout.mesh import (
+    Mesh,
+    Ranks,
+    build_mesh,
+    join_process_group,
+    leave_process_group,
+    ranks_from_environment,
+)
 from phalanx.layout.peer_copies import choose_peer_copies
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
@@ -32,6 +39,7 @@ from phalanx.train.checkpoint import (
     set_rng_state,
 )
 from phalanx.train.inputs import Inputs, open_inputs
+from phalanx.train.interrupt import Interrupted
 from phalanx.train.logs import open_sinks
 from phalanx.train.metrics import StepMeter, find_peaks
 from phalanx.train.run_dir import RunDirectory, describe_machine
@@ -53,19 +61,24 @@ def train(run: Run, run_dir: Path) -> None:
         torch.use_deterministic_algorithms(True)
     join_process_group(ranks, device)
     try:
-        mesh = build_mesh(layout, device)
-        # Before the run directory is made: missing data then leaves nothing behind.
-        inputs = open_inputs(run, layout, mesh, device, first=ranks.first)
-        try:
-            directory = RunDirectory(run_dir)
-            directory.create()
-            with RunLock(run_dir):
-                _train(run, layout, mesh, ranks, device, directory, inputs)
-        finally:
-            inputs.stream.close()
+        _train_in_group(run, layout, ranks, device, run_dir)
+    except Interrupted:
+        leave_process_group()
+        raise
+    leave_process_group()
+
+
+def _train_in_group(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device, run_dir: Path) -> None:
+    mesh = build_mesh(layout, device)
+    # Before the run directory is made: missing data then leaves nothing behind.
+    inputs = open_inputs(run, layout, mesh, device, first=ranks.first)
+    try:
+        directory = RunDirectory(run_dir)
+        directory.create()
+        with RunLock(run_dir):
+            _train(run, layout, mesh, ranks, device, directory, inputs)
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        inputs.stream.close()
 
 
 def _train(

@@ -14,7 +14,7 @@ from phalanx.cluster.local_ranks import RanksFailed, run_ranks
 from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.layout.mesh import Ranks, join_process_group, ranks_from_environment
+from phalanx.layout.mesh import Ranks, join_process_group, leave_process_group, ranks_from_environment
 from phalanx.layout.resolve import every_layout, resolve_layout
 from phalanx.layout.spec import DEGREES, ResolvedLayout
 from phalanx.verify.check import Verdict, Verifier
@@ -85,10 +85,9 @@ def _stated_ranks(run: Run) -> int:
 def _under_a_launcher(run: Run, layouts: list[ResolvedLayout], options: Options, ranks: Ranks) -> list[Verdict]:
     device = choose_device(run.cluster.device, ranks.local_rank)
     join_process_group(ranks, device, timeout_s=options.timeout_s)
-    try:
-        return _verify_all(run, layouts, options, device)
-    finally:
-        dist.destroy_process_group()
+    verdicts = _verify_all(run, layouts, options, device)
+    leave_process_group()
+    return verdicts
 
 
 def _in_own_ranks(run: Run, layouts: list[ResolvedLayout], options: Options, world: int) -> list[Verdict]:
