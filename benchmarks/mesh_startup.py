@@ -57,8 +57,8 @@ def measure(layout: ResolvedLayout, rank: int) -> dict[str, Any]:
         "peak_mib_before": round(before, 1),
         "axes": {name: {"rank": getattr(mesh, name).rank, "size": getattr(mesh, name).size} for name in DEGREES},
         "data_mesh": None if mesh.data is None else list(mesh.data.shape),
-        "groups": [len(ranks) for ranks in made],
-        "groups_without_this_rank": sum(rank not in ranks for ranks in made),
+        "groups": [len(ranks) for ranks, _ in made],
+        "groups_without_this_rank": sum(rank not in ranks for ranks, _ in made),
         "process_groups_but_the_world": len(distributed_c10d._world.pg_names) - 1,
     }
 

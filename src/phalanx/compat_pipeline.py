@@ -2,7 +2,8 @@
 
 `PipelineStage` makes a buffer to receive activations, and one for gradients, for every micro-batch of a step, and keeps
 them for the whole run: with 1,600 micro-batches most of a device's memory. Here a buffer is made when its receive is posted
-and dropped once the micro-batch has gone backward. Private names are used in this file alone.
+and dropped once the micro-batch has gone backward. Messages may go over several groups. Private names are used in this file
+alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class LeanStage(PipelineStage):
 
     collect: Callable[[], None] | None = None
     """Called when gradients have been set by a split backward pass."""
+    link_of: Callable[[int, str], dist.ProcessGroup] | None = None
+    """The group over which a stage sends its activations or gradients; None sends everything over the stage's own."""
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_forward_infra(1, *args, **kwargs)
@@ -40,13 +43,28 @@ class LeanStage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives of a micro-batch's activations, into fresh buffers."""
         _renew(self.args_recv_info, fwd_chunk_id)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        return self._over_link(super().get_fwd_recv_ops(fwd_chunk_id), self.stage_index - 1, "activations")
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends of a micro-batch's activations."""
+        return self._over_link(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index, "activations")
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives of a micro-batch's gradients, into fresh buffers."""
         if self.has_backward and not self.is_last:
             _renew(self.grad_recv_info, bwd_chunk_id)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._over_link(super().get_bwd_recv_ops(bwd_chunk_id), self.stage_index + 1, "gradients")
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends of a micro-batch's gradients."""
+        return self._over_link(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index, "gradients")
+
+    def _over_link(self, operations: list[dist.P2POp], sender: int, kind: str) -> list[dist.P2POp]:
+        if self.link_of is not None and operations:
+            link = self.link_of(sender, kind)
+            for operation in operations:
+                operation.group = link
+        return operations
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """The backward pass of a micro-batch; what it received is dropped."""

@@ -34,6 +34,7 @@ LAYOUTS = {
         ResolvedLayout(8, dp_replicate=8, zero=2),
         ResolvedLayout(8, pp=4, cp=2, zero=1),
         ResolvedLayout(8, pp=8),
+        ResolvedLayout(8, pp=4, dp_shard=2, schedule="interleaved_1f1b", stages_per_rank=2),
         ResolvedLayout(8, dp_shard=8),
     )
 }
@@ -76,7 +77,7 @@ def describe(names: list[str]) -> dict[str, Any]:
             axes[axis_name] = {"ranks": list(axis.ranks), "rank": axis.rank, "size": axis.size, "sum": int(total)}
         data = None if mesh.data is None else (mesh.data.mesh.tolist(), mesh.data.mesh_dim_names)
         found[name] = {"axes": axes, "data": data, "data_rank": mesh.data_rank, "reads_first": mesh.reads_first}
-    found["groups"] = [list(ranks) for ranks in made]
+    found["groups"] = list(made)
     return found
 
 
@@ -134,8 +135,13 @@ def test_neighbours_share_tensor_parallel_groups(seen: list[dict[str, Any]]) -> 
 
 def test_a_rank_makes_each_of_its_groups_once(seen: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(seen):
-        assert all(rank in group for group in found["groups"])
-        assert len({tuple(group) for group in found["groups"]}) == len(found["groups"])
+        assert all(rank in ranks for ranks, _ in found["groups"])
+        joined = [ranks for ranks, link in found["groups"] if not link]
+        linked = [(ranks, link) for ranks, link in found["groups"] if link]
+        assert len(set(joined)) == len(joined) and len(set(linked)) == len(linked)
+        # Activations and gradients, from even and from odd ranks, for each pipeline that runs several stages a rank.
+        several = {tuple(found[n]["axes"]["pp"]["ranks"]) for n, x in LAYOUTS.items() if x.stages_per_rank > 1}
+        assert len(linked) == 4 * len({ranks for ranks in several if len(ranks) > 1})
 
 
 def test_one_rank_needs_no_group() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.config.schema import Run
-from phalanx.layout.spec import DEGREES, ZERO_BUBBLE, ResolvedLayout
+from phalanx.layout.spec import DEGREES, SINGLE_STAGE, ZERO_BUBBLE, ResolvedLayout
 from phalanx.models.families import family_of
 
 Fix = dict[str, int | str | bool]
@@ -110,7 +110,7 @@ def _stages(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
         return
     per_rank = layout.stages_per_rank
     stated = f"layout.stages_per_rank={per_rank}"
-    if layout.schedule in ("gpipe", "1f1b") and per_rank != 1:
+    if layout.schedule in SINGLE_STAGE and per_rank != 1:
         yield Reason(
             f"layout.schedule={layout.schedule} has one stage on each rank, not {stated}",
             ({"layout.stages_per_rank": 1},),

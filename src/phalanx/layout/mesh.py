@@ -6,7 +6,7 @@ Neighbouring ranks share the axes that talk most: tensor-parallel ranks are inne
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.errors import ConfigError
-from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.spec import SINGLE_STAGE, ResolvedLayout
 
 _ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes from outermost to innermost."""
@@ -118,6 +118,8 @@ class Axis:
     """Global ranks, in the order of the axis."""
     group_name: str = ""
     """The name by which compiled code finds the group."""
+    links: tuple[dist.ProcessGroup, ...] = ()
+    """Further groups of the same ranks, each with its own order of messages; see `_links`."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,8 @@ ONE_RANK = Mesh(
 """The mesh of a single rank."""
 
 
-Groups = dict[tuple[int, ...], dist.ProcessGroup]
-"""Process groups by their global ranks."""
+Groups = dict[tuple[tuple[int, ...], str], dist.ProcessGroup]
+"""Process groups by their global ranks; of groups of the same ranks, by the name of the link as well."""
 
 
 def build_mesh(layout: ResolvedLayout, device: torch.device, made: Groups | None = None) -> Mesh:
@@ -190,6 +192,8 @@ def build_mesh(layout: ResolvedLayout, device: torch.device, made: Groups | None
         return _make_axis(name, places[index].flatten().tolist(), made)
 
     axes = {name: axis(name, name) for name in _ORDER}
+    if layout.pp > 1 and layout.schedule not in SINGLE_STAGE:
+        axes["pp"] = replace(axes["pp"], links=_links(axes["pp"], made))
     shared = ("dp_shard", "cp") if layout.zero else ()
     kept = ("dp_replicate",) if layout.zero else ("dp_replicate", "dp_shard", "cp")
     shards, replicas = axis("shards", *shared), axis("replicas", *kept)
@@ -229,11 +233,21 @@ def _data_mesh(
     )
 
 
-def _group(ranks: list[int], name: str, made: Groups) -> dist.ProcessGroup:
+def _links(pp: Axis, made: Groups) -> tuple[dist.ProcessGroup, ...]:
+    """Groups for activations and for gradients, those sent by even and by odd ranks.
+
+    The messages of one group go in order: a rank that waits for its neighbour to take what it sends could not receive
+    meanwhile. With these, what a rank sends and what it receives never share a group, where the number of ranks is even.
+    """
+    names = [f"pp {what} of {who} ranks" for what in ("activations", "gradients") for who in ("even", "odd")]
+    return tuple(_group(list(pp.ranks), name, made, link=name) for name in names)
+
+
+def _group(ranks: list[int], name: str, made: Groups, link: str = "") -> dist.ProcessGroup:
     """The group of `ranks`. Axes with the same ranks share one: each costs connections and buffers."""
-    members = tuple(ranks)
-    if members not in made:
+    key = (tuple(ranks), link)
+    if key not in made:
         group = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
         assert isinstance(group, dist.ProcessGroup)
-        made[members] = group
-    return made[members]
+        made[key] = group
+    return made[key]

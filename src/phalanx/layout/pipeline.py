@@ -197,4 +197,10 @@ class Pipeline:
         )
         if stage.working is not None:
             lean.collect = stage.working.collect
+        if self.pp.links:
+            lean.link_of = self._link
         return lean
+
+    def _link(self, sender: int, kind: str) -> dist.ProcessGroup:
+        """The group over which stage `sender` sends its activations or gradients."""
+        return self.pp.links[2 * (kind == "gradients") + rank_of_stage(self.layout, sender) % 2]

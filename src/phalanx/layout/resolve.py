@@ -11,7 +11,7 @@ from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Layout, Run
 from phalanx.errors import ConfigError
 from phalanx.layout.legality import Fix, Reason, reasons
-from phalanx.layout.spec import DEGREES, ZERO_BUBBLE, ResolvedLayout
+from phalanx.layout.spec import DEGREES, SINGLE_STAGE, ZERO_BUBBLE, ResolvedLayout
 from phalanx.models.families import family_of
 
 Degrees = dict[str, int]
@@ -38,7 +38,7 @@ def with_degrees(run: Run, degrees: Degrees) -> ResolvedLayout:
     cp, pp = degrees["cp"], degrees["pp"]
     per_rank = chosen.stages_per_rank
     if per_rank == "auto":
-        per_rank = 1 if chosen.schedule in ("gpipe", "1f1b") else 2
+        per_rank = 1 if chosen.schedule in SINGLE_STAGE else 2
     layout = ResolvedLayout(
         global_batch=global_batch_samples(run),
         dp_replicate=degrees["dp_replicate"],

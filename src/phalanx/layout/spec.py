@@ -11,6 +11,8 @@ from typing import Any
 
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 """Names of the degrees, as fields of the run file."""
+SINGLE_STAGE = ("gpipe", "1f1b")
+"""Schedules with one stage on each rank."""
 ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv")
 """Schedules that compute the gradients of inputs and of weights apart."""
 
