@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from phalanx.compat_groups import new_group
 from phalanx.errors import ConfigError
 from phalanx.layout.spec import SINGLE_STAGE, ResolvedLayout
 
@@ -215,7 +216,7 @@ def _make_axis(name: str, ranks: list[int], made: Groups) -> Axis:
     place = ranks.index(dist.get_rank())
     if len(ranks) == 1:
         return Axis(name, place, ranks=tuple(ranks))
-    group = _group(ranks, name, made)
+    group = _group(ranks, made)
     return Axis(name, place, len(ranks), group, tuple(ranks), group.group_name)
 
 
@@ -227,7 +228,7 @@ def _data_mesh(
     if replicas.group is None:
         assert shards.group is not None
         return DeviceMesh.from_group(shards.group, device.type, mesh_dim_names=("shards",))
-    alone = shards.group or _group([dist.get_rank()], "shards", made)
+    alone = shards.group or _group([dist.get_rank()], made)
     return DeviceMesh.from_group(
         [replicas.group, alone], device.type, mesh=members, mesh_dim_names=("replicas", "shards")
     )
@@ -240,14 +241,12 @@ def _links(pp: Axis, made: Groups) -> tuple[dist.ProcessGroup, ...]:
     meanwhile. With these, what a rank sends and what it receives never share a group, where the number of ranks is even.
     """
     names = [f"pp {what} of {who} ranks" for what in ("activations", "gradients") for who in ("even", "odd")]
-    return tuple(_group(list(pp.ranks), name, made, link=name) for name in names)
+    return tuple(_group(list(pp.ranks), made, link=name) for name in names)
 
 
-def _group(ranks: list[int], name: str, made: Groups, link: str = "") -> dist.ProcessGroup:
+def _group(ranks: list[int], made: Groups, link: str = "") -> dist.ProcessGroup:
     """The group of `ranks`. Axes with the same ranks share one: each costs connections and buffers."""
     key = (tuple(ranks), link)
     if key not in made:
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
-        assert isinstance(group, dist.ProcessGroup)
-        made[key] = group
+        made[key] = new_group(ranks, link or "ranks")
     return made[key]

@@ -1,0 +1,55 @@
+"""Process groups that only their members make, under names that all members agree on.
+
+PyTorch names such a group after its ranks and the number of groups that the calling rank is in. Where members are in
+different numbers of groups (the two ends of a pipeline share one more), they wait for each other under different names, for
+ever. Here the name follows from the ranks, a given name and how many such groups there were before. Private names are used
+in this file alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+class _Made:
+    """How many groups of a name and ranks this process has made under one default group."""
+
+    def __init__(self) -> None:
+        self.world: dist.ProcessGroup | None = None
+        self.counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+    def number(self, name: str, ranks: tuple[int, ...]) -> int:
+        if self.world is not dist.group.WORLD:
+            self.world = dist.group.WORLD
+            self.counts.clear()
+        self.counts[name, ranks] += 1
+        return self.counts[name, ranks]
+
+
+_made = _Made()
+
+
+def new_group(ranks: list[int], name: str) -> dist.ProcessGroup:
+    """A group of `ranks`, global ranks, each of which calls this in the same order as the others of the group."""
+    number = _made.number(name, tuple(ranks))
+    text = "_".join([name, *map(str, ranks), f"number {number}"])
+    with _named(hashlib.sha256(text.encode()).hexdigest()):
+        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    usual = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = usual
