@@ -7,8 +7,10 @@ import yaml
 
 from config.run_text import RUN
 from phalanx.config.load import dump_run, load_run, parse_run
+from phalanx.config.materials import MaterialsModel
 from phalanx.config.presets import load_preset, preset_names
 from phalanx.config.schema import DataSource, LanguageRun
+from phalanx.config.weather import WeatherModel
 
 
 def parse(*overrides: str, text: str = RUN) -> LanguageRun:
@@ -106,7 +108,7 @@ DATA = {
         "splits": {"train": {"first": "1979", "last": "2015"}},
     },
     "materials": {
-        "sources": [{"name": "alloys", "path": "alloys.npz"}],
+        "sources": [{"name": "alloys", "path": "alloys.npz", "labels": {"energy": "eV", "forces": "eV/A"}}],
         "prepared": "graphs",
         "cutoff": 5.0,
     },
@@ -116,7 +118,12 @@ DATA = {
 @pytest.mark.parametrize("preset", preset_names())
 def test_dump_loads_back_to_an_equal_run(preset: str) -> None:
     tree = yaml.safe_load(RUN)
-    tree |= {"model": {"preset": preset}, "data": DATA[load_preset(preset).family]}
+    model = load_preset(preset).model()
+    tree |= {"model": {"preset": preset}, "data": dict(DATA[model.family])}
+    if isinstance(model, WeatherModel):
+        tree["data"] |= {"inputs": list(model.input_names), "outputs": list(model.output_names)}
+    if isinstance(model, MaterialsModel):
+        tree["data"]["cutoff"] = model.cutoff
     tree["layout"]["global_batch"] = 256
     run = parse("training.profile={first: 1, last: 2}", text=yaml.dump(tree))
     text = dump_run(run)

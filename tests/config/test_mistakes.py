@@ -10,7 +10,7 @@ from phalanx.errors import ConfigError
 
 LAYOUT_HAS = (
     "dp_replicate, dp_shard, tp, cp, pp, zero, schedule, stages_per_rank, context, tp_across_nodes, microbatch, "
-    "global_batch, recompute, precision, reshard_after_forward and peer_copies"
+    "global_batch, recompute, precision, reshard_after_forward, gather and peer_copies"
 )
 SECTIONS = "model, data, layout, optimizer, training, checkpoint, evaluation and cluster"
 PRESETS = "(phalanx config list shows them)"

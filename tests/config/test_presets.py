@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from phalanx.config.presets import PublishedCount, load_preset, preset_names
 from phalanx.config.model import LanguageModel
+from phalanx.config.presets import PublishedCount, load_preset, preset_names
 from phalanx.models.language.decoder import Decoder
 from phalanx.models.language.sizes import parameter_count
 from phalanx.models.sizes import sizes_of

@@ -55,6 +55,7 @@ SAMPLES, LENGTH, SEED = 8, 16, 3
 class StreamedStage(nn.Module):
     """What a family's stage does: positions, dropout of a step, and the summed loss."""
 
+    one_unit = False
     shares_table = False
 
     def __init__(self, part: Decoder, share: SequenceShare) -> None:

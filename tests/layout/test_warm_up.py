@@ -13,7 +13,7 @@ from layout_runs import run_with
 from phalanx.layout.mesh import Groups
 from phalanx.layout.pipeline import Pipeline
 from phalanx.layout.resolve import resolve_layout
-from whole_model import laid_out, backward, gradients_of
+from whole_model import backward, gradients_of, laid_out
 
 LAYOUTS = [
     {"pp": 2, "dp_shard": 2, "global_batch": 8},

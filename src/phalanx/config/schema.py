@@ -91,6 +91,9 @@ class Layout(Section):
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """Whether gathered parameters are freed between forward and backward (less memory, one more gather); needs zero=3,
     and auto does so there unless there are pipeline stages."""
+    gather: Literal["layer", "stream"] = "layer"
+    """What a rank gathers of a block's matrices (Hybrid-STOP): its whole tensor-parallel part, or chunk after chunk of it,
+    two at a time (least memory; needs zero=3)."""
     peer_copies: bool | Literal["auto"] = "auto"
     """Whether sharded parameters and gradients travel inside a machine as copies between devices rather than by collective
     kernels; auto does so on accelerators that can read each other's memory."""

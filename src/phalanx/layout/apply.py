@@ -23,6 +23,9 @@ from phalanx import compat
 from phalanx.config.schema import Run
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.family import Building, family_layout
+from phalanx.layout.hybrid_stop import Stream
+from phalanx.layout.hybrid_stop_copies import CopyRing
+from phalanx.layout.hybrid_stop_transport import Ring
 from phalanx.layout.init import initialise_parameters
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.peer_copies import PeerCopies
@@ -57,6 +60,8 @@ class Applied:
     """Whether blocks are compiled when they first run."""
     tied: frozenset[str] = frozenset()
     """Parameters that this rank shares with the other end of the pipeline."""
+    stream: Stream | None = None
+    """What streams the matrices of blocks, where the layout asks for it."""
 
     def refresh(self) -> None:
         """Let the stages see the present masters."""
@@ -83,7 +88,11 @@ def apply_layout(
     master_dtype = torch.promote_types(dtype, torch.float32)
     copied = mesh.data is None and dtype != master_dtype
     family = family_of(run)
-    building = Building(run, device, attention, SequenceShare(mesh.cp, mesh.tp, layout.context))
+    stream = None
+    if layout.gather == "stream":
+        ring = Ring(mesh.shards) if copies is None else CopyRing(mesh.shards, device)
+        stream = Stream(mesh.shards, mesh.replicas, mesh.cp, ring)
+    building = Building(run, device, attention, SequenceShare(mesh.cp, mesh.tp, layout.context), stream)
     build = _Builder(building, family.tied(run))
     compiled = compiles(run, layout, device)
     stages: list[Stage] = []
@@ -91,7 +100,7 @@ def apply_layout(
     for index, part in model_parts(layout, mesh.pp.rank, run.model.n_layers, family.block_costs(run)).items():
         model = build.part(part, dtype if copied else master_dtype)
         stage = family_layout(run).stage(building, model, index)
-        for block in model.blocks:
+        for block in () if stage.recomputes else model.blocks:
             recompute_block(block, run.layout.recompute)
         if _splits_backward(layout):
             _separate_gradients(model)
@@ -111,7 +120,9 @@ def apply_layout(
         parameters.update(named)
     pipeline = Pipeline(stages, layout, mesh.pp, device) if layout.pp > 1 else None
     tied = build.tied.values() if mesh.tie.size > 1 else ()
-    applied = Applied(layout, mesh, stages, parameters, build.splits, pipeline, compiled, frozenset(tied))
+    applied = Applied(
+        layout, mesh, stages, parameters, build.splits, pipeline, compiled, frozenset(tied), stream=stream
+    )
     applied.refresh()
     return applied
 
@@ -151,7 +162,8 @@ def _compile(stage: Stage) -> None:
 def compiles(run: Run, layout: ResolvedLayout, device: torch.device) -> bool:
     """Whether blocks are compiled: as the run file says, and for `auto` on accelerators wherever the schedule allows it."""
     if run.training.compile == "auto":
-        return device.type != "cpu" and not _splits_backward(layout)
+        whole = layout.gather == "layer" and not _splits_backward(layout)
+        return device.type != "cpu" and whole and family_layout(run).compiles_blocks
     return run.training.compile
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,10 +91,14 @@ def choose_attention(
         return AttentionChoice(requested)
     if device.type == "cpu" or compat.is_rocm():
         return AttentionChoice("sdpa")
-    key = _cache_key(model, shape, device)
+    return fastest(_cache_key(model, shape, device), lambda: _measure_all(model, shape, device))
+
+
+def fastest(key: str, measure: Callable[[], dict[str, float]]) -> AttentionChoice:
+    """The kernel that `measure` finds fastest, by milliseconds; what it found is kept under `key` for the next start."""
     cached = _read_cache().get(key)
     if cached is None:
-        cached = _measure_all(model, shape, device)
+        cached = measure()
         _write_cache(key, cached)
     return AttentionChoice(min(cached, key=lambda name: cached[name]), cached)
 
@@ -124,15 +128,22 @@ def _measure(name: str, model: LanguageModel, shape: AttentionShape, device: tor
         return x.transpose(1, 2).requires_grad_()
 
     query, key, value = random(model.n_heads), random(model.kv_heads), random(model.kv_heads)
-    grad = torch.randn_like(query)
+    return milliseconds_of(name, lambda: attend(query, key, value, context), torch.randn_like(query))
+
+
+def milliseconds_of(name: str, attention: Callable[[], torch.Tensor], grad: torch.Tensor) -> float:
+    """Median milliseconds of one forward and backward pass of `attention` by the kernel `name` alone.
+
+    Raises RuntimeError for a shape that the kernel does not cover. grad: of what `attention` gives.
+    """
     backend = sdpa_kernel([_BACKENDS[name]]) if name in _BACKENDS else contextlib.nullcontext()
     seconds = []
     with backend:
         for _ in range(8):
-            synchronize(device)
+            synchronize(grad.device)
             start = time.perf_counter()
-            attend(query, key, value, context).backward(grad)
-            synchronize(device)
+            attention().backward(grad)
+            synchronize(grad.device)
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[3:]) * 1e3
 

@@ -5,6 +5,8 @@ What training and verification have in common. Knows no optimizer and no files.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -36,7 +38,8 @@ class Executor:
         for stage in self.applied.stages:
             stage.train()
             stage.step = step
-        self._warm_up("train", batch)
+        if "train" in self._cold:
+            self._warm_up_training(next(iter(batch.split(self.layout.accumulation))))
         if self.applied.pipeline is not None:
             x, inputs = batch.inputs()
             total = self.applied.pipeline.forward_backward(x, inputs, batch.sample_indices, scale)
@@ -48,29 +51,36 @@ class Executor:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """This rank's part of the summed losses of one micro-batch, dropout off (float64, [tasks])."""
+        x, inputs = batch.inputs()
+        losses = self.infer(x, inputs, batch.sample_indices)
+        if losses is None:
+            return torch.zeros(1, dtype=torch.float64, device=batch.sample_indices.device)
+        return self._mine(losses.double())
+
+    @torch.no_grad()
+    def infer(self, x: Tensor, inputs: dict[str, Any], sample_indices_B: Tensor) -> Tensor | None:
+        """What the last stage gives for one micro-batch, dropout off; None on ranks that do not hold it. See `Stage`."""
         for stage in self.applied.stages:
             stage.eval()
             stage.step = None
-        self._warm_up("evaluate", batch)
-        x, inputs = batch.inputs()
-        if self.applied.pipeline is not None:
-            total = self.applied.pipeline.evaluate(x, inputs, batch.sample_indices)
-        else:
-            total = self.applied.stages[0](x, batch.sample_indices, **inputs).double()
-        return self._mine(total)
+        pipeline = self.applied.pipeline
+        if pipeline is None:
+            result: Tensor = self.applied.stages[0](x, sample_indices_B, **inputs)
+            return result
+        if "evaluate" in self._cold:
+            self._cold.remove("evaluate")
+            pipeline.warm_up(x, inputs, sample_indices_B)
+        return pipeline.infer(x, inputs, sample_indices_B)
 
-    def _warm_up(self, kind: str, batch: Batch) -> None:
-        if kind not in self._cold:
-            return
+    def _warm_up_training(self, batch: Batch) -> None:
+        """Compile on all ranks at once; `batch` is one micro-batch."""
         assert self.applied.pipeline is not None
-        self._cold.remove(kind)
-        part = next(iter(batch.split(self.layout.accumulation))) if kind == "train" else batch
-        x, inputs = part.inputs()
-        self.applied.pipeline.warm_up(x, inputs, part.sample_indices)
-        if kind == "train":
-            running = [parameter for stage in self.applied.stages for parameter in stage.parameters()]
-            for parameter in (*running, *self.applied.parameters.values()):
-                parameter.grad = None
+        self._cold.remove("train")
+        x, inputs = batch.inputs()
+        self.applied.pipeline.warm_up(x, inputs, batch.sample_indices)
+        running = [parameter for stage in self.applied.stages for parameter in stage.parameters()]
+        for parameter in (*running, *self.applied.parameters.values()):
+            parameter.grad = None
 
     def _mine(self, total: Tensor) -> Tensor:
         """What this rank counts of the losses that its tensor-parallel ranks hold."""
@@ -80,10 +90,10 @@ class Executor:
     def _accumulated(self, batch: Batch, scale: Tensor | float) -> Tensor:
         (stage,) = self.applied.stages
         total = torch.zeros((), dtype=torch.float64, device=batch.sample_indices.device)
-        count = self.layout.accumulation
-        for number, part in enumerate(batch.split(count), 1):
+        parts = list(batch.split(self.layout.accumulation))
+        for number, part in enumerate(parts, 1):
             if self.mesh.data is not None:
-                prepare_microbatch(stage, self.layout.zero, last=number == count)
+                prepare_microbatch(stage, self.layout.zero, last=number == len(parts))
             x, inputs = part.inputs()
             losses = stage(x, part.sample_indices, **inputs)
             total = total + losses.detach().double()
@@ -93,6 +103,8 @@ class Executor:
     @torch.no_grad()
     def _sum_gradients(self) -> None:
         """Add up what data parallelism does not: gradients of parameters that several ranks hold alike."""
+        if self.applied.stream is not None:
+            self.applied.stream.finish()
         alike = [p for name, p in self.applied.parameters.items() if name not in self.applied.splits]
         _sum_over(self.mesh.tp, alike)
         _sum_over(self.mesh.tie, [p for name, p in self.applied.parameters.items() if name in self.applied.tied])

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from phalanx.config.schema import Run
+from phalanx.data.batch import Batch
 from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.hybrid_stop import Stream
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
@@ -31,10 +33,15 @@ class Building:
     """Where the part will compute; it is built on meta."""
     attention: AttentionChoice
     share: SequenceShare
+    stream: Stream | None = None
+    """Streams the matrices of blocks, where the layout asks for it; see `layout.hybrid_stop.stream_matrices`."""
 
 
 class FamilyLayout(Protocol):
     """One family under parallelism."""
+
+    compiles_blocks: bool
+    """Whether blocks can be compiled one by one."""
 
     def build(self, building: Building, part: ModelPart) -> tuple[nn.Module, TensorSplits]:
         """A part on meta, split over `tp` and `cp`; and which part of which parameter this rank keeps, by local name.
@@ -44,6 +51,9 @@ class FamilyLayout(Protocol):
 
     def stage(self, building: Building, part: nn.Module, index: int) -> Stage:
         """Runs a built part."""
+
+    def example_batch(self, run: Any, samples: int, device: torch.device) -> Batch:
+        """Samples without content, in the shapes that training has."""
 
     def choose_attention(self, run: Any, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
         """The attention kernel for these shapes on this device; called on one rank, which tells the others."""

@@ -9,15 +9,16 @@ from torch import Tensor, nn
 
 from phalanx.config.schema import LanguageRun
 from phalanx.counter_random import DropoutContext
+from phalanx.data.language.batches import TokenBatch
 from phalanx.layout.attention import AttentionChoice, AttentionShape, choose_attention
 from phalanx.layout.context import split_context
 from phalanx.layout.family import Building
+from phalanx.layout.hybrid_stop import stream_matrices
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
-from phalanx.layout.tensor import split_tensors
 from phalanx.models.language.declare import tensor_splits
 from phalanx.models.language.decoder import Decoder
 from phalanx.models.splits import ModelPart
@@ -60,6 +61,8 @@ class LanguageStage(Stage):
 class LanguageLayout:
     """See `layout.family.FamilyLayout`."""
 
+    compiles_blocks = True
+
     def build(self, building: Building, part: ModelPart) -> tuple[nn.Module, TensorSplits]:
         """A part of the decoder."""
         run: LanguageRun = building.run
@@ -72,7 +75,7 @@ class LanguageLayout:
                 z_loss=run.training.z_loss,
                 part=part,
             )
-        splits = split_tensors(model, tensor_splits(run.model), building.share.tp)
+        splits = stream_matrices(model, tensor_splits(run.model), building.share.tp, building.stream)
         split_context(model, building.share, building.attention.core)
         return model, splits
 
@@ -81,6 +84,13 @@ class LanguageLayout:
         assert isinstance(part, Decoder)
         run: LanguageRun = building.run
         return LanguageStage(part, index, building.share, run.training.seed, run.data.sequence_length)
+
+    def example_batch(self, run: LanguageRun, samples: int, device: torch.device) -> TokenBatch:
+        """Tokens, targets and, where attention heeds them, documents."""
+        shape = (samples, run.data.sequence_length)
+        documents = torch.zeros(shape, dtype=torch.int32, device=device) if run.data.document_mask else None
+        tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+        return TokenBatch(tokens, targets, documents, torch.arange(samples, device=device))
 
     def choose_attention(self, run: Any, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
         """The kernel that the run file names, or the fastest."""

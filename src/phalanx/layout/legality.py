@@ -33,7 +33,7 @@ def reasons(run: Run, layout: ResolvedLayout, world_size: int, devices_per_node:
     # The other rules would only repeat what wrong degrees lead to.
     if found:
         return found
-    rules = (_zero, _tensor, _sequence, _context, _stages, _zero_bubble, _batch, _microbatches)
+    rules = (_zero, _gather, _tensor, _sequence, _context, _stages, _zero_bubble, _batch, _microbatches)
     found = [reason for rule in rules for reason in rule(run, layout)]
     return found + list(_node(run, layout, run.cluster.devices_per_node or devices_per_node))
 
@@ -65,6 +65,49 @@ def _zero(_run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
         yield Reason(
             f"layout.reshard_after_forward=true frees gathered parameters, which layout.zero={layout.zero} never shares out",
             ({"layout.reshard_after_forward": "auto"}, {"layout.zero": 3}),
+        )
+
+
+def _gather(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+    if layout.gather != "stream":
+        return
+    whole: Fix = {"layout.gather": "layer"}
+    if "tp" not in family_of(run).axes:
+        yield Reason(
+            f"layout.gather=stream: models of family {run.model.family} have no matrix chains to stream", (whole,)
+        )
+    if layout.zero != 3:
+        yield Reason(
+            f"layout.gather=stream keeps no gathered parameters between passes, which layout.zero={layout.zero} does",
+            ({"layout.zero": 3}, whole),
+        )
+    if run.layout.recompute == "selective":
+        yield Reason(
+            "layout.gather=stream computes hidden features again anyway, and layout.recompute=selective would keep them",
+            ({"layout.recompute": "none"}, {"layout.recompute": "full"}, whole),
+        )
+    if layout.cp > 1 and layout.context == "all_to_all":
+        yield Reason(
+            f"layout.gather=stream has some heads at a time, and layout.context=all_to_all shares all out over "
+            f"layout.cp={layout.cp}",
+            ({"layout.context": "ring"}, whole),
+        )
+    if layout.pp > 1 and layout.schedule in ZERO_BUBBLE:
+        yield Reason(
+            f"layout.gather=stream gives gradients of inputs and of weights together, layout.schedule={layout.schedule} "
+            "asks for them apart",
+            ({"layout.schedule": "interleaved_1f1b"}, whole),
+        )
+    if run.layout.precision == "fp16":
+        yield Reason(
+            "layout.gather=stream leaves some gradients plain and some sharded, which the loss scaling of "
+            "layout.precision=fp16 cannot undo together",
+            ({"layout.precision": "bf16"}, whole),
+        )
+    if run.training.compile is True:
+        yield Reason(
+            "layout.gather=stream sends messages inside blocks, which training.compile=true cannot compile",
+            ({"training.compile": "auto"}, whole),
         )
 
 

@@ -55,7 +55,9 @@ def with_degrees(run: Run, degrees: Degrees) -> ResolvedLayout:
     reshard = chosen.reshard_after_forward
     if reshard == "auto":
         reshard = chosen.zero == 3 and pp == 1
-    return replace(layout, reshard_after_forward=reshard)
+    # One rank that shares with nobody has nothing to stream.
+    gather = chosen.gather if degrees["dp_shard"] * cp > 1 else "layer"
+    return replace(layout, reshard_after_forward=reshard, gather=gather)
 
 
 def legal_layouts(run: Run, world_size: int, devices_per_node: int | None = None) -> Iterator[ResolvedLayout]:

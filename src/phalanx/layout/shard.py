@@ -9,6 +9,15 @@ Built on FSDP2 (`fully_shard`) at every ZeRO level (Rajbhandari et al. 2020); a 
 
 Gradients are summed over ranks in at least float32, not averaged: the loss is already divided by the targets of the whole
 global batch.
+
+Conservative forces are derivatives of the energy, formed by a backward pass inside the stage's forward pass, which the
+training step then differentiates once more. Sharded block by block that goes wrong: the inner pass runs the blocks' backward
+hooks, which free the parameters; what differentiates the inner pass runs before any hook that gathers them again, and finds
+empty memory. And it would save nothing, since all blocks are needed again in each of the four passes (forward, inner
+backward, and both of these backward). Such a stage is one unit (`Stage.one_unit`): the inner pass lies between the gather
+before the stage's forward and the hook on its loss, so no hook runs in it; hooks run in the outer pass alone, once.
+Gradients, masters and optimizer state are shared out as ever; what every rank holds besides is one gathered copy of the
+parameters.
 """
 
 from __future__ import annotations
@@ -34,7 +43,8 @@ def shard_stage(
     reshard_after_forward: bool,
     copies: PeerCopies | None = None,
 ) -> None:
-    """Shard each block, the embedding, the head and then what is left of `stage`, in place, over [replicas, shards].
+    """Shard each block, the embedding, the head and then what is left of `stage`, in place, over [replicas, shards]; or all
+    of it as one unit where the stage asks for that.
 
     Streamed matrices (`layout.hybrid_stop`) are shared out already and stay as they are.
 
@@ -45,7 +55,7 @@ def shard_stage(
         param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32), cast_forward_inputs=False
     )
     part = stage.part
-    blocks: list[nn.Module] = list(part.blocks)
+    blocks: list[nn.Module] = [] if stage.one_unit else list(part.blocks)
     streamed = streamed_parameters(stage)
     for block in blocks:
         fully_shard(
@@ -55,14 +65,14 @@ def shard_stage(
             reshard_after_forward=reshard_after_forward,
             ignored_params=streamed & set(block.parameters()),
         )
-    if not stage.shares_table:
+    if not (stage.shares_table or stage.one_unit):
         # A shared table stays with the root, which both ends of the model can reach.
         if part.part.first:
             fully_shard(part.embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         if part.part.last:
             # Used last in forward and first in backward: freeing it between is waste.
             fully_shard(part.head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward and stage.one_unit)
     for module in _sharded(stage):
         module.set_gradient_divide_factor(1.0)
         # Plain sums: the pre-multiplied sum that FSDP2 would use instead does not exist in gloo.

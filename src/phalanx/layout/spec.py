@@ -35,6 +35,7 @@ class ResolvedLayout:
     stages_per_rank: int = 1
     context: str = "ring"
     reshard_after_forward: bool = False
+    gather: str = "layer"
 
     @property
     def world_size(self) -> int:
@@ -83,6 +84,8 @@ class ResolvedLayout:
             chosen.append(("zero", self.zero))
         if everything or (sharded and self.zero == 3):
             chosen.append(("reshard_after_forward", self.reshard_after_forward))
+        if everything or self.gather != "layer":
+            chosen.append(("gather", self.gather))
         if everything or self.pp > 1:
             chosen += [("schedule", self.schedule), ("stages_per_rank", self.stages_per_rank)]
         if everything or self.cp > 1:

@@ -19,6 +19,12 @@ class Stage(nn.Module, ABC):
     """Whether every tensor-parallel rank holds the loss of all its positions; else each holds a part of it."""
     shares_table: bool = False
     """Whether both ends of the model use one parameter, which then is sharded with neither."""
+    one_unit: bool = False
+    """Whether parameters are gathered and freed all together: the forward pass then contains a backward pass of its own."""
+    recomputes: bool = False
+    """Whether the part itself sees to `layout.recompute`."""
+    rows_are_positions: bool = True
+    """Whether blocks give [B, S, D], rows of samples at their positions."""
 
     def __init__(self, part: nn.Module, index: int, share: SequenceShare, seed: int, length: int) -> None:
         super().__init__()

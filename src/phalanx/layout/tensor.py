@@ -46,9 +46,10 @@ def split_tensors(model: nn.Module, splits: Splits, tp: Axis) -> TensorSplits:
 
 def _split_module(module: nn.Module, split: Split, tp: Axis) -> TensorSplits:
     # Classes change rather than methods of instances: blocks whose layers are of equal classes share a compiled program.
-    if split.kind == "column":
+    if split.kind in ("column", "part"):
         assert isinstance(module, Linear)
-        _become(module, ColumnLinear, tp)
+        if split.kind == "column":
+            _become(module, ColumnLinear, tp)
         names = ["weight"] if module.bias is None else ["weight", "bias"]
         return {name: _keep(module, name, 0, split.unit, tp) for name in names}
     if split.kind == "row":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from phalanx import compat
 from phalanx.config.schema import Optimizer
@@ -18,17 +20,22 @@ from phalanx.models.kinds import ParameterKind
 def build_optimizer(
     parameters: Mapping[str, nn.Parameter], config: Optimizer, kind: Callable[[str], ParameterKind]
 ) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019) over parameters by name, in two groups: with and without weight decay.
+    """AdamW (Loshchilov & Hutter 2019) over parameters by name, in groups: first those with weight decay.
 
     Fused, on every device type. kind: of the parameter with this name, as its family says.
     """
-    decayed: list[nn.Parameter] = []
-    free: list[nn.Parameter] = []
+    groups: dict[tuple[float, bool], dict[str, Any]] = {}
     for name, parameter in parameters.items():
-        (free if kind(name) in config.no_decay else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": free, "weight_decay": 0.0}]
+        decay = 0.0 if kind(name) in config.no_decay else config.weight_decay
+        # One kernel takes either plain tensors (streamed matrices) or sharded ones.
+        group = groups.setdefault((decay, isinstance(parameter, DTensor)), {"params": [], "weight_decay": decay})
+        group["params"].append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        sorted(groups.values(), key=lambda group: -group["weight_decay"]),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=True,
     )
 
 

@@ -1,0 +1,104 @@
+"""The materials family under data parallelism: whole networks, run on batches of structures."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.config.families import MaterialsRun
+from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.family import Building
+from phalanx.layout.place import TensorSplits
+from phalanx.layout.precision import PRECISIONS
+from phalanx.layout.share import SequenceShare
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stage import Stage
+from phalanx.models.materials.errors import error_sums
+from phalanx.models.materials.heads import atoms_by_graph
+from phalanx.models.materials.losses import Labels, summed_losses
+from phalanx.models.materials.network import MaterialsNetwork
+from phalanx.models.splits import ModelPart
+
+_EDGE_CHUNK = 2**16
+"""Edges whose messages are held at once under recompute: about 0.5 GB of PaiNN's at 128 channels."""
+
+
+class MaterialsStage(Stage):
+    """Atomic numbers in, the summed losses of all tasks out."""
+
+    loss_is_whole = True
+    recomputes = True
+    rows_are_positions = False
+
+    def __init__(self, part: MaterialsNetwork, index: int, share: SequenceShare, seed: int) -> None:
+        super().__init__(part, index, share, seed, 1)
+        self.one_unit = part.config.energy is not None
+        """Forces may be asked for (`layout.shard` says what that means)."""
+
+    def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Any) -> Tensor:
+        """See `Stage`. x: int64 atomic numbers [N]. inputs: those of `MaterialsNetwork.forward`; and at will
+        `measured_sources`, how many data sets there are: errors by data set (`models.materials.errors`) then follow the
+        losses, in one row of numbers."""
+        source_G, sources = inputs["source_G"], inputs.pop("measured_sources", None)
+        if len(self.part.config.branches) == 1:
+            inputs["source_G"] = torch.zeros_like(source_G)
+        if sources is not None:
+            return self._measured(x, source_G, sources, inputs)
+        losses: Tensor = self.part(x, **inputs)
+        return losses
+
+    def _measured(self, x: Tensor, source_G: Tensor, sources: int, inputs: dict[str, Any]) -> Tensor:
+        config, names = self.part.config, {field.name for field in fields(Labels)}
+        labels = Labels(**{name: value for name, value in inputs.items() if name in names})
+        seen = {name: value for name, value in inputs.items() if name not in names}
+        forces, stress = labels.forces_N3 is not None, labels.stress_G33 is not None
+        predicted = self.part.predict(x, **seen, forces=forces, stress=stress)
+        graph_N = inputs["graph_N"]
+        atoms_G = atoms_by_graph(graph_N, len(source_G))
+        losses = summed_losses(
+            config,
+            self.part.units,
+            predicted,
+            labels,
+            branch_G=inputs["source_G"],
+            graph_N=graph_N,
+            atoms_G=atoms_G,
+        )
+        errors = error_sums(
+            config, predicted, labels, source_G=source_G, sources=sources, graph_N=graph_N, atoms_G=atoms_G
+        )
+        return torch.cat((losses, errors.flatten()))
+
+    def example_input(self, samples: int) -> Tensor:
+        """One atom a structure."""
+        return torch.empty(samples, dtype=torch.int64)
+
+
+class MaterialsLayout:
+    """See `layout.family.FamilyLayout`."""
+
+    compiles_blocks = False
+    """A compiled block has no second derivative."""
+
+    def build(self, building: Building, part: ModelPart) -> tuple[nn.Module, TensorSplits]:
+        """The whole network: nothing is split."""
+        run: MaterialsRun = building.run
+        chunk = None if run.layout.recompute == "none" else _EDGE_CHUNK
+        with torch.device("meta"):
+            model = MaterialsNetwork(run.model, dtype=PRECISIONS[run.layout.precision], edge_chunk=chunk, part=part)
+        return model, {}
+
+    def stage(self, building: Building, part: nn.Module, index: int) -> Stage:
+        """Runs the network."""
+        assert isinstance(part, MaterialsNetwork)
+        return MaterialsStage(part, index, building.share, building.run.training.seed)
+
+    def choose_attention(self, run: MaterialsRun, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
+        """Nothing to choose: attention among atoms is written out in operations that have second derivatives."""
+        return AttentionChoice("sdpa")
+
+
+LAYOUT = MaterialsLayout()

@@ -1,0 +1,131 @@
+"""The weather family under parallelism: forecasters split over `tp`, run on batches of fields."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor, nn
+
+from phalanx import compat
+from phalanx.cluster.device import device_name
+from phalanx.config.families import WeatherRun
+from phalanx.counter_random import DropoutContext
+from phalanx.data.fields.batches import FieldBatch
+from phalanx.layout.attention import AttentionChoice, fastest, milliseconds_of
+from phalanx.layout.collectives import gather
+from phalanx.layout.family import Building
+from phalanx.layout.hybrid_stop import stream_matrices
+from phalanx.layout.place import TensorSplits
+from phalanx.layout.precision import PRECISIONS
+from phalanx.layout.share import SequenceShare
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stage import Stage
+from phalanx.models.language.positions import Positions
+from phalanx.models.splits import ModelPart
+from phalanx.models.weather.block import attend
+from phalanx.models.weather.declare import tensor_splits
+from phalanx.models.weather.embedding import FieldEmbedding
+from phalanx.models.weather.forecaster import Forecaster
+from phalanx.models.weather.grid import fields_of
+
+_LOCATIONS = 1
+"""The dim of locations in [B, L, V, P]."""
+
+
+class WeatherStage(Stage):
+    """Fields in, hidden activations between stages, the summed loss of this rank's locations out."""
+
+    loss_is_whole = False
+
+    def __init__(self, part: Forecaster, index: int, share: SequenceShare, seed: int) -> None:
+        super().__init__(part, index, share, seed, part.config.n_tokens)
+
+    def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Tensor) -> Tensor:
+        """See `Stage`. x: fields [B, V, H, W] in the first stage. inputs: lead_hours_B, fields_BVHW for the last stage,
+        and targets_BVHW; without these the last stage gives whole predicted fields [B, V, H, W] on every rank of `tp`."""
+        positions = self.share.positions(self.length, x.device)
+        dropout = None
+        if self.part.config.random_drops and self.step is not None:
+            dropout = DropoutContext.of_step(self.seed, self.step, sample_indices_B, positions.rows_S)
+        hidden: Tensor = self.part.hidden(x, positions, lead_hours_B=inputs["lead_hours_B"], dropout=dropout)
+        if not self.part.part.last:
+            return hidden
+        targets, fields = inputs.get("targets_BVHW"), inputs["fields_BVHW"]
+        result: Tensor = self.part.head(hidden, targets, positions.rows_S, fields_BVHW=fields)
+        if targets is not None:
+            return result
+        config = self.part.config
+        return fields_of(gather(result, self.share.tp, _LOCATIONS), config.n_lat, config.patch_size)
+
+    def example_input(self, samples: int) -> Tensor:
+        """Fields."""
+        config = self.part.config
+        return torch.empty((samples, len(config.input_names), config.n_lat, config.n_lon))
+
+
+class SplitFieldEmbedding(FieldEmbedding):
+    """Each rank aggregates all locations under its heads; the sums over heads are scattered to this rank's rows."""
+
+    def needed_rows(self, positions: Positions) -> Tensor:
+        """All rows."""
+        return torch.arange(self.config.n_tokens, device=positions.rows_S.device)
+
+
+class WeatherLayout:
+    """See `layout.family.FamilyLayout`."""
+
+    compiles_blocks = True
+
+    def build(self, building: Building, part: ModelPart) -> tuple[nn.Module, TensorSplits]:
+        """A part of the forecaster."""
+        run: WeatherRun = building.run
+        with torch.device("meta"):
+            model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision], part=part)
+        splits = stream_matrices(model, tensor_splits(run.model), building.share.tp, building.stream)
+        if part.first and building.share.tp.size > 1:
+            model.embedding.__class__ = SplitFieldEmbedding
+        return model, splits
+
+    def stage(self, building: Building, part: nn.Module, index: int) -> Stage:
+        """Runs a part of the forecaster."""
+        assert isinstance(part, Forecaster)
+        return WeatherStage(part, index, building.share, building.run.training.seed)
+
+    def example_batch(self, run: WeatherRun, samples: int, device: torch.device) -> FieldBatch:
+        """Fields, targets, and a lead time for each sample."""
+        grid = run.model.n_lat, run.model.n_lon
+        inputs, outputs = (
+            torch.zeros((samples, len(names), *grid), device=device)
+            for names in (run.model.input_names, run.model.output_names)
+        )
+        hours, year, day = torch.zeros((3, samples), device=device).unbind()
+        return FieldBatch(inputs, outputs, hours, year, day, torch.arange(samples, device=device))
+
+    def choose_attention(self, run: WeatherRun, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
+        """The kernel that the run file names, or the fastest of those that PyTorch brings."""
+        if run.training.attention != "auto":
+            return AttentionChoice(run.training.attention)
+        if device.type == "cpu" or compat.is_rocm():
+            return AttentionChoice("sdpa")
+        model, dtype = run.model, PRECISIONS[run.layout.precision]
+        shape = (layout.microbatch, model.n_tokens, model.n_heads // layout.tp, model.head_size)
+        words = "B{} S{} H{} E{}".format(*shape)
+        key = f"{device_name(device)} | {torch.__version__} | {words} | {dtype} not causal"
+        return fastest(key, lambda: _measure(shape, dtype, device))
+
+
+def _measure(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Milliseconds of each kernel that can run queries, keys and values of `shape`, [B, S, A, E]."""
+    query, key, value = (
+        torch.randn(shape, device=device, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)
+    )
+    found = {}
+    for name in ("cudnn", "flash", "efficient"):
+        # A kernel refuses shapes it does not cover with a RuntimeError: that is the answer, not a failure.
+        with contextlib.suppress(RuntimeError):
+            found[name] = milliseconds_of(name, lambda: attend(query, key, value), torch.randn_like(query))
+    return found or {"math": 0.0}
+
+
+LAYOUT = WeatherLayout()

@@ -1,0 +1,186 @@
+"""Heads: from the features of atoms to numbers, with a copy for each data set where they are not shared.
+
+The first layers of all copies run as one matmul and each atom keeps its own data set's part: no loop over data sets
+with waits for the device, and a copy without samples gets gradients of 0. Costs B times a head's work, which is small
+beside a block's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.config.materials import MaterialsModel
+from phalanx.models.language.layers import Linear
+from phalanx.models.materials.activations import silu
+from phalanx.models.materials.bodies import body_of
+from phalanx.models.materials.geometry import Geometry
+from phalanx.models.materials.layers import Atoms, Mlp, linear
+from phalanx.models.materials.losses import Predictions
+from phalanx.models.materials.units import BranchUnits
+
+SHARED = "shared"
+"""Stands for a branch's name in a head that all branches share."""
+
+
+class Heads(nn.Module):
+    """All heads of a model, each under its name in the run file."""
+
+    def __init__(self, config: MaterialsModel, units: BranchUnits) -> None:
+        super().__init__()
+        self.config = config
+        self.units = units
+        for name, outputs in head_outputs(config).items():
+            options = getattr(config, name)
+            self.add_module(name, build_head(config, options.layers, outputs, shared=options.shared))
+        self.dipole_vectors: DipoleVectors | None = None
+        channels = body_of(config).vectors(config)
+        if config.dipole is not None and channels:
+            self.dipole_vectors = DipoleVectors(config.d_model, channels)
+
+    def forward(
+        self, atoms: Atoms, geometry: Geometry, positions_N3: Tensor, branch_G: Tensor, total_charge_G: Tensor | None
+    ) -> Predictions:
+        """Everything but forces and stress. Sums over atoms are float64."""
+        graph_N, graphs = geometry.graph_N, geometry.graphs
+        branch_N = branch_G.index_select(0, graph_N)
+        raw = {
+            name: module(atoms.scalars_NC, branch_N).double()
+            for name, module in self.named_children()
+            if isinstance(module, BranchMlp)
+        }
+        found = self._charges(raw, atoms, geometry, positions_N3, total_charge_G)
+        if "energy" in raw:
+            energy_N = raw["energy"].squeeze(1) * self.units.energy_scale(branch_N)
+            energy_N = energy_N + self.units.reference_energy(geometry.species_N, branch_N)
+            found |= {"atom_energies_N": energy_N, "energy_G": sum_by_graph(energy_N, graph_N, graphs)}
+        if self.config.properties is not None:
+            pooled_GP = sum_by_graph(raw["properties"], graph_N, graphs)
+            if self.config.properties.pooling == "mean":
+                pooled_GP = pooled_GP / atoms_by_graph(graph_N, graphs).clamp(min=1)[:, None]
+            found["properties_GP"] = self._in_units("properties_GP", pooled_GP, branch_G)
+        if "atom_properties" in raw:
+            found["atom_properties_NP"] = self._in_units("atom_properties_NP", raw["atom_properties"], branch_N)
+        return Predictions(**found)
+
+    def _charges(
+        self,
+        raw: dict[str, Tensor],
+        atoms: Atoms,
+        geometry: Geometry,
+        positions_N3: Tensor,
+        total_charge_G: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """Charges and dipoles, as far as there are heads for them."""
+        graph_N, graphs = geometry.graph_N, geometry.graphs
+        atoms_G = atoms_by_graph(graph_N, graphs)
+        found: dict[str, Tensor] = {}
+        if self.config.charges is not None:
+            charges_N = raw["charges"].squeeze(1)
+            if self.config.charges.conserve:
+                charges_N = conserved(charges_N, total_charge_G, graph_N, atoms_G)
+            found["charges_N"] = charges_N
+        if self.config.dipole is not None:
+            if "dipole" in raw:
+                charges_N = conserved(raw["dipole"].squeeze(1), total_charge_G, graph_N, atoms_G)
+            dipole_G3 = dipole_of_charges(charges_N, positions_N3, graph_N, atoms_G)
+            if self.dipole_vectors is not None:
+                dipole_G3 = dipole_G3 + sum_by_graph(self.dipole_vectors(atoms).double(), graph_N, graphs)
+            found["dipole_G3"] = dipole_G3
+        return found
+
+    def _in_units(self, label: str, values: Tensor, branch: Tensor) -> Tensor:
+        return values * self.units.column_scale(label, branch) + self.units.column_shift(label, branch)
+
+
+def head_outputs(config: MaterialsModel) -> dict[str, int]:
+    """The heads that are networks of their own, by their names in the run file, with the numbers each gives an atom."""
+    outputs = {"energy": 1, "charges": 1}
+    if config.dipole is not None and not config.dipole.from_charges:
+        outputs["dipole"] = 1
+    for name in ("properties", "atom_properties"):
+        options = getattr(config, name)
+        outputs[name] = 0 if options is None else len(options.names)
+    return {name: count for name, count in outputs.items() if getattr(config, name) is not None}
+
+
+class BranchMlp(nn.Module):
+    """An MLP for each branch, under the branch's name; every row is passed through that of its own branch."""
+
+    def __init__(self, branches: Sequence[str], *sizes: int) -> None:
+        super().__init__()
+        self.copies = nn.ModuleDict({branch: Mlp(*sizes) for branch in branches})
+
+    def forward(self, x_NC: Tensor, branch_N: Tensor) -> Tensor:
+        """[N, C] -> [N, out]. branch_N: int64, the branch of each row; ignored where there is but one."""
+        copies = list(self.copies.values())
+        if len(copies) == 1:
+            alone: Tensor = copies[0](x_NC)
+            return alone
+        layers = zip(*(copy.children() for copy in copies), strict=True)
+        for number, layer in enumerate(layers):
+            x_NC = _own_part(layer, silu(x_NC) if number else x_NC, branch_N)
+        return x_NC
+
+
+def _own_part(layers: Sequence[nn.Module], x_NC: Tensor, branch_N: Tensor) -> Tensor:
+    """All branches' layers at once, of which each row keeps its own branch's result."""
+    linears = [layer for layer in layers if isinstance(layer, Linear)]
+    weight = torch.cat([layer.weight for layer in linears])
+    bias = torch.cat([layer.bias for layer in linears if layer.bias is not None])
+    all_NBC: Tensor = linear(x_NC, weight, bias).unflatten(-1, (len(linears), -1))
+    index_N1C = branch_N[:, None, None].expand(-1, 1, all_NBC.shape[-1])
+    return all_NBC.gather(1, index_N1C).squeeze(1)
+
+
+def build_head(config: MaterialsModel, layers: int, outputs: int, *, shared: bool) -> BranchMlp:
+    """A head of `layers` linear layers, half as wide in between as the body."""
+    branches = [SHARED] if shared else [branch.name for branch in config.branches]
+    return BranchMlp(branches, *head_sizes(config, layers, outputs))
+
+
+def head_sizes(config: MaterialsModel, layers: int, outputs: int) -> list[int]:
+    """Features before, between and behind the layers of a head."""
+    return [config.d_model, *[max(config.d_model // 2, 1)] * (layers - 1), outputs]
+
+
+class DipoleVectors(nn.Module):
+    """A vector of each atom: its vector channels, weighed by its scalars and added up."""
+
+    def __init__(self, width: int, channels: int) -> None:
+        super().__init__()
+        self.gate = Linear(width, channels, bias=True)
+
+    def forward(self, atoms: Atoms) -> Tensor:
+        """[N, 3]."""
+        assert atoms.vectors_NMC is not None
+        gate_N1K: Tensor = self.gate(atoms.scalars_NC)[:, None]
+        return (atoms.vectors_NMC[:, :3] * gate_N1K).sum(-1)
+
+
+def sum_by_graph(values: Tensor, graph_N: Tensor, graphs: int) -> Tensor:
+    """Sums [G, ...] over the atoms of each graph."""
+    return values.new_zeros((graphs, *values.shape[1:])).index_add(0, graph_N, values)
+
+
+def atoms_by_graph(graph_N: Tensor, graphs: int) -> Tensor:
+    """Number of atoms of each graph, int64 [G]."""
+    return sum_by_graph(torch.ones_like(graph_N), graph_N, graphs)
+
+
+def conserved(charges_N: Tensor, total_G: Tensor | None, graph_N: Tensor, atoms_G: Tensor) -> Tensor:
+    """Charges shifted, equally in a graph, so that they add up to `total_G` (None: 0)."""
+    graphs = len(atoms_G)
+    excess_G = sum_by_graph(charges_N, graph_N, graphs)
+    if total_G is not None:
+        excess_G = excess_G - total_G.to(excess_G.dtype)
+    return charges_N - (excess_G / atoms_G.clamp(min=1)).index_select(0, graph_N)
+
+
+def dipole_of_charges(charges_N: Tensor, positions_N3: Tensor, graph_N: Tensor, atoms_G: Tensor) -> Tensor:
+    """Sum of charge times position about the mean position of the atoms, [G, 3]: so it never depends on the origin."""
+    graphs, positions = len(atoms_G), positions_N3.to(charges_N.dtype)
+    mean_G3 = sum_by_graph(positions, graph_N, graphs) / atoms_G.clamp(min=1)[:, None]
+    return sum_by_graph(charges_N[:, None] * (positions - mean_G3.index_select(0, graph_N)), graph_N, graphs)

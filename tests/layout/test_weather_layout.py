@@ -1,0 +1,103 @@
+"""Weather runs in layouts: which are legal, what each rank keeps, and what verification makes small."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from layout_runs import refusal
+from phalanx.config.families import WeatherRun
+from phalanx.config.load import load_run
+from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.family import Building
+from phalanx.layout.legality import reasons
+from phalanx.layout.mesh import Axis
+from phalanx.layout.resolve import every_layout, with_degrees
+from phalanx.layout.share import SequenceShare
+from phalanx.layout.spec import DEGREES
+from phalanx.layout.weather import LAYOUT
+from phalanx.models.splits import ModelPart
+from phalanx.verify.reduced import reduced_run
+from weather_runs import EXAMPLES
+
+
+def run_of(example: str, *words: str) -> WeatherRun:
+    run = load_run(EXAMPLES / f"{example}.yaml", words)
+    assert isinstance(run, WeatherRun)
+    return run
+
+
+def test_more_tensor_ranks_than_heads_are_refused() -> None:
+    run = run_of("orbit-1b", "layout.tp=32", "layout.dp_shard=1", "layout.tp_across_nodes=true")
+    lines = refusal(run, 32)
+    assert lines[0] == "layout.tp=32 does not divide model.n_heads (16 parts)"
+    assert lines[-1].startswith("nearest legal: ") and "tp=16" in lines[-1]
+
+
+def test_there_is_no_context_axis() -> None:
+    lines = refusal(run_of("orbit-1b", "layout.tp=1", "layout.cp=2", "layout.dp_shard=1"), 2)
+    assert lines[0] == ("layout.cp=2: models of family weather are spread over dp_replicate, dp_shard, tp, pp alone")
+
+
+def test_tensor_ranks_share_out_all_that_is_large() -> None:
+    """Of ORBIT 113B what each of eight ranks holds whole is less than a thousandth of its part of the rest."""
+    run = run_of("orbit-113b")
+    share = SequenceShare(Axis("cp"), Axis("tp", 3, 8), "ring")
+    building = Building(run, torch.device("cpu"), AttentionChoice("sdpa"), share)
+    model, splits = LAYOUT.build(building, ModelPart(range(56)))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    kept = sum(size for name, size in sizes.items() if name in splits)
+    whole = sum(size for name, size in sizes.items() if name not in splits)
+    assert whole < 0.005 * kept
+    aggregation = {name for name in splits if "aggregation" in name}
+    assert aggregation == {
+        f"embedding.aggregation.{name}"
+        for name in ("query.weight", "query.bias", "key.weight", "value.weight", "value.bias", "output.weight")
+    }
+    for name in aggregation - {"embedding.aggregation.output.weight"}:
+        assert (splits[name].dim, splits[name].start, splits[name].whole) == (0, 3 * 1536, 12288)
+
+
+@pytest.mark.parametrize("world", [2, 6, 8, 32])
+@pytest.mark.parametrize("example", ["orbit-1b", "climax-small"])
+def test_what_is_legal_for_the_run_is_legal_for_the_small_one(example: str, world: int) -> None:
+    run = run_of(example, "layout.tp_across_nodes=true", f"layout.global_batch={64 * world}", "layout.microbatch=2")
+    run = run.model_copy(update={"layout": run.layout.model_copy(update={"recompute": "none"})})
+    small = reduced_run(run, "fp64", 2, world)
+    layouts = list(every_layout(run, world))
+    assert layouts
+    for layout in layouts:
+        degrees = {name: getattr(layout, name) for name in DEGREES}
+        fields = {"schedule": layout.schedule, "stages_per_rank": layout.stages_per_rank, "zero": layout.zero}
+        fields |= {"reshard_after_forward": layout.reshard_after_forward}
+        chosen = small.model_copy(update={"layout": small.layout.model_copy(update=fields)})
+        assert reasons(chosen, with_degrees(chosen, degrees), world) == []
+
+
+OPTIONS: dict[str, Any] = {
+    "aggregation": "hierarchical",
+    "aggregation_groups": 7,
+    "aggregation_queries": 3,
+    "prediction": "change",
+    "position_embedding": "fourier",
+    "level_embedding": "fourier",
+    "decoder_depth": 3,
+    "dropout": 0.1,
+}
+
+
+def test_the_small_model_is_of_the_same_kind() -> None:
+    run = run_of("orbit-113b", *(f"model.{name}={value}" for name, value in OPTIONS.items()))
+    run = run.model_copy(update={"model": run.model.model_copy(update={"loss_weights": tuple(range(1, 49))})})
+    model = reduced_run(run, "fp64", 2, 8).model
+    assert isinstance(run, WeatherRun)
+    for field, value in OPTIONS.items():
+        if field not in ("aggregation_groups", "aggregation_queries"):
+            assert getattr(model, field) == value
+    assert model.qk_norm and model.aggregation_groups == model.aggregation_queries == 2
+    assert model.d_model == 64 and len(model.variables) <= 8 and model.n_layers == 17
+    # Weights stay with their variables.
+    by_name = dict(zip(run.model.output_names, range(1, 49), strict=True))
+    assert model.loss_weights == tuple(by_name[name] for name in model.output_names)
