@@ -1,14 +1,25 @@
 """The table of fields that messages, the printed reference and the guide are made from."""
 
+import pytest
+
+from phalanx.config.families import RUNS
 from phalanx.config.fields import all_fields, nearest_field, sections
 
 
-def test_every_field_is_described() -> None:
-    for field in all_fields().values():
+@pytest.mark.parametrize("family", RUNS)
+def test_every_field_is_described(family: str) -> None:
+    for field in all_fields(RUNS[family]).values():
         assert field.description.endswith("."), field.name
         assert field.allowed, field.name
-    for section in sections():
+    for section in sections(RUNS[family]):
         assert section.description, section.name
+
+
+def test_mappings_of_names_in_words() -> None:
+    fields = all_fields(RUNS["materials"])
+    assert fields["data.sources.N.labels"].default == "{}"
+    assert fields["data.sources.N.labels"].allowed.startswith("a mapping of energy, forces, stress, charges, dipole and")
+    assert fields["data.sources.N.labels.NAME.unit"].required
 
 
 def test_types_and_bounds_in_words() -> None:

@@ -125,7 +125,7 @@ def _fields_of(model: type[BaseModel], prefix: str) -> Iterator[Field]:
 
 
 def _default(info: FieldInfo) -> str:
-    default = info.get_default(call_default_factory=False)
+    default = info.get_default(call_default_factory=True, validated_data={})
     assert default is not PydanticUndefined
     return show_value(default)
 
@@ -144,6 +144,8 @@ def _nested_models(hint: Any) -> Iterator[tuple[str, type[BaseModel]]]:
             yield "", member
         elif get_origin(member) is list:
             yield from ((f".N{suffix}", item) for suffix, item in _nested_models(get_args(member)[0]))
+        elif get_origin(member) is dict:
+            yield from ((f".NAME{suffix}", item) for suffix, item in _nested_models(get_args(member)[1]))
 
 
 def _unwrap(hint: Any) -> tuple[Any, list[Any]]:
@@ -192,6 +194,10 @@ def _alternatives(hint: Any) -> list[str]:
         return [show_value(value) for value in get_args(base)]
     if origin in (list, tuple):
         return [_sequence_in_words(base, constraints)]
+    if origin is dict:
+        keys, values = get_args(base)
+        named = f" of {_either(_alternatives(keys), 'and')}" if get_origin(_unwrap(keys)[0]) is Literal else ""
+        return [f"a mapping{named}, each {_in_words(values)}"]
     if isinstance(base, type) and issubclass(base, BaseModel):
         return ["a mapping with " + _either(list(base.model_fields), "and")]
     if base is bool:
