@@ -18,7 +18,9 @@ def test_every_field_is_described(family: str) -> None:
 def test_mappings_of_names_in_words() -> None:
     fields = all_fields(RUNS["materials"])
     assert fields["data.sources.N.labels"].default == "{}"
-    assert fields["data.sources.N.labels"].allowed.startswith("a mapping of energy, forces, stress, charges, dipole and")
+    assert fields["data.sources.N.labels"].allowed.startswith(
+        "a mapping of energy, forces, stress, charges, dipole and"
+    )
     assert fields["data.sources.N.labels.NAME.unit"].required
 
 

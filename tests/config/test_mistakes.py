@@ -12,7 +12,7 @@ LAYOUT_HAS = (
     "dp_replicate, dp_shard, tp, cp, pp, zero, schedule, stages_per_rank, context, tp_across_nodes, microbatch, "
     "global_batch, recompute, precision, reshard_after_forward, gather and peer_copies"
 )
-SECTIONS = "model, data, layout, optimizer, training, checkpoint, evaluation and cluster"
+SECTIONS = "model, data, layout, optimizer, training, checkpoint, evaluation, cluster and search"
 PRESETS = "(phalanx config list shows them)"
 SOURCES = "a list of at least one, each a path or a mapping with path and weight"
 BETAS = "a list of 2, each a number of at least 0 and less than 1"

@@ -213,24 +213,42 @@ def _folders(machine: Machine, job: Job) -> Iterator[str]:
 
 
 def _training(machine: Machine, job: Job) -> Iterator[str]:
-    node = machine.node
     yield "train=(" + shlex.join(["phalanx", "train", str(job.run), *job.overrides]) + ")"
     if job.image is not None:
         yield from _in_container(machine, job)
     yield "step=("
-    yield f"    --nodes={job.nodes} --ntasks={job.nodes * node.devices} --ntasks-per-node={node.devices}"
-    yield f"    --cpus-per-task={node.cores_per_task}"
-    yield "    # Neighbouring ranks on one node: they share the axes that talk most."
-    yield "    --distribution=block"
-    if node.cpu_masks:
-        yield "    # For each rank of a node the cores nearest to its device, in the order of the devices."
-        yield f"    --cpu-bind=mask_cpu:{','.join(node.cpu_masks)}"
-    else:
-        yield "    --cpu-bind=cores"
-    yield from _options(machine.job_slurm.srun, "    ")
-    yield "    # A rank that ends must not have the others killed while they save, nor leave them waiting for ever."
-    yield f"    --kill-on-bad-exit=0 --wait={machine.stop.seconds_before_end}"
+    for line in _step_lines(machine, job.nodes):
+        yield "    " + line
     yield ")"
+
+
+def srun_command(machine: Machine, nodes: int, command: Iterable[str], seconds: int | None = None) -> list[str]:
+    """The words that run `command` as one rank for each device of `nodes` nodes, inside an allocation of `machine`.
+
+    For ranks that have nothing to save: when one fails the others are killed. seconds: after which Slurm ends the step
+    whatever becomes of this process; counted in whole minutes, rounded up.
+    """
+    options = shlex.split("\n".join(_step_lines(machine, nodes)), comments=True)
+    limit = [] if seconds is None else [f"--time={-(-seconds // 60)}"]
+    # Of an option that is given twice srun takes the last.
+    return ["srun", *options, "--kill-on-bad-exit=1", *limit, *command]
+
+
+def _step_lines(machine: Machine, nodes: int) -> Iterator[str]:
+    """Options of srun for a step of one rank a device, and comments why, as lines of shell."""
+    node = machine.node
+    yield f"--nodes={nodes} --ntasks={nodes * node.devices} --ntasks-per-node={node.devices}"
+    yield f"--cpus-per-task={node.cores_per_task}"
+    yield "# Neighbouring ranks on one node: they share the axes that talk most."
+    yield "--distribution=block"
+    if node.cpu_masks:
+        yield "# For each rank of a node the cores nearest to its device, in the order of the devices."
+        yield f"--cpu-bind=mask_cpu:{','.join(node.cpu_masks)}"
+    else:
+        yield "--cpu-bind=cores"
+    yield from _options(machine.job_slurm.srun, "")
+    yield "# A rank that ends must not have the others killed while they save, nor leave them waiting for ever."
+    yield f"--kill-on-bad-exit=0 --wait={machine.stop.seconds_before_end}"
 
 
 def _in_container(machine: Machine, job: Job) -> Iterator[str]:

@@ -39,15 +39,15 @@ _POLL_S = 0.05
 _SHOWN_LINES = 20
 
 
-def launch_ranks(arguments: Sequence[str], world_size: int) -> int:
+def launch_ranks(arguments: Sequence[str], world_size: int, module: str = "phalanx") -> int:
     """Run `phalanx ARGUMENTS` on `world_size` ranks; returns the exit code of the first rank that failed, or 0.
 
-    Ctrl-C and SIGTERM reach every rank once; ranks then stop in good order. When a rank fails the others are stopped.
-    No rank outlives the call.
+    module: what Python runs in place of `phalanx`. Ctrl-C and SIGTERM reach every rank once; ranks then stop in good order.
+    When a rank fails the others are stopped. No rank outlives the call.
     """
     # The store lives here, as under torchrun: no port is chosen before it is taken, and no rank's end takes it away.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder, _Ranks(Path(folder)) as ranks:
+    with tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder, _Ranks(Path(folder), module) as ranks:
         for rank in range(world_size):
             ranks.start(arguments, rank, world_size, store.port)
         failed = ranks.wait()
@@ -67,8 +67,9 @@ class _Ranks:
     in it would be signalled once directly and once from here, and the second signal ends a rank without a checkpoint.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, module: str) -> None:
         self._folder = folder
+        self._module = module
         self._processes: list[subprocess.Popen[bytes]] = []
         self._previous: dict[int, Any] = {}
         self._asked = 0
@@ -94,7 +95,7 @@ class _Ranks:
     def start(self, arguments: Sequence[str], rank: int, world_size: int, port: int) -> None:
         """Start one rank. The first has this process's streams; of the others only the errors are kept."""
         settings: dict[str, Any] = {"env": _environment(rank, world_size, port), "process_group": 0}
-        command = [sys.executable, "-m", "phalanx", *arguments]
+        command = [sys.executable, "-m", self._module, *arguments]
         if rank == 0:
             process = subprocess.Popen(command, **settings)
         else:

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from phalanx.config.model import LanguageModel, Model
+from phalanx.config.search import Search
 from phalanx.config.section import Section, Words
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -235,6 +236,7 @@ class Run(Section):
     checkpoint: Checkpoint = Checkpoint()
     evaluation: Evaluation = Evaluation()
     cluster: Cluster = Cluster()
+    search: Search = Search()
 
 
 class LanguageRun(Run):

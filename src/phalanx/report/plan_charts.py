@@ -5,33 +5,22 @@ This module knows names and numbers, not how they were found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from phalanx.plan.facts import Row
 from phalanx.plan.models import Bar
-from phalanx.report.scale import Scale, value_scale, value_ticks
+from phalanx.report.scale import Scale, value_scale
+from phalanx.report.svg import WIDTH, Drawing, along, line, position_axis, rect, svg, text, value_axis
 from phalanx.report.text import count, duration, percent
 
-WIDTH = 1000
 COLOURS = 12
 """Classes fill-c1 to fill-c12 in `plan.css`."""
 _GIB = 2**30
 _SMALL = 0.004
 """Share of the whole below which a cause is not drawn apart."""
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """One SVG, and what it shows in words."""
-
-    svg: Markup
-    words: str
-    legend: tuple[tuple[str, str], ...] = ()
-    """Class and name of each colour."""
 
 
 def waterfall(causes: Mapping[str, float]) -> Drawing:
@@ -48,13 +37,13 @@ def waterfall(causes: Mapping[str, float]) -> Drawing:
     for place, (name, value) in enumerate(shown):
         x, y, wide = left + room * start / total, row * place, max(room * value / total, 1.0)
         parts += [
-            _text(left - 12, y + 20, name, "end"),
-            _rect(x, y + 5, wide, row - 10, f"fill-c{place % COLOURS + 1}"),
-            _text(x + wide + 8, y + 20, f"{duration(value)}, {percent(value / total)}"),
+            text(left - 12, y + 20, name, "end"),
+            rect(x, y + 5, wide, row - 10, f"fill-c{place % COLOURS + 1}"),
+            text(x + wide + 8, y + 20, f"{duration(value)}, {percent(value / total)}"),
         ]
         start += value
     words = "; ".join(f"{name} {duration(value)}" for name, value in shown)
-    return Drawing(_svg(row * len(shown) + 4, parts), words)
+    return Drawing(svg(row * len(shown) + 4, parts), words)
 
 
 def memory_stack(stages: Sequence[Mapping[str, float]], device_bytes: float) -> Drawing:
@@ -68,21 +57,21 @@ def memory_stack(stages: Sequence[Mapping[str, float]], device_bytes: float) -> 
     scale = Scale(0.0, 1.08 * max(device_bytes, *(sum(causes.values()) for causes in stages)) / _GIB)
     across = (WIDTH - left - 10) / len(stages)
     wide = min(across * 0.85, 80)
-    parts = _value_axis(scale, left, top, tall, lambda value: f"{value:g}")
+    parts = value_axis(scale, left, top, tall, lambda value: f"{value:g}")
     for rank, causes in enumerate(stages):
         x, below = left + across * (rank + 0.5) - wide / 2, 0.0
         for place, name in enumerate(names):
             size = causes.get(name, 0.0) / _GIB
             height = tall * size / scale.high
-            parts.append(_rect(x, top + tall - below - height, wide, height, f"fill-c{place + 1}"))
+            parts.append(rect(x, top + tall - below - height, wide, height, f"fill-c{place + 1}"))
             below += height
         if len(stages) <= 16 or rank % -(-len(stages) // 16) == 0:
-            parts.append(_text(x + wide / 2, top + tall + 18, str(rank), "middle"))
+            parts.append(text(x + wide / 2, top + tall + 18, str(rank), "middle"))
     y = top + tall * (1 - device_bytes / _GIB / scale.high)
-    parts += [_line(left, y, WIDTH - 10, y, "limit"), _text(WIDTH - 12, y - 6, "device", "end")]
+    parts += [line(left, y, WIDTH - 10, y, "limit"), text(WIDTH - 12, y - 6, "device", "end")]
     worst = max(range(len(stages)), key=lambda rank: sum(stages[rank].values()))
     words = f"Rank {worst} needs most, {sum(stages[worst].values()) / _GIB:.1f} of {device_bytes / _GIB:.0f} GiB."
-    return Drawing(_svg(top + tall + 28, parts), words, tuple((f"fill-c{n + 1}", name) for n, name in enumerate(names)))
+    return Drawing(svg(top + tall + 28, parts), words, tuple((f"fill-c{n + 1}", name) for n, name in enumerate(names)))
 
 
 _KINDS = ("forward", "backward", "input", "weight")
@@ -101,11 +90,11 @@ def timeline(bars: Sequence[Bar]) -> Drawing:
         paths.setdefault(f"{bar.kind}-{bar.stage // ranks % 4}", []).append(shape)
     parts = [Markup('<path class="bar-{}" d="{}"/>').format(name, "".join(shapes)) for name, shapes in paths.items()]
     every = -(-ranks // 16)
-    parts += [_text(left - 8, rank * row + row * 0.7, str(rank), "end") for rank in range(0, ranks, every)]
+    parts += [text(left - 8, rank * row + row * 0.7, str(rank), "end") for rank in range(0, ranks, every)]
     busy = sum(bar.end - bar.start for bar in bars) / (end * ranks)
     legend = tuple((f"bar-{kind}-0", kind) for kind in _KINDS if any(bar.kind == kind for bar in bars))
     return Drawing(
-        _svg(ranks * row + 6, parts), f"{ranks} ranks over {duration(end)}, {percent(busy)} of it busy.", legend
+        svg(ranks * row + 6, parts), f"{ranks} ranks over {duration(end)}, {percent(busy)} of it busy.", legend
     )
 
 
@@ -118,17 +107,17 @@ def pareto(front: Sequence[Row], best: Sequence[Row]) -> Drawing:
     up = value_scale(sizes / _GIB, logarithmic=False, from_zero=False)
     xs = left + across.share(seconds) * (WIDTH - left - 20)
     ys = top + (1 - up.share(sizes / _GIB)) * tall
-    parts = _value_axis(up, left, top, tall, lambda value: f"{value:g}")
-    parts += _position_axis(across, left, WIDTH - 20, top + tall, duration)
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs[len(best) :], ys[len(best) :], strict=True))
-    parts.append(Markup('<polyline class="front" points="{}"/>').format(line))
+    parts = value_axis(up, left, top, tall, lambda value: f"{value:g}")
+    parts += position_axis(across, left, WIDTH - 20, top + tall, duration)
+    corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs[len(best) :], ys[len(best) :], strict=True))
+    parts.append(Markup('<polyline class="front" points="{}"/>').format(corners))
     for place, (row, x, y) in enumerate(zip(rows, xs, ys, strict=True)):
         label = f"tp={row['tp']} pp={row['pp']}, {duration(row['step_s'])}, {row['memory_bytes'] / _GIB:.1f} GiB"
         kind = "off-front" if place < len(best) else "on-front"
         dot = '<circle class="{}" cx="{:.1f}" cy="{:.1f}" r="5"><title>{}</title></circle>'
         parts.append(Markup(dot).format(kind, float(x), float(y), label))
     legend = (("on-front", "nothing beats it"), ("off-front", "best of its tp, cp and pp"))
-    return Drawing(_svg(top + tall + 30, parts), "Seconds of a step against GiB on the worst rank.", legend)
+    return Drawing(svg(top + tall + 30, parts), "Seconds of a step against GiB on the worst rank.", legend)
 
 
 def scaling(facts: Row) -> Drawing:
@@ -137,71 +126,28 @@ def scaling(facts: Row) -> Drawing:
     curves = {kind: [point for point in facts[kind] if "efficiency" in point] for kind in ("strong", "weak")}
     points = [point for curve in curves.values() for point in curve]
     if not points:
-        return Drawing(_svg(1, []), "No number of devices has a layout that fits.")
+        return Drawing(svg(1, []), "No number of devices has a layout that fits.")
     devices = sorted({point["devices"] for point in points})
     across = Scale(devices[0] / 1.1, devices[-1] * 1.1, logarithmic=True)
     up = Scale(0.0, 1.1 * max(1.0, *(point["efficiency"] for point in points)))
-    parts = _value_axis(up, left, top, tall, lambda value: f"{100 * value:g} %")
-    spots = _along(across, devices, left, WIDTH - 20)
+    parts = value_axis(up, left, top, tall, lambda value: f"{100 * value:g} %")
+    spots = along(across, devices, left, WIDTH - 20)
     last = -1000.0
     for spot, number in zip(spots, devices, strict=True):
         if spot - last > 55:
-            parts.append(_text(spot, top + tall + 20, f"{number:,}", "middle"))
+            parts.append(text(spot, top + tall + 20, f"{number:,}", "middle"))
             last = spot
     for place, curve in enumerate(curves.values()):
-        xs = _along(across, [point["devices"] for point in curve], left, WIDTH - 20)
+        xs = along(across, [point["devices"] for point in curve], left, WIDTH - 20)
         ys = [top + tall * (1 - point["efficiency"] / up.high) for point in curve]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
-        parts.append(Markup('<polyline class="line-{}" points="{}"/>').format(place + 1, line))
+        corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
+        parts.append(Markup('<polyline class="line-{}" points="{}"/>').format(place + 1, corners))
         for x, y, point in zip(xs, ys, curve, strict=True):
             label = f"{point['devices']:,}: {percent(point['efficiency'])}, {count(point['tokens_per_s'])} tokens/s"
             dot = '<circle class="dot-{}" cx="{:.1f}" cy="{:.1f}" r="4"><title>{}</title></circle>'
             parts.append(Markup(dot).format(place + 1, x, y, label))
     return Drawing(
-        _svg(top + tall + 30, parts),
+        svg(top + tall + 30, parts),
         "Throughput of a device beside that of the first point, over the number of devices.",
         (("dot-1", "strong: the global batch stays"), ("dot-2", "weak: it grows with the devices")),
     )
-
-
-def _along(scale: Scale, values: Sequence[float], left: float, right: float) -> list[float]:
-    shares = scale.share(np.asarray(values, np.float64))
-    return [float(left + share * (right - left)) for share in shares]
-
-
-def _value_axis(scale: Scale, left: float, top: float, tall: float, label: Callable[[float], str]) -> list[Markup]:
-    parts = []
-    for tick in value_ticks(scale):
-        y = top + (1 - tick.share) * tall
-        value = scale.low + tick.share * (scale.high - scale.low)
-        parts += [
-            _line(left, y, WIDTH - 10, y, "grid"),
-            _text(left - 8, y + 5, label(float(f"{value:.6g}")), "end"),
-        ]
-    return parts
-
-
-def _position_axis(scale: Scale, left: float, right: float, y: float, label: Callable[[float], str]) -> list[Markup]:
-    """Ticks of a logarithmic scale from left to right."""
-    values = [scale.low * (scale.high / scale.low) ** tick.share for tick in value_ticks(scale)]
-    spots = _along(scale, values, left, right)
-    return [_text(x, y + 22, label(float(f"{value:.6g}")), "middle") for x, value in zip(spots, values, strict=True)]
-
-
-def _svg(height: float, parts: Iterable[Markup]) -> Markup:
-    start = Markup('<svg viewBox="0 0 {} {:.0f}" role="img" class="drawing">').format(WIDTH, height)
-    return start + Markup("").join(parts) + Markup("</svg>")
-
-
-def _rect(x: float, y: float, wide: float, tall: float, style: str) -> Markup:
-    shape = '<rect class="{}" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"/>'
-    return Markup(shape).format(style, x, y, wide, tall)
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, style: str) -> Markup:
-    shape = '<line class="{}" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>'
-    return Markup(shape).format(style, x1, y1, x2, y2)
-
-
-def _text(x: float, y: float, words: str, anchor: str = "start") -> Markup:
-    return Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, y, anchor, escape(words))

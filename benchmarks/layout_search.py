@@ -1,0 +1,278 @@
+"""Searching layouts on simulated clusters, and what matters in a published search.
+
+    python benchmarks/layout_search.py engines --out benchmarks/results/search/engines-175b.json
+    python benchmarks/layout_search.py published --out benchmarks/results/search/published-175b.json
+
+`engines` compares the engines of `phalanx search` for the 175B GPT on 1,024 GCDs of Frontier: same space, same truths, same
+trials; the quality of a search is the true speed of its best trial over that of the fastest layout that truly fits.
+DeepHyper is compared where its package is installed. `published` takes the space that Dash et al. searched
+(arXiv:2312.12705) and says which parameter matters most, as the planner sees it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from phalanx.cluster.machine import load_machine
+from phalanx.config.families import require_language
+from phalanx.config.load import load_run
+from phalanx.config.schema import LanguageRun
+from phalanx.config.search import Search
+from phalanx.cost.candidates import RECOMPUTES, SCHEDULES, Candidates
+from phalanx.cost.profile import profile_for
+from phalanx.layout.recompute import Recompute
+from phalanx.models.language.sizes import model_flops_per_token
+from phalanx.plan.cost_models import CostModels
+from phalanx.plan.judge import Planner, Task
+from phalanx.search.engines import Engine, make_engine
+from phalanx.search.prior import Prior, planned_space
+from phalanx.search.sensitivity import interactions, measured_importance, shapley_effects
+from phalanx.search.simulated import Errors, SimulatedRunner, Truth, draw_truth
+from phalanx.search.space import Space
+from phalanx.search.trials import Trial, best_of
+
+ROOT = Path(__file__).parent.parent
+DEVICES = 1024
+AT = (3, 10, 25, 50)
+"""Trials after which searches are compared."""
+TRUTHS = {
+    "constants": Errors(constants=0.80, choices=0.15),
+    "published": Errors(constants=0.55, choices=0.35),
+    "own": Errors(constants=0.0, choices=0.0),
+}
+"""How the 10% arise: mostly constants of the device; as spread among near-best layouts as the errors of the calibrated
+model on published runs (6.5%); or each layout on its own, which nothing can be learned from."""
+NEAR = 1.2
+"""Layouts within so much of the best expected time are near it."""
+_TRIES = 3
+
+
+def machine_models() -> tuple[LanguageRun, Planner, CostModels]:
+    """The 175B GPT and Frontier."""
+    machine = load_machine("frontier")
+    run = require_language(load_run(ROOT / "examples" / "gpt-175b.yaml"), "this benchmark")
+    models = CostModels(machine, profile_for(machine))
+    return run, Planner(machine, models, least_p=Search().least_p_fits), models
+
+
+def follow(engine: Engine, space: Space, truth: Truth, seed: int, most: int) -> list[Trial]:
+    """The trials of one search, without any storage."""
+    runner = SimulatedRunner(truth, seed)
+    trials: list[Trial] = []
+    for number in range(most):
+        proposal = engine.propose(trials, {trial.key for trial in trials})
+        if proposal is None:
+            break
+        values = space.values(proposal.point)
+        trial = Trial(number, space.key(proposal.point), values, "", None, proposal.note)
+        outcome = runner.measure(space, proposal.point, trial, Path(), trials)
+        trials.append(Trial(number, trial.key, values, "", outcome, proposal.note))
+    return trials
+
+
+def quality(space: Space, truth: Truth, trials: list[Trial]) -> float:
+    """True speed of the trial that measured best, over that of the best layout; 0 where none fits."""
+    best = best_of(trials)
+    if best is None:
+        return 0.0
+    point = space.find(best.values)
+    assert point is not None
+    return truth.best_seconds() / float(truth.seconds[point])
+
+
+def compare(name: str, space: Space, prior: Prior, truths: list[Truth], most: int) -> dict[str, Any]:
+    """One engine on all truths."""
+    start, rows = time.perf_counter(), []
+    for seed, truth in enumerate(truths):
+        trials = follow(make_engine(name, space, prior, seed=seed, stop_gain=0.0), space, truth, seed, most)
+        good = [sum(trial.good for trial in trials[:count]) for count in AT if count <= most]
+        gains = [trial.note.get("expected_gain") for trial in trials]
+        stop = next(
+            (n for n, gain in enumerate(gains) if n >= _TRIES and gain is not None and gain < 0.002), len(trials)
+        )
+        rows.append(
+            {
+                "seed": seed,
+                "quality": {count: quality(space, truth, trials[:count]) for count in AT if count <= most},
+                "good": good,
+                "stop": stop if name == "planner" else None,
+                "quality_at_stop": quality(space, truth, trials[:stop]) if name == "planner" else None,
+            }
+        )
+    counts = [count for count in AT if count <= most]
+    table = {
+        count: {
+            "mean": float(np.mean([row["quality"][count] for row in rows])),
+            "least": float(np.min([row["quality"][count] for row in rows])),
+        }
+        for count in counts
+    }
+    spent = (time.perf_counter() - start) / (len(truths) * most)
+    return {"engine": name, "table": table, "seconds_per_proposal": spent, "searches": rows}
+
+
+def engines(options: argparse.Namespace) -> dict[str, Any]:
+    """The table of engines."""
+    run, planner, models = machine_models()
+    start = time.perf_counter()
+    space, prior = planned_space(planner, Task(run, DEVICES), Search())
+    planned = time.perf_counter() - start
+    near = prior.seconds < NEAR * prior.seconds.min()
+    found: dict[str, Any] = {
+        "points": len(space),
+        "expected_best_s": float(prior.seconds.min()),
+        "planning_s": planned,
+        "truths": {},
+    }
+    for kind in options.truth or list(TRUTHS):
+        errors = TRUTHS[kind]
+        truths = [draw_truth(space, prior, models, run, seed, errors) for seed in range(options.seeds)]
+        off = [np.log(truth.seconds / prior.seconds) for truth in truths]
+        rows = []
+        for name in options.engine:
+            rows.append(compare(name, space, prior, truths, options.trials))
+            shown = "  ".join(f"{count}: {100 * cell['mean']:.1f}%" for count, cell in rows[-1]["table"].items())
+            print(f"{kind:10} {name:12} {shown}", file=sys.stderr, flush=True)
+        found["truths"][kind] = {
+            "errors": asdict(errors),
+            "rms_error": float(np.sqrt(np.mean(np.square(off)))),
+            "spread_near_best": float(np.mean([one[near].std() for one in off])),
+            "fitting": float(np.mean([truth.fits.mean() for truth in truths])),
+            "engines": rows,
+        }
+    return found
+
+
+PUBLISHED = {
+    "pp": (1, 2, 4, 8, 16),
+    "tp": (1, 2, 4, 8),
+    "mbs": tuple(range(4, 21)),
+    "accumulation": (5, 10),
+    "zero1": (0, 1),
+    "nodes": (12, 16),
+}
+"""The space of the published search."""
+
+
+def published_points(recompute: Recompute) -> tuple[np.ndarray[Any, Any], Candidates]:
+    """(positions in PUBLISHED, layouts) of every point whose degrees divide the devices."""
+    codes, columns = [], []
+    for places in product(*(range(len(values)) for values in PUBLISHED.values())):
+        pp, tp, mbs, steps, zero, nodes = (
+            values[place] for values, place in zip(PUBLISHED.values(), places, strict=True)
+        )
+        data, rest = divmod(8 * nodes, tp * pp)
+        if rest:
+            continue
+        codes.append(places)
+        shard = (1, data) if zero else (data, 1)
+        columns.append((data * mbs * steps, mbs, *shard, 1, tp, pp, zero, SCHEDULES.index("1f1b"), 1, 0))
+    rows = np.array(columns, np.int64).T
+    count = rows.shape[1]
+    kinds = np.full(count, RECOMPUTES.index(recompute), np.int64)
+    return np.array(codes), Candidates(*rows, np.zeros(count, bool), kinds)
+
+
+def published(options: argparse.Namespace) -> dict[str, Any]:
+    """What matters in the published space, for each kind of recompute: the paper does not say which its search had."""
+    run, _, models = machine_models()
+    found = {kind: matters(run, models, kind, options.seeds) for kind in RECOMPUTES}
+    return {"values": PUBLISHED, "recompute": found}
+
+
+def matters(run: LanguageRun, models: CostModels, recompute: Recompute, seeds: int) -> dict[str, Any]:
+    """What matters in the published space with one kind of recompute."""
+    codes, layouts = published_points(recompute)
+    names, sizes = tuple(PUBLISHED), [len(values) for values in PUBLISHED.values()]
+    seconds = models.times(run, layouts, exact=False).total
+    fits = models.memory(run, layouts).p_fits
+    length = run.data.sequence_length
+    flops = model_flops_per_token(run.model, length, run.training.flops)
+    rate = layouts.global_batch * length * flops / seconds / layouts.world_size / 1e12
+    good = fits >= 0.5
+    figures: dict[str, tuple[Any, Any]] = {
+        "tflops_of_those_that_fit": (good, rate),
+        "tflops_failures_as_0": (np.ones(len(rate), bool), np.where(good, rate, 0.0)),
+        "tflops_failures_as_the_slowest": (np.ones(len(rate), bool), np.where(good, rate, rate[good].min())),
+        "whether_it_fits": (np.ones(len(rate), bool), good.astype(np.float64)),
+    }
+    found: dict[str, Any] = {"points": len(rate), "fitting": int(good.sum()), "figures": {}}
+    for name, (which, figure) in figures.items():
+        effects = shapley_effects(names, codes[which], figure[which])
+        pairs = interactions(names, codes[which], figure[which], sizes)
+        found["figures"][name] = {
+            "shapley_effects": dict(zip(effects.names, effects.shares.tolist(), strict=True)),
+            "alone": dict(zip(effects.names, effects.alone.tolist(), strict=True)),
+            "standard_deviation": effects.variance**0.5,
+            "interactions": [{"of": pair.names, "share": pair.share} for pair in pairs[:3]],
+        }
+        print(
+            recompute,
+            name,
+            {key: round(float(share), 3) for key, share in zip(effects.names, effects.shares, strict=True)},
+            file=sys.stderr,
+        )
+    figure = figures["tflops_failures_as_0"][1]
+    found["studies"] = [_study(names, codes, figure, size, seed) for size in (25, 50) for seed in range(seeds)]
+    for place, name in enumerate(names):
+        means = [float(rate[good & (codes[:, place] == code)].mean()) for code in np.unique(codes[good, place])]
+        found.setdefault("mean_tflops", {})[name] = means
+    return found
+
+
+def _study(names: tuple[str, ...], codes: Any, figure: Any, size: int, seed: int) -> dict[str, Any]:
+    """What a forest makes of so many random trials."""
+    some = np.random.default_rng(seed).permutation(len(codes))[:size]
+    measured = measured_importance(names, codes[some], figure[some], resampled=10, seed=seed)
+    return {"trials": size, "seed": seed, "order": measured.names, "importance": measured.importance.tolist()}
+
+
+def versions() -> dict[str, str]:
+    """Of what the figures depend on."""
+    found = {"python": platform.python_version(), "machine": platform.machine()}
+    for name in ("numpy", "scipy", "scikit-learn", "optuna", "deephyper", "torch"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def main() -> None:
+    """Run one comparison and write its figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("engines", "published"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--trials", type=int, default=50)
+    parser.add_argument("--engine", action="append")
+    parser.add_argument("--truth", action="append", choices=list(TRUTHS))
+    options = parser.parse_args()
+    options.engine = options.engine or ["planner", "random", "optuna-tpe", "optuna-gp"]
+    runs: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"engines": engines, "published": published}
+    found = runs[options.what](options)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        "command": f"python benchmarks/layout_search.py {' '.join(sys.argv[1:])}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        **found,
+    }
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""A search as one HTML page that loads nothing: trials, what is believed now, and what matters most.
+
+Words and markup are in `search.html`, looks in `page.css`, `plan.css` and `search.css`, drawings in `search_charts`.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from phalanx import __version__
+from phalanx.report import search_charts
+from phalanx.report.page_parts import Tile
+from phalanx.report.text import duration, percent
+
+_GIB = 2**30
+Row = dict[str, Any]
+
+
+def render_search(facts: Row) -> str:
+    """The page as text. facts: what `phalanx search --json` prints."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    planned, measured = facts["planned"], facts["measured"]
+    return environment.from_string(_asset("search.html")).render(
+        title=f"{facts['model']} on {facts['devices']:,} devices",
+        facts=facts,
+        tiles=_tiles(facts),
+        trials=TRIALS,
+        beliefs=BELIEFS,
+        progress=search_charts.progress(facts["trials"]),
+        effects=None if planned is None else search_charts.effects(planned),
+        importance=None if measured is None else search_charts.importance(measured),
+        interactions=[] if planned is None else [search_charts.interaction(pair) for pair in planned["interactions"]],
+        version=__version__,
+        style=Markup(_asset("page.css") + _asset("plan.css") + _asset("search.css")),
+    )
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else duration(value)
+
+
+TRIALS: tuple[tuple[str, Any], ...] = (
+    ("trial", lambda row: row["number"]),
+    ("step", lambda row: _seconds(row["step_s"]) or row["state"].replace("_", " ")),
+    ("planned", lambda row: _seconds(row["planned_s"])),
+    ("expected", lambda row: _seconds(row["expected_s"])),
+    ("GiB", lambda row: "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / _GIB:.1f}"),
+    ("choice", lambda row: row["words"]),
+)
+"""Heads of the table of trials, and what stands below them."""
+
+BELIEFS: tuple[tuple[str, Any], ...] = (
+    ("believed", lambda row: duration(row["believed_s"])),
+    ("+-", lambda row: percent(row["spread"])),
+    ("P(fits)", lambda row: f"{row['p_fits']:.2f}"),
+    ("measured", lambda row: "yes" if row["measured"] else ""),
+    ("choice", lambda row: row["words"]),
+)
+"""The same of the table of what is believed."""
+
+
+def _tiles(facts: Row) -> list[Tile]:
+    best, trials = facts["best"], facts["trials"]
+    failed = sum(facts["failures"].values())
+    tiles = [
+        Tile("trials", "Trials", f"{len(trials):,}", "", f"of {facts['points']:,} points; {facts['stopped']}"),
+        Tile("failed", "Failed", f"{failed:,}", "", ", ".join(name.replace("_", " ") for name in facts["failures"])),
+    ]
+    if best is not None:
+        planned = "" if best["planned_s"] is None else f"planned: {duration(best['planned_s'])}"
+        tiles.insert(0, Tile("best", "Best step", duration(best["step_s"]), "", planned))
+    return tiles
+
+
+def _asset(name: str) -> str:
+    return resources.files("phalanx.report").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,86 @@
+"""The search itself: propose, claim, measure, record, and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phalanx.search.engines import Engine
+from phalanx.search.runner import Runner
+from phalanx.search.space import Space
+from phalanx.search.storage import Study
+from phalanx.search.trials import INTERRUPTED, Outcome, Trial, best_of
+
+_LOST_RACES = 100
+"""Times in a row that another search may be first before this one gives up."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to."""
+
+    trials: list[Trial]
+    """Of the whole study."""
+    stopped: str
+    """Why it stopped, in words."""
+
+    @property
+    def best(self) -> Trial | None:
+        """The good trial of least value."""
+        return best_of(self.trials)
+
+
+def search(
+    study: Study,
+    space: Space,
+    engine: Engine,
+    runner: Runner,
+    *,
+    engine_name: str,
+    most: int,
+    limit_s: float = 600.0,
+    tell: Callable[[Trial], None] = lambda trial: None,
+) -> Found:
+    """Measure until the study has `most` trials that ended, or the engine proposes nothing more.
+
+    limit_s: seconds that a trial may take, for other searches that wonder whether this one is alive. tell: called with
+    every trial of this search when it begins and when it has ended. A trial that fails is recorded like any other; what
+    interrupts the search itself (KeyboardInterrupt) ends the trial as interrupted and goes on up.
+    """
+    choices = {one.name: one.values for one in space.parameters}
+    lost = 0
+    while True:
+        study.recover()
+        trials = study.trials()
+        if sum(not _interrupted(trial) for trial in trials) >= most:
+            return Found(trials, f"{most} trials are done")
+        proposal = engine.propose(trials, study.taken())
+        if proposal is None:
+            return Found(trials, "another trial is not expected to help")
+        key, values = space.key(proposal.point), space.values(proposal.point)
+        trial = study.claim(
+            key,
+            values,
+            {name: choices[name] for name in values},
+            engine=engine_name,
+            limit_s=limit_s,
+            note=proposal.note,
+        )
+        if trial is None:
+            lost += 1
+            if lost >= _LOST_RACES:
+                return Found(study.trials(), "other searches were always first")
+            continue
+        lost = 0
+        tell(trial)
+        try:
+            outcome = runner.measure(space, proposal.point, trial, study.folder / str(trial.number), trials)
+        except BaseException as error:
+            study.finish(trial, Outcome(INTERRUPTED, words=f"{type(error).__name__}: {error}"))
+            raise
+        study.finish(trial, outcome)
+        tell(next(one for one in study.trials() if one.number == trial.number))
+
+
+def _interrupted(trial: Trial) -> bool:
+    return trial.outcome is not None and trial.outcome.cause == INTERRUPTED

@@ -1,0 +1,143 @@
+"""One search from a run file to its answer: joins space, prior, engine, runner and storage, and says what came out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.cluster.machine import Machine
+from phalanx.config.load import dump_run, parse_run
+from phalanx.config.schema import LanguageRun
+from phalanx.config.search import Search
+from phalanx.errors import ConfigError
+from phalanx.plan.cost_models import CostModels
+from phalanx.plan.judge import Planner, Task
+from phalanx.search.belief import Belief, Believer
+from phalanx.search.engines import make_engine
+from phalanx.search.facts import study_facts
+from phalanx.search.loop import Found, search
+from phalanx.search.prior import Prior, planned_space
+from phalanx.search.runner import LocalLauncher, ProcessRunner, Runner, SlurmLauncher
+from phalanx.search.simulated import SimulatedRunner, draw_truth
+from phalanx.search.space import Space
+from phalanx.search.storage import Study
+from phalanx.search.trials import Trial
+
+WHERE = ("local", "slurm", "simulated")
+STUDY = "layout"
+"""Name of the study inside its file."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A search that has come to its end."""
+
+    task: Task
+    machine: Machine
+    space: Space
+    prior: Prior
+    found: Found
+    path: Path
+    belief: Belief
+
+    def facts(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        about = {
+            "model": self.task.run.model.preset or "model",
+            "cluster": self.machine.name,
+            "devices": self.task.devices,
+            "storage": str(self.path),
+        }
+        return about | study_facts(self.space, self.prior, self.found, self.belief)
+
+    def run_text(self) -> str:
+        """The run file with the best choice filled in. Raises ConfigError where no trial was good."""
+        best = self.found.best
+        point = None if best is None else self.space.find(best.values)
+        if best is None or point is None:
+            raise ConfigError("--write: no trial of this space was good, so there is no best layout to write")
+        env = "".join(f"#   export {name}={value}\n" for name, value in self.space.env(point).items())
+        note = f"# Measured best of {len(self.found.trials)} trials: {best.value:.4g} s a step (trial {best.number}).\n"
+        text = dump_run(parse_run(dump_run(self.task.run), "the run file", self.space.words(point)))
+        return note + (f"# With these variables of the environment:\n{env}" if env else "") + text
+
+
+def run_search(
+    planner: Planner,
+    task: Task,
+    section: Search,
+    where: str,
+    path: Path,
+    *,
+    engine: str,
+    most: int,
+    seed: int = 0,
+    keep: bool = False,
+    tell: Callable[[Trial, Space], None] = lambda trial, space: None,
+) -> Done:
+    """Search until `most` trials of the study ended, or none is expected to help.
+
+    where: one of WHERE. path: the study's journal. tell: called when a trial begins and when it has ended. Raises
+    ConfigError for what does not go together, StudyError for a file that is no study.
+    """
+    if where not in WHERE:
+        raise ConfigError(f"--where {where} is not known; give one of {', '.join(WHERE)}")
+    space, prior = planned_space(planner, task, section)
+    chosen = make_engine(engine, space, prior, seed=seed, stop_gain=section.stop_gain)
+    runner = _runner(where, planner, task, section, space, prior, seed=seed, keep=keep)
+    study = Study(path, STUDY, _about(planner, task, section, where, seed))
+    found = search(
+        study,
+        space,
+        chosen,
+        runner,
+        engine_name=engine,
+        most=most,
+        limit_s=section.time_limit_s + _AROUND_S,
+        tell=lambda trial: tell(trial, space),
+    )
+    belief = Believer(space, prior).after(found.trials)
+    return Done(task, planner.machine, space, prior, found, path, belief)
+
+
+_AROUND_S = 60.0
+"""Seconds of a trial before and after its processes run."""
+
+
+def _runner(
+    where: str, planner: Planner, task: Task, section: Search, space: Space, prior: Prior, *, seed: int, keep: bool
+) -> Runner:
+    if where == "simulated":
+        assert isinstance(planner.models, CostModels)
+        return SimulatedRunner(draw_truth(space, prior, planner.models, task.run, seed), seed)
+    if where == "local":
+        return ProcessRunner(task.run, section, task.devices, LocalLauncher(task.devices), keep=keep)
+    nodes, rest = divmod(task.devices, planner.machine.node.devices)
+    if rest:
+        raise ConfigError(
+            f"--where slurm takes whole nodes: --devices {task.devices} is no multiple of the "
+            f"{planner.machine.node.devices} devices of a node of {planner.machine.name}"
+        )
+    return ProcessRunner(task.run, section, task.devices, SlurmLauncher(planner.machine, nodes), keep=keep)
+
+
+def _about(planner: Planner, task: Task, section: Search, where: str, seed: int) -> dict[str, Any]:
+    """What trials of one study have in common: others could not be compared with them."""
+    return {
+        "run": _digest(task.run),
+        "devices": task.devices,
+        "cluster": planner.machine.name if where != "local" else "this machine",
+        "where": where,
+        "steps": [section.steps, section.skip],
+    } | ({"seed": seed} if where == "simulated" else {})
+
+
+def _digest(run: LanguageRun) -> str:
+    """Of all that the search does not choose and that decides what a step computes."""
+    plain = {"layout": {"global_batch": run.layout.global_batch, "precision": run.layout.precision}}
+    kept = run.model_dump(mode="json", include={"model", "data", "optimizer"}) | plain
+    kept["training"] = {"seed": run.training.seed, "z_loss": run.training.z_loss}
+    return hashlib.sha256(repr(sorted(kept.items())).encode()).hexdigest()[:16]

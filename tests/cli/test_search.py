@@ -1,0 +1,144 @@
+"""`phalanx search`: what it prints, writes and refuses; and a real search on gloo ranks, killed and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.conftest import Call
+from phalanx.config.load import load_run
+from phalanx.layout.resolve import resolve_layout
+from report.pages import Page
+from token_data import write_run_file, write_token_folder
+
+RUN = """\
+model: {n_layers: 8, d_model: 2048, n_heads: 16, d_ff: 8192, vocab_size: 32000, max_positions: 2048, mlp: gelu}
+data: {sources: [data/a], sequence_length: 2048}
+layout: {global_batch: 64}
+optimizer: {lr: 1e-3}
+training: {steps: 10}
+search:
+  layout: {microbatch: [1, 2], recompute: [none], schedule: [1f1b], cp: [1], zero: [1, 3]}
+  knobs: {env.NCCL_ALGO: {values: [null, Tree], when: "dp_shard > 1"}}
+"""
+SIMULATED = ("--cluster", "frontier", "--devices", "16", "--where", "simulated")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "run.yaml").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_simulated_search(call: Call, folder: Path) -> None:
+    words = ("--measure", "9", "search.stop_gain=0", "--json", "--write", "best.yaml", "--html", "search.html")
+    outcome = call("search", "run.yaml", *SIMULATED, *words)
+    assert outcome.code == 0, outcome.err
+    facts = json.loads(outcome.out)
+    good = [row for row in facts["trials"] if row["step_s"] is not None]
+    assert len(facts["trials"]) == 9 and facts["best"]["step_s"] == min(row["step_s"] for row in good)
+    assert sum(facts["planned"]["shapley_effects"].values()) == pytest.approx(1.0)
+    assert "change with the seed" in facts["measured"]["caution"]
+    layout = resolve_layout(load_run(folder / "best.yaml"), 16, 8)
+    best = facts["best"]["values"]
+    assert (layout.tp, layout.pp, layout.microbatch, layout.zero) == tuple(
+        best[name] for name in ("tp", "pp", "microbatch", "zero")
+    )
+    html = (folder / "search.html").read_text()
+    page = Page(html.replace("<br>", ""))
+    assert "http" not in html.replace("http-equiv", "") and not page.all("script")
+    assert page.figure("trials") == "9" and "Caution: ranks 2 to 4" in html
+    assert len(page.all("circle", "dot-1")) == len(good) and page.all("rect", "shade-0")
+
+
+def test_it_goes_on_and_refuses_what_does_not_belong(call: Call, folder: Path) -> None:
+    first = call("search", "run.yaml", *SIMULATED, "--measure", "3", "search.stop_gain=0")
+    assert first.code == 0 and first.out.splitlines()[1].startswith("best: trial ")
+    again = call("search", "run.yaml", *SIMULATED, "--measure", "4", "search.stop_gain=0", "--engine", "random")
+    assert again.code == 0 and again.err.count("a step\n") <= 3 and "4 trials of" in again.out
+    other = call("search", "run.yaml", *SIMULATED, "--measure", "4", "model.n_layers=4")
+    assert other.code == 2 and "holds a study of another run; give another --storage FILE" in other.err
+    assert call("search", "run.yaml", *SIMULATED[:-1], "moon").code == 2
+    odd = call("search", "run.yaml", "--cluster", "frontier", "--devices", "4", "--where", "slurm")
+    assert odd.code == 2 and "no multiple of the 8 devices of a node" in odd.err
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Path:
+    """A run file for two gloo ranks, with a knob whose second value gives another loss."""
+    file = write_run_file(tmp_path / "run.yaml", write_token_folder(tmp_path / "data"))
+    section = """
+search:
+  layout: {tp: [2], microbatch: [2, 4], recompute: [none], cp: [1]}
+  knobs: {training.seed: {values: [0, 1], when: microbatch == 4}}
+  steps: 4
+  skip: 2
+  time_limit_s: 120
+"""
+    file.write_text(file.read_text() + section)
+    return file
+
+
+def start(file: Path) -> subprocess.Popen[str]:
+    words = ["--cluster", "h200-x4", "--devices", "2", "--engine", "exhaustive", "--measure", "3", "--json"]
+    command = [sys.executable, "-m", "phalanx", "search", str(file), *words, "--storage", str(file.parent / "s.log")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, env=environment, **pipes)
+
+
+def trial_processes(folder: Path) -> list[int]:
+    """Processes whose command names the folder of the study's trials."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if str(folder).encode() in command and b"phalanx.search\0" in command:
+                found.append(int(entry.name))
+    return found
+
+
+def wait_for(process: subprocess.Popen[str], what: Any) -> None:
+    deadline = time.monotonic() + 200
+    while not what():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+
+
+def test_a_real_search_that_is_killed_and_goes_on(real: Path) -> None:
+    trials = real.parent / "s.log.trials"
+    first = start(real)
+    # Killed while the ranks of the second trial run: the first one has ended.
+    wait_for(first, lambda: (trials / "1").exists() and len(trial_processes(trials / "1")) == 3)
+    ranks = trial_processes(trials)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    deadline = time.monotonic() + 10
+    while trial_processes(trials):
+        assert time.monotonic() < deadline, ranks
+        time.sleep(0.02)
+    second = start(real)
+    out, errors = second.communicate(timeout=240)
+    assert second.returncode == 0, errors
+    facts = json.loads(out)
+    states = [
+        (row["state"], row["values"]["microbatch"], row["values"].get("training.seed")) for row in facts["trials"]
+    ]
+    assert states[:2] == [("ok", 4, 0), ("interrupted", 4, 1)]
+    assert sorted(states[2:], key=str) == [("ok", 2, None), ("wrong_loss", 4, 1)]
+    assert facts["failures"] == {"interrupted": 1, "wrong_loss": 1}
+    assert "step 1: loss" in next(row["said"] for row in facts["trials"] if row["state"] == "wrong_loss")
+    assert facts["best"]["values"]["microbatch"] in (2, 4) and facts["best"]["step_s"] > 0
+    assert not trial_processes(trials) and not (trials / "0" / "run").exists() and (trials / "0" / "log").exists()
