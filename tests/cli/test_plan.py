@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from cli.conftest import Call
 from phalanx.cli.plan_words import plan_lines
 from phalanx.cluster.machine import load_machine
 from phalanx.config.load import load_run
-from phalanx.cost.profile import default_profile
+from phalanx.cost.profile import default_profile, save_profile
 from phalanx.layout.resolve import resolve_layout
 from phalanx.plan.cost_models import CostModels
 from phalanx.plan.judge import Planner, Task
@@ -35,6 +36,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "run.yaml").write_text(RUN)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_a_measured_profile_that_lies_here_is_preferred(call: Call, folder: Path) -> None:
+    plain = json.loads(call("plan", "run.yaml", *FRONTIER, *QUICK, "--json").out)
+    named = default_profile("MI250X GCD")
+    slow = replace(named, name="mine", profile=named.profile.scaled({"matmul_flop_s": 0.5}))
+    save_profile(folder / "frontier.profile.yaml", slow)
+    found = json.loads(call("plan", "run.yaml", *FRONTIER, *QUICK, "--json").out)
+    assert found["profile"].startswith("mine: ") and plain["profile"].startswith("frontier: ")
+    assert found["layouts"][0]["step_s"] > 1.2 * plain["layouts"][0]["step_s"]
 
 
 def test_says_what_is_best_and_why(call: Call, folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from layout_runs import run_with
-from phalanx.config.schema import LanguageRun
+from phalanx.config.schema import LanguageRun, Run
 from phalanx.cost.dryrun import WatchedExecutor, measured_step
 from phalanx.cost.dryrun_report import group_axes
 from phalanx.cost.memory_trace import StepTrace
@@ -55,7 +55,7 @@ def run_named(name: str) -> LanguageRun:
 NAMES = list(_LAYOUTS)
 
 
-def train_step(run: LanguageRun, applied: Applied, device: torch.device) -> TrainStep:
+def train_step(run: Run, applied: Applied, device: torch.device) -> TrainStep:
     """The training step, with all state its optimizer will ever have."""
     step = build_step(run, applied, device)
     materialise_optimizer_state(step.optimizer)

@@ -13,8 +13,12 @@ from phalanx.cost.published import PublishedRun, Rate
 from phalanx.cost.published_steps import Group, grouped, refused
 from phalanx.layout.spec import ResolvedLayout
 
-TRUE = default_profile("A100-80GB").profile.scaled(
-    {"matmul_flop_s": 0.9, "memory_b_s": 1.2, "link_share": 0.7, "host_s": 2.0, "optimizer_b_s": 0.8}
+DEFAULT = default_profile("A100-80GB")
+TRUE = replace(
+    DEFAULT,
+    profile=DEFAULT.profile.scaled(
+        {"matmul_flop_s": 0.9, "memory_b_s": 1.2, "link_share": 0.7, "host_s": 2.0, "optimizer_b_s": 0.8}
+    ),
 )
 
 
@@ -75,7 +79,7 @@ def test_runs_that_were_not_fitted_are_predicted(group: Group) -> None:
     assert len(found.rows) == 12 and len(found.held_out_errors) == 24
     assert np.abs(found.held_out_errors).max() < 0.03
     # Of two constants that act alike the fit shares out what the runs say of both.
-    assert found.named.profile.host_s == pytest.approx(TRUE.host_s, rel=0.2)
+    assert found.named.profile.host_s == pytest.approx(TRUE.profile.host_s, rel=0.2)
 
 
 def test_which_rows_are_fitted_does_not_depend_on_what_was_measured(group: Group) -> None:
@@ -101,6 +105,15 @@ def test_few_rows_are_judged_by_fits_without_them(group: Group) -> None:
 def test_rows_that_tell_most_are_chosen_first() -> None:
     sensitivity = np.array([[1.0, 0.0], [3.0, 0.0], [2.9, 0.0], [0.0, 2.0]])
     assert choose(sensitivity, 2) == [1, 3]
+
+
+def test_runs_of_our_own_are_of_the_machine_they_name(group: Group) -> None:
+    ours = [replace(run, system="h200-x4", device="H200", framework="Phalanx") for run in group.runs[:4]]
+    (found,) = grouped(ours)
+    assert found.system.machine.name == found.system.profile == "h200-x4"
+    assert found.software.copy_engines and not group.software.copy_engines
+    elsewhere = replace(ours[0], device="A100-80GB")
+    assert "no machine is described" in refused(elsewhere)
 
 
 def test_each_machine_gets_a_profile_and_unknown_ones_a_reason(group: Group) -> None:

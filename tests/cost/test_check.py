@@ -56,6 +56,43 @@ def test_every_row_is_used_or_says_why_not(runs: list[PublishedRun], rows: list[
         assert row.used == (row.error is not None) == (row.reason == "")
 
 
+def test_memory_is_predicted_where_it_was_measured_or_too_little(
+    runs: list[PublishedRun], rows: list[CheckedRun]
+) -> None:
+    by_row = {row.row_id: row for row in rows}
+    wanted = [run for run in runs if run.used and (run.memory is not None or run.status == "oom")]
+    assert len(wanted) > 60
+    for run in wanted:
+        row = by_row[run.row_id]
+        assert row.predicted_memory_gb is not None and row.p_fits is not None and row.status == run.status
+        if run.memory is not None:
+            error = row.predicted_memory_gb / run.memory.gib - 1
+            assert row.memory_error == pytest.approx(error)
+    groups = {group.group: group for group in summarise_check(rows, runs)}
+    assert groups["bigscience-a100"].memory_rows == 46 and groups["llm-foundry"].memory_median is None
+    everything = groups["all"]
+    assert everything.memory_median is not None and everything.memory_median < 0.2
+    assert everything.false_fits is not None and everything.said_to_fit > 20
+
+
+def test_false_fits_are_a_share_of_what_is_said_to_fit(runs: list[PublishedRun]) -> None:
+    one = next(run for run in runs if run.used and run.rate is not None)
+    alike = [replace(one, group="g") for _ in range(5)]
+    chances = [(0.95, "ok"), (0.99, "oom"), (0.91, "ok"), (0.5, "oom"), (0.9, "ok")]
+    rows = [
+        replace(row, p_fits=chance, status=status)
+        for row, (chance, status) in zip(_rows([1] * 5, [1] * 5), chances, strict=True)
+    ]
+    (group, _) = summarise_check(rows, alike)
+    assert (group.said_to_fit, group.false_fits) == (4, 0.25)
+
+
+def test_a_device_without_facts_gets_no_chance_of_fitting(runs: list[PublishedRun]) -> None:
+    one = next(run for run in runs if run.used and run.memory is not None)
+    (row,) = check([replace(one, device="Unheard Of")])
+    assert row.predicted_memory_gb is not None and row.p_fits is None and not row.used
+
+
 def _rows(predicted: Sequence[float], measured: Sequence[float]) -> list[CheckedRun]:
     return [
         CheckedRun(str(number), "g", True, "", p, m, p / m - 1)

@@ -7,6 +7,7 @@ import pytest
 
 from phalanx.config.model import LanguageModel
 from phalanx.cost.language import Setting
+from phalanx.cost.measured import TimedOperation
 from phalanx.cost.operation_time import Cause, Form, OperationTable, Way, compute_seconds, operation_rows
 from phalanx.cost.part_time import part_operations
 from phalanx.cost.profile import default_profile
@@ -71,6 +72,36 @@ def test_faster_devices_are_never_slower() -> None:
     before = compute_seconds(table, PROFILE)
     for name in ("matmul_flop_s", "attention_flop_s", "attention_backward_flop_s", "memory_b_s"):
         assert np.all(compute_seconds(table, replace(PROFILE, **{name: getattr(PROFILE, name) * 2})) <= before), name
+
+
+def test_a_bias_slows_attention_down() -> None:
+    operations = part_operations("block", SETTING, 2, PLAIN)
+    plain, biased = (OperationTable.of(operation_rows(0, operations, PLAIN, 1, biased=way)) for way in (False, True))
+    slow, fast = compute_seconds(biased, PROFILE), compute_seconds(plain, PROFILE)
+    attention = plain.cause == Cause.ATTENTION
+    assert attention.sum() == 2 and np.all(slow[attention] > fast[attention])
+    assert np.array_equal(slow[~attention], fast[~attention])
+
+
+def test_a_measured_shape_is_as_it_was_measured_and_a_far_one_as_the_curve_says() -> None:
+    shape = (1, 4096, 4096, 4096)
+    (curve,) = _seconds(_product(*shape[1:]))
+    timed = TimedOperation("matmul", *shape, curve * 1.1, 1.1)
+    profile = replace(PROFILE, measured=(timed,))
+
+    def ratio(*rows: tuple[float, ...]) -> list[float]:
+        table = OperationTable.of(rows)
+        return (compute_seconds(table, profile) / compute_seconds(table, PROFILE)).tolist()
+
+    same, near, far, other = ratio(
+        _product(*shape[1:]),
+        _product(4096, 4096, 6144),
+        _product(64, 256, 256),
+        _product(4096, 4096, 4096, single=True),
+    )
+    assert same == pytest.approx(1.1, abs=0.01)
+    assert 1.03 < near < same
+    assert far == pytest.approx(1.0, abs=1e-6) and other == 1.0
 
 
 def _rows(software: Software, tp: int = 1, recompute: str = "none") -> OperationTable:

@@ -1,18 +1,22 @@
 """Profiles: defaults from a device's facts, files, and what is refused in them."""
 
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from phalanx.cluster.collectives import default_constants
 from phalanx.cluster.device import device_facts
 from phalanx.cluster.machine import load_machine
+from phalanx.cost.measured import TimedOperation
 from phalanx.cost.profile import (
     CONSTANTS,
     NamedProfile,
+    Profile,
     default_profile,
     load_profile,
+    profile_beside,
     profile_for,
     save_profile,
     shipped_profiles,
@@ -44,8 +48,64 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     saved = NamedProfile("mine", "H200", "measured", default_profile("H200").profile, {"rows": ["a"]})
     save_profile(tmp_path / "mine.yaml", saved)
     loaded = load_profile(str(tmp_path / "mine.yaml"))
-    assert asdict(loaded.profile) == pytest.approx(asdict(saved.profile), rel=1e-4)
+    assert _constants(loaded.profile) == pytest.approx(_constants(saved.profile), rel=1e-4)
     assert (loaded.name, loaded.device, loaded.fitted) == ("mine", "H200", {"rows": ["a"]})
+    assert loaded.collectives is None and loaded.beside is None and loaded.profile.measured == ()
+
+
+def test_what_was_measured_comes_back_too(tmp_path: Path) -> None:
+    operations = (
+        TimedOperation("matmul", 1, 4096, 1024, 512, 2.5e-5, 1.25),
+        TimedOperation("attention", 8, 64, 64, 128, 1e-4, 0.5),
+    )
+    collectives = default_constants(load_machine("frontier"))
+    profile = replace(default_profile("MI250X GCD").profile, measured=operations)
+    beside = {"context": 1.5e9, "communicator": 2e8}
+    saved = NamedProfile("mine", "MI250X GCD", "measured", profile, None, collectives, beside)
+    save_profile(tmp_path / "mine.yaml", saved)
+    loaded = load_profile(str(tmp_path / "mine.yaml"))
+    assert loaded.profile.measured == operations
+    assert loaded.collectives == collectives and loaded.beside == beside
+
+
+def test_between_nodes_stays_as_it_is_by_default_where_one_node_was_measured() -> None:
+    machine = load_machine("frontier")
+    default = default_constants(machine)
+    inside = replace(default, launch_s=1e-6, step_across_s=0.0, efficiency_across=1.0, tree=1.0)
+    named = replace(default_profile("MI250X GCD"), collectives=inside)
+    assert named.collectives_on(machine) == replace(default, launch_s=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"operations": [["matmul", 1, 2, 3]]}, r"operations\[0\]=.* is not \[kind, batch"),
+        ({"operations": [["sort", 1, 2, 3, 4, 1.0, 1.0]]}, r"operations\[0\]"),
+        ({"collectives": {"launch_s": 1.0}}, "collectives has to hold launch_s, step_s"),
+        ({"beside": {"context": "much", "communicator": 1}}, "beside.context=much is not a number"),
+    ],
+)
+def test_wrong_measurements_are_named(tmp_path: Path, change: dict[str, object], words: str) -> None:
+    path = tmp_path / "wrong.yaml"
+    save_profile(path, NamedProfile("wrong", "H200", "", default_profile("H200").profile))
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | change))
+    with pytest.raises(ConfigError, match=words):
+        load_profile(str(path))
+
+
+def test_a_profile_beside_the_description_or_here_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, own = load_machine("h200-x4"), tmp_path / "own"
+    own.mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert profile_beside(machine, "h200-x4") is None
+    (tmp_path / "h200-x4.profile.yaml").touch()
+    assert profile_beside(machine, "h200-x4") == Path("h200-x4.profile.yaml")
+    (own / "h200-x4.profile.yaml").touch()
+    assert profile_beside(machine, str(own / "mine.yaml")) == own / "h200-x4.profile.yaml"
+
+
+def _constants(profile: Profile) -> dict[str, float]:
+    return {name: getattr(profile, name) for name in CONSTANTS}
 
 
 @pytest.mark.parametrize(
@@ -58,7 +118,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_constants_are_named(tmp_path: Path, change: dict[str, object], words: str) -> None:
-    constants = asdict(default_profile("H200").profile) | change
+    constants = _constants(default_profile("H200").profile) | change
     constants = {name: value for name, value in constants.items() if value is not None}
     path = tmp_path / "wrong.yaml"
     path.write_text(yaml.safe_dump({"name": "wrong", "device": "H200", "constants": constants}))

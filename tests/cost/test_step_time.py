@@ -74,6 +74,17 @@ def test_every_cause_is_counted_once_and_none_is_negative(steps: Steps) -> None:
     assert np.all(seconds[:, StepCause.MATMUL] > 0)
 
 
+def test_blocks_that_wait_for_many_nodes_straggle_and_others_do_not() -> None:
+    shards = ({"dp_shard": 8}, {"dp_shard": 64, "global_batch": 192}, {"dp_shard": 64, "zero": 1, "global_batch": 192})
+    found = steps_of_run(RUN, _layouts(*shards), MACHINE, EAGER)
+    even, uneven = (_seconds(found, replace(PROFILE, straggling=share)).sum(axis=1) for share in (0.0, 0.02))
+    added = uneven - even
+    assert added[0] == added[2] == 0.0
+    compute = _seconds(found, replace(PROFILE, straggling=0.0))[1, : len(Cause)].sum()
+    # Eight nodes of eight devices are three doublings.
+    assert added[1] == pytest.approx(3 * 0.02 * compute, rel=0.1)
+
+
 def test_one_rank_takes_what_its_operations_take(steps: Steps) -> None:
     alone = Steps.joined_up([steps]).parts
     seconds = compute_seconds(alone.operations, PROFILE)

@@ -18,7 +18,7 @@ from phalanx.config.load import load_run
 from phalanx.config.override import parse_overrides
 from phalanx.config.schema import LanguageRun, Layout
 from phalanx.cost.enumerate import CHOSEN
-from phalanx.cost.profile import load_profile, profile_for
+from phalanx.cost.profile import load_profile, profile_beside, profile_for
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import write_atomically
 from phalanx.plan.budget import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES, Reliability
@@ -67,7 +67,11 @@ def plan(
     best: Annotated[int, typer.Option(metavar="N", min=1, help="Layouts to list.")] = 10,
     p_fits: Annotated[float, typer.Option(min=0.0, max=1.0, help="Least probability of fitting into memory.")] = 0.9,
     profile: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Measured constants of the device, from phalanx calibrate.")
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="How fast the device is, from phalanx calibrate; by default CLUSTER.profile.yaml, if there is one.",
+        ),
     ] = None,
     mtbf_hours: Annotated[float, typer.Option(min=1.0, help="Mean hours between failures of a node.")] = MTBF_HOURS,
     restart_minutes: Annotated[float, typer.Option(min=0.0, help="From a failure to the next step.")] = RESTART_MINUTES,
@@ -96,9 +100,9 @@ def plan(
     machine = load_machine(cluster)
     words = [_as_override(word) for word in overrides or []]
     loaded = require_language(load_run(run, words), "phalanx plan")
-    planner = Planner(
-        machine, CostModels(machine, profile_for(machine) if profile is None else load_profile(profile)), p_fits
-    )
+    found = profile or profile_beside(machine, cluster)
+    named = profile_for(machine) if found is None else load_profile(_path(found))
+    planner = Planner(machine, CostModels(machine, named), p_fits)
     wishes = Wishes(
         best=best,
         why=tuple(why or ()),
@@ -137,6 +141,11 @@ def _print(made: Plan, written: dict[str, str], cluster: str) -> None:
         console.print(f"wrote {file}   next: phalanx verify {file}{launch}", soft_wrap=True)
     if file := written.get("html"):
         console.print(f"wrote {file}", soft_wrap=True)
+
+
+def _path(found: str | Path) -> str:
+    """A profile's name as it is, or its path so that it cannot be taken for a name."""
+    return found if isinstance(found, str) else str(found.absolute())
 
 
 def _as_override(word: str) -> str:

@@ -33,7 +33,8 @@ def print_check(table: Path) -> None:
     console = output()
     groups = summarise_check(rows, runs)
     wide = max((len(group.group) for group in groups), default=0)
-    console.print(f"{'group':{wide}}  rows  median    95%  rank corr.  top-3 regret", soft_wrap=True)
+    heads = "rows  median    95%  rank corr.  top-3 regret  memory rows  median    95%  said to fit  false"
+    console.print(f"{'group':{wide}}  {heads}", soft_wrap=True)
     for group in groups:
         console.print(_line(group, wide), soft_wrap=True)
     console.print(f"{sum(not row.used for row in rows)} of {len(rows)} rows could not be predicted; --json says why")
@@ -46,7 +47,13 @@ def _row(row: CheckedRun) -> dict[str, Any]:
 def _line(group: CheckedGroup, wide: int) -> str:
     correlation = "" if group.rank_correlation is None else f"{group.rank_correlation:.2f}"
     regret = "" if group.top3_regret is None else f"{100 * group.top3_regret:.1f}%"
-    return (
-        f"{group.group:{wide}}  {group.rows:4}  {100 * group.median:5.1f}%  {100 * group.p95:5.1f}%  "
-        f"{correlation:>10}  {regret:>12}"
+    line = (
+        f"{group.group:{wide}}  {group.rows:4}  {_percent(group.median)}  {_percent(group.p95)}  "
+        f"{correlation:>10}  {regret:>12}  {group.memory_rows or '':>11}  {_percent(group.memory_median)}  "
+        f"{_percent(group.memory_p95)}  {group.said_to_fit or '':>11}  {_percent(group.false_fits)[1:]}"
     )
+    return line.rstrip()
+
+
+def _percent(share: float | None) -> str:
+    return " " * 6 if share is None else f"{100 * share:5.1f}%"

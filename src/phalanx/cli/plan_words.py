@@ -82,6 +82,7 @@ def plan_lines(plan: Plan, width: int) -> Iterator[str]:
             yield from _wrapped(f"{kind} scaling ({words}), the best layout at each point:", width)
             yield from _scaling(facts["scaling"][kind], width)
     yield ""
+    yield from _wrapped(f"times by the profile {facts['profile']}", width)
     yield from _wrapped(_budget(plan.budget, plan.task.devices), width)
 
 

@@ -7,13 +7,14 @@ tells most about the constants as they are expected to be (D-optimal design). No
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from phalanx.cost.check import predict
+from phalanx.cost.least_squares import jacobian, least_squares
 from phalanx.cost.operation_time import Floats
 from phalanx.cost.profile import CONSTANTS, NamedProfile, Profile, default_profile, spread_of
 from phalanx.cost.published import PublishedRun
@@ -40,38 +41,46 @@ class Calibration:
     """Of all runs by the default profile."""
 
 
-def calibrate_from_runs(runs: Sequence[PublishedRun], most: int = MOST_ROWS) -> list[Calibration]:
-    """A profile for each machine in `runs`, each fitted to at most `most` of its runs."""
+def calibrate_from_runs(
+    runs: Sequence[PublishedRun], most: int = MOST_ROWS, prior: NamedProfile | None = None
+) -> list[Calibration]:
+    """A profile for each machine in `runs`, each fitted to at most `most` of its runs. prior: see `calibrate`."""
     machines: dict[str, list[Group]] = {}
     for group in grouped(runs):
         machines.setdefault(group.system.profile, []).append(group)
-    return [calibrate(groups, most) for groups in machines.values()]
+    return [calibrate(groups, most, prior) for groups in machines.values()]
 
 
-def calibrate(groups: Sequence[Group], most: int = MOST_ROWS) -> Calibration:
-    """A profile for the machine that all of `groups` ran on."""
+def calibrate(groups: Sequence[Group], most: int = MOST_ROWS, prior: NamedProfile | None = None) -> Calibration:
+    """A profile for the machine that all of `groups` ran on.
+
+    prior: what the fit begins with and is held near, by default that of the device. One that was measured keeps what was
+    measured of single operations and of collectives.
+    """
     system = groups[0].system
     device = system.machine.node.device
-    prior = default_profile(device).profile
+    known = prior or default_profile(device)
     names = tuple(name for name in CONSTANTS if spread_of(name) > 0)
     widths = np.array([spread_of(name) for name in names])
     runs = [run for group in groups for run in group.runs]
     measured = np.log([run.rate.tokens_per_s for run in runs if run.rate is not None])
 
     def profile_at(shift: Floats) -> Profile:
-        return prior.scaled(dict(zip(names, np.exp(shift * widths).tolist(), strict=True)))
+        return known.profile.scaled(dict(zip(names, np.exp(shift * widths).tolist(), strict=True)))
 
     def rates(shift: Floats) -> Floats:
-        return np.asarray(np.log(np.concatenate([predict(group, profile_at(shift)) for group in groups])))
+        return np.asarray(
+            np.log(np.concatenate([predict(group, replace(known, profile=profile_at(shift))) for group in groups]))
+        )
 
     def fit(rows: list[int]) -> Floats:
-        return _fit(lambda x: (rates(x) - measured)[rows] / NOISE, start)
+        return least_squares(lambda x: (rates(x) - measured)[rows] / NOISE, start)
 
     def errors_at(shift: Floats) -> Floats:
         return np.asarray(np.exp(rates(shift) - measured) - 1)
 
     start = np.zeros(len(names))
-    chosen = choose(_jacobian(rates, start) / NOISE, min(most, len(runs)))
+    chosen = choose(jacobian(rates, start) / NOISE, min(most, len(runs)))
     shift = fit(chosen)
     errors = errors_at(shift)
     held_out = np.delete(errors, chosen)
@@ -89,8 +98,9 @@ def calibrate(groups: Sequence[Group], most: int = MOST_ROWS) -> Calibration:
     if len(held_out):
         fitted["held_out_median_error"] = _rounded(np.median(np.abs(held_out)))
         fitted["held_out_p95_error"] = _rounded(np.quantile(np.abs(held_out), 0.95))
-    source = f"fitted to {len(rows)} published runs, from the default profile of the {device}"
-    named = NamedProfile(system.profile, device, source, profile_at(shift), fitted)
+    start_words = f"the default profile of the {device}" if prior is None else f"{prior.name} ({prior.source})"
+    source = f"fitted to {len(rows)} runs, from {start_words}"
+    named = replace(known, name=system.profile, source=source, profile=profile_at(shift), fitted=fitted)
     return Calibration(named, rows, errors[chosen], held_out, errors_at(start))
 
 
@@ -109,47 +119,6 @@ def choose(sensitivity: Floats, most: int) -> list[int]:
         chosen.append(best)
         information += np.outer(sensitivity[best], sensitivity[best])
     return sorted(chosen)
-
-
-_ROBUST = 2.0
-"""Errors, in units of the noise, from which on a run pulls no harder: some rows are wrong."""
-
-
-def _fit(residuals: Callable[[Floats], Floats], start: Floats) -> Floats:
-    """Where errors, softened beyond _ROBUST, and distances from the prior are least together: Levenberg's method."""
-    x, damping = start, 1e-2
-
-    def cost(x: Floats, errors: Floats) -> float:
-        large = np.abs(errors) > _ROBUST
-        return float(np.where(large, _ROBUST * (2 * np.abs(errors) - _ROBUST), errors**2).sum() + x @ x)
-
-    errors = residuals(x)
-    here = cost(x, errors)
-    for _ in range(60):
-        jacobian = _jacobian(residuals, x)
-        weights = np.minimum(1.0, _ROBUST / np.maximum(np.abs(errors), 1e-12))
-        information = (jacobian.T * weights) @ jacobian + np.eye(len(x))
-        gradient = (jacobian.T * weights) @ errors + x
-        while damping < 1e8:
-            step = -np.linalg.solve(information + damping * np.diag(np.diag(information)), gradient)
-            there_errors = residuals(x + step)
-            there = cost(x + step, there_errors)
-            if there < here:
-                break
-            damping *= 5
-        else:
-            return x
-        gain, x, errors, here, damping = here - there, x + step, there_errors, there, damping / 5
-        if gain < 1e-6 * here:
-            return x
-    return x
-
-
-def _jacobian(function: Callable[[Floats], Floats], x: Floats) -> Floats:
-    """[values, parameters] by central differences."""
-    width = 1e-4
-    columns = [(function(x + width * unit) - function(x - width * unit)) / (2 * width) for unit in np.eye(len(x))]
-    return np.stack(columns, axis=1)
 
 
 def _rounded(value: float | np.floating[Any]) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -80,27 +81,27 @@ class Candidates:
         """Of one of them."""
         return RECOMPUTES[int(self.recompute[index])]
 
-    @property
+    @cached_property
     def world_size(self) -> Ints:
         """Ranks in all."""
         return self.data_ranks * self.cp * self.tp * self.pp
 
-    @property
+    @cached_property
     def data_ranks(self) -> Ints:
         """Groups of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
-    @property
+    @cached_property
     def accumulation(self) -> Ints:
         """Micro-batches a rank computes an optimizer step."""
         return self.global_batch // (self.data_ranks * self.microbatch)
 
-    @property
+    @cached_property
     def n_stages(self) -> Ints:
         """Pipeline stages in all."""
         return self.pp * self.stages_per_rank
 
-    @property
+    @cached_property
     def shards(self) -> Ints:
         """Ranks that share one copy of what `zero` shares out."""
         return np.where(self.zero > 0, self.dp_shard * self.cp, 1)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from phalanx.cluster.collectives import default_constants
+from phalanx.cluster.device import known_devices
+from phalanx.cost.candidates import Candidates
+from phalanx.cost.memory_fit import BESIDE, communicators, fits
+from phalanx.cost.memory_published import published_peak
 from phalanx.cost.operation_time import Floats
 from phalanx.cost.part_time import part_times
-from phalanx.cost.profile import NamedProfile, Profile, default_profile, load_profile, shipped_profiles
+from phalanx.cost.profile import NamedProfile, default_profile, load_profile, shipped_profiles
 from phalanx.cost.published import PublishedRun
 from phalanx.cost.published_steps import Group, grouped, refused
 from phalanx.cost.step_time import StepTimes, closed_form
@@ -31,8 +35,14 @@ class CheckedRun:
     error: float | None = None
     """Predicted over measured, less 1."""
     predicted_memory_gb: float | None = None
+    """Of live tensors on the worst rank, in units of 2^30 bytes, as device memories are counted."""
     measured_memory_gb: float | None = None
+    """As the source measured it, which may be more than live tensors."""
     memory_error: float | None = None
+    status: str = "ok"
+    """oom: it did not fit."""
+    p_fits: float | None = None
+    """Predicted probability that it fits; None where memory is not predicted."""
 
 
 @dataclass(frozen=True)
@@ -50,23 +60,64 @@ class CheckedGroup:
     top3_regret: float | None
     """What the best of the three layouts that are predicted best loses against the best layout, the mean over all models
     that ran in at least four layouts on equally many devices; None where there is none."""
+    memory_rows: int
+    """With measured memory, and a prediction of it."""
+    memory_median: float | None
+    """Of the absolute errors of those, as the next; None without such rows."""
+    memory_p95: float | None
+    said_to_fit: int
+    """Rows, run or out of memory, that are predicted to fit with a probability of at least LIKELY."""
+    false_fits: float | None
+    """The share of those that ran out of memory; None where there are none."""
+
+
+LIKELY = 0.9
+"""Probability from which on the planner takes a layout to fit, by default."""
+_GIB = 2**30
 
 
 def check(runs: Sequence[PublishedRun], *, calibrated: bool = True) -> list[CheckedRun]:
-    """Every run with its prediction, in the order given. calibrated: by fitted profiles, where there are such."""
+    """Every run with its prediction, in the order given. calibrated: by fitted profiles, where there are such.
+
+    Memory is predicted for runs whose memory was measured, and for those that had too little.
+    """
     predicted: dict[str, float] = {}
     for group in grouped(runs):
-        rates = predict(group, profile_of(group, calibrated=calibrated).profile)
+        rates = predict(group, profile_of(group, calibrated=calibrated))
         predicted |= {run.row_id: float(rate) for run, rate in zip(group.runs, rates, strict=True)}
     return [_checked(run, predicted.get(run.row_id)) for run in runs]
 
 
 def _checked(run: PublishedRun, rate: float | None) -> CheckedRun:
-    memory = None if run.memory is None else run.memory.gib
-    if rate is None or run.rate is None:
-        return CheckedRun(run.row_id, run.group, False, refused(run), measured_memory_gb=memory)
-    measured = run.rate.tokens_per_s
-    return CheckedRun(run.row_id, run.group, True, "", rate, measured, rate / measured - 1, measured_memory_gb=memory)
+    checked = CheckedRun(run.row_id, run.group, False, refused(run), status=run.status)
+    if rate is not None and run.rate is not None:
+        measured = run.rate.tokens_per_s
+        checked = replace(
+            checked,
+            used=True,
+            reason="",
+            predicted_tokens_per_s=rate,
+            measured_tokens_per_s=measured,
+            error=rate / measured - 1,
+        )
+    return replace(checked, **_memory(run))
+
+
+def _memory(run: PublishedRun) -> dict[str, Any]:
+    """What is known of a run's memory, and what is predicted of it."""
+    known: dict[str, Any] = {} if run.memory is None else {"measured_memory_gb": run.memory.gib}
+    peak = published_peak(run) if run.used and (run.memory is not None or run.status == "oom") else None
+    if peak is None:
+        return known
+    known["predicted_memory_gb"] = peak / _GIB
+    if run.memory is not None:
+        known["memory_error"] = peak / _GIB / run.memory.gib - 1
+    room = next((facts.memory_bytes for _, facts in known_devices() if facts.name == run.device), None)
+    if room is not None and run.layout is not None and run.device is not None:
+        groups = communicators(Candidates.of([run.layout], [run.recompute or "none"]))
+        beside = BESIDE["rocm" if run.device.startswith("MI") else "cuda"]
+        known["p_fits"] = float(fits(np.array([peak]), groups, room, beside)[0])
+    return known
 
 
 def profile_of(group: Group, *, calibrated: bool = True) -> NamedProfile:
@@ -76,15 +127,15 @@ def profile_of(group: Group, *, calibrated: bool = True) -> NamedProfile:
     return default_profile(group.system.machine.node.device)
 
 
-def step_times_of(group: Group, profile: Profile) -> StepTimes:
+def step_times_of(group: Group, named: NamedProfile) -> StepTimes:
     """The steps of a group by a profile."""
     machine = group.system.machine
-    constants = default_constants(machine)
-    times = part_times(group.steps.parts, machine, constants, profile)
-    return closed_form(group.steps, times, profile, constants, group.software)
+    constants = named.collectives_on(machine)
+    times = part_times(group.steps.parts, machine, constants, named.profile)
+    return closed_form(group.steps, times, named.profile, constants, group.software)
 
 
-def predict(group: Group, profile: Profile) -> Floats:
+def predict(group: Group, profile: NamedProfile) -> Floats:
     """Tokens a second and device of each run of a group."""
     layouts = group.steps.layouts
     lengths = np.array([run.sequence_length for run in group.runs], np.float64)
@@ -92,14 +143,17 @@ def predict(group: Group, profile: Profile) -> Floats:
 
 
 def summarise_check(rows: Sequence[CheckedRun], runs: Sequence[PublishedRun]) -> list[CheckedGroup]:
-    """One line for each group with predictions, in order of first appearance, and one for `all`."""
-    used = [(row, run) for row, run in zip(rows, runs, strict=True) if row.used]
-    names = dict.fromkeys(row.group for row, _ in used)
-    groups = {name: [(row, run) for row, run in used if row.group == name] for name in names}
-    return [_summary(name, pairs) for name, pairs in ({**groups, "all": used} if used else {}).items()]
+    """One line for each group with predicted times, in order of first appearance, and one for `all`."""
+    pairs = list(zip(rows, runs, strict=True))
+    names = dict.fromkeys(row.group for row in rows if row.used)
+    groups = {name: [(row, run) for row, run in pairs if row.group == name] for name in names}
+    return [_summary(name, some) for name, some in ({**groups, "all": pairs} if names else {}).items()]
 
 
-def _summary(name: str, pairs: Sequence[tuple[CheckedRun, PublishedRun]]) -> CheckedGroup:
+def _summary(name: str, every: Sequence[tuple[CheckedRun, PublishedRun]]) -> CheckedGroup:
+    pairs = [(row, run) for row, run in every if row.used]
+    memory = np.abs([row.memory_error for row, _ in every if row.memory_error is not None])
+    fitting = [row for row, _ in every if row.p_fits is not None and row.p_fits >= LIKELY]
     errors = np.abs([row.error for row, _ in pairs if row.error is not None])
     rates = np.array([(row.predicted_tokens_per_s, row.measured_tokens_per_s) for row, _ in pairs], np.float64)
     return CheckedGroup(
@@ -109,6 +163,11 @@ def _summary(name: str, pairs: Sequence[tuple[CheckedRun, PublishedRun]]) -> Che
         p95=float(np.quantile(errors, 0.95)),
         rank_correlation=None if len(pairs) < 3 else _rank_correlation(rates),
         top3_regret=_regret(pairs),
+        memory_rows=len(memory),
+        memory_median=float(np.median(memory)) if len(memory) else None,
+        memory_p95=float(np.quantile(memory, 0.95)) if len(memory) else None,
+        said_to_fit=len(fitting),
+        false_fits=sum(row.status == "oom" for row in fitting) / len(fitting) if fitting else None,
     )
 
 

@@ -6,8 +6,10 @@ for the backward pass and what is computed again; `fusion` then says what runs a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +42,10 @@ def compiled_timeline(
 
     policy: see `JointGraph.divide`. arguments: of the traced function. axes, opaque: see `Recorder`.
     """
-    forward, backward = joint.divide(policy)
+    with warnings.catch_warnings():
+        # PyTorch 2.13 warns of its own way to copy a graph, which nobody who plans can change.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")
+        forward, backward = joint.divide(policy)
     count = joint.options["num_fwd_outputs"]
     outputs = _outputs(forward)
     timeline = Timeline()
@@ -72,8 +77,7 @@ def compiled_timeline(
 
 def fused_steps(function: Callable[..., Any], tensors: Sequence[Tensor], recorder: Recorder) -> Any:
     """Run a compiled function without backward pass in an eager run that is being recorded; returns its results."""
-    with unseen():
-        graph = plain_graph(function, tensors)
+    graph = _graph_of(function, tensors)
     reader = _Reader(recorder.timeline, recorder.axes, recorder.opaque)
     for node, tensor in zip(_placeholders(graph), tensors, strict=True):
         reader.buffer[node] = recorder.hold(tensor, "made")
@@ -87,6 +91,29 @@ def fused_steps(function: Callable[..., Any], tensors: Sequence[Tensor], recorde
         recorder.adopt(result, reader.buffer[source(node)])
     recorder.extend(steps)
     return tuple(results)
+
+
+_graphs: dict[Any, fx.Graph] = {}
+
+
+def _graph_of(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.Graph:
+    """The graph of `function`, traced once for sizes and formats of tensors.
+
+    Functions are alike where they are from the same place in the code and close over equal values.
+    """
+    closed = tuple(_identity(cell.cell_contents) for cell in function.__closure__ or ())
+    key = (function.__code__, closed, tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors))
+    if key not in _graphs:
+        with unseen():
+            _graphs[key] = plain_graph(function, tensors)
+    return _graphs[key]
+
+
+def _identity(value: Any) -> Any:
+    """What two values have alike that do the same: partial functions of equal arguments are not equal themselves."""
+    if isinstance(value, partial):
+        return value.func, value.args, tuple(sorted(value.keywords.items()))
+    return value
 
 
 def _phases(graph: fx.Graph) -> Callable[[Kernel], Phase]:

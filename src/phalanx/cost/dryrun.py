@@ -17,17 +17,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.schema import LanguageRun
+from phalanx.config.schema import LanguageRun, Run
 from phalanx.cost.accelerator import core_attention
 from phalanx.cost.dryrun_report import Measured, RankReport, rank_report
 from phalanx.cost.fake_ranks import DEVICE, fake_rank
 from phalanx.cost.language import likely_kernel
 from phalanx.cost.memory_trace import Moment, StepTrace
 from phalanx.data.batch import Batch
-from phalanx.data.language.batches import TokenBatch
 from phalanx.layout.apply import Applied, apply_layout
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.execute import Executor, local_gradient
+from phalanx.layout.family import family_layout
 from phalanx.layout.language import loss_chunk_tokens
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.pipeline import Pipeline
@@ -49,11 +49,11 @@ class Step(Protocol):
         """The same optimizer's steps, run by `executor`."""
 
 
-StepBuilder = Callable[[LanguageRun, Applied, torch.device], Step]
+StepBuilder = Callable[[Run, Applied, torch.device], Step]
 
 
 def dry_run(
-    run: LanguageRun,
+    run: Run,
     layout: ResolvedLayout,
     rank: int,
     build: StepBuilder,
@@ -110,13 +110,15 @@ def representative_microbatches(layout: ResolvedLayout) -> tuple[int, int]:
     return (few, more) if more < wanted else (wanted, wanted)
 
 
-def _prepared(run: LanguageRun, layout: ResolvedLayout, accelerator: bool) -> tuple[LanguageRun, AttentionChoice]:
+def _prepared(run: Run, layout: ResolvedLayout, accelerator: bool) -> tuple[Run, AttentionChoice]:
     """The run with what depends on the device decided, and its attention; blocks run uncompiled."""
-    target = torch.device("meta" if accelerator else "cpu")
-    chunk = loss_chunk_tokens(run, target, layout.tp)
-    training = run.training.model_copy(update={"compile": False, "loss_chunk_tokens": chunk})
-    run = run.model_copy(update={"training": training})
-    if not accelerator:
+    decided: dict[str, Any] = {"compile": False}
+    if isinstance(run, LanguageRun):
+        target = torch.device("meta" if accelerator else "cpu")
+        decided["loss_chunk_tokens"] = loss_chunk_tokens(run, target, layout.tp)
+    run = run.model_copy(update={"training": run.training.model_copy(update=decided)})
+    # Without a mask the CPU's fused attention keeps what the accelerators' do: its result, and one number a row and head.
+    if not accelerator or not isinstance(run, LanguageRun):
         return run, AttentionChoice("sdpa")
     kernel = likely_kernel(run, rocm=False)
     return run, AttentionChoice(kernel, core=_math_attention if kernel == "math" else core_attention(kernel))
@@ -162,14 +164,15 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def measured_step(run: LanguageRun, applied: Applied, step: Step, trace: StepTrace) -> Measured:
+def measured_step(run: Run, applied: Applied, step: Step, trace: StepTrace) -> Measured:
     """One optimizer step on samples without content, under a trace that has seen all that was made before."""
     _label_state(trace, applied, step)
     handles = [handle for stage in applied.stages for handle in _watch(stage, trace)]
     gc.collect()
     trace.go_to(Moment("start"))
     trace.begin()
-    step.enqueue(1, _samples(run, applied.layout))
+    samples = applied.layout.samples_per_rank
+    step.enqueue(1, family_layout(run).example_batch(run, samples, DEVICE))
     trace.go_to(Moment("end"))
     for handle in handles:
         handle.remove()
@@ -197,18 +200,6 @@ class WatchedExecutor(Executor):
         self.trace.label([grad for grad in grads if grad is not None], "gradients")
         self.trace.go_to(Moment("update"))
         return total
-
-
-def _samples(run: LanguageRun, layout: ResolvedLayout) -> TokenBatch:
-    """This rank's samples of a step, without content where tensors are fake."""
-    shape = (layout.samples_per_rank, run.data.sequence_length)
-    documents = torch.zeros(shape, dtype=torch.int32, device=DEVICE) if run.data.document_mask else None
-    return TokenBatch(
-        torch.zeros(shape, dtype=torch.int64, device=DEVICE),
-        torch.zeros(shape, dtype=torch.int64, device=DEVICE),
-        documents,
-        torch.arange(shape[0], device=DEVICE),
-    )
 
 
 def _watch(stage: Stage, trace: StepTrace) -> list[Any]:

@@ -15,8 +15,9 @@ import numpy.typing as npt
 from phalanx.config.schema import LanguageRun
 from phalanx.cost.candidates import Candidates, Ints
 from phalanx.cost.language import Kernel, likely_kernel
-from phalanx.cost.memory_moments import MOMENTS, Held, Situation, moments, peer_buffer_bytes
+from phalanx.cost.memory_moments import MOMENTS, moments, peer_buffer_bytes
 from phalanx.cost.memory_parts import ModelBytes, model_bytes
+from phalanx.cost.memory_situation import Held, Situation
 from phalanx.cost.memory_stages import Holdings, holdings, rank_holdings
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.recompute import Recompute

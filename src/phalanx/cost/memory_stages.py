@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from phalanx.cost.candidates import SCHEDULES, Candidates
 from phalanx.cost.memory_parts import distinct
-from phalanx.layout.pipeline import rank_of_stage, split_layers
+from phalanx.cost.stage_layers import split
+from phalanx.layout.pipeline import rank_of_stage
 from phalanx.layout.spec import ResolvedLayout
 
 FloatArray = npt.NDArray[np.float64]
@@ -107,7 +108,7 @@ def rank_holdings(
 ) -> Holdings:
     """What every pipeline rank holds, arrays of [ranks]."""
     layout = ResolvedLayout(global_batch=1, pp=pp, schedule=schedule, stages_per_rank=stages_per_rank)
-    layers = np.asarray([len(stage) for stage in _split(n_layers, layout.n_stages, costs)], np.float64)
+    layers = np.asarray(split(n_layers, layout.n_stages, *costs), np.float64)
     # By rank and by turn: the stages of a rank in the order of the model.
     stage = np.zeros((pp, stages_per_rank), np.int64)
     for number in range(layout.n_stages):
@@ -133,11 +134,6 @@ def rank_holdings(
         waiting=waiting * held.mean(1),
         again=(flight.sum(1) < microbatches * stages_per_rank).astype(np.float64),
     )
-
-
-@cache
-def _split(n_layers: int, n_stages: int, costs: tuple[float, float]) -> list[range]:
-    return split_layers(n_layers, n_stages, *costs)
 
 
 def stage_flight(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> tuple[FloatArray, FloatArray]:
@@ -171,7 +167,7 @@ def stage_flight(schedule: str, pp: int, stages_per_rank: int, microbatches: int
 def _worst(ranks: Holdings) -> Holdings:
     columns = np.stack([getattr(ranks, field.name) for field in fields(Holdings) if field.name != "rank"], 1)
     keep: list[int] = []
-    for place in sorted(range(len(columns)), key=lambda p: -columns[p].sum()):
-        if not any((columns[kept] >= columns[place]).all() for kept in keep):
+    for place in np.argsort(-columns.sum(axis=1), kind="stable").tolist():
+        if not (columns[keep] >= columns[place]).all(axis=1).any():
             keep.append(place)
     return ranks.take(np.asarray(sorted(keep)))

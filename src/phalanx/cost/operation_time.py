@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from phalanx.cost.measured import Kind, correction
 from phalanx.cost.operations import Attention, Matmul, Operation
 from phalanx.cost.profile import Profile
 from phalanx.cost.software import Software
@@ -51,11 +52,14 @@ class Form(IntEnum):
     ATTENTION = 2
     """A fused kernel, forward."""
     ATTENTION_BACKWARD = 3
-    ALL_REDUCE = 4
-    ALL_GATHER = 5
-    REDUCE_SCATTER = 6
-    ALL_TO_ALL = 7
-    SEND = 8
+    BIASED = 4
+    """A fused kernel that adds a bias to the scores, forward."""
+    BIASED_BACKWARD = 5
+    ALL_REDUCE = 6
+    ALL_GATHER = 7
+    REDUCE_SCATTER = 8
+    ALL_TO_ALL = 9
+    SEND = 10
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,26 @@ class OperationTable:
 
 def compute_seconds(table: OperationTable, profile: Profile) -> Floats:
     """Seconds of each operation on the device, [operations]; 0 for collectives."""
+    seconds = _by_curves(table, profile)
+    if profile.measured:
+        for kind, which in _measurable(table):
+            rows = np.flatnonzero(which)
+            if len(rows):
+                sizes = np.stack([table.batch[rows], table.m[rows], table.n[rows], table.k[rows]], axis=1)
+                seconds[rows] *= correction(profile.measured, kind, sizes)
+    return seconds
+
+
+def _measurable(table: OperationTable) -> Iterable[tuple[Kind, npt.NDArray[np.bool_]]]:
+    """The kinds of operations that are timed one by one, and where they stand."""
+    product = table.form == Form.PRODUCT
+    yield "matmul", product & ~table.single
+    yield "matmul32", product & table.single
+    yield "attention", (table.form == Form.ATTENTION) | (table.form == Form.BIASED)
+    yield "attention_backward", (table.form == Form.ATTENTION_BACKWARD) | (table.form == Form.BIASED_BACKWARD)
+
+
+def _by_curves(table: OperationTable, profile: Profile) -> Floats:
     rate = np.where(table.single, profile.matmul32_flop_s, profile.matmul_flop_s)
     area = table.batch * table.m * table.n
     edge, depth = profile.matmul_edge, profile.matmul_depth
@@ -122,12 +146,14 @@ def compute_seconds(table: OperationTable, profile: Profile) -> Floats:
     odd = np.maximum(_odd(table.n), _odd(table.k))
     fill = fill / (1 + profile.matmul_odd * odd)
     traffic = table.bytes / profile.memory_b_s
-    forward = table.form == Form.ATTENTION
-    attention = np.where(forward, profile.attention_flop_s, profile.attention_backward_flop_s)
+    backward = (table.form == Form.ATTENTION_BACKWARD) | (table.form == Form.BIASED_BACKWARD)
+    biased = (table.form == Form.BIASED) | (table.form == Form.BIASED_BACKWARD)
+    fused = backward | biased | (table.form == Form.ATTENTION)
+    attention = np.where(backward, profile.attention_backward_flop_s, profile.attention_flop_s)
+    attention = attention * np.where(biased, profile.attention_biased, 1.0)
     share = table.n / (table.n + profile.attention_length) * (table.k / (table.k + profile.attention_head))
     product = np.maximum(table.flops / (rate * fill), traffic)
     attended = np.maximum(table.flops / (attention * share), traffic)
-    fused = forward | (table.form == Form.ATTENTION_BACKWARD)
     seconds = np.where(table.form == Form.PRODUCT, product, np.where(fused, attended, traffic))
     return np.where(table.form >= Form.ALL_REDUCE, 0.0, seconds + profile.kernel_s)
 
@@ -141,8 +167,10 @@ def _odd(size: Ints) -> Floats:
     return 1.0 / np.gcd(size, _ALIGNED) - 1.0 / _ALIGNED
 
 
-def operation_rows(part: int, operations: Sequence[Operation], software: Software, tp: int) -> list[tuple[float, ...]]:
-    """Rows of an `OperationTable` for one part as `software` runs it."""
+def operation_rows(
+    part: int, operations: Sequence[Operation], software: Software, tp: int, *, biased: bool = False
+) -> list[tuple[float, ...]]:
+    """Rows of an `OperationTable` for one part as `software` runs it. biased: whether attention adds a bias."""
     rows: list[tuple[float, ...]] = []
     if tp > 1 and not software.sequence_parallel:
         operations = _without_moves(operations)
@@ -152,7 +180,7 @@ def operation_rows(part: int, operations: Sequence[Operation], software: Softwar
         if collective is not None and collective.axis == "tp":
             inside[op.phase] = collective.operation == "all_gather"
         spread = 1 if software.sequence_parallel or inside[op.phase] else tp
-        rows += _rows_of(part, op, software, spread)
+        rows += _rows_of(part, op, software, spread, biased)
     return rows
 
 
@@ -171,7 +199,7 @@ def _moves(op: Operation, collective: str) -> bool:
     return op.collective is not None and op.collective.axis == "tp" and op.collective.operation == collective
 
 
-def _rows_of(part: int, op: Operation, software: Software, spread: int) -> Iterable[tuple[float, ...]]:
+def _rows_of(part: int, op: Operation, software: Software, spread: int, biased: bool) -> Iterable[tuple[float, ...]]:
     way = Way.FORWARD if op.phase == "forward" else Way.BACKWARD
     traffic = op.bytes_read + op.bytes_written
     if op.collective is not None:
@@ -188,6 +216,8 @@ def _rows_of(part: int, op: Operation, software: Software, spread: int) -> Itera
         if not software.fused_attention:
             return _unfused(part, way, x, software.attention_dropout)
         form = Form.ATTENTION_BACKWARD if x.backward else Form.ATTENTION
+        if biased:
+            form = Form.BIASED_BACKWARD if x.backward else Form.BIASED
         sizes = (x.samples * x.heads, x.queries, x.keys, x.head_size, x.flops, traffic)
         return [(part, way, Cause.ATTENTION, form, False, *sizes, False)]
     if op.matmul is not None:

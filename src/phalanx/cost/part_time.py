@@ -91,10 +91,21 @@ def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], software: Software
     rows = [
         row
         for number, (name, setting, microbatch) in enumerate(wanted)
-        for row in operation_rows(number, part_operations(name, setting, microbatch, software), software, setting.tp)
+        for row in operation_rows(
+            number,
+            part_operations(name, setting, microbatch, software),
+            software,
+            setting.tp,
+            biased=_biased(setting),
+        )
     ]
     tp, cp = (np.array([getattr(setting, axis) for _, setting, _ in wanted], np.int64) for axis in ("tp", "cp"))
     return Parts(OperationTable.of(rows), tp, cp, np.full(len(wanted), software.host_work))
+
+
+def _biased(setting: Setting) -> bool:
+    """Whether attention adds a bias to the scores, which is what these kernels are chosen for."""
+    return setting.attention == "flex" or (setting.attention in ("efficient", "math") and setting.precision != "fp32")
 
 
 _COLLECTIVES = {

@@ -6,7 +6,7 @@ fitted to runs, is a file of the same constants, and takes their place. Knows no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import yaml
 
+from phalanx.cluster.collectives import Constants, default_constants
 from phalanx.cluster.device import DeviceFacts, device_facts
 from phalanx.cluster.machine import Machine
+from phalanx.cost.measured import KINDS, TimedOperation
 from phalanx.errors import ConfigError
 from phalanx.files import write_atomically
 
@@ -47,6 +49,8 @@ class Profile:
     """Keys at which half of the rate is lost."""
     attention_head: float
     """Size of a head at which half of the rate is lost."""
+    attention_biased: float
+    """Rate with a bias on the scores (ALiBi, document masks), over that without."""
     memory_b_s: float
     """Bytes a second that kernels read and write."""
     kernel_s: float
@@ -61,19 +65,26 @@ class Profile:
     """What collectives between devices of a node reach in training, of what they reach alone."""
     network_share: float
     """The same between nodes."""
+    pipeline_ramp: float
+    """How long pipelines take to fill and to drain, over what the times of their stages add up to. More than 1 where ranks
+    meet their neighbours for the first time in a step, or block them."""
     hidden: float
     """Share of the computing time behind which collectives can hide."""
     slowdown: float
     """What computing loses while a collective runs beside it, as a share of that time."""
+    straggling: float
+    """What computing takes longer, as a share, for every doubling of the nodes that wait for one another in each block."""
     copy_share: float
     """Bytes a second that copy engines move between devices of a node, over the links' nominal rate."""
     copy_slowdown: float
     """What computing loses beside them, as a share of that time."""
+    measured: tuple[TimedOperation, ...] = ()
+    """Single operations, which correct the curves for shapes like theirs."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            assert np.isfinite(value) and value >= 0, f"{field.name}={value}"
+        for name in CONSTANTS:
+            value = getattr(self, name)
+            assert np.isfinite(value) and value >= 0, f"{name}={value}"
 
     def scaled(self, factors: Mapping[str, float]) -> Profile:
         """With these constants multiplied; shares stay at most 1."""
@@ -81,7 +92,7 @@ class Profile:
         return replace(self, **{name: min(value, 1.0) if name in SHARES else value for name, value in values.items()})
 
 
-CONSTANTS = tuple(field.name for field in fields(Profile))
+CONSTANTS = tuple(field.name for field in fields(Profile) if field.name != "measured")
 SHARES = frozenset({"hidden", "copy_share"})
 """Constants that cannot be more than 1."""
 
@@ -98,6 +109,24 @@ class NamedProfile:
     profile: Profile
     fitted: dict[str, Any] | None = None
     """What a fit adds: the rows it used, its errors, how well each constant is known."""
+    collectives: Constants | None = None
+    """Of the links and the network it was measured on; None where they were not."""
+    beside: Mapping[str, float] | None = None
+    """Measured bytes beside the tensors: `context`, and `communicator` for each group; None where they were not."""
+
+    def collectives_on(self, machine: Machine) -> Constants:
+        """The constants of collectives on `machine`: what was measured inside a node, and between nodes if it was.
+
+        Raises ConfigError as `default_constants` does.
+        """
+        if self.collectives is None:
+            return default_constants(machine)
+        if self.collectives.step_across_s > 0 or machine.network is None:
+            return self.collectives
+        # One node was measured: what lies between nodes is as it is by default.
+        across = default_constants(machine)
+        names = ("step_across_s", "efficiency_across", "tree")
+        return replace(self.collectives, **{name: getattr(across, name) for name in names})
 
 
 def default_profile(device: str) -> NamedProfile:
@@ -119,7 +148,7 @@ def default_profile(device: str) -> NamedProfile:
         "optimizer_b_s": bandwidth * ratios["optimizer"],
     }
     plain = {name: float(ratios[name]) for name in CONSTANTS if name not in derived}
-    return NamedProfile(device, device, table["source"], Profile(**derived, **plain))
+    return NamedProfile(device, device, table["source"], Profile(**derived, **plain, measured=()))
 
 
 def _rate(facts: DeviceFacts, ratios: Mapping[str, float]) -> float:
@@ -145,12 +174,28 @@ def _defaults() -> dict[str, Any]:
     return values
 
 
+_TABLES = ("defaults", "systems", "studies")
+"""Files beside the profiles that are none."""
+
+
 @cache
 def shipped_profiles() -> tuple[str, ...]:
     """Names of the fitted profiles that come with the package."""
     folder = files("phalanx.cost").joinpath("profiles")
     names = (file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
-    return tuple(sorted(name for name in names if name not in ("defaults", "systems")))
+    return tuple(sorted(name for name in names if name not in _TABLES))
+
+
+def profile_beside(machine: Machine, cluster: str) -> Path | None:
+    """The file that `phalanx calibrate` wrote for `machine`: in the folder of its description `cluster`, or here."""
+    described = Path(cluster).parent if "/" in cluster or cluster.endswith((".yaml", ".yml")) else Path()
+    folders = dict.fromkeys((described, Path()))
+    return next((path for folder in folders if (path := folder / measured_name(machine.name)).is_file()), None)
+
+
+def measured_name(name: str) -> str:
+    """What the file of a measured profile is called."""
+    return f"{name}.profile.yaml"
 
 
 def profile_for(machine: Machine) -> NamedProfile:
@@ -190,17 +235,71 @@ def _parse(text: str, name: str) -> NamedProfile:
         if names:
             raise ConfigError(f"{name} {problem} constants {', '.join(sorted(names))}")
     for constant, value in constants.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        if not _is_number(value):
             raise ConfigError(f"{name}: constants.{constant}={value} is not a number of zero or more")
-    profile = Profile(**{constant: float(value) for constant, value in constants.items()})
+    measured = _operations(values.get("operations") or [], name)
+    profile = Profile(**{constant: float(value) for constant, value in constants.items()}, measured=measured)
     words = {key: str(values.get(key, "")) for key in ("name", "device", "source")}
-    return NamedProfile(**words, profile=profile, fitted=values.get("fitted"))
+    collectives = _numbers(values.get("collectives"), name, "collectives", [field.name for field in fields(Constants)])
+    return NamedProfile(
+        **words,
+        profile=profile,
+        fitted=values.get("fitted"),
+        collectives=None if collectives is None else Constants(**collectives),
+        beside=_numbers(values.get("beside"), name, "beside", ["context", "communicator"]),
+    )
+
+
+def _numbers(values: Any, name: str, part: str, wanted: Sequence[str]) -> dict[str, float] | None:
+    """One part of a profile: exactly the numbers in `wanted`. Raises ConfigError."""
+    if values is None:
+        return None
+    if not isinstance(values, dict) or set(values) != set(wanted):
+        raise ConfigError(f"{name}: {part} has to hold {', '.join(wanted)}, and nothing else")
+    for key, value in values.items():
+        if not _is_number(value):
+            raise ConfigError(f"{name}: {part}.{key}={value} is not a number of zero or more")
+    return {key: float(value) for key, value in values.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < float("inf")
+
+
+def _operations(rows: Any, name: str) -> tuple[TimedOperation, ...]:
+    """Raises ConfigError for a row that is not [kind, batch, m, n, k, seconds, ratio]."""
+    found = []
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows]):
+        right = isinstance(row, list) and len(row) == 7 and row[0] in KINDS
+        if not right or not all(_is_number(value) and value > 0 for value in row[1:]):
+            raise ConfigError(f"{name}: operations[{number}]={row} is not [kind, batch, m, n, k, seconds, ratio]")
+        kind, batch, m, n, k, seconds, ratio = row
+        found.append(TimedOperation(kind, int(batch), int(m), int(n), int(k), float(seconds), float(ratio)))
+    return tuple(found)
 
 
 def save_profile(path: Path, named: NamedProfile) -> None:
     """Write a profile as `load_profile` reads it; numbers with five digits."""
-    constants = {name: float(f"{value:.5g}") for name, value in asdict(named.profile).items()}
-    values = {"name": named.name, "device": named.device, "source": named.source, "constants": constants}
+    write_atomically(path, profile_text(named))
+
+
+def profile_text(named: NamedProfile) -> str:
+    """The file of a profile."""
+    values: dict[str, Any] = {"name": named.name, "device": named.device, "source": named.source}
+    values["constants"] = {name: _rounded(getattr(named.profile, name)) for name in CONSTANTS}
+    if named.collectives is not None:
+        values["collectives"] = {name: _rounded(value) for name, value in asdict(named.collectives).items()}
+    if named.beside is not None:
+        values["beside"] = {name: _rounded(value) for name, value in named.beside.items()}
     if named.fitted is not None:
         values["fitted"] = named.fitted
-    write_atomically(path, yaml.safe_dump(values, sort_keys=False, width=120, allow_unicode=True))
+    text = yaml.safe_dump(values, sort_keys=False, width=120, allow_unicode=True)
+    rows = [
+        f"- [{x.kind}, {x.batch}, {x.m}, {x.n}, {x.k}, {_rounded(x.seconds)!r}, {_rounded(x.ratio)!r}]\n"
+        for x in named.profile.measured
+    ]
+    return text + ("operations:\n" + "".join(rows) if rows else "")
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")

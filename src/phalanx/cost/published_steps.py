@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from phalanx.cluster.machine import Machine, load_machine
+from phalanx.cluster.machine import Machine, described_names, load_machine
 from phalanx.cost.candidates import Candidates
 from phalanx.cost.language import Setting
 from phalanx.cost.published import PublishedRun
@@ -38,7 +38,10 @@ class Group:
 
 
 def system_of(run: PublishedRun) -> System | None:
-    """The system of a run; None where none is described."""
+    """The system of a run: a machine that is described, or one of those that others published runs of; None else."""
+    if run.system in described_names():
+        machine = load_machine(run.system)
+        return System(machine.name, machine) if machine.node.device == run.device else None
     found = next((row for row in _systems() if _fits(row, run)), None)
     return None if found is None else _system(found["profile"])
 
@@ -89,12 +92,21 @@ def refused(run: PublishedRun) -> str:
 def grouped(runs: Sequence[PublishedRun]) -> list[Group]:
     """The runs whose time can be predicted, by system and software."""
     together: dict[tuple[str, Software], list[PublishedRun]] = {}
+    systems: dict[str, System] = {}
     for run in runs:
         system = system_of(run)
         software = software_of(run.framework, run.attention, run.sequence_parallel)
         if not refused(run) and system is not None and software is not None:
-            together.setdefault((system.profile, software), []).append(run)
-    return [_group(_system(profile), software, rows) for (profile, software), rows in together.items()]
+            systems[system.profile] = system
+            together.setdefault((system.profile, _on(software, run, system)), []).append(run)
+    return [_group(systems[profile], software, rows) for (profile, software), rows in together.items()]
+
+
+def _on(software: Software, run: PublishedRun, system: System) -> Software:
+    """Our own software exchanges by copies where devices are joined by switches."""
+    links = system.machine.links
+    copies = run.framework.lower().startswith("phalanx") and links is not None and links.switch is not None
+    return replace(software, copy_engines=copies)
 
 
 def _group(system: System, software: Software, runs: list[PublishedRun]) -> Group:

@@ -100,7 +100,7 @@ def closed_form(
         + busiest.head * times.weight[steps.head]
     )
     bubble, transfer = _pipeline(steps, busiest, weight, constants)
-    seconds[:, StepCause.BUBBLE], seconds[:, StepCause.TRANSFER] = bubble, transfer
+    seconds[:, StepCause.BUBBLE], seconds[:, StepCause.TRANSFER] = bubble * profile.pipeline_ramp, transfer
     data = DataParallel.of(steps, times, profile, constants, software)
     seconds[:, StepCause.DATA] = data.exposed(steps, busiest)
     held = parameters_held(steps)
@@ -225,7 +225,13 @@ class DataParallel:
                 * (self._shown(scatter + again + summed, backward) - self._shown(scatter + again, backward))
             )
             seconds = seconds + busiest.head * self._shown(summed_head, backward)
-        return seconds
+        return seconds + self._straggling(steps, busiest)
+
+    def _straggling(self, steps: Steps, busiest: Busiest) -> Floats:
+        """Where every block waits for its parameters, all nodes go at the pace of the one that is slowest just then."""
+        waits = (steps.layouts.zero == 3) & (steps.shards.nodes > 1)
+        share = self.profile.straggling * np.log2(np.maximum(steps.shards.nodes, 1))
+        return np.where(waits, steps.layouts.accumulation * (busiest.forward + busiest.backward) * share, 0.0)
 
     def _afterwards(self, steps: Steps, busiest: Busiest) -> Floats:
         held = (

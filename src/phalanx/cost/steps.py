@@ -21,7 +21,7 @@ from phalanx.cost.operation_time import Floats, Ints
 from phalanx.cost.part_time import Parts, parts_of
 from phalanx.cost.parts import part_costs
 from phalanx.cost.software import Software
-from phalanx.layout.pipeline import split_layers
+from phalanx.cost.stage_layers import split
 from phalanx.models.language.declare import relative_block_costs
 
 
@@ -159,17 +159,20 @@ def rank_layers(setting: Setting, layouts: Candidates, software: Software) -> tu
     """(blocks of the ranks, 1 where the first rank holds the head too) of each layout."""
     schedule = np.where(layouts.pp > 1, layouts.schedule, 0)
     distinct, which = _distinct(np.stack([layouts.pp, layouts.stages_per_rank, schedule], axis=1))
+    extra = (0.0, 0.0) if software.even_stages else relative_block_costs(setting.model, setting.length)
+    blocks = setting.model.n_layers
     table = np.asarray(
-        [_layers_of(setting, pp, each, SCHEDULES[name] == "zbv", software) for pp, each, name in distinct.tolist()]
+        [_layers_of(blocks, extra, pp, each, SCHEDULES[name] == "zbv") for pp, each, name in distinct.tolist()]
     )
     first, last, other, joined = table[which].T
     return RankLayers(first, last, other, setting.model.n_layers / layouts.pp), joined
 
 
+@cache
 def _layers_of(
-    setting: Setting, pp: int, per_rank: int, there_and_back: bool, software: Software
+    n_layers: int, extra: tuple[float, float], pp: int, per_rank: int, there_and_back: bool
 ) -> tuple[float, float, float, float]:
-    stages = stage_layers(setting.model, setting.length, pp * per_rank, even=software.even_stages)
+    stages = split(n_layers, pp * per_rank, *extra)
     ranks = np.zeros(pp)
     for stage, blocks in enumerate(stages):
         turn, rank = divmod(stage, pp)
@@ -181,12 +184,7 @@ def _layers_of(
 
 def stage_layers(model: LanguageModel, length: int, n_stages: int, *, even: bool) -> tuple[int, ...]:
     """Blocks of each pipeline stage. even: as many in each, whatever the embedding and the head cost."""
-    return _split(model.n_layers, n_stages, *(0.0, 0.0) if even else relative_block_costs(model, length))
-
-
-@cache
-def _split(n_layers: int, n_stages: int, first: float, last: float) -> tuple[int, ...]:
-    return tuple(len(blocks) for blocks in split_layers(n_layers, n_stages, first, last))
+    return split(model.n_layers, n_stages, *(0.0, 0.0) if even else relative_block_costs(model, length))
 
 
 def _distinct(keys: Ints) -> tuple[Ints, Ints]:

@@ -47,7 +47,7 @@ def step_times(
     found = closed_form(steps, times, profile, constants, software)
     if not exact:
         return found
-    return with_simulated_pipelines(run, steps, times, found, in_training(constants, profile))
+    return with_simulated_pipelines(run, steps, times, found, profile, constants)
 
 
 def our_software(run: LanguageRun, machine: Machine) -> Software:
@@ -69,12 +69,12 @@ def steps_of_run(
 
 
 def with_simulated_pipelines(
-    run: LanguageRun, steps: Steps, times: PartTimes, found: StepTimes, constants: Constants
+    run: LanguageRun, steps: Steps, times: PartTimes, found: StepTimes, profile: Profile, constants: Constants
 ) -> StepTimes:
-    """`found` with the bubbles and transfers of simulated pipelines. constants: of collectives in training."""
+    """`found` with the bubbles and transfers of simulated pipelines. constants: of collectives, alone."""
     seconds = found.seconds.copy()
     layouts = steps.layouts
-    sent = send(steps.hidden_bytes, steps.pipeline, constants)
+    sent = send(steps.hidden_bytes, steps.pipeline, in_training(constants, profile))
     both = times.seconds.sum(axis=2)
     columns = (both[:, Way.FORWARD], both[:, Way.BACKWARD], times.weight)
     alike: dict[tuple[int, ...], list[int]] = {}
@@ -86,13 +86,12 @@ def with_simulated_pipelines(
         split = stage_layers(run.model, run.data.sequence_length, table.n_stages, even=False)
         forward, backward, weight = (_of_stages(steps, rows, column, split) for column in columns)
         # Each layout twice, without transfers and with them, and all in one simulation.
-        twice = StageTimes(
-            *(np.concatenate([stage, stage]) for stage in (forward, backward, weight)),
-            transfer=np.concatenate([np.zeros(len(rows)), sent[rows]])[:, None],
-        )
-        alone, together = np.split(makespans(table, twice), 2)
-        busiest = (forward + backward)[:, table.stages_of_rank].sum(axis=2).max(axis=1)
-        seconds[rows, StepCause.BUBBLE] = alone - layouts.accumulation[rows] * busiest
+        forward, backward, weight = (np.concatenate([stage, stage]) for stage in (forward, backward, weight))
+        transfer = np.concatenate([np.zeros(len(rows)), sent[rows]])[:, None]
+        alone, together = np.split(makespans(table, StageTimes(forward, backward, weight, transfer)), 2)
+        busiest = (forward + backward)[: len(rows), table.stages_of_rank].sum(axis=2).max(axis=1)
+        ramp = alone - layouts.accumulation[rows] * busiest
+        seconds[rows, StepCause.BUBBLE] = ramp * profile.pipeline_ramp
         seconds[rows, StepCause.TRANSFER] = together - alone
     return StepTimes(seconds)
 

@@ -64,6 +64,11 @@ class CostModels:
             raise ConfigError(f"device {self.machine.node.device}: devices.yaml has no memory size, which plans need")
         return found
 
+    @property
+    def profile_words(self) -> str:
+        """The name of the profile and its source."""
+        return f"{self.profile.name}: {self.profile.source}"
+
     def times(self, run: LanguageRun, candidates: Candidates, *, exact: bool) -> Times:
         """Of each candidate."""
         if not len(candidates):

@@ -25,6 +25,7 @@ def plan_facts(plan: Plan) -> Row:
     return {
         "cluster": plan.planner.machine.name,
         "device": plan.device.name,
+        "profile": plan.planner.models.profile_words,
         "devices": task.devices,
         "device_memory_bytes": plan.planner.models.device_bytes,
         "tokens_per_step": task.tokens,

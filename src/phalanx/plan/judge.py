@@ -23,8 +23,8 @@ Ints = npt.NDArray[np.int64]
 
 SIMULATED = 256
 """Layouts, best by the closed form first, whose schedule is simulated."""
-_AT_ONCE = 200_000
-"""Layouts the models see at a time: their arrays stay within a few hundred megabytes."""
+_AT_ONCE = 50_000
+"""Layouts the models see at a time: few enough for their arrays to stay in the processor's cache."""
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,10 @@ class Models(Protocol):
     def device_bytes(self) -> int:
         """Memory of a device."""
 
+    @property
+    def profile_words(self) -> str:
+        """How fast the device is taken to be, and where that is from."""
+
     def times(self, run: LanguageRun, candidates: Candidates, *, exact: bool) -> Times:
         """Of each candidate; `exact` simulates the pipeline's schedule, which closed forms stand in for otherwise."""
 

@@ -1,0 +1,1 @@
+"""How fast this machine is: single operations, exchanges and whole blocks, timed here, as a profile that planning uses."""

@@ -1,0 +1,230 @@
+"""`phalanx calibrate`: how fast this machine is, or what runs say of another, as a profile that `phalanx plan` uses."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import typer
+
+from phalanx.calibrate.effort import effort_for
+from phalanx.calibrate.fit import Found, profile_of
+from phalanx.calibrate.measure import Measurements, measure, of_all_ranks
+from phalanx.calibrate.where import machine_here
+from phalanx.cli.arguments import Json
+from phalanx.cli.console import output, print_json
+from phalanx.cluster.device import choose_device, device_name
+from phalanx.cluster.local_launch import launch_ranks
+from phalanx.cluster.machine import Machine
+from phalanx.cost.calibration import Calibration, calibrate_from_runs
+from phalanx.cost.profile import CONSTANTS, NamedProfile, load_profile, measured_name, profile_text, save_profile
+from phalanx.cost.published import read_runs
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.layout.mesh import Ranks, join_process_group, ranks_from_environment
+
+SECONDS = 200.0
+
+
+def calibrate(
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="This machine's description; by default one with such devices."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The profile; by default CLUSTER.profile.yaml, which plans find."),
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Start N ranks on this machine, one for each device.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long to measure, about.")] = SECONDS,
+    device: Annotated[str, typer.Option(help="auto, cpu, or the type of this machine's accelerator.")] = "auto",
+    from_runs: Annotated[
+        Path | None, typer.Option(metavar="RUNS.csv", help="Fit the constants to measured runs instead.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="With --from-runs: the profile that the fit begins with.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Measure this machine, in a few minutes, and write a profile that plans use instead of tables.
+
+    Matrix products of the shapes that models have, attention, memory traffic, the optimizer, the host, collectives and
+    copies between devices, and whole blocks. Under torchrun, srun or --nproc every rank takes its part.
+    """
+    if from_runs is not None:
+        _from_runs(from_runs, out, profile, json=json)
+        return
+    if profile is not None:
+        raise ConfigError(f"--profile {profile} is what --from-runs begins with; measuring needs none")
+    ranks = ranks_from_environment()
+    if nproc is not None:
+        _start_ranks(ranks, nproc)
+        return
+    here = choose_device(device, ranks.local_rank)
+    per_node = ranks.ranks_per_node or ranks.world_size
+    machine = machine_here(here, per_node, cluster)
+    path = out or Path(measured_name(machine.name))
+    if ranks.first:
+        _check_writable(path)
+    measured = _measure(ranks, here, per_node, seconds)
+    if ranks.first:
+        found = profile_of(measured, machine, _source(here, ranks))
+        _write(path, found.named)
+        _show(found, measured, machine, path, json=json)
+
+
+def _start_ranks(ranks: Ranks, nproc: int) -> None:
+    """Start this very command again as `nproc` ranks."""
+    if ranks.world_size > 1:
+        raise ConfigError(f"--nproc {nproc} starts ranks, but torchrun or srun has started them already; leave it out")
+    words = sys.argv[1:]
+    place = next(index for index, word in enumerate(words) if word.split("=")[0] == "--nproc")
+    code = launch_ranks([*words[:place], *words[place + (1 if "=" in words[place] else 2) :]], nproc)
+    if code:
+        raise typer.Exit(code)
+
+
+def _measure(ranks: Ranks, device: torch.device, per_node: int, seconds: float) -> Measurements:
+    join_process_group(ranks, device)
+
+    def report(words: str) -> None:
+        if ranks.first:
+            print(f"measuring {words}", file=sys.stderr, flush=True)
+
+    measured = of_all_ranks(measure(device, effort_for(device), per_node, seconds, report))
+    # Not after a failure: ranks that have failed leave the others in exchanges that would never end.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return measured
+
+
+def _source(device: torch.device, ranks: Ranks) -> str:
+    return (
+        f"measured by phalanx calibrate on {ranks.world_size} x {device_name(device)}, torch {torch.__version__}, "
+        f"{date.today().isoformat()}"
+    )
+
+
+def _check_writable(path: Path) -> None:
+    """Find out before minutes are spent. Raises ConfigError."""
+    probe = path.with_name(f".{path.name}.probe")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(bytes(64 * 1024))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _write(path: Path, named: NamedProfile) -> None:
+    """Raises PhalanxError where the file cannot be written; what would be in it is on stderr then: nothing is lost."""
+    try:
+        save_profile(path, named)
+    except OSError as error:
+        print(profile_text(named), file=sys.stderr)
+        raise PhalanxError(f"cannot write {path}: {error.strerror}; the profile stands above") from None
+
+
+def _show(found: Found, measured: Measurements, machine: Machine, path: Path, *, json: bool) -> None:
+    named = found.named
+    facts: dict[str, Any] = {
+        "written": str(path),
+        "cluster": machine.name,
+        "device": named.device,
+        "source": named.source,
+        "constants": {name: getattr(named.profile, name) for name in CONSTANTS},
+        "collectives": None if named.collectives is None else asdict(named.collectives),
+        "beside": named.beside,
+        "operations": len(measured.operations),
+        "operation_errors": _errors(found.operations),
+        "exchanges": len(measured.exchanged),
+        "exchange_errors": _errors(found.exchanged),
+        "blocks": [asdict(block) for block in measured.blocks],
+        "block_errors": found.blocks.tolist(),
+    }
+    if json:
+        print_json(facts)
+        return
+    console, constants = output(), named.profile
+    lines = [
+        f"matrix products {constants.matmul_flop_s / 1e12:.4g} TFLOP/s, attention {constants.attention_flop_s / 1e12:.3g} "
+        f"forward and {constants.attention_backward_flop_s / 1e12:.3g} backward, memory {constants.memory_b_s / 1e9:.4g} "
+        f"GB/s, optimizer {constants.optimizer_b_s / 1e9:.4g} GB/s",
+        f"{len(measured.operations)} operations: {_words(found.operations)} around the curves, which they correct",
+    ]
+    if len(found.exchanged):
+        lines.append(f"{len(found.exchanged)} collectives: {_words(found.exchanged)}")
+    if len(found.blocks):
+        lines.append(f"{len(found.blocks)} blocks, each predicted without it: {_words(found.blocks)}")
+    lines.append(f"wrote {path}   next: phalanx plan RUN --cluster {machine.name} --profile {path}")
+    for line in lines:
+        console.print(line, soft_wrap=True)
+
+
+def _errors(errors: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float] | None:
+    if not len(errors):
+        return None
+    return {"median": float(np.median(np.abs(errors))), "p95": float(np.quantile(np.abs(errors), 0.95))}
+
+
+def _words(errors: np.ndarray[Any, np.dtype[np.float64]]) -> str:
+    size = np.abs(errors)
+    return f"median error {100 * np.median(size):.1f}%, 95% {100 * np.quantile(size, 0.95):.1f}%"
+
+
+# --- from runs ---------------------------------------------------------------------------------------------------------
+
+
+def _from_runs(table: Path, out: Path | None, profile: str | None, *, json: bool) -> None:
+    """Fit and write one profile for each machine in the table."""
+    found = calibrate_from_runs(read_runs(table), prior=None if profile is None else load_profile(profile))
+    if not found:
+        raise ConfigError(
+            f"{table} has no run whose time can be predicted; phalanx plan --check {table} --json says why"
+        )
+    if out is not None and len(found) > 1:
+        names = ", ".join(one.named.name for one in found)
+        raise ConfigError(f"--out {out} is one file, but {table} has runs of {names}; leave --out out")
+    paths = [out or Path(measured_name(one.named.name)) for one in found]
+    for path, one in zip(paths, found, strict=True):
+        _write(path, one.named)
+    rows = [_calibrated(path, one) for path, one in zip(paths, found, strict=True)]
+    if json:
+        print_json({"profiles": rows})
+        return
+    console = output()
+    for row in rows:
+        held_out = row["held_out_median_error"]
+        judged = "no other run to judge it by" if held_out is None else (
+            f"{row['held_out']} held out ({row['held_out_by']}): median {100 * held_out:.1f}%, "
+            f"95% {100 * row['held_out_p95_error']:.1f}%"
+        )  # fmt: skip
+        console.print(
+            f"{row['written']}: {len(row['rows'])} runs fitted, median error {100 * row['median_error']:.1f}% "
+            f"(before {100 * row['median_error_before']:.1f}%); {judged}",
+            soft_wrap=True,
+        )
+
+
+def _calibrated(path: Path, one: Calibration) -> dict[str, Any]:
+    fitted = one.named.fitted or {}
+    known = {
+        name: fitted.get(name) for name in ("held_out", "held_out_by", "held_out_median_error", "held_out_p95_error")
+    }
+    return {
+        "written": str(path),
+        "profile": one.named.name,
+        "rows": list(one.rows),
+        "median_error": float(np.median(np.abs(one.fitted_errors))),
+        "median_error_before": float(np.median(np.abs(one.errors_before))),
+        **known,
+        "constants": {name: getattr(one.named.profile, name) for name in CONSTANTS},
+    }

@@ -1,0 +1,164 @@
+"""What a rank without a pipeline holds at the moments that may be its peak: all of the model goes by, again and again.
+
+See `memory_moments`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+import numpy as np
+
+from phalanx.cost.memory_parts import PartBytes
+from phalanx.cost.memory_situation import Amount, Held, Mask, Rank
+
+
+def moments_alone(rank: Rank) -> Iterator[tuple[str, Held]]:
+    """Bytes by cause at each moment."""
+    moments = _Alone(rank)
+    yield from moments.of_the_head()
+    yield from moments.of_the_blocks()
+    yield from moments.of_the_end()
+
+
+class _Alone:
+    """The amounts that change from moment to moment."""
+
+    def __init__(self, r: Rank) -> None:
+        self.r = r
+        self.tied = int(r.s.tied)
+        self.untied = 1 - self.tied
+        self.kept = r.embedding.kept + r.s.sizes.shared + r.layers * r.block.kept
+        self.root = self.tied * (r.embedding.gathered + r.head.gathered)
+        """A table at both ends is gathered for a whole step."""
+        self.head_gradient = self.tied * r.s.width * r.embedding.count
+        self.table = r.embedding.gathered + self.tied * r.head.gathered
+
+    def of_the_head(self) -> Iterator[tuple[str, Held]]:
+        """The head forward, backward, and its gradients on their way to other ranks."""
+        r, s, head = self.r, self.r.s, self.r.head
+        hidden, own = s.sizes.hidden, head.gathered * self.untied
+        both = r.embedding.gathered + head.gathered
+        # What the last reduction of a micro-batch was sent from goes only when the next one begins.
+        lasting = r.sent * self.table * (r.early & r.several)
+        yield (
+            "forward of the head",
+            r.held(
+                gradients=self.gradients(0, 0),
+                activations=self.kept + hidden,
+                gathered_parameters=self.gathered(r.layers, both, own),
+                gather_buffers=s.sharded * r.received * own * ((s.zero == 3) | ~r.several),
+                reduce_buffers=lasting,
+                part=head.forward,
+            ),
+        )
+        yield (
+            "backward of the head",
+            r.held(
+                gradients=self.gradients(0, 0),
+                activations=self.kept + head.kept,
+                gathered_parameters=self.gathered(r.layers, both, own),
+                gather_buffers=self.ahead(r.block),
+                reduce_buffers=lasting,
+                part=head.backward,
+            ),
+        )
+        yield (
+            "gradients of the head reduced",
+            r.held(
+                gradients=self.gradients(0, 0),
+                activations=self.kept + hidden,
+                gathered_parameters=self.gathered(r.layers, r.embedding.gathered + self.root, 0),
+                gather_buffers=self.ahead(r.block),
+                part=self.own_gradients(head) * self.untied + self.head_gradient,
+                **r.reducing(head.times(self.untied)),
+            ),
+        )
+
+    def of_the_blocks(self) -> Iterator[tuple[str, Held]]:
+        """The last two blocks and the first backward; what lies between is even."""
+        r, layers, block = self.r, self.r.layers, self.r.block.gathered
+        head = r.head.gathered
+        yield from self._of_a_block("the last block", layers, head * self.untied)
+        before = np.where(layers > 1, block, head)
+        yield from self._of_a_block("the last block but one", np.maximum(1, layers - 1), before)
+        yield from self._of_a_block("the first block", 1, np.where(layers > 1, block, head * self.untied))
+
+    def _of_a_block(self, name: str, left: Amount, before: Amount) -> Iterator[tuple[str, Held]]:
+        """left: blocks that are not done, this one among them. before: parameters of the part reduced before it."""
+        r, s, block = self.r, self.r.s, self.r.block
+        following = _either(left > 1, block, r.embedding.times(self.untied))
+        activations = r.embedding.kept + s.sizes.shared + left * block.kept
+        yield (
+            f"backward of {name}",
+            r.held(
+                gradients=self.gradients(r.layers - left, self.untied),
+                activations=activations,
+                gathered_parameters=self.gathered(left, self.table, block.gathered),
+                gather_buffers=self.ahead(following),
+                reduce_buffers=s.sharded * (r.early | ~r.several | r.whole) * r.sent * before,
+                part=block.backward + self.head_gradient,
+            ),
+        )
+        yield (
+            f"gradients of {name} reduced",
+            r.held(
+                gradients=self.gradients(r.layers - left, self.untied),
+                activations=activations - block.kept + s.sizes.hidden,
+                gathered_parameters=self.gathered(left - 1, self.table, 0),
+                gather_buffers=self.ahead(following),
+                part=self.own_gradients(block) + self.head_gradient,
+                **r.reducing(block),
+            ),
+        )
+
+    def of_the_end(self) -> Iterator[tuple[str, Held]]:
+        """The embedding, and the update."""
+        r, s, embedding = self.r, self.r.s, self.r.embedding
+        yield (
+            "backward of the embedding",
+            r.held(
+                gradients=self.gradients(r.layers, self.untied),
+                activations=embedding.kept,
+                gathered_parameters=self.gathered(0, self.table, embedding.gathered * self.untied),
+                reduce_buffers=s.sharded * r.sent * r.block.gathered,
+                part=embedding.backward + self.head_gradient,
+            ),
+        )
+        end = embedding.plus(r.head.times(self.tied))
+        yield (
+            "gradients of the embedding reduced",
+            r.held(gradients=self.gradients(r.layers, self.untied), part=self.own_gradients(end), **r.reducing(end)),
+        )
+        yield "update", r.held(gradients=s.master * r.shard)
+
+    def gathered(self, blocks: Amount, ends: Amount, now: Amount) -> Amount:
+        """blocks, ends: still gathered where nothing is dropped; now: gathered where everything is."""
+        r = self.r
+        kept = blocks * r.block.gathered + ends
+        return r.s.sharded * r.s.width * np.where(r.dropped, now + self.root, kept)
+
+    def ahead(self, part: PartBytes) -> Amount:
+        """The buffer of the part that is gathered ahead."""
+        return self.r.s.sharded * self.r.dropped * self.r.received * part.gathered
+
+    def gradients(self, blocks: Amount, with_head: Amount, with_embedding: Amount = 0) -> Amount:
+        """Gradients added up once this much has been reduced in the last micro-batch."""
+        r, s = self.r, self.r.s
+        block, head, embedding = r.block, r.head, r.embedding
+        reduced = blocks * block.shard + with_head * head.shard + with_embedding * embedding.shard
+        left = r.gathered - blocks * block.gathered - with_head * head.gathered - with_embedding * embedding.gathered
+        last = np.where(r.whole, reduced + left, np.where(r.several, r.shard, reduced))
+        # Summed over replicas after every micro-batch: each sum is kept until the next one of its part.
+        summed = np.where(s.accumulation > 2, r.shard, reduced) * (s.accumulation > 1)
+        return s.master * (last + summed * (r.early & s.replicated))
+
+    def own_gradients(self, part: PartBytes) -> Amount:
+        """Gradients in the format they are computed in; added up already where they wait for the last micro-batch."""
+        return self.r.s.width * part.count * ~self.r.whole
+
+
+def _either(condition: Mask, one: PartBytes, other: PartBytes) -> PartBytes:
+    values = {f.name: np.where(condition, getattr(one, f.name), getattr(other, f.name)) for f in fields(PartBytes)}
+    return PartBytes(**values)

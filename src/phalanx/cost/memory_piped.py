@@ -1,0 +1,172 @@
+"""What a pipeline rank holds at the moments that may be its peak: several micro-batches in flight, gradients added up whole.
+
+See `memory_moments`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+
+import numpy as np
+
+from phalanx.cost.memory_parts import PartBytes
+from phalanx.cost.memory_situation import Amount, Held, Rank
+
+
+def moments_piped(rank: Rank) -> Iterator[tuple[str, Held]]:
+    """Bytes by cause at each moment."""
+    moments = _Piped(rank)
+    yield from moments.of_the_head()
+    yield from moments.of_the_blocks()
+    yield from moments.of_the_next()
+    yield from moments.of_the_end()
+
+
+class _Piped:
+    """The amounts that change from moment to moment."""
+
+    def __init__(self, r: Rank) -> None:
+        s, h = r.s, r.h
+        self.r, self.s, self.h = r, s, h
+        self.kept = _kept(r)
+        self.state: Held = r.state | {"pipeline buffers": _buffers(r)}
+        self.unsharded = np.where(r.whole, r.gathered, r.shard)
+        self.before = s.master * self.unsharded * (h.again > 0)
+        """Gradients of micro-batches before this one."""
+        self.ahead = s.sharded * r.dropped * r.received * r.block.gathered
+        """The buffer of the block that is gathered ahead."""
+
+    def held(self, **causes: Amount) -> Held:
+        """These and what is held all the time."""
+        return self.state | self.r.held(**causes)
+
+    def gathered(self, now: Amount) -> Amount:
+        """now: where parameters go after the forward pass."""
+        return self.s.sharded * self.s.width * np.where(self.r.dropped, now, self.r.gathered)
+
+    def of_the_head(self) -> Iterator[tuple[str, Held]]:
+        """The head of the first micro-batches, forward and backward."""
+        r, h, head = self.r, self.h, self.r.head
+        others = self.kept + (h.heads_kept - 1) * head.kept * r.has_head
+        gathered = self.gathered(head.gathered + (h.layers - h.stage_layers) * r.block.gathered)
+        yield (
+            "forward of the head",
+            self.held(
+                gradients=self.before,
+                activations=others + self.s.sizes.hidden * r.has_head,
+                gathered_parameters=gathered,
+                gather_buffers=self.s.sharded * r.received * head.gathered * r.dropped,
+                part=head.forward,
+            ),
+        )
+        yield (
+            "backward of the head",
+            self.held(
+                gradients=self.before,
+                activations=others + head.kept,
+                gathered_parameters=gathered,
+                gather_buffers=self.ahead,
+                part=head.backward,
+            ),
+        )
+
+    def of_the_blocks(self) -> Iterator[tuple[str, Held]]:
+        """The last and the first block of a stage backward."""
+        r, s, h, block, head = self.r, self.s, self.h, self.r.block, self.r.head
+        after_head = self.kept + np.maximum(0, h.heads_kept - 1) * head.kept
+        yield (
+            "backward of the last block",
+            self.held(
+                gradients=np.where(h.again > 0, self.before, s.master * head.count),
+                activations=after_head,
+                gathered_parameters=self.gathered((1 + h.layers - h.stage_layers) * block.gathered + head.gathered),
+                gather_buffers=self.ahead,
+                part=block.backward,
+            ),
+        )
+        # The stage whose backward pass comes first has all its gradients by its first block.
+        mine = (h.stage_layers - 1) * np.where(r.whole, block.gathered, block.shard) + head.gathered
+        yield (
+            "backward of the first block",
+            self.held(
+                gradients=np.where(h.again > 0, self.before, s.master * mine),
+                activations=after_head - (h.stage_layers - 1) * block.kept,
+                gathered_parameters=self.gathered(r.gathered),
+                part=block.backward,
+            ),
+        )
+
+    def of_the_next(self) -> Iterator[tuple[str, Held]]:
+        """The next micro-batch: where as much is never held again, it finds the gradients of its stage whole."""
+        r, s, h, block, head, embedding = self.r, self.s, self.h, self.r.block, self.r.head, self.r.embedding
+        fewer = self.kept * np.maximum(0, h.stages_kept - 1) / h.stages_kept
+        fewer = fewer + np.maximum(0, h.heads_kept - 2) * head.kept * r.has_head
+        blocks = h.stage_layers * np.where(r.whole, block.gathered, block.shard)
+        ends = np.where(r.whole, head.gathered + embedding.gathered, head.shard + embedding.shard)
+        gradients = np.where(h.again > 0, self.before, s.master * (blocks + ends))
+        yield (
+            "next backward of the head",
+            self.held(
+                gradients=gradients,
+                activations=fewer + head.kept * (h.heads_kept > 1),
+                gathered_parameters=self.gathered(r.gathered),
+                gather_buffers=self.ahead,
+                part=head.backward * (h.heads_kept > 1),
+            ),
+        )
+        yield (
+            "next backward of the last block",
+            self.held(
+                gradients=gradients,
+                activations=fewer,
+                gathered_parameters=self.gathered(r.gathered),
+                gather_buffers=self.ahead,
+                part=block.backward,
+            ),
+        )
+
+    def of_the_end(self) -> Iterator[tuple[str, Held]]:
+        """Gradients are reduced part by part, then comes the update."""
+        r, s = self.r, self.s
+        largest = _largest(r.block, r.embedding, r.head)
+        # Where nothing is shared out, the gradients are gone by the time their copy is divided.
+        gone = largest.gathered * (r.whole & (s.sizes.shards == 1))
+        yield (
+            "gradients of the first part reduced",
+            self.held(
+                gradients=s.master * (self.unsharded - gone),
+                gathered_parameters=self.gathered(r.gathered),
+                part=s.width * largest.count * ~r.whole * s.sharded,
+                **r.reducing(largest),
+            ),
+        )
+        yield "update", self.held(gradients=s.master * r.shard)
+
+
+def _kept(r: Rank) -> Amount:
+    """Activations of all micro-batches in flight.
+
+    Received ones are where they were received: a block that keeps its input keeps no second copy.
+    """
+    h, sizes = r.h, r.s.sizes
+    kept = h.blocks_kept * r.block.kept + h.embeddings_kept * r.embedding.kept + h.stages_kept * sizes.shared
+    return kept + h.handed_on * sizes.hidden - h.received * sizes.block_input + h.waiting * sizes.waiting
+
+
+def _buffers(r: Rank) -> Amount:
+    """What is received and sent.
+
+    Each receiving direction keeps the buffer that others are made like; the last stage's losses keep what it received.
+    """
+    h, count = r.h, r.s.accumulation
+    received = h.not_first + h.not_last + h.received + h.head * (count - h.heads_kept)
+    sent = h.keeps_sent * (count * (h.not_last + h.not_first) - h.received)
+    return (received + sent) * r.s.sizes.hidden
+
+
+def _largest(*parts: PartBytes) -> PartBytes:
+    largest: Callable[..., Amount] = np.maximum.reduce
+    return PartBytes(
+        **{f.name: largest([np.asarray(getattr(part, f.name)) for part in parts]) for f in fields(PartBytes)}
+    )

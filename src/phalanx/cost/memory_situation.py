@@ -1,0 +1,116 @@
+"""One rank of each layout as the memory model sees it: what decides what it holds, and amounts that several moments share.
+
+What FSDP2 holds is read from its code (torch 2.11 to 2.13): a block's parameters are gathered while the one before computes,
+and the buffer that gradients were reduced from lives until the next block's are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.cost.memory_parts import ModelBytes, PartBytes
+from phalanx.cost.memory_stages import Holdings
+
+Amount = Any
+"""Bytes: a number or an array."""
+Mask = npt.NDArray[np.bool_]
+Held = dict[str, Amount]
+"""Bytes by cause."""
+
+CAUSES = (
+    "master parameters",
+    "working copy",
+    "gradients",
+    "optimizer moments",
+    "activations",
+    "gathered parameters",
+    "gather buffers",
+    "reduce buffers",
+    "one part's pass",
+    "pipeline buffers",
+    "samples",
+)
+"""What memory is held for. Gradients are those added up; those of the part that computes belong to its pass."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """One rank of each layout and everything that decides what it holds. Arrays, but for the two widths."""
+
+    sizes: ModelBytes
+    holds: Holdings
+    width: int
+    """Bytes of a parameter as it is computed with."""
+    master: int
+    """Bytes of a parameter as it is kept, of its gradient, and of each of its two moments."""
+    sharded: Mask
+    """Whether FSDP2 has the parameters: more than one data- or context-parallel rank."""
+    piped: Mask
+    zero: Amount
+    reshard: Mask
+    """Whether gathered parameters go after the forward pass."""
+    replicated: Mask
+    """Whether other ranks hold the same shards."""
+    accumulation: Amount
+    tied: bool
+    samples: Amount
+    """Bytes of the token ids and targets of a step."""
+    peer_copies: bool = False
+    """Whether what FSDP2 sends and receives lies beside the allocator's memory."""
+
+    def take(self, which: Any) -> Situation:
+        """Those at these positions."""
+        arrays = ("sharded", "piped", "zero", "reshard", "replicated", "accumulation", "samples")
+        values = {name: getattr(self, name)[which] for name in arrays}
+        return replace(self, sizes=self.sizes.take(which), holds=self.holds.take(which), **values)
+
+
+class Rank:
+    """The amounts that several moments share."""
+
+    def __init__(self, s: Situation) -> None:
+        h = s.holds
+        self.s, self.h = s, h
+        self.layers = h.layers
+        self.block = s.sizes.block
+        self.embedding = s.sizes.embedding.times(h.embedding)
+        self.head = s.sizes.head.times(h.head)
+        self.has_head = h.head > 0
+        self.several = s.accumulation > 1
+        self.early = s.sharded & (s.zero >= 2) & ~s.piped
+        """Gradients are reduced after every micro-batch."""
+        self.whole = s.sharded & ~self.early & self.several
+        """Gradients are added up before they are shared out."""
+        self.dropped = s.sharded & s.reshard & (s.zero == 3)
+        """Gathered parameters go after each block's forward pass."""
+        shard = self.layers * self.block.shard + self.embedding.shard + self.head.shard
+        count = self.layers * self.block.count + self.embedding.count + self.head.count
+        self.shard = shard
+        self.gathered = self.layers * self.block.gathered + self.embedding.gathered + self.head.gathered
+        copied = s.width if s.width < s.master else 0
+        self.state: Held = {
+            "master parameters": s.master * shard,
+            "working copy": copied * count * ~s.sharded,
+            "optimizer moments": 2 * s.master * shard,
+            "samples": s.samples,
+        }
+        self.sharded_many = s.sharded & (s.sizes.shards > 1)
+        self.sent = 0 if s.peer_copies else s.master
+        """Bytes of a parameter's gradient in the buffer it is sent from."""
+        self.received = np.where(s.sizes.shards > 1, 0 if s.peer_copies else s.width, 0)
+        # With peer copies what arrives is gathered before it is added up; one rank of shards divides a copy.
+        self.added = np.where(s.sizes.shards > 1, s.width if s.peer_copies else 0, s.master)
+
+    def held(self, **causes: Amount) -> Held:
+        """These and the state; spaces in names are written `_`, `part` is one part's pass."""
+        causes["one part's pass"] = causes.pop("part", 0)
+        return self.state | {name.replace("_", " "): amount for name, amount in causes.items()}
+
+    def reducing(self, part: PartBytes) -> Held:
+        """What FSDP2 makes to reduce one part's gradients."""
+        reduced = (self.sent + self.added) * part.gathered + self.s.master * part.shard
+        return {"reduce_buffers": self.s.sharded * reduced}
