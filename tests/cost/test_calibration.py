@@ -108,7 +108,9 @@ def test_rows_that_tell_most_are_chosen_first() -> None:
 
 
 def test_runs_of_our_own_are_of_the_machine_they_name(group: Group) -> None:
-    ours = [replace(run, system="h200-x4", device="H200", framework="Phalanx") for run in group.runs[:4]]
+    ours = [
+        replace(run, system="h200-x4", device="H200", framework="Phalanx") for run in group.runs if run.devices <= 4
+    ][:4]
     (found,) = grouped(ours)
     assert found.system.machine.name == found.system.profile == "h200-x4"
     assert found.software.copy_engines and not group.software.copy_engines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,17 +11,20 @@ import torch
 from layout_runs import refusal
 from phalanx.config.families import WeatherRun
 from phalanx.config.load import load_run
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout import weather
+from phalanx.layout.apply import apply_layout
+from phalanx.layout.attention import AttentionChoice, fastest
 from phalanx.layout.family import Building
 from phalanx.layout.legality import reasons
-from phalanx.layout.mesh import Axis
-from phalanx.layout.resolve import every_layout, with_degrees
+from phalanx.layout.mesh import ONE_RANK, Axis
+from phalanx.layout.resolve import every_layout, resolve_layout, with_degrees
 from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import DEGREES
 from phalanx.layout.weather import LAYOUT
 from phalanx.models.splits import ModelPart
 from phalanx.verify.reduced import reduced_run
-from weather_runs import EXAMPLES
+from phalanx.verify.weather import VERIFICATION
+from weather_runs import EXAMPLES, write_weather_run
 
 
 def run_of(example: str, *words: str) -> WeatherRun:
@@ -42,7 +46,7 @@ def test_there_is_no_context_axis() -> None:
 
 
 def test_tensor_ranks_share_out_all_that_is_large() -> None:
-    """Of ORBIT 113B what each of eight ranks holds whole is less than a thousandth of its part of the rest."""
+    """Of ORBIT 113B what each of eight ranks holds whole is less than half a percent of its part of the rest."""
     run = run_of("orbit-113b")
     share = SequenceShare(Axis("cp"), Axis("tp", 3, 8), "ring")
     building = Building(run, torch.device("cpu"), AttentionChoice("sdpa"), share)
@@ -101,3 +105,49 @@ def test_the_small_model_is_of_the_same_kind() -> None:
     # Weights stay with their variables.
     by_name = dict(zip(run.model.output_names, range(1, 49), strict=True))
     assert model.loss_weights == tuple(by_name[name] for name in model.output_names)
+
+
+def test_the_fastest_attention_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu = torch.device("cpu")
+    # Of the kernels an accelerator has, the CPU has this one.
+    found = weather._measure((2, 16, 4, 8), torch.float32, cpu)
+    assert found.keys() == {"flash"} and found["flash"] > 0
+    choice = fastest("a device", lambda: {"flash": 2.0, "cudnn": 1.0})
+    assert (choice.name, choice.kernel) == ("cudnn", "sdpa")
+    assert fastest("a device", lambda: pytest.fail("measured again")).milliseconds == {"flash": 2.0, "cudnn": 1.0}
+    run = run_of("climax-small", "training.attention=math")
+    assert LAYOUT.choose_attention(run, resolve_layout(run, 1), cpu).name == "math"
+    run = run_of("climax-small")
+    assert LAYOUT.choose_attention(run, resolve_layout(run, 1), cpu).name == "sdpa"
+
+
+def test_the_last_step_of_a_roll_out_learns_from_the_ones_before(tmp_path: Path) -> None:
+    """By hand: samples of one, two and four steps of 6 hours in one batch."""
+    changes = {"model.init_std": 0.3, "layout.dp_shard": 1}
+    run = load_run(write_weather_run(tmp_path, {**changes, "data.rollout_hours": 6}))
+    assert isinstance(run, WeatherRun)
+    cpu = torch.device("cpu")
+    (stage,) = apply_layout(run, resolve_layout(run, 1), ONE_RANK, cpu, AttentionChoice("sdpa")).stages
+    model, batch = stage.part, VERIFICATION.samples(run, 1, 0, 3, 3)
+    x, inputs = batch.inputs()
+    loss = stage(x, batch.sample_indices, **{**inputs, "lead_hours_B": torch.tensor([6.0, 12.0, 24.0])})
+    starts = []
+    for sample, steps in enumerate((1, 2, 4)):
+        fields = x[sample : sample + 1]
+        for _ in range(steps - 1):
+            fields = torch.cat((model.forecast(fields, torch.tensor([6.0])), fields[:, 3:]), dim=1)
+        starts.append(fields)
+    expected = model(torch.cat(starts), batch.targets, lead_hours_B=torch.full((3,), 6.0))
+    torch.testing.assert_close(loss, expected)
+    assert not torch.allclose(starts[2], x[2:], atol=0.1)
+    grads = [torch.autograd.grad(value.sum(), model.head.output.weight)[0] for value in (loss, expected)]
+    torch.testing.assert_close(grads[0], grads[1])
+    # Without targets the same steps are a forecast.
+    del inputs["targets_BVHW"]
+    inputs["lead_hours_B"] = torch.full((3,), 12.0)
+    twice = torch.cat((model.forecast(x, torch.full((3,), 6.0)), x[:, 3:]), dim=1)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            stage(x, batch.sample_indices, **inputs), model.forecast(twice, torch.full((3,), 6.0))
+        )

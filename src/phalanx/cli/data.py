@@ -1,24 +1,21 @@
-"""`phalanx data`: turn text into token shards, look at them, verify them."""
+"""`phalanx data`: turn text into token shards, look at them, verify them; prepare structures and fields."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from phalanx.cli.arguments import Json, examples
 from phalanx.cli.console import output, print_error, print_json, print_pairs, short_count
+from phalanx.cli.data_science import prepare_fields_of, prepare_graphs_of
+from phalanx.cli.progress import progress
 from phalanx.data.language.open import open_source
 from phalanx.data.language.prepare import Options, prepare
-from phalanx.data.language.prepare import Progress as Report
 from phalanx.data.language.sources import TokenSource
 
-data_app = typer.Typer(no_args_is_help=True, help="Turn text into token shards, look at them, verify them.")
+data_app = typer.Typer(no_args_is_help=True, help="Prepare text, structures and fields; look at them, verify them.")
 _DEFAULTS = Options()
 
 
@@ -57,7 +54,7 @@ def prepare_data(
         shard_tokens=shard_tokens,
     )
     try:
-        with _progress() as report:
+        with progress() as report:
             prepare(inputs, out, options, workers=workers, progress=report)
     except KeyboardInterrupt:
         print_error("stopped; what is done is kept: the same command goes on from there")
@@ -88,6 +85,14 @@ def verify(
         print_json({"path": str(path), "verified": True, "tokens": tokens})
     else:
         output().print(f"{path}: {tokens:,} tokens, nothing altered", soft_wrap=True, highlight=False)
+
+
+data_app.command("prepare-graphs", epilog=examples("phalanx data prepare-graphs examples/materials-xtb.yaml"))(
+    prepare_graphs_of
+)
+data_app.command(
+    "prepare-fields", epilog=examples("phalanx data prepare-fields examples/climax-small.yaml --out data/fields")
+)(prepare_fields_of)
 
 
 def _splits(path: Path) -> dict[str, TokenSource]:
@@ -126,34 +131,3 @@ def _describe(source: TokenSource) -> str:
     if source.text_bytes and source.tokens:
         text += f", {short_count(source.text_bytes)} bytes of text ({source.text_bytes / source.tokens:.2f} a token)"
     return text
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Report]:
-    """A bar on a terminal, a line for each tenth elsewhere; on stderr."""
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield _lines(console)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bars:
-        tasks: dict[str, Any] = {}
-
-        def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done)
-
-        yield report
-
-
-def _lines(console: Console) -> Report:
-    shown: dict[str, int] = {}
-
-    def report(what: str, done: int, total: int) -> None:
-        tenth = 10 * done // max(1, total)
-        if tenth > shown.get(what, 0):
-            shown[what] = tenth
-            console.print(f"{what}: {10 * tenth}%", soft_wrap=True)
-
-    return report

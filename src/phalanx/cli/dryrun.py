@@ -9,9 +9,8 @@ import typer
 
 from phalanx.cli.arguments import Json, Overrides, RunFile
 from phalanx.cli.console import output, print_json
-from phalanx.config.families import require_language
 from phalanx.config.load import load_run
-from phalanx.config.schema import LanguageRun
+from phalanx.config.schema import Run
 from phalanx.cost.dryrun import dry_run
 from phalanx.cost.dryrun_report import RankReport
 from phalanx.cost.memory_trace import CATEGORIES
@@ -22,6 +21,9 @@ from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.train.checkpoint import materialise_optimizer_state
 from phalanx.train.step import TrainStep, build_step
+
+_FAMILIES = ("language", "weather")
+"""Whose steps have shapes that do not depend on the samples."""
 
 
 def dryrun(
@@ -51,7 +53,11 @@ def dryrun(
     The code that trains runs as it is, on tensors without memory, among ranks that are not there. Neither data nor a
     device is needed.
     """
-    loaded = require_language(load_run(run, overrides or []), "phalanx dryrun")
+    loaded = load_run(run, overrides or [])
+    if loaded.model.family not in _FAMILIES:
+        raise ConfigError(
+            f"phalanx dryrun works for model.family={' and '.join(_FAMILIES)}, not for model.family={loaded.model.family}"
+        )
     per_node = loaded.cluster.devices_per_node or devices_per_node
     layout = resolve_layout(loaded, devices, per_node)
     if device == "cpu":
@@ -80,7 +86,7 @@ def dryrun(
         _print(layout, reports, per_node, compiled, timeline)
 
 
-def _step(run: LanguageRun, applied: Applied, device: torch.device) -> TrainStep:
+def _step(run: Run, applied: Applied, device: torch.device) -> TrainStep:
     """The step that `phalanx train` runs, with all the state its optimizer will ever have."""
     step = build_step(run, applied, device)
     materialise_optimizer_state(step.optimizer)

@@ -59,6 +59,26 @@ VERBS = (
         ),
     ),
     Verb(
+        "calibrate",
+        "phalanx.cli.calibrate:calibrate",
+        "Measure this machine for better plans.",
+        (
+            "phalanx calibrate --nproc 4",
+            "torchrun --nproc-per-node 8 -m phalanx calibrate --cluster frontier --out frontier.profile.yaml",
+            "phalanx calibrate --from-runs runs.csv",
+        ),
+    ),
+    Verb(
+        "search",
+        "phalanx.cli.search:search",
+        "Find the best layout by measuring.",
+        (
+            "phalanx search run.yaml --cluster h200-x4 --devices 4 --measure 10 --write best.yaml --html search.html",
+            "phalanx search run.yaml --cluster frontier --devices 1024 --where slurm --storage study.log",
+            "phalanx search examples/gpt-175b.yaml --cluster frontier --devices 1024 --where simulated",
+        ),
+    ),
+    Verb(
         "verify",
         "phalanx.cli.verify:verify",
         "Prove that a layout equals one rank.",
@@ -104,6 +124,18 @@ VERBS = (
         "phalanx.cli.generate:generate",
         "Write text with a checkpoint.",
         ('phalanx generate runs/quickstart --prompt "def "',),
+    ),
+    Verb(
+        "forecast",
+        "phalanx.cli.forecast:forecast",
+        "Forecast weather and score it.",
+        ("phalanx forecast runs/climax-small --hours 120 --map geopotential_500",),
+    ),
+    Verb(
+        "errors",
+        "phalanx.cli.errors:errors",
+        "Errors of a materials model.",
+        ("phalanx errors runs/materials-xtb", "phalanx errors runs/materials-xtb --split validation --json"),
     ),
     Verb(
         "report",

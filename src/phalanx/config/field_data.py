@@ -135,6 +135,9 @@ class FieldData(Section):
         Words("hours, a list of hours, or a mapping with first, last and step"),
     ]
     """Hours from input to target; of several, each sample draws one at random."""
+    rollout_hours: PositiveInt | None = None
+    """Lead time of one step of a roll-out, for fine-tuning: every lead time is then made of such steps, each starting from
+    the one before, and the last one learns; null predicts every lead time in one step."""
     splits: Splits
     """Which times are for what."""
     gap_hours: Annotated[int, Field(ge=0)] | None = None

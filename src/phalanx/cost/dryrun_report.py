@@ -212,6 +212,8 @@ def group_axes(mesh: Mesh, world_size: int) -> dict[str, Axis]:
         axis: Axis = getattr(mesh, name)
         if axis.group is not None:
             found.setdefault(axis.group_name, axis)
+        for link in axis.links:
+            found.setdefault(link.group_name, axis)
     if mesh.world is not None:
         everyone = Axis("all ranks", 0, world_size, mesh.world, tuple(range(world_size)), mesh.world.group_name)
         found.setdefault(everyone.group_name, everyone)

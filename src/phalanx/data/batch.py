@@ -23,7 +23,7 @@ class Batch(Protocol):
         """A copy in pinned memory, from which an accelerator copies on its own."""
 
     def split(self, parts: int) -> Iterator[Self]:
-        """`parts` micro-batches, in order."""
+        """`parts` micro-batches, in order; or the number that the batch was planned with, the same on every rank."""
 
     def target_counts(self) -> Tensor:
         """How many targets each task has in these samples: [T], what the summed losses of `T` tasks are divided by."""

@@ -72,7 +72,8 @@ def shard_stage(
         if part.part.last:
             # Used last in forward and first in backward: freeing it between is waste.
             fully_shard(part.head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward and stage.one_unit)
+    # Of one unit too: its backward pass follows at once, so that freeing it between would cost a gather and save nothing.
+    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in _sharded(stage):
         module.set_gradient_divide_factor(1.0)
         # Plain sums: the pre-multiplied sum that FSDP2 would use instead does not exist in gloo.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -33,18 +34,35 @@ _LOCATIONS = 1
 """The dim of locations in [B, L, V, P]."""
 
 
+@dataclass(frozen=True)
+class RollOut:
+    """Forecasts made of several steps, each of which starts from the one before."""
+
+    hours: int
+    """Lead time of a step."""
+    most_steps: int
+    """Of the longest lead time."""
+
+
 class WeatherStage(Stage):
     """Fields in, hidden activations between stages, the summed loss of this rank's locations out."""
 
     loss_is_whole = False
 
-    def __init__(self, part: Forecaster, index: int, share: SequenceShare, seed: int) -> None:
+    def __init__(
+        self, part: Forecaster, index: int, share: SequenceShare, seed: int, rollout: RollOut | None = None
+    ) -> None:
         super().__init__(part, index, share, seed, part.config.n_tokens)
+        self.rollout = rollout
 
     def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Tensor) -> Tensor:
         """See `Stage`. x: fields [B, V, H, W] in the first stage. inputs: lead_hours_B, fields_BVHW for the last stage,
         and targets_BVHW; without these the last stage gives whole predicted fields [B, V, H, W] on every rank of `tp`."""
         positions = self.share.positions(self.length, x.device)
+        if self.rollout is not None:
+            x = self._before_last_step(x, inputs["lead_hours_B"], positions, self.rollout)
+            hours_B = torch.full_like(inputs["lead_hours_B"], self.rollout.hours)
+            inputs = {**inputs, "fields_BVHW": x, "lead_hours_B": hours_B}
         dropout = None
         if self.part.config.random_drops and self.step is not None:
             dropout = DropoutContext.of_step(self.seed, self.step, sample_indices_B, positions.rows_S)
@@ -52,11 +70,30 @@ class WeatherStage(Stage):
         if not self.part.part.last:
             return hidden
         targets, fields = inputs.get("targets_BVHW"), inputs["fields_BVHW"]
-        result: Tensor = self.part.head(hidden, targets, positions.rows_S, fields_BVHW=fields)
-        if targets is not None:
-            return result
+        if targets is None:
+            return self._fields(hidden, positions, fields)
+        loss: Tensor = self.part.head(hidden, targets, positions.rows_S, fields_BVHW=fields)
+        return loss
+
+    @torch.no_grad()
+    def _before_last_step(self, x: Tensor, lead_hours_B: Tensor, positions: Positions, rollout: RollOut) -> Tensor:
+        """The fields [B, V, H, W] from which one step leads to what is to be predicted, by forecasts without dropout.
+
+        As many steps on every rank, whatever its samples' lead times: a sharded model needs all ranks.
+        """
+        hours_B = torch.full_like(lead_hours_B, rollout.hours)
+        for done in range(1, rollout.most_steps):
+            hidden = self.part.hidden(x, positions, lead_hours_B=hours_B)
+            following = self.part.next_inputs(x, self._fields(hidden, positions, x))
+            goes_on_B = lead_hours_B > (done + 0.5) * rollout.hours
+            x = torch.where(goes_on_B[:, None, None, None], following, x)
+        return x
+
+    def _fields(self, hidden: Tensor, positions: Positions, fields_BVHW: Tensor) -> Tensor:
+        """Whole predicted fields [B, V, H, W]."""
+        patches = self.part.head(hidden, None, positions.rows_S, fields_BVHW=fields_BVHW)
         config = self.part.config
-        return fields_of(gather(result, self.share.tp, _LOCATIONS), config.n_lat, config.patch_size)
+        return fields_of(gather(patches, self.share.tp, _LOCATIONS), config.n_lat, config.patch_size)
 
     def example_input(self, samples: int) -> Tensor:
         """Fields."""
@@ -90,7 +127,11 @@ class WeatherLayout:
     def stage(self, building: Building, part: nn.Module, index: int) -> Stage:
         """Runs a part of the forecaster."""
         assert isinstance(part, Forecaster)
-        return WeatherStage(part, index, building.share, building.run.training.seed)
+        run: WeatherRun = building.run
+        step, rollout = run.data.rollout_hours, None
+        if step is not None:
+            rollout = RollOut(step, max(run.data.leads) // step)
+        return WeatherStage(part, index, building.share, run.training.seed, rollout)
 
     def example_batch(self, run: WeatherRun, samples: int, device: torch.device) -> FieldBatch:
         """Fields, targets, and a lead time for each sample."""

@@ -17,6 +17,11 @@ class Family(Protocol):
 
     axes: frozenset[str]
     """The degrees of parallelism that may be more than 1."""
+    position_unit: str
+    """What a position is, for a person who reads how many are trained on a second."""
+
+    vanishing: tuple[str, ...]
+    """Patterns of the parameters whose gradients are 0 by the laws of the model, and computed as rounding errors."""
 
     def positions(self, run: Any) -> SplitCount:
         """Positions of a sample in the residual stream, and the field that decides."""

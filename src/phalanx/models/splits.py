@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-SplitKind = Literal["column", "row", "lookup", "logits", "attention"]
+SplitKind = Literal["column", "part", "row", "lookup", "logits", "attention"]
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Split:
     """How a module's parameters are shared out, and what flows in and out of it.
 
     column: a `Linear` that keeps some of its output features; its input must be whole.
+    part: as column, where every rank has the whole input without being sent it.
     row: a `Linear` that keeps some of its input features; its outputs are summed over the ranks.
     lookup: a table that keeps some of its rows; lookups are summed over the ranks.
     logits: the output head, which keeps some rows of the vocabulary and computes the loss from them.

@@ -92,6 +92,11 @@ class Planner:
 
     def judge(self, task: Task) -> Judged:
         """Judge every legal layout. Raises ConfigError where none is legal; there may be none that fits."""
+        if task.run.layout.gather != "layer":
+            raise ConfigError(
+                f"layout.gather={task.run.layout.gather}: plans know gather=layer alone; phalanx dryrun counts what the other "
+                "takes"
+            )
         legal = self.legal(task)
         if not len(legal):
             raise ConfigError(self._why_nothing(task))

@@ -35,6 +35,7 @@ def run_charts(log: RunLog) -> RunCharts:
     positions = Positions(log.steps.astype(np.float64), tokens, seconds)
     charts = [
         _loss(log, positions),
+        _skill(log, positions),
         _learning_rate(log, positions),
         _gradient_norm(log, positions),
         _throughput(log, positions),
@@ -106,6 +107,7 @@ def readout(run: RunCharts) -> Readout:
 
 FORMATS: dict[str, Callable[[float], str]] = {
     "loss": number,
+    "skill": number,
     "lr": number,
     "grad-norm": number,
     "throughput": count,
@@ -124,7 +126,7 @@ def _shown_at(series: Series, steps: FloatArray, show: Callable[[float], str]) -
 def _loss(log: RunLog, positions: Positions) -> Chart:
     loss = log.columns["loss"]
     series = list(_with_average("train", "train", 1, positions, loss, average_label="train, smoothed"))
-    explanation = "Nats per token."
+    explanation = "Mean per target; of text, nats per token."
     if len(series) > 1:
         explanation += f" Smoothed: moving average with a half-life of up to {half_life(len(loss)):,} steps."
     # a step evaluated twice keeps its later evaluation
@@ -136,6 +138,26 @@ def _loss(log: RunLog, positions: Positions) -> Chart:
         series.append(_series("validation", "validation", 2, positions.at_steps(steps), values, look))
     spans = _nonfinite_spans(loss, positions)
     return Chart("loss", "Loss", "", explanation, tuple(series), nonfinite=spans, wide=True)
+
+
+def _skill(log: RunLog, positions: Positions) -> Chart | None:
+    """Of forecasts: the error saved at the shortest, the middle and the longest lead time of each evaluation."""
+    found = {event.step: event.fields.get("skill_by_lead_hours") for event in log.of_kind("evaluation")}
+    skills = {step: by_lead for step, by_lead in sorted(found.items()) if isinstance(by_lead, dict)}
+    leads = sorted({lead for by_lead in skills.values() for lead in by_lead if lead.isdecimal()}, key=int)
+    if not leads:
+        return None
+    at = positions.at_steps(np.asarray(list(skills), dtype=np.float64))
+    series = []
+    for colour, lead in enumerate(dict.fromkeys((leads[0], leads[len(leads) // 2], leads[-1])), 1):
+        values = [by_lead.get(lead) for by_lead in skills.values()]
+        numbers = np.asarray([v if isinstance(v, int | float) else math.nan for v in values], dtype=np.float64)
+        series.append(_series(f"skill-{lead}", f"{lead} h", colour, at, numbers, "dotted"))
+    explanation = (
+        "1 − RMSE / (the smaller RMSE of persistence and climatology) of held-out forecasts, mean over variables; "
+        "negative where these are better."
+    )
+    return Chart("skill", "Forecast skill", "", explanation, tuple(series), scales=("linear",))
 
 
 def _learning_rate(log: RunLog, positions: Positions) -> Chart:

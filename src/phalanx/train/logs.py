@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
+from phalanx.models.families import family_of
 from phalanx.train.metrics import StepMetrics
 
 
@@ -30,7 +31,9 @@ class Sink(Protocol):
 class ConsoleSink:
     """A progress bar on a terminal, plain lines elsewhere; everything on stderr."""
 
-    def __init__(self, *, total_steps: int, first_step: int, every: int) -> None:
+    def __init__(self, *, total_steps: int, first_step: int, every: int, unit: str = "tok") -> None:
+        """unit: what `StepMetrics.tokens` counts."""
+        self.unit = unit
         self.console = Console(stderr=True, highlight=False)
         self.total_steps = total_steps
         self.every = every
@@ -54,9 +57,9 @@ class ConsoleSink:
         self._seconds = last if self._seconds is None else 0.8 * self._seconds + 0.2 * last
         eta = format_duration(self._seconds * (self.total_steps - metrics.step))
         if self._progress is not None:
-            self._progress.update(self._task, completed=metrics.step, line=f"{_short(metrics)}  ETA {eta}")
+            self._progress.update(self._task, completed=metrics.step, line=f"{_short(metrics, self.unit)}  ETA {eta}")
         if metrics.step % self.every == 0 or metrics.step == self.total_steps:
-            line = f"step {metrics.step}/{self.total_steps}  {_long(metrics)}  ETA {eta}"
+            line = f"step {metrics.step}/{self.total_steps}  {_long(metrics, self.unit)}  ETA {eta}"
             if self._progress is None or self.every > 1:
                 self.note(line)
 
@@ -70,12 +73,12 @@ class ConsoleSink:
             self._progress.stop()
 
 
-def _short(m: StepMetrics) -> str:
-    return f"loss {m.loss:.3f}  {m.tokens_per_second:,.0f} tok/s"
+def _short(m: StepMetrics, unit: str) -> str:
+    return f"loss {m.loss:.3f}  {m.tokens_per_second:,.0f} {unit}/s"
 
 
-def _long(m: StepMetrics) -> str:
-    parts = [f"loss {m.loss:.4f}", f"grad {m.grad_norm:.3g}", f"lr {m.lr:.2e}", f"{m.tokens_per_second:,.0f} tok/s"]
+def _long(m: StepMetrics, unit: str) -> str:
+    parts = [f"loss {m.loss:.4f}", f"grad {m.grad_norm:.3g}", f"lr {m.lr:.2e}", f"{m.tokens_per_second:,.0f} {unit}/s"]
     parts.append(f"{m.model_tflops:.3g} TFLOP/s")
     shares = [
         f"{m.mfu:.1%} of nominal" if m.mfu is not None else "",
@@ -186,5 +189,6 @@ def open_sinks(run: Run, folder: Path, first_step: int) -> list[Sink]:
     if training.mlflow is not None:
         sinks.append(MlflowSink(run, folder))
     # The terminal last: its progress bar starts only when nothing can fail any more.
-    sinks.append(ConsoleSink(total_steps=training.steps, first_step=first_step, every=training.log_every))
+    unit = family_of(run).position_unit
+    sinks.append(ConsoleSink(total_steps=training.steps, first_step=first_step, every=training.log_every, unit=unit))
     return sinks

@@ -27,7 +27,8 @@ class StepMetrics:
     """2-norm of the gradient before clipping."""
     lr: float
     tokens: int
-    """Tokens (positions of the samples) trained on since the start of the run, this step included."""
+    """Tokens (positions of the samples) trained on since the start of the run, this step included. Of materials:
+    structures, by the mean size of a global batch where batches are cut at equal cost."""
     step_seconds: float
     """Wall time of the step with all its waiting: for data, and for the checkpoint taken since the step before."""
     tokens_per_second: float

@@ -15,6 +15,7 @@ from phalanx.layout.mesh import ONE_RANK, Groups, build_mesh
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.models.families import family_of
 from phalanx.verify.bound import Bound
 from phalanx.verify.compare import Check, compare, from_first
 from phalanx.verify.family import family_verification
@@ -88,7 +89,8 @@ class Verifier:
         mesh = build_mesh(layout, self.device, self._groups)
         mine = record(self.run, layout, mesh, self.device, steps=self.steps, activations=self.activations)
         optimizer = self.run.optimizer
-        checks = compare(mine, self.reference, self._bound(), optimizer.lr / optimizer.eps)
+        vanishing = family_of(self.run).vanishing
+        checks = compare(mine, self.reference, self._bound(), optimizer.lr / optimizer.eps, vanishing)
         return Verdict(str(layout), str(self._bound()), checks, from_first(time.perf_counter() - start))
 
     def _bound(self) -> Bound:

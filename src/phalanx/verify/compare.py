@@ -7,8 +7,9 @@ rank counts, so that a single wrong replica or shard shows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ class Check:
     """Module or parameter; empty for loss and norm."""
     step: int
     error: float
-    """2-norm of the difference over the 2-norm of the one-rank value, the largest of any rank's part."""
+    """2-norm of the difference over the 2-norm of the one-rank value (of gradients that vanish: over that of all gradients
+    of the parameter's module), the largest of any rank's part."""
     bound: float
 
     @property
@@ -51,17 +53,20 @@ class Check:
         return {**asdict(self), "error": error, "passed": self.passed}
 
 
-def compare(mine: Record, reference: Record | None, bound: Bound, update_gain: float) -> list[Check]:
+def compare(
+    mine: Record, reference: Record | None, bound: Bound, update_gain: float, vanishing: Sequence[str] = ()
+) -> list[Check]:
     """All checks, in the order in which a mistake would first show: forward, loss, then gradients back from the loss.
 
-    reference: on rank 0. update_gain: largest change of a parameter for a change of its gradient, in one step.
+    reference: on rank 0. update_gain: largest change of a parameter for a change of its gradient, in one step. vanishing:
+    patterns of the parameters whose gradients are 0 but for rounding.
     """
     checks = _activations(mine, reference, bound)
     for number, step in enumerate(mine.steps, 1):
         wanted = None if reference is None else reference.steps[number - 1]
         losses = _spread([step.loss, step.grad_norm], None if wanted is None else [wanted.loss, wanted.grad_norm])
         checks.append(Check("loss", "", number, losses[0], bound.loss))
-        errors = _tensors(step.gradients, None if wanted is None else wanted.gradients)
+        errors = _by_module(_tensors(step.gradients, None if wanted is None else wanted.gradients), vanishing)
         names = sorted(errors, key=lambda name: -layer_of(name, bound.layers))
         checks += [Check("gradient", n, number, errors[n].relative, bound.gradient(n)) for n in names]
         checks.append(Check("gradient norm", "", number, losses[1], bound.gradient("embedding")))
@@ -76,9 +81,15 @@ def compare(mine: Record, reference: Record | None, bound: Bound, update_gain: f
 
 @dataclass(frozen=True)
 class _Error:
-    relative: float
+    size: float
+    """2-norm of the difference, the largest of any rank's part."""
     norm: float
-    """2-norm of the one-rank tensor."""
+    """What it is measured by: 2-norm of the one-rank tensor, or of a module's."""
+
+    @property
+    def relative(self) -> float:
+        """The one over the other."""
+        return self.size / self.norm if self.norm else (0.0 if self.size == 0.0 else math.inf)
 
 
 def _activations(mine: Record, reference: Record | None, bound: Bound) -> list[Check]:
@@ -139,10 +150,22 @@ def _differences(
         errors[index] = difference(name, wanted)
         norms[index] = wanted.double().norm()
     _reduce(errors, "max")
-    return {
-        name: _Error(error / norm if norm else (0.0 if error == 0.0 else math.inf), norm)
-        for name, error, norm in zip(names, errors.tolist(), norms.tolist(), strict=True)
-    }
+    return {name: _Error(error, norm) for name, error, norm in zip(names, errors.tolist(), norms.tolist(), strict=True)}
+
+
+def _by_module(errors: dict[str, _Error], vanishing: Sequence[str]) -> dict[str, _Error]:
+    """The same errors, those of vanishing gradients measured by the gradients of all parameters of their module.
+
+    Such gradients are 0 by the laws of the model and consist of rounding errors alone, as that of a bias that is taken off
+    again where charges are made to add up. A module's matrix has the scale of what such sums were made of.
+    """
+    found = dict(errors)
+    for name, error in errors.items():
+        if any(fnmatchcase(name, pattern) for pattern in vanishing):
+            module = name.rpartition(".")[0]
+            beside = [other.norm for key, other in errors.items() if key.rpartition(".")[0] == module]
+            found[name] = _Error(error.size, math.hypot(*beside))
+    return found
 
 
 def _travel(names: list[str], whole: dict[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:

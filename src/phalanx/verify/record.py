@@ -55,7 +55,8 @@ class Record:
     """All steps of a layout."""
 
     activations: dict[str, list[Activation]]
-    """Behind the embedding and each block in the first step, by module name; empty where they were not asked for."""
+    """Behind the embedding and each block in the first step, by module name; empty where they were not asked for, and
+    where blocks do not give rows of samples."""
     steps: list[StepRecord]
     parameters: dict[str, Place]
     """After the last step, on the CPU."""
@@ -121,6 +122,8 @@ def _copied(place: Place) -> Place:
 
 def _watch(stage: Stage, seen: dict[str, list[Activation]], first: int, microbatch: int) -> list[Any]:
     part = stage.part
+    if not stage.rows_are_positions:
+        return []
     watched: dict[str, nn.Module] = {f"blocks.{number}": part.blocks[number] for number in part.blocks.numbers}
     if part.part.first:
         watched["embedding"] = part.embedding
@@ -133,6 +136,9 @@ def _watch(stage: Stage, seen: dict[str, list[Activation]], first: int, microbat
 def _keep(
     stage: Stage, seen: list[Activation], first: int, microbatch: int, _module: nn.Module, _inputs: Any, output: Tensor
 ) -> None:
+    if not torch.is_grad_enabled():
+        # A forecast that training starts from, not a part of it.
+        return
     length = output.shape[1] * stage.share.cp.size * stage.share.tp.size
     rows = stage.share.positions(length, torch.device("cpu")).rows_S
     # Micro-batches come in order in every schedule.

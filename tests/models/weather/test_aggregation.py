@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.config.weather import WeatherModel
 from phalanx.models.weather.aggregation import HierarchicalAggregation, PatchAggregation, TokenAggregation
-from phalanx.models.weather.variables import group_sizes
+from phalanx.models.weather.sizes import group_sizes
 from small_forecasters import SMALL, random_fields, random_forecaster, small
 
 WIDTH, HEADS = SMALL.d_model, SMALL.n_heads

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from phalanx.models.initial import Table
-from phalanx.models.weather.features import FEATURES, grid_table, sine, sine_table, wave_features
+from phalanx.models.weather.features import grid_table, sine, sine_table, wave_features
+from phalanx.models.weather.sizes import FEATURES
 from phalanx.models.weather.variables import pressure_level, take
 
 

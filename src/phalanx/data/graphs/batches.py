@@ -78,6 +78,8 @@ class GraphBatch:
     """Structures of each planned micro-batch, in order."""
     tasks: tuple[str, ...]
     """Fields that `target_counts` counts, in order."""
+    bounded: bool = False
+    """Whether the planned micro-batches keep to a budget of memory, so that no others will do."""
 
     def to(self, device: torch.device) -> GraphBatch:
         """The batch on `device`, copied without waiting when it lies in pinned memory."""
@@ -90,8 +92,12 @@ class GraphBatch:
         return replace(self, **pinned)
 
     def split(self, parts: int) -> Iterator[GraphBatch]:
-        """`parts` micro-batches, in order: the planned ones, or where another number is asked for, runs of equal size."""
-        counts = self.graphs_by_part if parts == len(self.graphs_by_part) else self._even_runs(parts)
+        """`parts` micro-batches, in order: the planned ones, or where another number is asked for, runs of equal size.
+
+        Those that keep to a budget are always the planned ones.
+        """
+        planned = self.bounded or parts == len(self.graphs_by_part)
+        counts = self.graphs_by_part if planned else self._even_runs(parts)
         first = 0
         for count in counts:
             yield self._run(first, first + count)

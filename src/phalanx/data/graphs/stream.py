@@ -6,6 +6,7 @@ step -> global batch (`order`) -> rank and micro-batch of each structure (`balan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -69,6 +70,7 @@ class GraphBatchStream:
         mine = mine[np.argsort(division.part[mine], kind="stable")]
         parts = np.bincount(division.part[mine], minlength=division.loads.shape[1])
         batch = self._collate(_chosen(found, mine), parts.tolist())
+        batch = replace(batch, bounded=self._budget is not None)
         return batch.pinned() if self.pin_memory else batch
 
     def division(self, step: int) -> Division:

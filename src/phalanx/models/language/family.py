@@ -13,6 +13,8 @@ class LanguageFamily:
     """See `models.family.Family`."""
 
     axes = frozenset(("dp_replicate", "dp_shard", "tp", "cp", "pp"))
+    vanishing: tuple[str, ...] = ()
+    position_unit = "tok"
 
     def positions(self, run: LanguageRun) -> SplitCount:
         """Tokens."""

@@ -1,6 +1,6 @@
 """Errors of predictions in physical units, as sums with counts: what batches and ranks give adds up to the whole.
 
-Unlike losses they know no weights and no scales: an energy counts per atom, a property in its data set's own unit.
+Unlike losses they know no weights and no scales: an energy counts per atom, a property is taken as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Quantity:
     label: str
     """Field of `Labels`."""
     unit: str
-    """Empty for properties, whose units the data set chooses."""
+    """Empty for properties, which are in eV, A and e, whatever they are."""
     column: int | None = None
     """Column of the label; None takes all components alike."""
 

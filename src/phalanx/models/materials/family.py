@@ -17,6 +17,8 @@ class MaterialsFamily:
 
     axes = frozenset(("dp_replicate", "dp_shard"))
     """Matrices are small and structures many: data parallelism alone, with all that ZeRO and FSDP share out."""
+    vanishing = ("head.charges.copies.*.bias", "head.dipole.copies.*.bias")
+    """What the last one adds to all atoms of a structure is taken off again, and has no dipole."""
     position_unit = "structures"
 
     def positions(self, run: MaterialsRun) -> SplitCount:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from phalanx.config.weather import WeatherModel
 from phalanx.models.language.layers import Linear
-from phalanx.models.weather.variables import group_sizes
+from phalanx.models.weather.sizes import group_sizes
 
 
 class _Aggregation(nn.Module):

@@ -49,12 +49,17 @@ def tensor_splits(config: WeatherModel) -> Splits:
     """How modules may be split over tensor-parallel ranks; see `models.splits`.
 
     Hidden layers of the head are split in pairs, one by its outputs and the next by its inputs; an odd last one stays whole.
-    The embedding stays whole: each rank computes its own locations, and locations need nothing of one another.
+    Aggregation of variables is split by heads: every rank is given whole fields, of which it computes the scores and values
+    of its heads, and the output's sums are scattered to locations. The rest of embedding and head is small and stays whole:
+    each rank computes its own locations.
     """
     head: Splits = []
     for first in range(0, config.decoder_depth - 1, 2):
         head += [(f"head.layers.{first}", Split("column")), (f"head.layers.{first + 1}", Split("row"))]
+    heads = "embedding.aggregation.groups" if config.aggregation == "hierarchical" else "embedding.aggregation"
     return [
+        *((f"{heads}.{name}", Split("part", config.head_size)) for name in ("query", "key", "value")),
+        (f"{heads}.output", Split("row", config.head_size)),
         ("blocks.*.attention", Split("attention")),
         ("blocks.*.attention.qkv", Split("column", 3 * config.head_size)),
         ("blocks.*.attention.output", Split("row", config.head_size)),

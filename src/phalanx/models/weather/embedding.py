@@ -10,8 +10,9 @@ from phalanx.counter_random import CounterDropout, DropoutContext
 from phalanx.models.language.layers import Linear
 from phalanx.models.language.positions import Positions
 from phalanx.models.weather.aggregation import build_aggregation
-from phalanx.models.weather.features import FEATURES, wave_features
+from phalanx.models.weather.features import wave_features
 from phalanx.models.weather.grid import patch_places, patches_of
+from phalanx.models.weather.sizes import FEATURES
 from phalanx.models.weather.variables import input_places, pressure_level, take
 
 LEAD_HOURS = 1.0, 1000.0

@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-FEATURES = 32
-"""Wavelengths of a Fourier expansion; each gives a sine and a cosine."""
+from phalanx.models.weather.sizes import FEATURES
 
 
 def wave_features(x: Tensor, shortest: float, longest: float, count: int = FEATURES) -> Tensor:

@@ -13,6 +13,7 @@ from phalanx.models.weather.block import Blocks, path_factors
 from phalanx.models.weather.embedding import FieldEmbedding
 from phalanx.models.weather.grid import fields_of
 from phalanx.models.weather.head import FieldHead
+from phalanx.models.weather.variables import outputs_among_inputs
 
 
 class Forecaster(nn.Module):
@@ -80,7 +81,7 @@ class Forecaster(nn.Module):
 
     def predict(self, x_BSD: Tensor, *, fields_BVHW: Tensor | None = None) -> Tensor:
         """Predicted fields [B, V, H, W] of `config.output_names`, in at least float32, from activations of all rows."""
-        patches_BLVP = self.head.states(x_BSD, fields_BVHW=fields_BVHW)
+        patches_BLVP = self.head(x_BSD, None, fields_BVHW=fields_BVHW)
         return fields_of(patches_BLVP, self.config.n_lat, self.config.patch_size)
 
     @torch.no_grad()
@@ -88,6 +89,15 @@ class Forecaster(nn.Module):
         """Fields [B, V, H, W] of `config.output_names` predicted for `lead_hours_B` hours on; dropout is off."""
         hidden = self.hidden(fields_BVHW, self.all_positions(fields_BVHW.device), lead_hours_B=lead_hours_B)
         return self.predict(hidden, fields_BVHW=fields_BVHW)
+
+    def next_inputs(self, fields_BVHW: Tensor, predicted_BVHW: Tensor) -> Tensor:
+        """What the next step of a roll-out starts from: inputs with the predicted fields in them, all others as they are."""
+        places = outputs_among_inputs(self.config)
+        following = fields_BVHW.clone()
+        # Exactly the mean is how points without a value look: there they stay as they are.
+        before = fields_BVHW[:, places]
+        following[:, places] = torch.where(before == 0.0, before, predicted_BVHW.to(fields_BVHW.dtype))
+        return following
 
     def all_positions(self, device: torch.device) -> Positions:
         """All tokens of a sample."""

@@ -45,17 +45,22 @@ class FieldHead(nn.Module):
         self.output = PatchOutput(config)
 
     def forward(
-        self, x_BSD: Tensor, targets_BVHW: Tensor, rows_S: Tensor | None = None, *, fields_BVHW: Tensor | None = None
+        self,
+        x_BSD: Tensor,
+        targets_BVHW: Tensor | None,
+        rows_S: Tensor | None = None,
+        *,
+        fields_BVHW: Tensor | None = None,
     ) -> Tensor:
-        """Summed loss [1] of these rows' patches.
+        """Summed loss [1] of these rows' patches; without targets the predicted fields, see `states`.
 
         x: tokens behind the last block, of the rows `rows_S` of every sample (whole locations; None means all). targets:
         [B, V, H, W] of `config.output_names`, whole fields, NaN where there is none. fields: the inputs, needed where the
         model predicts changes.
         """
-        predicted_BLVP = self.patches(x_BSD)
-        if self.config.prediction == "change":
-            predicted_BLVP = self._added(predicted_BLVP, fields_BVHW, rows_S)
+        predicted_BLVP = self.states(x_BSD, rows_S, fields_BVHW=fields_BVHW)
+        if targets_BVHW is None:
+            return predicted_BLVP
         size = self.config.patch_size
         targets_BLVP = self._located(patches_of(targets_BVHW, size), rows_S, 1)
         row_H = row_weights(self.config, x_BSD.device)

@@ -20,7 +20,8 @@ def squared_error_sum(
     weighted = error.square() * weight_LP[:, None].to(dtype)
     if weight_V is not None:
         weighted = weighted * weight_V[:, None].to(dtype)
-    return weighted.sum()[None]
+    # Not a view: results that others may change in place must own their memory.
+    return torch.stack((weighted.sum(),))
 
 
 def target_counts(targets_BVHW: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """How large a forecaster is and what a sample costs, in closed form from its description alone.
 
-Exact for `phalanx.models.weather.forecaster`; a test compares the two.
+Exact for `phalanx.models.weather.forecaster`; a test compares the two. Needs no torch.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Literal
 
 from phalanx.config.weather import WeatherModel
-from phalanx.models.weather.features import FEATURES
-from phalanx.models.weather.variables import group_sizes
 
 FlopsConvention = Literal["needed", "published"]
+FEATURES = 32
+"""Wavelengths of a Fourier expansion; each gives a sine and a cosine."""
 
 
 def parameter_count(model: WeatherModel) -> int:
@@ -134,3 +134,9 @@ def _block_matrix_parameters(model: WeatherModel) -> int:
 def _pixels_of_a_patch(model: WeatherModel) -> int:
     """What the head gives for one location: every variable the model knows."""
     return len(model.variables) * model.patch_size**2
+
+
+def group_sizes(variables: int, groups: int) -> list[int]:
+    """How many consecutive variables each group gets; the first groups have one more where it does not divide."""
+    each, more = divmod(variables, groups)
+    return [each + (group < more) for group in range(groups)]

@@ -38,9 +38,3 @@ def pressure_level(name: str) -> int | None:
     """Pressure in hPa that ends a variable's name (`temperature_850`); None for variables of the surface."""
     match = re.search(r"_(\d+)$", name)
     return int(match[1]) if match else None
-
-
-def group_sizes(variables: int, groups: int) -> list[int]:
-    """How many consecutive variables each group gets; the first groups have one more where it does not divide."""
-    each, more = divmod(variables, groups)
-    return [each + (group < more) for group in range(groups)]

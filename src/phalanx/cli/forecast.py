@@ -1,0 +1,91 @@
+"""`phalanx forecast`: roll a weather model out over a split and score it against persistence and climatology."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from phalanx.cli.arguments import Json, Overrides
+from phalanx.cli.console import output, print_json
+from phalanx.cli.inference import Device, progress_bar
+from phalanx.cluster.device import choose_device
+from phalanx.evaluate.forecast import Forecasts, LoadedForecaster, forecast_split, load_forecaster
+from phalanx.evaluate.forecast_table import skill_in_words
+from phalanx.files import write_atomically
+from phalanx.report.forecast_page import render_forecasts
+from phalanx.report.text import number
+
+
+def forecast(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Run directory (its newest whole checkpoint), or one checkpoint.")
+    ],
+    overrides: Overrides = None,
+    hours: Annotated[int, typer.Option(min=1, help="Longest lead time to forecast and score.")] = 72,
+    split: Annotated[Literal["test", "validation", "train"], typer.Option(help="Which part of the data.")] = "test",
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="HOURS", help="Roll out in steps of this lead time; by default the fewest steps that do."
+        ),
+    ] = None,
+    starts: Annotated[
+        int | None, typer.Option(min=1, help="Forecast from this many inputs, spread over the split; by default all.")
+    ] = None,
+    shown: Annotated[
+        list[str] | None, typer.Option("--map", metavar="VARIABLE", help="Variable to show as maps; may be repeated.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to write the page; by default forecast.html in RUN_DIR.")
+    ] = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Forecast from every time of a split, score all lead times, and write a page with curves and maps.
+
+    Scores follow WeatherBench 2: area-weighted RMSE and anomaly correlation by variable and lead time, beside persistence
+    and climatology. A checkpoint of any layout will do.
+    """
+    loaded = load_forecaster(checkpoint, choose_device(device), overrides or [])
+    begin = time.perf_counter()
+    with progress_bar() as bar:
+        task = bar.add_task(split)
+        found = forecast_split(
+            loaded,
+            hours=hours,
+            split=split,
+            step_hours=step,
+            starts=starts,
+            mapped=shown or (),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    page = html or (checkpoint if (checkpoint / "checkpoints").is_dir() else Path()) / "forecast.html"
+    write_atomically(page, render_forecasts(loaded, found))
+    if as_json:
+        seconds = time.perf_counter() - begin
+        about = {"checkpoint": str(loaded.where), "step": loaded.step, "report": str(page), "seconds": seconds}
+        print_json({**about, **found.as_dict()})
+    else:
+        _print_scores(loaded, found, page)
+
+
+def _print_scores(loaded: LoadedForecaster, found: Forecasts, page: Path) -> None:
+    console = output()
+    console.print(f"{loaded.where} on the {found.split} split: {found.starts:,} starts")
+    console.print(
+        f"  {'variable':<28}{'hours':>6}{'RMSE':>12}{'persistence':>13}{'climatology':>13}{'saved':>8}{'ACC':>8}"
+    )
+    for row in found.rows:
+        usual = "-" if row.climatology_rmse is None else number(row.climatology_rmse)
+        acc = "-" if row.acc is None else f"{row.acc:.3f}"
+        console.print(
+            f"  {row.variable:<28}{row.lead_hours:>6}{number(row.rmse):>12}{number(row.persistence_rmse):>13}{usual:>13}"
+            f"{row.skill:>+8.0%}{acc:>8}"
+        )
+    if found.without_climatology is not None:
+        console.print(f"  no climatology: {found.without_climatology}")
+    console.print(skill_in_words(found.rows))
+    console.print(str(page))

@@ -1,0 +1,108 @@
+"""A trained network of the materials family, ready to predict, from wherever its checkpoint lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from phalanx.config.families import MaterialsRun
+from phalanx.config.load import parse_run
+from phalanx.data.graphs.manifest import Split
+from phalanx.data.graphs.shards import open_prepared
+from phalanx.errors import CheckpointError, ConfigError, DataError
+from phalanx.layout.apply import apply_layout
+from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.execute import Executor
+from phalanx.layout.mesh import ONE_RANK
+from phalanx.layout.precision import PRECISIONS
+from phalanx.layout.resolve import resolve_layout
+from phalanx.models.materials.network import MaterialsNetwork
+from phalanx.train.checkpoint import CheckpointStore, read_state, read_tensors
+from phalanx.train.checkpoint.names import Checkpoint
+from phalanx.train.materials import GraphErrors, GraphEvaluator, columns_of
+from phalanx.train.start import load_weights
+
+_PREFIX = "model."
+
+
+@dataclass(frozen=True)
+class LoadedNetwork:
+    """A network on one device, in evaluation mode."""
+
+    model: MaterialsNetwork
+    run: MaterialsRun
+    where: Path
+    """The checkpoint."""
+    step: int
+    """Optimizer steps it was trained for."""
+
+    def branch(self, name: str | None) -> int:
+        """Number of the branch called `name`, or of the only one. Raises ConfigError where there is no such."""
+        names = [branch.name for branch in self.run.model.branches]
+        if name is None and len(names) == 1:
+            return 0
+        if name not in names:
+            asked = "no branch is named" if name is None else f"there is no branch {name}"
+            raise ConfigError(f"{self.where}: {asked}; choose one of {', '.join(names)}")
+        return names.index(name)
+
+
+def load_network(path: Path, device: torch.device, dtype: torch.dtype | None = None) -> LoadedNetwork:
+    """The newest whole checkpoint of a run directory, or one checkpoint, whatever layout wrote it.
+
+    dtype: format of activations; by default that of the run, but float32 for a run in bfloat16, whose forces are too rough
+    to move atoms by. Raises CheckpointError where there is no sound checkpoint of a materials model.
+    """
+    newest, run = _open(path)
+    if dtype is None:
+        dtype = torch.promote_types(PRECISIONS[run.layout.precision], torch.float32)
+    with torch.device("meta"):
+        model = MaterialsNetwork(run.model, dtype=dtype).to(dtype)
+    model.to_empty(device=device)
+    stored = read_tensors(newest.path, _PREFIX)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            tensor = stored.get(_PREFIX + name)
+            if tensor is None or tensor.shape != parameter.shape:
+                found = "is missing" if tensor is None else f"is {list(tensor.shape)}"
+                raise CheckpointError(f"{newest.path}: {name} {found}, but should be {list(parameter.shape)}")
+            parameter.copy_(tensor)
+    return LoadedNetwork(model.eval().requires_grad_(False), run, newest.path, newest.step)
+
+
+def split_errors(
+    path: Path, split: Split, device: torch.device, *, samples: int | None = None, overrides: Sequence[str] = ()
+) -> tuple[Path, GraphErrors]:
+    """The checkpoint that was found at `path`, and its errors on a split of the prepared data of its run.
+
+    samples: structures to take, spread evenly over the split; None takes all. overrides: fields of its run file to change.
+
+    Raises CheckpointError as `load_network` does, DataError where data are not prepared or the split is empty.
+    """
+    newest, run = _open(path, overrides)
+    alone = {"dp_replicate": 1, "dp_shard": 1, "zero": 3, "reshard_after_forward": "auto"}
+    run = run.model_copy(update={"layout": run.layout.model_copy(update=alone)})
+    training, sources = open_prepared(run.data, "train"), open_prepared(run.data, split)
+    if not any(len(source) for source in sources):
+        raise DataError(
+            f"the {split} split in {run.data.prepared} is empty; prepare with data.{split}_fraction above 0"
+        )
+    applied = apply_layout(run, resolve_layout(run, 1), ONE_RANK, device, AttentionChoice("sdpa"), fill=False)
+    load_weights(newest.path, applied)
+    applied.refresh()
+    evaluator = GraphEvaluator(run, sources, columns_of(run, training), device, samples)
+    return newest.path, evaluator.errors(Executor(applied))
+
+
+def _open(path: Path, overrides: Sequence[str] = ()) -> tuple[Checkpoint, MaterialsRun]:
+    newest = CheckpointStore.open(path).newest()
+    if newest is None:
+        raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
+    state = read_state(newest.path)
+    run = parse_run(str(state.get("run")), f"{newest.path}/state.json: run", overrides)
+    if not isinstance(run, MaterialsRun):
+        raise CheckpointError(f"{newest.path} is of model.family={run.model.family}; a materials model is needed")
+    return newest, run

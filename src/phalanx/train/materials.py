@@ -1,0 +1,233 @@
+"""What a materials run reads, and its evaluation: errors on held-out structures, by data set and in physical units."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.config.families import MaterialsRun
+from phalanx.data.graphs.balance import Division, divide, divide_within, in_turn
+from phalanx.data.graphs.balance_report import report, step_balance
+from phalanx.data.graphs.batches import Collator, Columns, GraphBatch
+from phalanx.data.graphs.cost import CostModel
+from phalanx.data.graphs.order import Located
+from phalanx.data.graphs.shards import PreparedSource, open_prepared
+from phalanx.data.graphs.stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.errors import DataError
+from phalanx.files import write_atomically
+from phalanx.layout.execute import Executor
+from phalanx.layout.mesh import Mesh
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.models.materials.errors import SUMS, quantities
+from phalanx.models.materials.losses import tasks
+from phalanx.train.inputs import Finding, Inputs, Verification
+
+BALANCE = "balance.json"
+"""File of a run directory that says how evenly ranks share the work."""
+_BALANCED_STEPS = 100
+
+
+@dataclass(frozen=True)
+class GraphInputs(Inputs):
+    """Opened structures of a run."""
+
+    graphs: GraphBatchStream | None = None
+    """The stream, of a run on several ranks."""
+
+    def write(self, run_dir: Path) -> None:
+        """How evenly the first steps are shared out, by the cost model; beside it, structures dealt out by number alone."""
+        if self.graphs is None:
+            return
+        order, ranks, steps = self.graphs.order, self.graphs.ranks, range(1, _BALANCED_STEPS + 1)
+        costs = [order.cost.whole(found.atoms, found.edges) for found in map(order.batch, steps)]
+        content = {
+            "ranks": ranks,
+            "cost": asdict(order.cost),
+            "by_cost": report(step_balance(self.graphs.division(step)) for step in steps).as_dict(),
+            "by_number": report(step_balance(in_turn(cost, ranks, 1)) for cost in costs).as_dict(),
+        }
+        write_atomically(run_dir / BALANCE, json.dumps(content, indent=1) + "\n")
+
+
+def open_inputs(run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
+    """See `train.inputs.open_inputs`."""
+    training = open_prepared(run.data, "train")
+    _require_elements(run, training)
+    columns = columns_of(run, training)
+    stream = GraphBatchStream(
+        graph_order(training, run.data, seed=run.training.seed, global_batch=layout.global_batch),
+        columns,
+        parts=layout.accumulation,
+        budget=run.data.microbatch_cost,
+        oversized_alone=run.data.oversized == "alone",
+        rank=mesh.data_rank,
+        ranks=layout.data_ranks,
+        prefetch=run.data.prefetch,
+        pin_memory=device.type != "cpu",
+    )
+    evaluator = GraphEvaluator(run, open_prepared(run.data, "validation"), columns, device, run.evaluation.samples)
+    verification = Verification(training if run.data.verify and first else [])
+    return GraphInputs(stream, evaluator, verification, graphs=stream if layout.data_ranks > 1 else None)
+
+
+def columns_of(run: MaterialsRun, sources: Sequence[PreparedSource]) -> Columns:
+    """What batches must hold for this model."""
+    model = run.model
+    return graph_columns(
+        sources,
+        tasks=[task.label for task in tasks(model)],
+        properties=model.properties.names if model.properties else [],
+        atom_properties=model.atom_properties.names if model.atom_properties else [],
+    )
+
+
+def _require_elements(run: MaterialsRun, sources: Sequence[PreparedSource]) -> None:
+    for source in sources:
+        heaviest = max(source.manifest.statistics.elements)
+        if heaviest > run.model.max_atomic_number:
+            raise DataError(
+                f"{source.path} has atomic number {heaviest}, model.max_atomic_number={run.model.max_atomic_number} is "
+                f"less; set model.max_atomic_number={heaviest} or more"
+            )
+
+
+@dataclass(frozen=True)
+class ErrorRow:
+    """Errors of one quantity over one data set."""
+
+    source: str
+    quantity: str
+    unit: str
+    """Energies count per atom; empty for properties, which are in eV, A and e, whatever they are."""
+    mae: float
+    rmse: float
+    numbers: int
+    """How many numbers these are means of: three a force, nine a stress."""
+
+    @property
+    def errors_in_words(self) -> str:
+        """Both errors with their unit."""
+        scale, unit = (1.0, self.unit) if not self.unit.startswith("eV") else (1e3, f"m{self.unit}")
+        return f"MAE {self.mae * scale:.4g} RMSE {self.rmse * scale:.4g} {unit}".rstrip()
+
+    def __str__(self) -> str:
+        return f"{self.source} {self.quantity} {self.errors_in_words}"
+
+
+@dataclass(frozen=True)
+class GraphErrors:
+    """What an evaluation found."""
+
+    loss: float
+    """As the training loss: summed over tasks."""
+    structures: int
+    rows: list[ErrorRow]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {"loss": self.loss, "structures": self.structures, "errors": [asdict(row) for row in self.rows]}
+
+
+@dataclass(frozen=True)
+class GraphEvaluator:
+    """Predicts the same held-out structures again and again."""
+
+    run: MaterialsRun
+    sources: list[PreparedSource]
+    """One split of each source, in the order of `data.sources`."""
+    columns: Columns
+    device: torch.device
+    samples: int | None
+    """Structures an evaluation reads over all sources, spread evenly over each; None for all."""
+
+    def evaluate(self, executor: Executor) -> list[Finding]:
+        """The loss as in training, and errors of every quantity that a data set has labels of."""
+        if not any(len(source) for source in self.sources):
+            return []
+        errors = self.errors(executor)
+        words = f"held-out loss {errors.loss:.5g}; {'; '.join(map(str, errors.rows))}"
+        return [Finding("evaluation", errors.as_dict(), words)]
+
+    def errors(self, executor: Executor) -> GraphErrors:
+        """The same, over at least one structure. Every rank calls it."""
+        sums, counts, structures = self._sums(executor)
+        size = len(tasks(self.run.model))
+        losses, errors = sums[:size], sums[size:].view(len(self.sources), -1, SUMS)
+        return GraphErrors(float((losses / counts.clamp(min=1)).sum()), structures, self._rows(errors))
+
+    def _sums(self, executor: Executor) -> tuple[Tensor, Tensor, int]:
+        """Losses and errors over all ranks, counts of targets, and the number of structures."""
+        mesh, found = executor.mesh, self._chosen()
+        division = self._division(found, executor.layout)
+        mine = np.flatnonzero(division.rank == mesh.data_rank)
+        mine = mine[np.argsort(division.part[mine], kind="stable")]
+        parts = np.bincount(division.part[mine], minlength=division.loads.shape[1]).tolist()
+        size = len(tasks(self.run.model))
+        sums = torch.zeros(
+            size + len(self.sources) * len(quantities(self.run.model)) * SUMS, dtype=torch.float64, device=self.device
+        )
+        counts = torch.zeros(size, dtype=torch.float64, device=self.device)
+        start = 0
+        # Every rank has the same number of micro-batches: a sharded model needs all ranks in each.
+        for count in parts:
+            rows = mine[start : start + count]
+            start += count
+            batch = self._read(Located(*(part[rows] for part in vars(found).values())))
+            x, inputs = batch.inputs()
+            result = executor.infer(x, {**inputs, "measured_sources": len(self.sources)}, batch.sample_indices)
+            assert result is not None
+            sums += result
+            counts += batch.target_counts()
+        if mesh.world is not None:
+            dist.all_reduce(sums, group=mesh.world)
+            dist.all_reduce(counts, group=mesh.world)
+        return sums, counts, len(found.numbers)
+
+    def _chosen(self) -> Located:
+        """Structures spread evenly over each source, as many of each as its share of all."""
+        total = sum(len(source) for source in self.sources)
+        parts: list[Located] = []
+        first = 0
+        for number, source in enumerate(self.sources):
+            wanted = total if self.samples is None else max(1, self.samples * len(source) // total)
+            count = min(len(source), wanted)
+            item = np.unique(np.linspace(0, max(len(source) - 1, 0), count).round().astype(np.int64))
+            atoms, edges = source.sizes(item)
+            parts.append(Located(first + item, np.full_like(item, number), item, atoms, edges))
+            first += len(source)
+        return Located(*(np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])))
+
+    def _division(self, found: Located, layout: ResolvedLayout) -> Division:
+        data = self.run.data
+        model = CostModel(data.cost.node, data.cost.edge, data.cost.graph)
+        costs = model.whole(found.atoms, found.edges)
+        if data.microbatch_cost is not None:
+            return divide_within(costs, layout.data_ranks, costs, int(data.microbatch_cost / model.unit))
+        return divide(costs, layout.data_ranks, -(-len(costs) // (layout.data_ranks * layout.microbatch)))
+
+    def _read(self, found: Located) -> GraphBatch:
+        batch = Collator(self.sources, self.columns)(found, (len(found.numbers),))
+        heaviest = int(batch.species_N.max()) if len(batch.species_N) else 0
+        if heaviest > self.run.model.max_atomic_number:
+            raise DataError(
+                f"a held-out structure has atomic number {heaviest}, model.max_atomic_number="
+                f"{self.run.model.max_atomic_number} is less; set model.max_atomic_number={heaviest} or more"
+            )
+        return batch.to(self.device)
+
+    def _rows(self, errors: Tensor) -> list[ErrorRow]:
+        rows = []
+        for source, table in zip(self.run.data.sources, errors.tolist(), strict=True):
+            for quantity, (absolute, squared, numbers) in zip(quantities(self.run.model), table, strict=True):
+                if numbers:
+                    mae, rmse = absolute / numbers, (squared / numbers) ** 0.5
+                    rows.append(ErrorRow(source.name, quantity.name, quantity.unit, mae, rmse, int(numbers)))
+        return rows

@@ -1,0 +1,71 @@
+"""`phalanx data prepare-graphs` and `prepare-fields` as a person calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+from materials_runs import write_materials_run
+from phalanx.config.load import load_run
+from phalanx.data.fields.field_set import FieldSet
+from weather_runs import write_weather_run
+
+if TYPE_CHECKING:
+    from conftest import Call
+
+
+def test_structures_are_prepared_and_the_units_that_fit_them_said(call: Call, tmp_path: Path) -> None:
+    run_file = write_materials_run(tmp_path, structures=40)
+    done = call("data", "prepare-graphs", str(run_file), "--workers", "1")
+    assert done.code == 0, done.err
+    title, words, *snippet = done.out.splitlines()
+    assert title.startswith(f"{tmp_path}/prepared/toy: 40 structures (train ")
+    assert words == "units that fit the training split, for the run file:"
+    fitting = yaml.safe_load("\n".join(snippet))["model"]
+    (branch,) = fitting["branches"]
+    assert branch["name"] == "toy" and 1 < fitting["mean_neighbors"] < 15
+    # Energies are those of elements, 2 eV for each proton, and what the toy force field adds.
+    for element in ("1", "6", "8"):
+        assert branch["reference_energies"][element] == pytest.approx(-2.0 * int(element), abs=1.0)
+    # What it said is legal, and makes the same run file sound.
+    run = load_run(run_file)
+    assert type(run).model_validate({**run.model_dump(), "model": {**run.model.model_dump(), **fitting}})
+    again = call("data", "prepare-graphs", str(run_file), "--json")
+    facts = json.loads(again.out)
+    assert again.code == 0
+    assert facts["model"] == fitting and facts["sources"]["toy"]["totals"]["structures"] == 40
+
+
+def test_fields_are_prepared_and_read_as_the_files_were(call: Call, tmp_path: Path) -> None:
+    run_file = write_weather_run(tmp_path, steps=240)
+    done = call("data", "prepare-fields", str(run_file), "--out", str(tmp_path / "prepared"), "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out) == {"sources": [str(tmp_path / "prepared")]}
+    before = load_run(run_file)
+    after = load_run(run_file, [f"data.sources=[{tmp_path / 'prepared'}]"])
+    statistics = [FieldSet(run.data).statistics for run in (before, after)]  # type: ignore[arg-type]
+    assert statistics[0] == statistics[1]
+    twice = call("data", "prepare-fields", str(run_file), "--out", str(tmp_path / "prepared"))
+    assert (twice.code, twice.err) == (
+        1,
+        f"error: {tmp_path}/prepared is already there; remove it or name another folder\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("verb", "wanted", "write"),
+    [
+        ("prepare-graphs", "materials", write_weather_run),
+        ("prepare-fields", "weather", write_materials_run),
+    ],
+)
+def test_a_run_of_another_family_is_refused(call: Call, tmp_path: Path, verb: str, wanted: str, write: object) -> None:
+    run_file = write(tmp_path)  # type: ignore[operator]
+    out = ["--out", str(tmp_path / "out")] if verb == "prepare-fields" else []
+    done = call("data", verb, str(run_file), *out)
+    assert done.code == 2
+    assert done.err.endswith(f"; {verb} takes runs of family {wanted}\n")

@@ -1,0 +1,60 @@
+"""`phalanx errors` as a person calls it: the numbers are those that training's own evaluation wrote down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from materials_runs import write_materials_run
+from phalanx.config.load import load_run
+from phalanx.data.graphs.prepare import prepare_graphs
+from phalanx.train.start import train
+
+if TYPE_CHECKING:
+    from conftest import Call
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("errors")
+    run = load_run(write_materials_run(folder, structures=40), ["training.steps=1", "evaluation.samples=1000"])
+    prepare_graphs(run.data, workers=1)  # type: ignore[arg-type]
+    train(run, folder / "run")
+    return folder / "run"
+
+
+def test_errors_are_those_of_the_evaluation_in_training(call: Call, run_dir: Path) -> None:
+    done = call("errors", str(run_dir), "--split", "validation", "--device", "cpu", "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    wanted = next(event for event in events if event["kind"] == "evaluation")
+    assert found["structures"] == wanted["structures"] > 3
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+    for row, expected in zip(found["errors"], wanted["errors"], strict=True):
+        assert row == {**expected, "mae": pytest.approx(expected["mae"]), "rmse": pytest.approx(expected["rmse"])}
+
+
+def test_a_person_reads_units(call: Call, run_dir: Path) -> None:
+    done = call("errors", str(run_dir), "--device", "cpu", "--samples", "3")
+    title, energy, forces, charges = done.out.splitlines()
+    assert title.startswith(f"{run_dir}/checkpoints/step-00000001 on the test split: 3 structures, loss ")
+    assert energy.startswith("  toy energy ") and energy.endswith(" meV/atom")
+    assert forces.startswith("  toy forces ") and forces.endswith(" meV/A")
+    assert charges.startswith("  toy charges ") and charges.endswith(" e")
+
+
+def test_an_empty_split_is_refused(call: Call, run_dir: Path) -> None:
+    folder = run_dir.parent / "no-test"
+    run_file = write_materials_run(folder, {"data.test_fraction": 0.0}, structures=20)
+    prepare_graphs(load_run(run_file).data, workers=1)  # type: ignore[arg-type]
+    sources = json.dumps([source.model_dump() for source in load_run(run_file).data.sources])  # type: ignore[attr-defined]
+    words = [f"data.prepared={folder}/prepared", "data.test_fraction=0.0", f"data.sources={sources}"]
+    done = call("errors", str(run_dir), *words, "--device", "cpu")
+    assert done.code == 1
+    assert done.err == (
+        f"error: the test split in {folder}/prepared is empty; prepare with data.test_fraction above 0\n"
+    )

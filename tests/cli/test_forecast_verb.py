@@ -1,0 +1,64 @@
+"""`phalanx forecast` as a person calls it, on a run that was really trained."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from phalanx.cli.main import run
+from weather_runs import write_weather_run
+
+if TYPE_CHECKING:
+    from conftest import Call
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("forecast")
+    run_file = write_weather_run(folder)
+    assert run(["train", str(run_file), "--run-dir", str(folder / "run"), "training.steps=2"]) == 0
+    return folder / "run"
+
+
+def test_scores_come_as_json_and_as_a_page_that_loads_nothing(call: Call, trained: Path) -> None:
+    done = call("forecast", str(trained), "--hours", "48", "--starts", "5", "--json", "--device", "cpu")
+    assert done.code == 0, done.err
+    facts = json.loads(done.out)
+    assert (facts["step"], facts["split"], facts["starts"]) == (2, "test", 5)
+    assert facts["steps_hours"]["48"] == [24, 24]
+    assert {(s["variable"], s["lead_hours"]) for s in facts["scores"]} == {
+        (name, lead) for name in ("z500", "t850", "u10") for lead in range(6, 49, 6)
+    }
+    page = Path(facts["report"])
+    assert page == trained / "forecast.html"
+    text = page.read_text()
+    # Three variables at three lead times, each as forecast, truth and error.
+    assert len(re.findall('<img src="data:image/png;base64,', text)) == 3 * 3 * 3
+    assert text.count("<polyline") == 3 * (3 + 2)
+    assert not re.search(r'(src|href)="(?!data:)', text) and "<script" not in text
+
+
+def test_a_table_and_the_skill_are_printed(call: Call, trained: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    done = call("forecast", str(trained), "--hours", "12", "--html", str(page), "--map", "u10", "--device", "cpu")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert sum(line.startswith("  z500") for line in lines) == 2
+    assert lines[-2].startswith("error saved over the better of persistence and climatology: 6 h ")
+    assert lines[-1] == str(page) and "u10, 12 h from 2000-" in page.read_text()
+
+
+def test_the_report_of_the_run_shows_its_skill(call: Call, trained: Path) -> None:
+    assert call("report", str(trained)).code == 0
+    page = (trained / "report.html").read_text()
+    assert "Forecast skill" in page and all(f"{lead} h" in page for lead in (6, 12, 24))
+
+
+def test_other_hours_and_folders_are_refused(call: Call, trained: Path, tmp_path: Path) -> None:
+    done = call("forecast", str(trained), "--hours", "7", "--device", "cpu")
+    assert done.code == 2 and "do not reach it" in done.err
+    assert call("forecast", str(tmp_path), "--device", "cpu").code == 1

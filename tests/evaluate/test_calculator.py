@@ -1,0 +1,140 @@
+"""The ASE calculator: dynamics conserve energy, and its numbers are those of the stage that trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from materials_runs import write_materials_run
+from phalanx.config.families import MaterialsRun
+from phalanx.config.load import load_run
+from phalanx.data.graphs.prepare import prepare_graphs
+from phalanx.data.graphs.shards import open_prepared
+from phalanx.data.graphs.stream import GraphBatchStream, graph_order
+from phalanx.errors import CheckpointError, ConfigError, DataError
+from phalanx.train.materials import columns_of
+from phalanx.train.start import train
+
+ase = pytest.importorskip("ase")
+from ase.calculators.calculator import PropertyNotImplementedError  # noqa: E402
+from ase.md.verlet import VelocityVerlet  # noqa: E402
+from ase.optimize import BFGS  # noqa: E402
+from ase.units import fs, kB  # noqa: E402
+
+from phalanx.evaluate.calculator import PhalanxCalculator  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network hardly trained, so next to random."""
+    folder = tmp_path_factory.mktemp("calculator")
+    run_file = write_materials_run(folder, structures=30)
+    run = load_run(run_file, ["training.steps=2"])
+    assert isinstance(run, MaterialsRun)
+    prepare_graphs(run.data, workers=1)
+    train(run, folder / "run")
+    return folder / "run"
+
+
+def crystal() -> ase.Atoms:
+    """Eight atoms in a cell smaller than the cutoff."""
+    draw = np.random.default_rng(5)
+    grid = np.stack(np.meshgrid(*[np.arange(2)] * 3, indexing="ij"), -1).reshape(-1, 3) * 1.4
+    cell = np.eye(3) * 2.8 + draw.uniform(-0.1, 0.1, (3, 3))
+    return ase.Atoms("C4O4", positions=grid + draw.uniform(-0.1, 0.1, grid.shape), cell=cell, pbc=True)
+
+
+def test_numbers_are_those_of_the_stage(run_dir: Path) -> None:
+    run = load_run(run_dir)
+    assert isinstance(run, MaterialsRun)
+    sources = open_prepared(run.data, "train")
+    order = graph_order(sources, run.data, seed=1, global_batch=4)
+    batch = GraphBatchStream(order, columns_of(run, sources), prefetch=0).batch(1)
+    calculator = PhalanxCalculator(run_dir, device="cpu")
+    x, inputs = batch.inputs()
+    labels = set(batch.tasks)
+    seen = {name: value for name, value in inputs.items() if name not in labels}
+    with torch.no_grad():
+        predicted = calculator.network.model.predict(x, **seen)
+    assert predicted.energy_G is not None and predicted.forces_N3 is not None and predicted.charges_N is not None
+    for graph in range(len(batch.atoms)):
+        rows = batch.graph_N == graph
+        atoms = ase.Atoms(x[rows].numpy(), positions=batch.positions_N3[rows].numpy(), calculator=calculator)
+        assert atoms.get_potential_energy() == pytest.approx(float(predicted.energy_G[graph]), abs=1e-4)
+        np.testing.assert_allclose(atoms.get_forces(), predicted.forces_N3[rows].numpy(), atol=1e-4)
+        np.testing.assert_allclose(atoms.get_charges(), predicted.charges_N[rows].numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("periodic", [False, True])
+def test_dynamics_conserve_energy(run_dir: Path, periodic: bool) -> None:
+    atoms = crystal()
+    atoms.pbc = periodic
+    atoms.calc = PhalanxCalculator(run_dir, device="cpu", precision="fp64")
+    thermal = np.sqrt(300.0 * kB * atoms.get_masses())[:, None]
+    atoms.set_momenta(thermal * np.random.default_rng(0).normal(size=(8, 3)))
+
+    def energies(step_fs: float, steps: int) -> tuple[float, float]:
+        """Largest change of the total energy, and of the potential energy alone."""
+        moved = atoms.copy()
+        moved.calc = atoms.calc
+        total, potential = [], []
+        dynamics = VelocityVerlet(moved, step_fs * fs)
+        for _ in dynamics.irun(steps):
+            total.append(moved.get_total_energy())
+            potential.append(moved.get_potential_energy())
+        return float(np.ptp(total)), float(np.ptp(potential))
+
+    coarse, exchanged = energies(0.5, 40)
+    fine, _ = energies(0.25, 80)
+    assert exchanged > 1e-3
+    assert coarse < 0.02 * exchanged
+    # Verlet's error falls with the square of the time step where forces belong to an energy.
+    assert fine < 0.35 * coarse
+
+
+def test_stress_is_the_derivative_of_the_energy_by_strain(run_dir: Path) -> None:
+    atoms = crystal()
+    atoms.calc = PhalanxCalculator(run_dir, device="cpu", precision="fp64")
+    stress = atoms.get_stress(voigt=False)
+    for row, column in ((0, 0), (1, 2)):
+        values = []
+        for step in (1e-4, -1e-4):
+            strain = np.eye(3)
+            strain[row, column] += step / 2
+            strain[column, row] += step / 2
+            moved = atoms.copy()
+            moved.set_cell(atoms.cell.array @ strain, scale_atoms=True)
+            moved.calc = atoms.calc
+            values.append(moved.get_potential_energy())
+        expected = (values[0] - values[1]) / 2e-4 / atoms.get_volume()
+        assert stress[row, column] == pytest.approx(expected, rel=1e-4, abs=1e-8)
+
+
+def test_relaxation_lowers_the_energy(run_dir: Path) -> None:
+    atoms = crystal()
+    atoms.calc = PhalanxCalculator(run_dir, device="cpu")
+    before, pull = atoms.get_potential_energy(), np.abs(atoms.get_forces()).max()
+    BFGS(atoms, logfile=None).run(fmax=0.0, steps=5)
+    assert atoms.get_potential_energy() < before
+    assert pull > 0.0
+
+
+def test_a_lone_atom_has_its_own_energy_and_no_force(run_dir: Path) -> None:
+    atoms = ase.Atoms("O", calculator=PhalanxCalculator(run_dir, device="cpu"))
+    assert np.isfinite(atoms.get_potential_energy())
+    assert not atoms.get_forces().any()
+
+
+def test_what_cannot_be_computed_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    calculator = PhalanxCalculator(run_dir, device="cpu")
+    with pytest.raises(PropertyNotImplementedError, match="periodic in all three"):
+        ase.Atoms("CO", [(0, 0, 0), (0, 0, 1.1)], calculator=calculator).get_stress()
+    with pytest.raises(DataError, match=r"atomic number 79; the model of .* knows elements up to 8"):
+        ase.Atoms("Au", calculator=calculator).get_potential_energy()
+    with pytest.raises(ConfigError, match="there is no branch gold; choose one of toy"):
+        PhalanxCalculator(run_dir, branch="gold")
+    with pytest.raises(CheckpointError, match=r"holds no whole checkpoint|not a folder"):
+        PhalanxCalculator(tmp_path)

@@ -1,0 +1,90 @@
+"""A materials run small enough for a test: molecules of a toy force field with energies, forces and charges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+CUTOFF = 3.0
+SECTIONS: dict[str, dict[str, Any]] = {
+    "model": {
+        "family": "materials",
+        "body": "painn",
+        "n_layers": 2,
+        "d_model": 16,
+        "n_radial": 6,
+        "cutoff": CUTOFF,
+        "max_atomic_number": 8,
+        "mean_neighbors": 5.0,
+        "energy": {"force_weight": 1.0, "weight": 1.0},
+        "charges": {"weight": 0.5},
+    },
+    "data": {"cutoff": CUTOFF, "validation_fraction": 0.2, "test_fraction": 0.1},
+    "layout": {"global_batch": 8, "microbatch": 2, "precision": "fp32"},
+    "optimizer": {"lr": 0.005, "schedule": "constant", "weight_decay": 0.0},
+    "training": {"steps": 6, "tensorboard": False},
+    "evaluation": {"samples": 12},
+}
+_REACH = 2.5
+"""Angstrom at which the toy force field's pairs end."""
+
+
+def toy_energy(positions_N3: np.ndarray, species_N: np.ndarray) -> tuple[float, np.ndarray]:
+    """Energy (eV) and forces (eV/A) of pairs that repel each other, the heavier the more, smoothly up to 2.5 A."""
+    difference = positions_N3[:, None] - positions_N3[None]
+    distance = np.linalg.norm(difference, axis=-1) + 10.0 * np.eye(len(positions_N3))
+    strength = 0.01 * species_N[:, None] * species_N[None]
+    gap = np.maximum(_REACH - distance, 0.0)
+    forces = (3.0 * strength * gap**2 / distance)[..., None] * difference
+    return 0.5 * float((strength * gap**3).sum()), forces.sum(axis=1)
+
+
+def write_molecules(path: Path, structures: int, seed: int = 0) -> None:
+    """Molecules of 2 to 10 atoms with labels in ragged arrays."""
+    random = np.random.default_rng(seed)
+    grid = np.stack(np.meshgrid(*[np.arange(3)] * 3, indexing="ij"), -1).reshape(-1, 3) * 1.5
+    species, positions, energies, forces, starts = [], [], [], [], [0]
+    for count in random.integers(2, 11, structures):
+        kinds = random.choice([1, 6, 8], count)
+        places = (grid[:count] + random.uniform(-0.2, 0.2, (count, 3))).astype("f4")
+        energy, pull = toy_energy(places.astype("f8"), kinds)
+        species.append(kinds.astype(np.uint8))
+        positions.append(places)
+        energies.append(energy - 2.0 * kinds.sum())
+        forces.append(pull.astype("f4"))
+        starts.append(starts[-1] + int(count))
+    charges = np.concatenate([kinds - kinds.mean() for kinds in species]).astype("f4") / 10.0
+    np.savez(
+        path,
+        ptr=np.array(starts),
+        z=np.concatenate(species),
+        pos=np.concatenate(positions),
+        energy=np.array(energies),
+        forces=np.concatenate(forces),
+        charges=charges,
+    )
+
+
+def write_materials_run(folder: Path, changes: dict[str, Any] | None = None, *, structures: int = 80) -> Path:
+    """A run file in `folder` and the structures it reads, not prepared yet; `changes` replace `section.field`s."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "molecules.npz"
+    if not data.exists():
+        write_molecules(data, structures)
+    sections = {name: dict(fields) for name, fields in SECTIONS.items()}
+    labels = {"energy": "eV", "forces": "eV/A", "charges": "e"}
+    sections["data"] |= {
+        "sources": [{"name": "toy", "path": str(data), "labels": labels, "check_units": False}],
+        "prepared": str(folder / "prepared"),
+    }
+    branch = {"name": "toy", "reference_energies": {"1": -2.0, "6": -12.0, "8": -16.0}, "energy_scale": 0.5}
+    sections["model"]["branches"] = [branch]
+    for name, value in (changes or {}).items():
+        section, field = name.split(".")
+        sections[section][field] = value
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    return path

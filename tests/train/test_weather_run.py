@@ -1,0 +1,100 @@
+"""A weather run through several layouts: its losses and held-out scores are those of one rank, to the bit in one layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.config.families import WeatherRun
+from phalanx.config.load import load_run
+from phalanx.data.fields.field_set import FieldSet
+from phalanx.errors import DataError
+from phalanx.train.weather import require_grid
+from weather_runs import write_weather_run
+
+LAYOUTS = [
+    (4, "layout.tp=2", "layout.dp_shard=2"),
+    (4, "layout.dp_shard=4"),
+    (2, "layout.pp=2", "layout.dp_shard=1"),
+]
+STEPS = 2
+"""In each layout."""
+
+
+def train(run_file: Path, run_dir: Path, steps: int, ranks: int, *words: str) -> tuple[list[Any], list[Any]]:
+    """Train up to `steps`; returns losses and gradient norms, and the events of evaluations."""
+    command = [sys.executable, "-m", "phalanx", "train", str(run_file), "--run-dir", str(run_dir)]
+    command += [*(["--nproc", str(ranks)] if ranks > 1 else []), f"training.steps={steps}", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [(row["loss"], row["grad_norm"]) for row in rows], [e for e in events if e["kind"] == "evaluation"]
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_weather_run(tmp_path_factory.mktemp("weather"))
+
+
+@pytest.fixture(scope="module")
+def straight(run_file: Path) -> tuple[list[Any], list[Any]]:
+    return train(run_file, run_file.parent / "straight", STEPS * len(LAYOUTS), 1, f"evaluation.every={STEPS}")
+
+
+def test_a_checkpoint_is_bound_to_no_layout(run_file: Path, straight: tuple[list[Any], list[Any]]) -> None:
+    run_dir = run_file.parent / "matrix"
+    for number, (ranks, *words) in enumerate(LAYOUTS, 1):
+        losses, evaluations = train(run_file, run_dir, STEPS * number, ranks, *words)
+    for (loss, norm), (expected_loss, expected_norm) in zip(losses, straight[0], strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+    assert len(evaluations) == len(LAYOUTS)
+    for found, expected in zip(evaluations, straight[1], strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert found["forecasts"] == expected["forecasts"] == 10
+        for score, wanted in zip(found["scores"], expected["scores"], strict=True):
+            assert score.pop("variable") == wanted["variable"]
+            assert score == pytest.approx({k: v for k, v in wanted.items() if k != "variable"}, rel=1e-4, abs=1e-4)
+
+
+def test_the_same_layout_goes_on_to_the_same_bits(run_file: Path, straight: tuple[list[Any], list[Any]]) -> None:
+    run_dir = run_file.parent / "parts"
+    train(run_file, run_dir, 3, 1)
+    assert train(run_file, run_dir, STEPS * len(LAYOUTS), 1)[0] == straight[0]
+
+
+def test_evaluation_scores_every_variable_and_lead_time(straight: tuple[list[Any], list[Any]]) -> None:
+    scores = straight[1][-1]["scores"]
+    assert {(s["variable"], s["lead_hours"]) for s in scores} == {
+        (name, lead) for name in ("z500", "t850", "u10") for lead in (6, 12, 24)
+    }
+    for score in scores:
+        # Of four starts, the last has no truth beyond 6 hours.
+        assert score["forecasts"] == (4 if score["lead_hours"] == 6 else 3)
+        # In metres squared per second squared, not in standard deviations.
+        assert score["variable"] != "z500" or 50 < score["persistence_rmse"] < 5000
+        assert score["persistence_rmse"] > 0 and score["climatology_rmse"] > 0 and -1 <= score["acc"] <= 1
+        best = min(score["persistence_rmse"], score["climatology_rmse"])
+        assert score["skill"] == pytest.approx(1 - score["rmse"] / best)
+
+
+def test_data_on_another_grid_are_refused(run_file: Path) -> None:
+    run = load_run(run_file, ["model.n_lat=8"])
+    assert isinstance(run, WeatherRun)
+    grid = FieldSet(run.data).grid
+    with pytest.raises(DataError, match=r"but the data have 6 x 8 points; set model.n_lat=6 model.n_lon=8"):
+        require_grid(run, grid)
+    turned = load_run(run_file, ["model.first_latitude=75", "model.last_latitude=-75"])
+    assert isinstance(turned, WeatherRun)
+    with pytest.raises(DataError, match=r"set model.first_latitude=-75 model.last_latitude=75"):
+        require_grid(turned, grid)
+    require_grid(load_run(run_file), grid)  # type: ignore[arg-type]
