@@ -94,8 +94,7 @@ class Planner:
         """Judge every legal layout. Raises ConfigError where none is legal; there may be none that fits."""
         if task.run.layout.gather != "layer":
             raise ConfigError(
-                f"layout.gather={task.run.layout.gather}: plans know gather=layer alone; phalanx dryrun counts what the other "
-                "takes"
+                f"layout.gather={task.run.layout.gather}: plans know gather=layer alone; phalanx dryrun knows both"
             )
         legal = self.legal(task)
         if not len(legal):
