@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -30,39 +31,18 @@ class Reader(Protocol[BatchT_co]):
         """The samples with these global numbers, int64 [n], in order."""
 
 
-class ReadAheadStream(Generic[BatchT]):
-    """This rank's share of each global batch, step after step, read ahead in the background."""
+class SteppedStream(ABC, Generic[BatchT]):
+    """This rank's batches, step after step, read ahead in the background."""
 
-    def __init__(
-        self,
-        reader: Reader[BatchT],
-        *,
-        global_batch: int,
-        rank: int = 0,
-        ranks: int = 1,
-        prefetch: int = 2,
-        pin_memory: bool = False,
-    ) -> None:
-        """Rank `rank` of `ranks` takes a contiguous part of each batch of `global_batch` samples.
-
-        prefetch: batches kept ready; 0 reads in the caller's thread.
-        """
-        assert global_batch % ranks == 0
-        self.global_batch = global_batch
-        self.share = global_batch // ranks
-        self.offset = rank * self.share
+    def __init__(self, prefetch: int) -> None:
+        """prefetch: batches kept ready; 0 reads in the caller's thread."""
         self.prefetch = prefetch
-        self.pin_memory = pin_memory
-        self.fingerprint = f"{reader.fingerprint}/{global_batch}"
-        self._reader = reader
         self._step = 0
         self._ahead: ReadAhead[BatchT] | None = None
 
+    @abstractmethod
     def batch(self, step: int) -> BatchT:
         """This rank's samples of optimizer step `step`, counted from 1."""
-        first = (step - 1) * self.global_batch + self.offset
-        batch = self._reader.read(np.arange(first, first + self.share, dtype=np.int64))
-        return batch.pinned() if self.pin_memory else batch
 
     def seek(self, step: int) -> None:
         """Go on after `step`, the last step already done."""
@@ -83,6 +63,39 @@ class ReadAheadStream(Generic[BatchT]):
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
+
+
+class ReadAheadStream(SteppedStream[BatchT]):
+    """Global batches of as many samples each, of which every rank has an equal share."""
+
+    def __init__(
+        self,
+        reader: Reader[BatchT],
+        *,
+        global_batch: int,
+        rank: int = 0,
+        ranks: int = 1,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        """Rank `rank` of `ranks` takes a contiguous part of each batch of `global_batch` samples.
+
+        prefetch: batches kept ready; 0 reads in the caller's thread.
+        """
+        super().__init__(prefetch)
+        assert global_batch % ranks == 0
+        self.global_batch = global_batch
+        self.share = global_batch // ranks
+        self.offset = rank * self.share
+        self.pin_memory = pin_memory
+        self.fingerprint = f"{reader.fingerprint}/{global_batch}"
+        self._reader = reader
+
+    def batch(self, step: int) -> BatchT:
+        """This rank's samples of optimizer step `step`, counted from 1."""
+        first = (step - 1) * self.global_batch + self.offset
+        batch = self._reader.read(np.arange(first, first + self.share, dtype=np.int64))
+        return batch.pinned() if self.pin_memory else batch
 
 
 class ReadAhead(Generic[BatchT]):

@@ -17,11 +17,11 @@ from phalanx.data.graphs.cost import CostModel
 from phalanx.data.graphs.order import GraphOrder, Located
 from phalanx.data.graphs.ragged import Int64Array
 from phalanx.data.graphs.shards import PreparedSource
-from phalanx.data.stream import ReadAhead
+from phalanx.data.stream import SteppedStream
 from phalanx.errors import ConfigError, DataError
 
 
-class GraphBatchStream:
+class GraphBatchStream(SteppedStream[GraphBatch]):
     """This rank's share of each global batch, step after step, read ahead in the background."""
 
     def __init__(
@@ -45,19 +45,17 @@ class GraphBatchStream:
 
         Raises DataError for a structure above the budget, naming it, unless that is allowed.
         """
+        super().__init__(prefetch)
         assert 0 <= rank < ranks and parts >= 1
         self.order = order
         self.parts = parts
         self.rank = rank
         self.ranks = ranks
-        self.prefetch = prefetch
         self.pin_memory = pin_memory
         self.fingerprint = order.fingerprint
         self._collate = Collator(order.sources, columns)
         self._shares = order.cost
         self._budget = budget
-        self._step = 0
-        self._ahead: ReadAhead[GraphBatch] | None = None
         if budget is not None and not oversized_alone:
             for source in order.sources:
                 _check_budget(source, order.cost, budget)
@@ -84,26 +82,6 @@ class GraphBatchStream:
         """
         self.seek(self._step)
         self._shares = costs
-
-    def seek(self, step: int) -> None:
-        """Go on after `step`, the last step already done."""
-        self.close()
-        self._step = step
-
-    def next(self) -> GraphBatch:
-        """The batch of the next step. Raises what reading it raised."""
-        self._step += 1
-        if self.prefetch == 0:
-            return self.batch(self._step)
-        if self._ahead is None:
-            self._ahead = ReadAhead(self.batch, self._step, self.prefetch)
-        return self._ahead.next()
-
-    def close(self) -> None:
-        """Stop reading ahead."""
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
 
     def _divide(self, found: Located) -> Division:
         costs = self._shares.whole(found.atoms, found.edges)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import queue
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from phalanx.data.language.sources import Int64Array, TokenSource
 from phalanx.data.order import ORDER_VERSION, EpochShuffle, Mixture, stable_key
+from phalanx.data.stream import ReadAheadStream
 from phalanx.errors import DataError
 from phalanx.models.language.loss import IGNORED
 
@@ -165,92 +164,5 @@ class SampleReader:
             )
 
 
-class TokenBatchStream:
-    """This rank's share of each global batch, step after step, read ahead in the background."""
-
-    def __init__(
-        self,
-        reader: SampleReader,
-        *,
-        global_batch: int,
-        rank: int = 0,
-        ranks: int = 1,
-        prefetch: int = 2,
-        pin_memory: bool = False,
-    ) -> None:
-        """Rank `rank` of `ranks` takes a contiguous part of each batch of `global_batch` samples."""
-        assert global_batch % ranks == 0
-        self.reader = reader
-        self.global_batch = global_batch
-        self.share = global_batch // ranks
-        self.offset = rank * self.share
-        self.prefetch = prefetch
-        self.pin_memory = pin_memory
-        self.fingerprint = f"{reader.fingerprint}/{global_batch}"
-        self._step = 0
-        self._ahead: _ReadAhead | None = None
-
-    def batch(self, step: int) -> TokenBatch:
-        """This rank's samples of optimizer step `step`, counted from 1."""
-        first = (step - 1) * self.global_batch + self.offset
-        batch = self.reader.read(np.arange(first, first + self.share, dtype=np.int64))
-        return batch.pinned() if self.pin_memory else batch
-
-    def seek(self, step: int) -> None:
-        """Go on after `step`, the last step already done."""
-        self.close()
-        self._step = step
-
-    def next(self) -> TokenBatch:
-        """The batch of the next step. Raises what reading it raised."""
-        self._step += 1
-        if self.prefetch == 0:
-            return self.batch(self._step)
-        if self._ahead is None:
-            self._ahead = _ReadAhead(self, self._step, self.prefetch)
-        return self._ahead.next()
-
-    def close(self) -> None:
-        """Stop reading ahead."""
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
-
-
-class _ReadAhead:
-    """A thread that keeps the next few batches ready."""
-
-    def __init__(self, stream: TokenBatchStream, first_step: int, depth: int) -> None:
-        self._stream = stream
-        self._ready: queue.Queue[TokenBatch | BaseException] = queue.Queue(depth)
-        self._stopped = threading.Event()
-        self._failure: BaseException | None = None  # the thread ended with it, so every later batch fails alike
-        self._thread = threading.Thread(target=self._run, args=(first_step,), name="read-ahead", daemon=True)
-        self._thread.start()
-
-    def next(self) -> TokenBatch:
-        item = self._failure or self._ready.get()
-        if isinstance(item, BaseException):
-            self._failure = item
-            raise item
-        return item
-
-    def close(self) -> None:
-        self._stopped.set()
-        while self._thread.is_alive():
-            # Makes room, in case the thread waits to put a batch.
-            while not self._ready.empty():
-                self._ready.get_nowait()
-            self._thread.join(0.01)
-
-    def _run(self, step: int) -> None:
-        item: TokenBatch | BaseException
-        while not self._stopped.is_set():
-            try:
-                item = self._stream.batch(step)
-            except Exception as error:
-                item = error
-            self._ready.put(item)
-            if isinstance(item, BaseException):
-                return
-            step += 1
+class TokenBatchStream(ReadAheadStream[TokenBatch]):
+    """This rank's share of each global batch of text, step after step, read ahead in the background."""

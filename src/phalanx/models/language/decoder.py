@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from phalanx.config.model import LanguageModel
 from phalanx.counter_random import CounterDropout, DropoutContext
+from phalanx.models.blocks import NumberedBlocks
 from phalanx.models.language.attention import (
     Attention,
     AttentionKernel,
@@ -138,28 +138,6 @@ class OutputHead(nn.Module):
         return weight
 
 
-class Blocks(nn.Module):
-    """Consecutive blocks under their numbers in the whole model, so that parameter names do not depend on the part."""
-
-    def __init__(self, config: LanguageModel, numbers: range) -> None:
-        super().__init__()
-        self.numbers = numbers
-        for number in numbers:
-            self.add_module(str(number), Block(config))
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __iter__(self) -> Iterator[Block]:
-        return (self[number] for number in self.numbers)
-
-    def __getitem__(self, number: int) -> Block:
-        """The block with this number in the whole model."""
-        block = self._modules[str(number)]
-        assert isinstance(block, Block)
-        return block
-
-
 class Decoder(nn.Module):
     """GPT-2/3, MPT or Llama 3, as `config` describes it; the whole of it or one part.
 
@@ -184,7 +162,7 @@ class Decoder(nn.Module):
         self.attention_context: ContextBuilder = attention_context
         if part.first:
             self.embedding = TokenEmbedding(config, dtype)
-        self.blocks = Blocks(config, part.blocks)
+        self.blocks = NumberedBlocks(lambda number: Block(config), part.blocks)
         if part.last:
             self.head = OutputHead(config, chunk_tokens=chunk_tokens, z_loss=z_loss, owns_weight=not self._tied_here())
 

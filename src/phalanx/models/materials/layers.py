@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -73,27 +72,6 @@ class Constant:
         if type(placed) is Tensor:
             self._placed[key] = placed
         return placed
-
-
-class NumberedBlocks(nn.Module, Generic[Block]):
-    """Consecutive blocks under their numbers in the whole model, so that parameter names do not depend on the part."""
-
-    def __init__(self, make: Callable[[int], Block], numbers: range) -> None:
-        super().__init__()
-        self.numbers = numbers
-        for number in numbers:
-            self.add_module(str(number), make(number))
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __iter__(self) -> Iterator[Block]:
-        return (self[number] for number in self.numbers)
-
-    def __getitem__(self, number: int) -> Block:
-        """The block with this number in the whole model."""
-        block: Block = self._modules[str(number)]  # type: ignore[assignment]
-        return block
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

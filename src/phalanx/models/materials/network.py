@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.materials import MaterialsModel
+from phalanx.models.blocks import NumberedBlocks
 from phalanx.models.materials.attention import InvariantAttention
 from phalanx.models.materials.bodies import body_of
 from phalanx.models.materials.geometry import Geometry, edge_geometry, edge_vectors
 from phalanx.models.materials.heads import Heads, atoms_by_graph, sum_by_graph
-from phalanx.models.materials.layers import Atoms, NumberedBlocks
+from phalanx.models.materials.layers import Atoms
 from phalanx.models.materials.losses import Labels, Predictions, summed_losses
 from phalanx.models.materials.units import BranchUnits
 from phalanx.models.splits import ModelPart

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -87,28 +87,6 @@ class Block(nn.Module):
 
 def _scaled(branch_BSD: Tensor, kept_2B: Tensor | None, branch: int) -> Tensor:
     return branch_BSD if kept_2B is None else branch_BSD * kept_2B[branch, :, None, None].to(branch_BSD.dtype)
-
-
-class Blocks(nn.Module):
-    """Consecutive blocks under their numbers in the whole model, so that parameter names do not depend on the part."""
-
-    def __init__(self, config: WeatherModel, numbers: range) -> None:
-        super().__init__()
-        self.numbers = numbers
-        for number in numbers:
-            self.add_module(str(number), Block(config))
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __iter__(self) -> Iterator[Block]:
-        return (self[number] for number in self.numbers)
-
-    def __getitem__(self, number: int) -> Block:
-        """The block with this number in the whole model."""
-        block = self._modules[str(number)]
-        assert isinstance(block, Block)
-        return block
 
 
 def path_factors(config: WeatherModel, layer: int, dropout: DropoutContext | None) -> Tensor | None:

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from phalanx.config.weather import WeatherModel
 from phalanx.counter_random import DropoutContext
+from phalanx.models.blocks import NumberedBlocks
 from phalanx.models.language.positions import Positions
 from phalanx.models.splits import ModelPart
-from phalanx.models.weather.block import Blocks, path_factors
+from phalanx.models.weather.block import Block, path_factors
 from phalanx.models.weather.embedding import FieldEmbedding
 from phalanx.models.weather.grid import fields_of
 from phalanx.models.weather.head import FieldHead
@@ -31,7 +32,7 @@ class Forecaster(nn.Module):
         self.dtype = dtype
         if part.first:
             self.embedding = FieldEmbedding(config, dtype)
-        self.blocks = Blocks(config, part.blocks)
+        self.blocks = NumberedBlocks(lambda number: Block(config), part.blocks)
         if part.last:
             self.head = FieldHead(config)
 
