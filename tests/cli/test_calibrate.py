@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,31 +59,33 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
+@contextmanager
 def full_disk() -> Iterator[None]:
-    """No file of this process may grow beyond a kilobyte."""
+    """No file of this process may grow beyond a kilobyte: for a moment, since that of the test's own output is one too."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, ignored)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
 def test_a_full_disk_is_found_before_anything_is_measured(
-    call: Call, here: Path, full_disk: None, monkeypatch: pytest.MonkeyPatch
+    call: Call, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verb, "measure", None)
-    outcome = call("calibrate", "--device", "cpu", "--out", str(here / "mine.yaml"))
+    with full_disk():
+        outcome = call("calibrate", "--device", "cpu", "--out", str(here / "mine.yaml"))
     assert outcome.code == 2 and "cannot write" in outcome.err and "--out" in outcome.err
     assert list(here.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_meanwhile_loses_nothing(
-    call: Call, here: Path, full_disk: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_meanwhile_loses_nothing(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verb, "_check_writable", lambda _path: None)
-    outcome = call("calibrate", "--device", "cpu")
+    with full_disk():
+        outcome = call("calibrate", "--device", "cpu")
     assert outcome.code == 1 and "the profile stands above" in outcome.err
     assert "matmul_flop_s:" in outcome.err and "operations:" in outcome.err
     assert list(here.iterdir()) == []
