@@ -100,11 +100,12 @@ def _run_rank(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s or 1800.0),
         )
-        result = work(*arguments)
-        dist.destroy_process_group()
-        _send(connection, True, result)
+        _send(connection, True, work(*arguments))
     except BaseException:
         _send(connection, False, traceback.format_exc())
+    else:
+        # The others may still be connecting to this rank: it stays until all have answered and the caller ends it.
+        connection.poll(None)
 
 
 def _send(connection: Connection, succeeded: bool, value: Any) -> None:

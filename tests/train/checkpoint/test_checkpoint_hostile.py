@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ import pytest
 import torch
 
 from phalanx.train.checkpoint import CheckpointDamaged, CheckpointStore, read_state, read_tensors
-from phalanx.train.checkpoint.manifest import checksum
+from phalanx.train.checkpoint import manifest as checkpoint_manifest
+from phalanx.train.checkpoint.manifest import Chunk, checksum
 
 DATA = "rank-00000-000.safetensors"
-MAX_CPU_SECONDS = 1.0
 MAX_GROWTH = 100 << 20
 
 
@@ -40,12 +39,11 @@ def reset_peak_memory() -> None:
 
 
 def refusal_of(path: Path, read: Callable[[Path], Any] = read_tensors) -> str:
-    """The message that reading is refused with; fails if that takes long or much memory."""
+    """The message that reading is refused with; fails if that takes much memory."""
     reset_peak_memory()
-    memory, start = peak_memory(), time.process_time()
+    memory = peak_memory()
     with pytest.raises(CheckpointDamaged) as refusal:
         read(path)
-    assert time.process_time() - start < MAX_CPU_SECONDS
     assert peak_memory() - memory < MAX_GROWTH
     return str(refusal.value)
 
@@ -286,12 +284,12 @@ def test_a_data_file_with_a_made_up_header_is_refused(path, header, length, mess
     assert message in found and found.startswith(f"{path / DATA}: ")
 
 
-def test_many_chunks_are_judged_in_time(path):
-    """Ten thousand honest chunks are accepted, and one overlap among them is found, in well under a second each."""
+def test_many_chunks_are_judged_with_few_comparisons(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand honest chunks are accepted, and one overlap among them is found, without comparing all pairs."""
+    count, compared = 10_000, 0
 
     def split(manifest: dict[str, Any], shift: int) -> None:
-        record, count = manifest["tensors"][0], 10_000
-        one = chunk(manifest)
+        record, one = manifest["tensors"][0], chunk(manifest)
         manifest["tensors"][0] = record | {
             "shape": [count],
             "chunks": [one | {"offsets": [index], "sizes": [1], "key": f"a@{index}"} for index in range(count)],
@@ -299,9 +297,17 @@ def test_many_chunks_are_judged_in_time(path):
         manifest["tensors"][0]["chunks"][-1]["offsets"] = [count - 1 - shift]
         manifest["files"][0]["bytes"] += 4 * count - 24
 
+    def overlap(one: Chunk, other: Chunk) -> bool:
+        nonlocal compared
+        compared += 1
+        return compare(one, other)
+
+    compare = checkpoint_manifest._overlap
+    monkeypatch.setattr(checkpoint_manifest, "_overlap", overlap)
     original = (path / "manifest.json").read_bytes()
     rewrite(path, lambda manifest: split(manifest, 0))
     assert "bytes expected, found" in refusal_of(path)
     (path / "manifest.json").write_bytes(original)
     rewrite(path, lambda manifest: split(manifest, 4000))
     assert "tensor 'a': chunks at [5999] and [5999] overlap" in refusal_of(path)
+    assert 1 <= compared <= 2 * count
