@@ -67,6 +67,16 @@ def test_mfu_stands_beside_what_it_counts(tmp_path: Path) -> None:
     assert "of nominal peak; convention not recorded" in _page(tmp_path).text
 
 
+def test_a_run_of_materials_counts_structures(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "run.yaml").write_text("model:\n  family: materials\n")
+    page = _page(tmp_path)
+    assert page.figure("tokens_per_second") == "8.19k structures/s"
+    assert page.all("title")[0].text.endswith("164k structures")
+    assert "of nominal peak; of a structure of mean size" in page.text
+    assert "tokens/s" not in page.text
+
+
 def test_every_chart_is_there_and_named_for_those_who_cannot_see_it(tmp_path: Path) -> None:
     page = _page(write_run(tmp_path))
     charts = ["loss", "lr", "grad-norm", "throughput", "memory", "step-time"]

@@ -24,6 +24,8 @@ LONGEST_DETAIL = 400
 LONGEST_CONFIG = 100_000
 
 _CONVENTIONS = {"causal": "causal half of attention", "palm": "PaLM, attention not halved"}
+_COUNTED = {"weather": "attention sees all pairs", "materials": "of a structure of mean size"}
+"""Of the families for which `training.flops` makes no difference."""
 _ROUTINE = ("checkpoint", "evaluation")
 _MACHINE_LABELS = {
     "device": "Device",
@@ -107,11 +109,11 @@ def tiles(summary: Summary) -> list[Tile]:
     found = [
         Tile("final_loss", "Final loss", number(summary.final_loss), "", f"training, step {summary.steps:,}"),
         *_validation_tiles(summary),
-        Tile("tokens", "Tokens", count(summary.tokens), "", f"{summary.tokens:,}"),
+        Tile("tokens", summary.unit.capitalize(), count(summary.tokens), "", f"{summary.tokens:,}"),
     ]
     if math.isfinite(summary.median_tokens_per_second):
         rate = count(summary.median_tokens_per_second)
-        found.append(Tile("tokens_per_second", "Throughput", rate, "tokens/s", "all devices, median step"))
+        found.append(Tile("tokens_per_second", "Throughput", rate, f"{summary.unit}/s", "all devices, median step"))
     found += _mfu_tiles(summary)
     in_steps = f"{duration(summary.step_seconds)} in steps"
     found.append(Tile("wall", "Wall time", duration(summary.wall_seconds), "", in_steps))
@@ -134,7 +136,10 @@ def _validation_tiles(summary: Summary) -> list[Tile]:
 
 def _mfu_tiles(summary: Summary) -> list[Tile]:
     convention = summary.flops_convention
-    counted = _CONVENTIONS.get(convention, convention) if convention else "convention not recorded"
+    if summary.family == "language":
+        counted = _CONVENTIONS.get(convention, convention) if convention else "convention not recorded"
+    else:
+        counted = _COUNTED.get(summary.family, summary.family)
     figures = (
         ("mfu", "MFU", summary.median_mfu, "of nominal peak"),
         ("mfu_measured", "MFU, measured peak", summary.median_mfu_measured, "of measured matmul peak"),

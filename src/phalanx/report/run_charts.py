@@ -177,7 +177,7 @@ def _throughput(log: RunLog, positions: Positions) -> Chart | None:
     columns = [("tokens", "throughput", 1, log.tokens_per_second)]
     series = _recorded(columns, positions, averaged=("tokens",))
     explanation = f"Of each step, over all devices.{_strong_line(series)}"
-    return _chart_of(series, "throughput", "Throughput", "tokens/s", explanation, scales=("linear",))
+    return _chart_of(series, "throughput", "Throughput", f"{log.unit}/s", explanation, scales=("linear",))
 
 
 def _memory(log: RunLog, positions: Positions) -> Chart | None:

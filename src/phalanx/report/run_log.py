@@ -101,6 +101,17 @@ class RunLog:
         machine = _read_machine(run_dir / "machine.json", notes)
         return cls(run_dir, steps, columns, events, config, config_text, machine, tuple(notes))
 
+    @property
+    def family(self) -> str:
+        """The model's family, as the run file names it; language where it cannot be told."""
+        model = (self.config or {}).get("model")
+        return str(model.get("family", "language")) if isinstance(model, Mapping) else "language"
+
+    @property
+    def unit(self) -> str:
+        """What `tokens` counts, in the plural."""
+        return "structures" if self.family == "materials" else "tokens"
+
     def column(self, name: str) -> FloatArray:
         """The column `name` of shape (records,): NaN where a record lacks it, all NaN where no record has it."""
         return self.columns.get(name, np.full(len(self.steps), np.nan))

@@ -97,7 +97,7 @@ def _headline(summary: Summary) -> str:
     parts = [f"loss {number(summary.final_loss)}"]
     if summary.validation_step is not None:
         parts.append(f"validation {number(summary.validation_loss)}")
-    return ", ".join([*parts, f"{count(summary.tokens)} tokens"])
+    return ", ".join([*parts, f"{count(summary.tokens)} {summary.unit}"])
 
 
 def _describe(chart: Chart) -> str:

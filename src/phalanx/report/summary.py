@@ -20,12 +20,16 @@ class Summary:
     """Steps with a record in `metrics.jsonl`."""
     finished: bool
     """Whether the last event but samples and warnings is the end of the run."""
+    family: str
+    """Of the model."""
+    unit: str
+    """What `tokens` counts, in the plural."""
     tokens: int
-    """Tokens trained on, the largest count recorded."""
+    """Trained on, the largest count recorded."""
     final_loss: float
-    """Training loss of the last step, nats a token."""
+    """Training loss of the last step: a mean over targets, of tokens in nats."""
     lowest_loss: float
-    """The lowest finite training loss of any step, nats a token."""
+    """The lowest finite training loss of any step."""
     nonfinite_losses: int
     """Steps whose loss is NaN, infinite or null."""
     skipped_updates: int
@@ -33,7 +37,7 @@ class Summary:
     validation_step: int | None
     """The step of the last evaluation."""
     validation_loss: float
-    """Held-out loss of the last evaluation, nats a token."""
+    """Held-out loss of the last evaluation."""
     perplexity: float
     """Perplexity a token of the last evaluation."""
     bits_per_byte: float
@@ -71,6 +75,8 @@ def summarise(log: RunLog) -> Summary:
         steps=int(log.steps[-1]),
         records=len(log.steps),
         finished=states[-1:] == ["end"],
+        family=log.family,
+        unit=log.unit,
         tokens=int(np.max(log.columns["tokens"], where=np.isfinite(log.columns["tokens"]), initial=0.0)),
         final_loss=float(loss[-1]),
         lowest_loss=float(finite.min()) if finite.size else math.nan,
