@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.config.load import dump_run
-from phalanx.errors import CheckpointError
+from phalanx.config.load import dump_run, load_run
+from phalanx.errors import CheckpointError, ConfigError
 from phalanx.evaluate.load import load_for_inference
 from phalanx.evaluate.weights import open_weights
 from phalanx.train.checkpoint import CheckpointStore
 from small_models import LLAMA, READER, byte_tokenizer, random_decoder, run_of, save_run
 
 CPU = torch.device("cpu")
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_a_run_directory_gives_its_newest_checkpoint(tmp_path: Path) -> None:
@@ -80,6 +81,13 @@ def test_a_checkpoint_that_does_not_fit_its_own_description(tmp_path: Path) -> N
     assert refusal(tmp_path / "d").startswith(f"{where}/state.json does not describe a model: Field required")
     save_state(tmp_path / "e", {})
     assert refusal(tmp_path / "e").startswith(f"{where}/state.json does not describe a model")
+
+
+@pytest.mark.parametrize(("example", "verb"), [("materials-xtb", "errors"), ("climax-small", "forecast")])
+def test_models_of_other_families_are_pointed_to_their_verb(tmp_path: Path, example: str, verb: str) -> None:
+    save_state(tmp_path, {"run": dump_run(load_run(EXAMPLES / f"{example}.yaml"))})
+    with pytest.raises(ConfigError, match=f"this is for language models: `phalanx {verb}` scores it"):
+        open_weights(tmp_path)
 
 
 def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:

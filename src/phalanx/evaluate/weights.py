@@ -14,11 +14,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from phalanx.config.families import require_language
 from phalanx.config.load import parse_run
 from phalanx.config.model import LanguageModel
 from phalanx.config.schema import LanguageRun
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, ConfigError
 from phalanx.models.language.decoder import Decoder
 from phalanx.models.language.huggingface.read import HuggingFaceFolder, is_huggingface_folder
 from phalanx.models.language.huggingface.tokens import SpecialTokens, TokenizerFiles
@@ -29,6 +28,8 @@ TOKENIZER_FOLDER = "tokenizer"
 """Folder of a run directory that holds its tokenizer, in Hugging Face's files."""
 PREFIX = "model."
 """What the names of a checkpoint's model tensors begin with."""
+_VERBS = {"weather": "`phalanx forecast` scores it", "materials": "`phalanx errors` scores it"}
+"""What does for other families what `phalanx evaluate` does for text."""
 
 
 class Weights(ABC):
@@ -180,7 +181,11 @@ def imported_state(model: LanguageModel, special: SpecialTokens, source: Path) -
 def _described(state: dict[str, Any], where: Path) -> tuple[LanguageRun | None, LanguageModel]:
     """The run and the model that a checkpoint's state describes."""
     if isinstance(state.get("run"), str):
-        run = require_language(parse_run(state["run"], f"{where}/state.json: run"), f"reading {where} as text weights")
+        run = parse_run(state["run"], f"{where}/state.json: run")
+        if not isinstance(run, LanguageRun):
+            raise ConfigError(
+                f"{where} holds a {run.model.family} model; this is for language models: {_VERBS[run.model.family]}"
+            )
         return run, run.model
     try:
         return None, LanguageModel.model_validate(state.get("model"))
