@@ -27,8 +27,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from phalanx.data.file_record import file_record
 from phalanx.data.language.batches import SampleReader, TokenBatchStream
-from phalanx.data.language.manifest import Manifest, ShardRecord, SplitRecord, TokenizerRecord, file_record
+from phalanx.data.language.manifest import Manifest, ShardRecord, SplitRecord, TokenizerRecord
 from phalanx.data.language.open import open_source
 
 VOCABULARY, END = 50257, 50256

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from phalanx.data.file_record import file_record
 from phalanx.data.language.manifest import (
     Manifest,
     ShardRecord,
     SplitRecord,
     TokenizerRecord,
-    file_record,
 )
 
 END = 256

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.config.schema import LanguageRun
-from phalanx.data.language.manifest import MANIFEST, check_size, read_manifest
+from phalanx.data.file_record import check_size
+from phalanx.data.language.manifest import MANIFEST, read_manifest
 from phalanx.errors import CheckpointError
 from phalanx.evaluate.weights import Weights
 from phalanx.models.language.huggingface.tokens import TOKENIZER, SpecialTokens, TokenizerFiles

@@ -17,7 +17,7 @@ from phalanx.data.fields.prepared import FIELDS, FieldsManifest, ShardRecord
 from phalanx.data.fields.store import BlockCache, FieldStore
 from phalanx.data.fields.survey import Survey, Surveyor
 from phalanx.data.fields.times import HOUR
-from phalanx.data.language.manifest import file_record
+from phalanx.data.file_record import file_record
 from phalanx.errors import DataError
 
 _SHARD_BYTES = 256 * 2**20

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
@@ -24,7 +24,7 @@ from phalanx.data.fields.grid import Float32Array, Grid
 from phalanx.data.fields.store import FieldStore, Naming, Segment, hash_of
 from phalanx.data.fields.survey import Survey
 from phalanx.data.fields.times import TimeAxis
-from phalanx.data.language.manifest import FileRecord, check_content, check_size
+from phalanx.data.file_record import FileRecord, Part, check_content, check_size
 from phalanx.data.order import Int64Array
 from phalanx.errors import DataError
 from phalanx.files import write_atomically
@@ -34,18 +34,14 @@ FIELDS = "fields.safetensors"
 _Count = Annotated[int, Field(ge=1)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class ShardRecord(_Part):
+class ShardRecord(Part):
     """One shard."""
 
     frames: _Count
     file: FileRecord
 
 
-class FieldsManifest(_Part):
+class FieldsManifest(Part):
     """Everything a reader needs to know about a folder of prepared fields."""
 
     format: Literal["phalanx-fields"]

@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from phalanx.config.graph_data import GraphData, GraphSource
-from phalanx.data.language.manifest import FileRecord
+from phalanx.data.file_record import Count, FileRecord, Part
 from phalanx.errors import DataError
 from phalanx.files import write_atomically
 
@@ -23,33 +23,28 @@ MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-_Count = Annotated[int, Field(ge=0)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class Counts(_Part):
+class Counts(Part):
     """How much there is."""
 
-    structures: _Count
-    atoms: _Count
-    edges: _Count
+    structures: Count
+    atoms: Count
+    edges: Count
     """Directed edges."""
 
 
-class ShardRecord(_Part):
+class ShardRecord(Part):
     """One shard."""
 
     counts: Counts
     data: FileRecord
 
 
-class LabelStatistics(_Part):
+class LabelStatistics(Part):
     """One label or property over the training split, in eV, A and e."""
 
-    numbers: _Count
+    numbers: Count
     """Numbers that are there: 3 a force."""
     mean: float
     std: float
@@ -58,16 +53,16 @@ class LabelStatistics(_Part):
     """Largest absolute value."""
 
 
-class Statistics(_Part):
+class Statistics(Part):
     """What a model may want to know of the training split before it begins."""
 
     elements: dict[int, int]
     """Atoms of each atomic number."""
-    largest_atoms: _Count
+    largest_atoms: Count
     """Atoms of the largest structure, over all splits."""
-    largest_edges: _Count
+    largest_edges: Count
     """Edges of the structure with most, over all splits."""
-    degrees: list[_Count]
+    degrees: list[Count]
     """Atoms with 0, 1, 2, ... incoming edges."""
     labels: dict[str, LabelStatistics]
     reference_energies: dict[int, float]
@@ -76,7 +71,7 @@ class Statistics(_Part):
     """Standard deviation in eV an atom of energies minus the reference energies."""
 
 
-class Manifest(_Part):
+class Manifest(Part):
     """Everything a reader needs to know about a folder of prepared structures."""
 
     format: Literal["phalanx-graphs"] = "phalanx-graphs"

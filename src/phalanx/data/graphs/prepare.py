@@ -17,6 +17,7 @@ import numpy as np
 
 from phalanx.cluster.cores import available_cores
 from phalanx.config.graph_data import GraphData, GraphSource
+from phalanx.data.file_record import FileRecord, file_record
 from phalanx.data.graphs.arrays import TEMPORARY, Arrays, map_arrays, write_arrays
 from phalanx.data.graphs.files import find_files
 from phalanx.data.graphs.labels import labels_of, length_factor
@@ -36,7 +37,6 @@ from phalanx.data.graphs.open import open_structures
 from phalanx.data.graphs.pieces import Job, Piece, make_pieces
 from phalanx.data.graphs.ragged import Int64Array
 from phalanx.data.graphs.statistics import gather_statistics
-from phalanx.data.language.manifest import FileRecord, file_record
 from phalanx.errors import DataError
 from phalanx.files import write_atomically
 from phalanx.locks import FolderLock

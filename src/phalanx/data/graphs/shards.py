@@ -20,13 +20,13 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.config.graph_data import GraphData, GraphSource
+from phalanx.data.file_record import check_content, check_size
 from phalanx.data.graphs.arrays import Arrays, map_arrays, smallest_integers
 from phalanx.data.graphs.edges import Edges
 from phalanx.data.graphs.labels import KINDS
 from phalanx.data.graphs.manifest import INDEX, Split, check_settings, read_manifest
 from phalanx.data.graphs.ragged import Int64Array, offsets
 from phalanx.data.graphs.structures import Structure
-from phalanx.data.language.manifest import check_content, check_size
 from phalanx.errors import DataError
 
 LABEL_DTYPES = {"energy": "f8", "forces": "f4", "stress": "f4", "charges": "f4", "dipole": "f4", "total_charge": "f4"}

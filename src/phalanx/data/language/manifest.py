@@ -16,62 +16,48 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
+from phalanx.data.file_record import Count, FileRecord, Part
 from phalanx.errors import DataError
 from phalanx.files import write_atomically
 
 MANIFEST = "manifest.json"
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
-_Count = Annotated[int, Field(ge=0)]
-_FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
-_Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class FileRecord(_Part):
-    """One file: its name in the folder, its size and its checksum."""
-
-    name: _FileName
-    bytes: _Count
-    sha256: _Sha256
-
-
-class ShardRecord(_Part):
+class ShardRecord(Part):
     """One shard of a split."""
 
-    tokens: _Count
-    documents: _Count
-    text_bytes: _Count
+    tokens: Count
+    documents: Count
+    text_bytes: Count
     """UTF-8 bytes of the raw text behind the tokens."""
     data: FileRecord
     starts: FileRecord
 
 
-class SplitRecord(_Part):
+class SplitRecord(Part):
     """One split: the sums of its shards, in order."""
 
-    tokens: _Count
-    documents: _Count
-    text_bytes: _Count
+    tokens: Count
+    documents: Count
+    text_bytes: Count
     shards: list[ShardRecord]
 
 
-class TokenizerRecord(_Part):
+class TokenizerRecord(Part):
     """Which tokenizer made the tokens."""
 
     file: FileRecord
     vocab_size: Annotated[int, Field(ge=1)]
     """One more than the largest id it can give."""
-    end_of_document: _Count
+    end_of_document: Count
     """Id that ends every document."""
 
 
-class Manifest(_Part):
+class Manifest(Part):
     """Everything a reader needs to know about a folder of token shards."""
 
     format: Literal["phalanx-tokens"] = "phalanx-tokens"
@@ -109,30 +95,3 @@ def read_manifest(folder: Path) -> Manifest:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "content"
         raise DataError(f"{path}: {where}: {first['msg']}; prepare the data again") from None
-
-
-def file_record(path: Path) -> FileRecord:
-    """Name, size and checksum of a file just written."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileRecord(name=path.name, bytes=path.stat().st_size, sha256=digest)
-
-
-def check_size(folder: Path, record: FileRecord) -> Path:
-    """The path of a file of `folder`. Raises DataError when it is missing or not as long as the manifest says."""
-    path = folder / record.name
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; the manifest lists it with {record.bytes} bytes") from error
-    if found != record.bytes:
-        raise DataError(f"{path}: {found} bytes found, {record.bytes} expected; the file is truncated or altered")
-    return path
-
-
-def check_content(folder: Path, record: FileRecord) -> None:
-    """Read a whole file of `folder`. Raises DataError when its checksum is not the manifest's."""
-    path = check_size(folder, record)
-    found = file_record(path).sha256
-    if found != record.sha256:
-        raise DataError(f"{path}: sha256 {found} found, {record.sha256} expected; the file was altered")

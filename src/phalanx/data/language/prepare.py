@@ -20,6 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from phalanx.cluster.cores import available_cores
+from phalanx.data.file_record import file_record
 from phalanx.data.language.documents import InputFile, find_files, read_documents, sample_hash
 from phalanx.data.language.manifest import (
     MANIFEST,
@@ -28,7 +29,6 @@ from phalanx.data.language.manifest import (
     Split,
     SplitRecord,
     TokenizerRecord,
-    file_record,
     read_manifest,
 )
 from phalanx.data.language.pieces import TEMPORARY, Piece, Settings, tokenize_pieces

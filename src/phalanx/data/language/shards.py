@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.data.language.manifest import Split, check_content, check_size, read_manifest
+from phalanx.data.file_record import check_content, check_size
+from phalanx.data.language.manifest import Split, read_manifest
 from phalanx.data.language.sources import Int64Array, SegmentedStream, TokenSource
 from phalanx.errors import DataError
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.language.manifest import ShardRecord, Split, SplitRecord, file_record
+from phalanx.data.file_record import file_record
+from phalanx.data.language.manifest import ShardRecord, Split, SplitRecord
 
 
 class ShardWriter:
