@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import phalanx_processes
 from token_data import write_run_file, write_token_folder
 
 LAYOUTS = [
@@ -39,11 +37,8 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(run_file: Path, run_dir: Path, steps: int, ranks: int, *words: str) -> list[str]:
     """Train up to `steps`; returns the lines of metrics.jsonl without what depends on time."""
-    command = [sys.executable, "-m", "phalanx", "train", str(run_file), "--run-dir", str(run_dir)]
-    command += [*(["--nproc", str(ranks)] if ranks > 1 else []), f"training.steps={steps}", *COMMON, *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = ("--run-dir", str(run_dir), f"training.steps={steps}", *COMMON, *words)
+    phalanx_processes.finish(["train", str(run_file), *words], ranks)
     return (run_dir / "metrics.jsonl").read_text().splitlines()
 
 

@@ -1,13 +1,11 @@
 """The same run on several ranks: same samples, same losses, and checkpoints that any number of ranks goes on from."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import phalanx_processes
 from token_data import write_run_file, write_token_folder
 
 
@@ -17,29 +15,17 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run_file(folder / "run.yaml", write_token_folder(folder / "data"))
 
 
-def train(run_file: Path, run_dir: Path, ranks: int, *overrides: str) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [
-        sys.executable,
-        *launcher,
-        "-m",
-        "phalanx",
-        "train",
-        str(run_file),
-        "--run-dir",
-        str(run_dir),
-        *overrides,
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=200)
+def train(run_file: Path, run_dir: Path, ranks: int, *overrides: str) -> tuple[int, str]:
+    """Exit code, and what was written on stderr."""
+    return phalanx_processes.start(["train", str(run_file), "--run-dir", str(run_dir), *overrides], ranks).finish()
 
 
 def losses(run_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def finished(done: subprocess.CompletedProcess[str], run_dir: Path) -> list[float]:
-    assert done.returncode == 0, done.stderr[-3000:]
+def finished(done: tuple[int, str], run_dir: Path) -> list[float]:
+    assert done[0] == 0, done[1][-3000:]
     return losses(run_dir)
 
 
@@ -72,10 +58,8 @@ def test_replicas_with_recompute_train_as_one_rank_does(run_file: Path, one_rank
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused_before_anything_starts(run_file: Path) -> None:
-    done = train(run_file, run_file.parent / "uneven", 2, "layout.global_batch=12", "layout.microbatch=4")
-    assert done.returncode != 0
-    assert (
-        "layout.global_batch=12 samples is not a multiple of layout.microbatch=4 x 2 data-parallel ranks" in done.stderr
-    )
-    assert "nearest legal: global_batch=8 or 16" in done.stderr
+    code, errors = train(run_file, run_file.parent / "uneven", 2, "layout.global_batch=12", "layout.microbatch=4")
+    assert code != 0
+    assert "layout.global_batch=12 samples is not a multiple of layout.microbatch=4 x 2 data-parallel ranks" in errors
+    assert "nearest legal: global_batch=8 or 16" in errors
     assert not (run_file.parent / "uneven").exists()

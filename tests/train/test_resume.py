@@ -1,11 +1,8 @@
 """A run that was killed and one that was not end with the same bits."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+import phalanx_processes
 from phalanx.train.checkpoint import CheckpointStore, read_tensors
+from phalanx_processes import Command
 from token_data import write_run_file, write_token_folder
 
 STEPS = 40
@@ -29,22 +28,17 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def straight(run_file: Path) -> Path:
     """The run directory of a run that nothing disturbed."""
     run_dir = run_file.parent / "straight"
-    done = start(run_file, run_dir).communicate()[1]
-    assert len(rows(run_dir)) == STEPS, done
+    errors = finish(run_file, run_dir)
+    assert len(rows(run_dir)) == STEPS, errors
     return run_dir
 
 
-def start(run_file: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "phalanx", "train", str(run_file), "--run-dir", str(run_dir), *overrides]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+def start(run_file: Path, run_dir: Path, *overrides: str) -> Command:
+    return phalanx_processes.start(["train", str(run_file), "--run-dir", str(run_dir), *overrides])
 
 
 def finish(run_file: Path, run_dir: Path, *overrides: str) -> str:
-    process = start(run_file, run_dir, *overrides)
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors
-    return errors
+    return phalanx_processes.finish(["train", str(run_file), "--run-dir", str(run_dir), *overrides])
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -52,15 +46,15 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
 
-def kill_after(process: subprocess.Popen[str], run_dir: Path, step: int, signal_number: int) -> str:
-    """Send a signal as soon as `step` has been logged; returns what the process wrote on stderr."""
+def kill_after(process: Command, run_dir: Path, step: int, signal_number: int) -> tuple[int, str]:
+    """Send a signal as soon as `step` has been logged; returns the exit code and what the process wrote on stderr."""
     deadline = time.monotonic() + 120
     while len(rows(run_dir)) < step:
-        assert process.poll() is None, process.communicate()[1]
+        assert process.poll() is None, process.finish()
         assert time.monotonic() < deadline, "the run makes no progress"
         time.sleep(0.002)
     process.send_signal(signal_number)
-    return process.communicate()[1]
+    return process.finish()
 
 
 def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -96,8 +90,8 @@ def test_killed_at_a_random_step_and_resumed_it_ends_with_the_same_bits(
 def test_ctrl_c_leaves_a_checkpoint_of_the_last_step_and_says_how_to_go_on(run_file: Path, straight: Path) -> None:
     run_dir = run_file.parent / "stopped"
     process = start(run_file, run_dir, "checkpoint.every=null")
-    errors = kill_after(process, run_dir, 12, signal.SIGINT)
-    assert process.returncode == 130, errors
+    code, errors = kill_after(process, run_dir, 12, signal.SIGINT)
+    assert code == 130, errors
     newest = CheckpointStore.open(run_dir).newest()
     assert newest is not None
     assert newest.step == len(rows(run_dir)) >= 12
@@ -122,9 +116,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(run_file: Path
 
 
 def refused(run_file: Path, run_dir: Path, *overrides: str) -> str:
-    process = start(run_file, run_dir, *overrides)
-    _, errors = process.communicate()
-    assert process.returncode in (1, 2), errors
+    code, errors = start(run_file, run_dir, *overrides).finish()
+    assert code in (1, 2), errors
     assert "Traceback" not in errors
     return errors
 

@@ -20,14 +20,12 @@ LIMITS = {"fp64": 1e-9, "fp32": 2e-5}
 
 
 def precisions(world: int, model: str) -> dict[str, int]:
-    """Formats to compute in, with the steps to compare. One model runs in all layouts and formats.
-
-    The others leave out eight ranks, where no pair of features occurs that does not occur on four, and float32 on more
-    than two. Eight ranks update once.
+    """Formats to compute in, with the steps to compare. One model runs in all layouts and formats, with two updates on two
+    ranks; the others leave out float32, and eight ranks, where no pair of features occurs that does not occur on four.
     """
-    if model == "llama" or world == 2:
-        return {"fp64": 1 if world == 8 else 2, "fp32": 1}
-    return {"fp64": 2} if world == 4 else {}
+    if model == "llama":
+        return {"fp64": 2 if world == 2 else 1, "fp32": 1}
+    return {"fp64": 1} if world < 8 else {}
 
 
 def verify_all(world: int) -> dict[tuple[str, str], list[Verdict]]:

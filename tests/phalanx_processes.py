@@ -1,0 +1,108 @@
+"""The `phalanx` command in processes of its own that need not load torch first: they come from a fork server that has.
+
+Each is a real process, to be killed and interrupted; with several ranks each of them is told its place as torchrun tells it.
+What only the start of a command can show is tested with the command itself (`tests/cli`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import torch
+
+from phalanx.cli.main import main
+from phalanx.cluster import local_ranks
+
+_PRELOADED = (
+    "pytest",
+    "phalanx.cli.main",
+    "phalanx.cli.train",
+    "phalanx.train.language",
+    "phalanx.models.language.family",
+    *local_ranks.PRELOADED,
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A running `phalanx ...`, on one rank or several."""
+
+    ranks: tuple[ForkServerProcess, ...]
+    folder: tempfile.TemporaryDirectory[str]
+    """Holds what each rank wrote."""
+
+    def poll(self) -> int | None:
+        """Exit code of the first rank; None while it runs."""
+        return self.ranks[0].exitcode
+
+    def send_signal(self, number: int) -> None:
+        """To all ranks."""
+        for rank in self.ranks:
+            if rank.exitcode is None:
+                assert rank.pid is not None
+                os.kill(rank.pid, number)
+
+    def finish(self, timeout_s: float = 300.0) -> tuple[int, str]:
+        """Wait for all ranks: the first exit code that is not 0, or 0, and what was written on stderr."""
+        deadline = time.monotonic() + timeout_s
+        for rank in self.ranks:
+            rank.join(max(0.0, deadline - time.monotonic()))
+        late = [rank for rank in self.ranks if rank.exitcode is None]
+        for rank in late:
+            rank.kill()
+            rank.join()
+        errors = "".join(
+            Path(self.folder.name, f"err-{number}").read_text(errors="replace") for number in range(len(self.ranks))
+        )
+        assert not late, f"{len(late)} ranks were still running after {timeout_s} s:\n{errors}"
+        return next((rank.exitcode for rank in self.ranks if rank.exitcode), 0), errors
+
+
+def start(words: Sequence[str], ranks: int = 1) -> Command:
+    """Start `phalanx WORDS`."""
+    folder = tempfile.TemporaryDirectory()
+    port = _free_port()
+    started = []
+    for rank in range(ranks):
+        place = {} if ranks == 1 else _place(rank, ranks, port)
+        outputs = (Path(folder.name, f"out-{rank}"), Path(folder.name, f"err-{rank}"))
+        process = local_ranks.fork_server(_PRELOADED).Process(target=_run, args=(tuple(words), place, outputs))
+        process.start()
+        started.append(process)
+    return Command(tuple(started), folder)
+
+
+def finish(words: Sequence[str], ranks: int = 1, timeout_s: float = 300.0) -> str:
+    """Run `phalanx WORDS` to its end, which must be a good one; returns what it wrote on stderr."""
+    code, errors = start(words, ranks).finish(timeout_s)
+    assert code == 0, errors[-3000:]
+    return errors
+
+
+def _run(words: tuple[str, ...], place: dict[str, str], outputs: tuple[Path, Path]) -> None:
+    for number, path in enumerate(outputs, 1):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.update(place)
+    torch.set_num_threads(1)
+    main(words)
+
+
+def _place(rank: int, ranks: int, port: int) -> dict[str, str]:
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    return {**{name: str(value) for name, value in own.items()}, "MASTER_ADDR": "127.0.0.1"}
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
