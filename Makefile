@@ -4,11 +4,14 @@
 #   TRITON       which Triton the tests compile kernels with, where PyTorch comes without one (188 MB, Linux on x86-64 alone)
 #   TORCH_INDEX  package index to take PyTorch from: give the address that pytorch.org's install page shows for your
 #                ROCm, CUDA or CPU build; empty takes the build your pip is set up for
+#   JOBS         tests that run at once; auto is one a core
+
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 TORCH_INDEX ?=
 RUN_DIR ?= runs/quickstart
+JOBS ?= auto
 
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
@@ -23,7 +26,7 @@ quickstart: .venv/installed
 	$(PHALANX) report $(RUN_DIR)
 
 test: lint .venv/dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
 lint: .venv/dev
 	$(BIN)/ruff check src tests benchmarks

@@ -80,9 +80,28 @@ def sections(kind: type[Run] = LanguageRun) -> tuple[SectionInfo, ...]:
 
 @cache
 def all_fields(kind: type[Run] = LanguageRun) -> dict[str, Field]:
-    """Every field of `kind` by its dotted name, nested ones too: `training.profile.first`, and in a list
-    `data.sources.N.path`."""
+    """Every field of `kind` by its dotted name, nested ones too: `training.profile.first`, in a list
+    `data.sources.N.path`, in a mapping of any names `search.knobs.NAME.when`."""
     return {field.name: field for section in sections(kind) for field in section.fields}
+
+
+def field_pattern(path: Sequence[str | int], kind: type[Run] = LanguageRun) -> str:
+    """The name in `all_fields` of what stands at `path`: places in lists are called N, names of the user's own NAME."""
+    found: tuple[str, ...] = ()
+    for part in path:
+        known = str(part)
+        if isinstance(part, int) or part.isdecimal():
+            known = "N"
+        if (*found, known) not in _prefixes(kind) and (*found, "NAME") in _prefixes(kind):
+            known = "NAME"
+        found = (*found, known)
+    return ".".join(found)
+
+
+@cache
+def _prefixes(kind: type[Run]) -> frozenset[tuple[str, ...]]:
+    names = [tuple(name.split(".")) for name in all_fields(kind)]
+    return frozenset(name[:length] for name in names for length in range(1, len(name) + 1))
 
 
 def nearest_names(name: str, known: Sequence[str]) -> list[str]:
@@ -97,7 +116,9 @@ def nearest_field(name: str, kind: type[Run] = LanguageRun) -> str | None:
         return matches[0]
     by_leaf: dict[str, str] = {}
     for field in all_fields(kind).values():
-        by_leaf.setdefault(field.leaf, field.name)
+        # What stands under a name of the user's own is not meant by one that stands elsewhere.
+        if "NAME" not in field.name.split("."):
+            by_leaf.setdefault(field.leaf, field.name)
     if leaf not in by_leaf and (matches := nearest_names(leaf, fields_in(parent, kind))):
         return f"{parent}.{matches[0]}"
     matches = nearest_names(leaf, list(by_leaf))

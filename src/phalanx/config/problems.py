@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from phalanx.config.document import FieldPath, Scalar, Value, dotted, plain_scalar, show_value
-from phalanx.config.fields import Field, all_fields, fields_in, nearest_field, nearest_names, sections
+from phalanx.config.fields import Field, all_fields, field_pattern, fields_in, nearest_field, nearest_names, sections
 from phalanx.config.schema import LanguageRun, Run
 from phalanx.errors import ConfigError
 
@@ -94,11 +94,12 @@ def _meant(value: Value, field: Field) -> Scalar:
 
 
 def _unknown(path: FieldPath, value: Value, kind: type[Run]) -> Problem:
-    name, nearest = dotted(path), nearest_field(_pattern(path), kind)
-    for index in (part for part in path if isinstance(part, int)):
-        nearest = nearest and nearest.replace(".N.", f".{index}.", 1)
+    name, nearest = dotted(path), nearest_field(field_pattern(path, kind), kind)
+    parent, _, leaf = (nearest or "").rpartition(".")
+    if parent and parent == field_pattern(path[:-1], kind):
+        nearest = dotted((*path[:-1], leaf))
     if len(path) > 1:
-        known = "" if nearest else f"; {dotted(path[:-1])} has {_and(fields_in(_pattern(path[:-1]), kind))}"
+        known = "" if nearest else f"; {dotted(path[:-1])} has {_and(fields_in(field_pattern(path[:-1], kind), kind))}"
         return Problem(path, f"{name}={show_value(value)}: there is no such field{known}", nearest)
     if isinstance(value, dict):
         known = "" if nearest else f"; it has {_and([section.name for section in sections(kind)])}"
@@ -114,9 +115,8 @@ def _missing_problems(
         if parent == ():
             yield from (Problem((), _missing_section(name, kind)) for name in names)
         elif names:
-            yield Problem(
-                parent, f"{_and(names)} {'is' if len(names) == 1 else 'are'} missing: {_advice(names, values, kind)}"
-            )
+            advice = _advice([(*parent, leaf) for leaf in leaves if dotted((*parent, leaf)) in names], values, kind)
+            yield Problem(parent, f"{_and(names)} {'is' if len(names) == 1 else 'are'} missing: {advice}")
 
 
 def _missing_section(name: str, kind: type[Run]) -> str:
@@ -124,25 +124,20 @@ def _missing_section(name: str, kind: type[Run]) -> str:
     return f"section {name} is missing: give at least {_PRESET if name == 'model' else _and(needed)}"
 
 
-def _advice(names: list[str], values: Value, kind: type[Run]) -> str:
-    if names[0].startswith("model.") and _value_at(values, ("model", "preset")) is None:
+def _advice(missing: list[FieldPath], values: Value, kind: type[Run]) -> str:
+    if missing[0][0] == "model" and _value_at(values, ("model", "preset")) is None:
         return f"give the whole shape, or {_PRESET}"
-    if len(names) > 1:
+    if len(missing) > 1:
         return "they have no defaults"
-    return f"it must be {all_fields(kind)[_pattern(tuple(names[0].split('.')))].allowed}"
+    return f"it must be {all_fields(kind)[field_pattern(missing[0], kind)].allowed}"
 
 
 def _field_around(path: FieldPath, kind: type[Run]) -> tuple[FieldPath, Field | None]:
     """The innermost field of the schema that holds `path`, and its own path."""
     for length in range(len(path), 1, -1):
-        if (field := all_fields(kind).get(_pattern(path[:length]))) is not None:
+        if (field := all_fields(kind).get(field_pattern(path[:length], kind))) is not None:
             return path[:length], field
     return path, None
-
-
-def _pattern(path: FieldPath) -> str:
-    """The name in the table of fields: list items are all called N."""
-    return dotted(tuple("N" if isinstance(part, int) or part.isdecimal() else part for part in path))
 
 
 def _existing_part(loc: FieldPath, values: Value) -> FieldPath:
