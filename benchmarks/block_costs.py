@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map
 
 from phalanx.config.model import LanguageModel
 from phalanx.cost import parts
-from phalanx.cost.language import PartName, Setting, build_stage, example_batch
+from phalanx.cost.family import PartName, Setting, build_stage, example_batch
 from phalanx.cost.parts import part_costs
 from phalanx.layout.recompute import recompute_block
 from phalanx.models.language.attention import Attention, attend

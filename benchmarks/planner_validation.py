@@ -36,7 +36,7 @@ from phalanx.config.families import require_language
 from phalanx.config.load import load_run
 from phalanx.config.schema import LanguageRun
 from phalanx.cost.candidates import Candidates
-from phalanx.cost.language import Kernel, likely_kernel
+from phalanx.cost.family import Kernel, likely_kernel
 from phalanx.cost.memory_fit import BESIDE, GIB, Beside, communicators, fits
 from phalanx.cost.memory_model import Kernels, memory, rank_memory
 from phalanx.cost.profile import NamedProfile, load_profile

@@ -145,7 +145,7 @@ def test_no_line_is_too_wide() -> None:
         ([*FRONTIER, "layout.tp=3"], "layout.tp=3 does not divide"),
         ([*FRONTIER, "--why", "speed=1"], "speed=1: planning does not choose speed"),
         ([*FRONTIER, "--scale", "8-16"], "--scale 8-16: write LOW..HIGH"),
-        ([*FRONTIER, "--tokens", "many"], "--tokens many: write a number of tokens"),
+        ([*FRONTIER, "--tokens", "many"], "--tokens many: write a number, such as 300B"),
         ([*FRONTIER, "--profile", "./none.yaml"], "profile ./none.yaml cannot be read"),
         ([*FRONTIER, "layout.tpp=2"], "layout.tpp=2: there is no such field"),
         (["--cluster", "frontier", "--devices", "0"], "invalid value for '--devices'"),

@@ -11,7 +11,7 @@ from phalanx.config.schema import LanguageRun
 from phalanx.cost.candidates import SCHEDULES, Candidates
 from phalanx.cost.dryrun import dry_run
 from phalanx.cost.enumerate import Limits, legal_candidates
-from phalanx.cost.language import setting_of
+from phalanx.cost.family import setting_of
 from phalanx.cost.memory_model import Kernels, memory, rank_memory
 from phalanx.cost.parts import part_costs
 from phalanx.layout.spec import ZERO_BUBBLE

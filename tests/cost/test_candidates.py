@@ -25,8 +25,8 @@ def test_layouts_come_back_as_they_went_in() -> None:
 
 
 def test_every_field_of_a_layout_is_a_column_and_what_follows_is_the_same() -> None:
-    # Plans know whole gathered layers alone, and refuse anything else.
-    known = {f.name for f in fields(ResolvedLayout)} - {"gather"}
+    # Materials models alone have these, and are not planned for.
+    known = {f.name for f in fields(ResolvedLayout)} - {"branch_groups", "cuts_structures"}
     assert known | {"recompute"} == {f.name for f in fields(Candidates)}
     candidates = Candidates.of(LAYOUTS, ["none"] * len(LAYOUTS))
     for name in ("world_size", "data_ranks", "accumulation", "n_stages", "shards"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from layout_runs import run_with
 from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import LanguageRun
-from phalanx.cost.candidates import CONTEXTS, RECOMPUTES, SCHEDULES, Candidates
+from phalanx.cost.candidates import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, Candidates
 from phalanx.cost.enumerate import CHOSEN, Limits, legal_candidates
 from phalanx.layout.legality import reasons
 from phalanx.layout.resolve import divisors, factorisations, resolve_layout
@@ -40,15 +40,16 @@ def with_recompute(run: LanguageRun, recompute: str) -> LanguageRun:
     return run.model_copy(update={"layout": run.layout.model_copy(update={"recompute": recompute})})
 
 
-def choices_for(degrees: dict[str, int], run: LanguageRun) -> list[tuple[str, int, int, bool, str]]:
-    """(schedule, stages a rank, ZeRO level, resharding, context) without two that mean the same."""
+def choices_for(degrees: dict[str, int], run: LanguageRun) -> list[tuple[str, int, int, bool, str, str]]:
+    """(schedule, stages a rank, ZeRO level, resharding, context, gather) without two that mean the same."""
     staged = product(SCHEDULES, range(1, run.model.n_layers + 1)) if degrees["pp"] > 1 else [("1f1b", 1)]
     sharded = degrees["dp_shard"] * degrees["cp"] > 1
     levels = [(0, False), (3, False)] if degrees["dp_replicate"] > 1 else [(3, False)]
     if sharded:
         levels = list(product(range(4), (False, True)))
     contexts = CONTEXTS if degrees["cp"] > 1 else ("ring",)
-    return [(*a, *b, c) for a, b, c in product(staged, levels, contexts)]
+    gathers = GATHERS if sharded else ("layer",)
+    return [(*a, *b, c, d) for a, b, c, d in product(staged, levels, contexts, gathers)]
 
 
 RUNS = st.builds(
@@ -89,7 +90,7 @@ def test_same_as_legality(run: LanguageRun, world: int, devices_per_node: int | 
     splits = list(factorisations(world, len(DEGREES)))
     for _ in range(200):
         degrees = dict(zip(DEGREES, random.choice(splits), strict=True))
-        schedule, per_rank, zero, reshard, context = random.choice(choices_for(degrees, run))
+        schedule, per_rank, zero, reshard, context, gather = random.choice(choices_for(degrees, run))
         layout = ResolvedLayout(
             global_batch=batch,
             microbatch=random.choice(divisors(batch)),
@@ -99,6 +100,7 @@ def test_same_as_legality(run: LanguageRun, world: int, devices_per_node: int | 
             stages_per_rank=per_rank,
             context=context,
             reshard_after_forward=reshard,
+            gather=gather,
         )
         recompute = random.choice(RECOMPUTES)
         legal = not reasons(with_recompute(run, recompute), layout, world, devices_per_node)
@@ -110,11 +112,11 @@ def test_every_legal_layout_of_a_small_run() -> None:
     wanted = []
     for split in factorisations(8, len(DEGREES)):
         degrees = dict(zip(DEGREES, split, strict=True))
-        for schedule, per_rank, zero, reshard, context in choices_for(degrees, run):
+        for schedule, per_rank, zero, reshard, context, gather in choices_for(degrees, run):
             for microbatch, recompute in product(divisors(4), RECOMPUTES):
                 layout = ResolvedLayout(
                     4, microbatch, **degrees, zero=zero, schedule=schedule, stages_per_rank=per_rank,
-                    context=context, reshard_after_forward=reshard,
+                    context=context, reshard_after_forward=reshard, gather=gather,
                 )  # fmt: skip
                 if not reasons(with_recompute(run, recompute), layout, 8):
                     wanted.append(row_of(layout, recompute))
@@ -131,6 +133,7 @@ def test_every_legal_layout_of_a_small_run() -> None:
         {"zero": 0},
         {"reshard_after_forward": True, "cp": 2, "context": "all_to_all"},
         {"dp_shard": 2, "dp_replicate": 2},
+        {"gather": "stream", "tp": 2},
         {"microbatch": 2, "stages_per_rank": 2, "pp": 2},
     ],
 )
@@ -142,7 +145,9 @@ def test_fixed_fields(fixed: dict[str, Any]) -> None:
     for index in range(len(found)):
         layout, recompute = found.layout(index), found.recompute_of(index)
         for name, value in fixed.items():
-            assert (recompute if name == "recompute" else getattr(layout, name)) == value
+            # One rank has nothing to stream.
+            if name != "gather" or layout.shards > 1:
+                assert (recompute if name == "recompute" else getattr(layout, name)) == value
     shared = (found.dp_shard * found.cp > 1) & (found.pp > 1)
     meant = set(rows_of(found.take(shared)))
     every = Candidates(
@@ -150,7 +155,7 @@ def test_fixed_fields(fixed: dict[str, Any]) -> None:
     )
     kept = (every.dp_shard * every.cp > 1) & (every.pp > 1)
     for name, value in fixed.items():
-        names = {"schedule": SCHEDULES, "context": CONTEXTS, "recompute": RECOMPUTES}.get(name)
+        names = {"schedule": SCHEDULES, "context": CONTEXTS, "recompute": RECOMPUTES, "gather": GATHERS}.get(name)
         kept &= getattr(every, name) == (value if names is None else names.index(value))
     assert meant == set(rows_of(every.take(kept)))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from phalanx.config.load import load_run
 from phalanx.config.schema import LanguageRun
 from phalanx.cost.candidates import Candidates
-from phalanx.cost.language import likely_kernel
+from phalanx.cost.family import likely_kernel
 from phalanx.cost.memory_fit import GIB
 from phalanx.cost.memory_model import Kernels, rank_memory
 from phalanx.cost.memory_stages import rank_holdings

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from phalanx.config.model import LanguageModel
-from phalanx.cost.language import Setting
+from phalanx.cost.family import Setting
 from phalanx.cost.measured import TimedOperation
 from phalanx.cost.operation_time import Cause, Form, OperationTable, Way, compute_seconds, operation_rows
 from phalanx.cost.part_time import part_operations

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed_ranks import run_ranks
 from phalanx.config.model import LanguageModel
-from phalanx.cost.language import Setting
+from phalanx.cost.family import Setting
 from phalanx.cost.operations import COLLECTIVES, base_name
 from phalanx.cost.parts import part_costs
 from phalanx.layout.context import SequenceShare, split_context

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from phalanx.compat_compiler import _no_random_state
 from phalanx.config.model import LanguageModel
 from phalanx.cost import parts
+from phalanx.cost.family import PartParameter, Setting, build_stage
 from phalanx.cost.fusion import elements, source
-from phalanx.cost.language import PartParameter, Setting, build_stage
 from phalanx.cost.operations import Scale
 from phalanx.cost.parts import part_costs
 from phalanx.layout.recompute import recompute_block
@@ -293,6 +293,16 @@ def test_derived_costs_are_the_traced_ones(changes: dict[str, Any], compiled: bo
     derived = part_costs("block", chosen, 4)
     assert derived.costs == traced.costs
     assert derived.shared == traced.shared
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_compiled_loss_of_any_number_of_tokens_is_the_traced_one(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 512 tokens in chunks of 192: two whole ones, and one of 128.
+    chosen = setting(compile=True, tp=tp, chunk_tokens=192)
+    derived = parts._part_costs(parts._trace("head", chosen, 2), Scale())
+    monkeypatch.setattr("phalanx.cost.compiled._unlike_rows", lambda tensors: len(tensors[0]))
+    traced = parts._part_costs(parts._trace.__wrapped__("head", chosen, 2), Scale())
+    assert derived.costs == traced.costs
 
 
 # --- parameters --------------------------------------------------------------------------------------------------------

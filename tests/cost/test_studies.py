@@ -6,8 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.cost.profile import load_profile
+from phalanx.cluster.machine import load_machine
+from phalanx.config.model import LanguageModel
+from phalanx.config.presets import load_preset
+from phalanx.cost.candidates import Candidates
+from phalanx.cost.check import step_times_of
+from phalanx.cost.family import Setting
+from phalanx.cost.profile import default_profile, load_profile
+from phalanx.cost.published_flops import megatron_hardware
+from phalanx.cost.published_steps import Group, System
+from phalanx.cost.software import software_of
+from phalanx.cost.steps import steps_of
 from phalanx.cost.studies import Study, calibrate_to_studies, predicted, studies
+from phalanx.layout.spec import ResolvedLayout
 
 PEAK = 191.5
 """TFLOP/s of a GCD, which shares of the peak are of."""
@@ -45,3 +56,27 @@ def test_a_slower_ramp_costs_strong_scaling_and_not_weak() -> None:
     plain = replace(named, profile=replace(named.profile, pipeline_ramp=1.0))
     assert predicted(strong, plain) > predicted(strong, named) + 0.03
     assert predicted(weak, plain) == pytest.approx(predicted(weak, named), abs=0.01)
+
+
+def test_lumi_ran_with_a_stage_for_every_layer() -> None:
+    """140B, 161.2 TFLOP/s a module of two GCDs on 48 nodes, 80% of that on 768: with full recompute, counted as
+    Megatron-DeepSpeed does. Of 56 layers over 8 ranks Megatron makes 1 or 7 stages a rank, and 1 does not explain it."""
+    model, length = load_preset("lumi-140b").model(), 5120
+    assert isinstance(model, LanguageModel)
+    software = software_of("Megatron-DeepSpeed", "flash2", True)
+    assert software is not None
+    shared = {"global_batch": 768, "tp": 8, "pp": 8, "zero": 1}
+    layouts = [
+        ResolvedLayout(**shared, dp_shard=shards, schedule=schedule, stages_per_rank=stages)
+        for schedule, stages in (("interleaved_1f1b", 7), ("1f1b", 1))
+        for shards in (6, 96)
+    ]
+    candidates = Candidates.of(layouts, ["full"] * len(layouts))
+    machine, setting = load_machine("lumi"), Setting(model, length, attention="flash")
+    group = Group(System("lumi", machine), software, (), steps_of(setting, candidates, machine, software))
+    seconds = step_times_of(group, default_profile("MI250X GCD")).total
+    tokens = 768 * length / seconds / candidates.world_size
+    rate = 2 * tokens[0] * megatron_hardware(model, length) / 1e12
+    assert rate == pytest.approx(161.2, rel=0.05)
+    assert tokens[1] / tokens[0] == pytest.approx(0.80, rel=0.05)
+    assert tokens[3] / tokens[2] < 0.6

@@ -62,13 +62,16 @@ def test_a_job_that_fails_faster_than_it_saves_has_no_goodput() -> None:
 
 def test_budget() -> None:
     losses = goodput(10**9, 8, Reliability())
-    found = budget(tokens=1001, tokens_per_step=100, step_s=7.2, devices=64, watts=500.0, losses=losses)
+    found = budget(amount=1001, unit="tokens", amount_per_step=100, step_s=7.2, devices=64, watts=500.0, losses=losses)
     assert found.steps == 11
     assert found.seconds == pytest.approx(79.2)
     assert found.elapsed_s == pytest.approx(79.2 / losses.share)
     assert found.device_hours == pytest.approx(found.elapsed_s * 64 / 3600)
     assert found.energy_mwh == pytest.approx(found.device_hours * 500 / 1e6)
-    assert budget(tokens=1, tokens_per_step=1, step_s=1.0, devices=1, watts=None, losses=losses).energy_mwh is None
+    assert (
+        budget(amount=1, unit="tokens", amount_per_step=1, step_s=1.0, devices=1, watts=None, losses=losses).energy_mwh
+        is None
+    )
 
 
 def test_waiting_devices_draw_less() -> None:

@@ -22,7 +22,7 @@ from phalanx.layout.resolve import resolve_layout
 from phalanx.models.language.sizes import model_flops_per_token
 from phalanx.plan.cost_models import CostModels
 from phalanx.plan.explain import explain, parse_choice
-from phalanx.plan.judge import Judged, Planner, Task, lean, tflops, tokens_per_s
+from phalanx.plan.judge import Judged, Planner, Task, lean, tflops, throughput
 from phalanx.plan.least_memory import least_bytes
 from phalanx.plan.plan import NothingFits, Wishes, make_plan, pareto
 from phalanx.plan.scaling import fewest_devices, parse_scale, scale
@@ -101,7 +101,7 @@ def test_pareto_front() -> None:
 
 def test_rates_count_the_global_batch() -> None:
     task = Task(wide(), 16)
-    assert tokens_per_s(task, 2.0) == pytest.approx(32 * 2048 / 2 / 16)
+    assert throughput(task, 2.0) == pytest.approx(32 * 2048 / 2 / 16)
     assert tflops(task, 2.0) == pytest.approx(32 * 2048 / 2 / 16 * model_flops_per_token(wide().model, 2048) / 1e12)
 
 

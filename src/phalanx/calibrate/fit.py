@@ -110,7 +110,11 @@ def _prior(device: str, found: Measurements) -> Profile:
     try:
         return default_profile(device).profile
     except ConfigError:
-        pass
+        return _prior_of_unknown(found)
+
+
+def _prior_of_unknown(found: Measurements) -> Profile:
+    """Another device's constants, but for the rates: those are what was measured."""
     known = default_profile("A100-80GB").profile
     highest = max(2.0 * x.batch * x.m * x.n * x.k / x.seconds for x in found.operations if x.kind == "matmul")
     factor = highest / known.matmul_flop_s

@@ -15,7 +15,7 @@ import torch
 
 from phalanx.calibrate.effort import Effort
 from phalanx.config.model import LanguageModel
-from phalanx.cost.language import Setting
+from phalanx.cost.family import Setting
 from phalanx.cost.operations import Attention, Matmul, Operation
 from phalanx.cost.parts import part_costs
 

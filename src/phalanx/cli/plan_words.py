@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from phalanx.plan.budget import COMPUTING_SHARE, WAITING_SHARE, Budget
-from phalanx.plan.facts import Row, plan_facts
+from phalanx.plan.facts import Row, hybrid_words, plan_facts
 from phalanx.plan.plan import Plan
 from phalanx.report.text import count, duration, percent
 
@@ -33,6 +33,10 @@ def _zero(row: Row) -> str:
     return f"{row['zero']}{'r' if row['reshard_after_forward'] else ''}"
 
 
+def _gather(row: Row) -> str:
+    return "-" if row["dp_shard"] * row["cp"] == 1 else str(row["gather"])
+
+
 def _step(row: Row) -> str:
     low, high = row["step_s_interval"]
     return f"{duration(row['step_s'])} ({low:.3g} to {high:.3g})"
@@ -46,6 +50,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str], int], ...] = (
     ("dp_rep", lambda row: str(row["dp_replicate"]), 2),
     ("mbs", lambda row: str(row["microbatch"]), 1),
     ("zero", _zero, 3),
+    ("gather", _gather, 3),
     ("schedule", _schedule, 2),
     ("recompute", _recompute, 2),
     ("memory", lambda row: f"{row['memory_bytes'] / _GIB:.1f}", 0),
@@ -73,6 +78,9 @@ def plan_lines(plan: Plan, width: int) -> Iterator[str]:
     yield ""
     yield from _wrapped("nothing beats these in time, memory and energy at once:", width)
     yield from _table(facts["pareto"], width)
+    if facts["hybrid_break_even"]:
+        yield ""
+        yield from _wrapped(hybrid_words(facts), width)
     for why in facts["why"]:
         yield ""
         yield from _wrapped(_why(why), width)
@@ -80,7 +88,7 @@ def plan_lines(plan: Plan, width: int) -> Iterator[str]:
         for kind, words in (("strong", "the global batch stays"), ("weak", "the global batch grows with the devices")):
             yield ""
             yield from _wrapped(f"{kind} scaling ({words}), the best layout at each point:", width)
-            yield from _scaling(facts["scaling"][kind], width)
+            yield from _scaling(facts["scaling"][kind], facts["unit"], width)
     yield ""
     yield from _wrapped(f"times by the profile {facts['profile']}", width)
     yield from _wrapped(_budget(plan.budget, plan.task.devices), width)
@@ -88,12 +96,11 @@ def plan_lines(plan: Plan, width: int) -> Iterator[str]:
 
 def _headline(plan: Plan) -> str:
     task, nodes = plan.task, -(-plan.task.devices // plan.planner.machine.node.devices)
-    length = task.run.data.sequence_length
     fixed = f", with {' '.join(f'{name}={_word(value)}' for name, value in task.fixed.items())}" if task.fixed else ""
     model = task.run.model.preset or "model"
     return (
         f"{model} on {task.devices:,} x {plan.device.name} ({nodes:,} node{'s' if nodes > 1 else ''} of "
-        f"{plan.planner.machine.name}), global batch {task.tokens // length:,} x {length:,} tokens{fixed}"
+        f"{plan.planner.machine.name}), global batch {task.batch}{fixed}"
     )
 
 
@@ -103,12 +110,13 @@ def _word(value: Any) -> str:
 
 def _table(rows: list[Row], width: int) -> Iterator[str]:
     """The columns that find room; those that matter least go first."""
-    chosen = [column for column in _COLUMNS if column[0] != "step"]
+    every = [column for column in _COLUMNS if column[0] != "gather" or any(row["gather"] != "layer" for row in rows)]
+    chosen = [column for column in every if column[0] != "step"]
     lines = _cells(chosen, rows)
     for worth in (4, 3, 2, 1):
         if max(len(line) for line in lines) <= width:
             break
-        chosen = [column for column in _COLUMNS if column[2] < worth]
+        chosen = [column for column in every if column[2] < worth]
         lines = _cells(chosen, rows)
     yield from lines
 
@@ -144,11 +152,12 @@ def _why(why: Row) -> str:
         return asked + "the best layout has it"
     causes = [f"{name} {value:+.3g} s" for name, value in why["by_cause_s"].items() if abs(value) > 0.02 * slower]
     share = slower / (row["step_s"] - slower)
-    best = f"pp={row['pp']} dp_shard={row['dp_shard']} microbatch={row['microbatch']} recompute={row['recompute']}"
+    names = ("pp", "dp_shard", "microbatch", "recompute", *(("gather",) if row["gather"] != "layer" else ()))
+    best = " ".join(f"{name}={row[name]}" for name in names)
     return asked + f"{duration(slower)} a step more ({percent(share)}), with {best}: {', '.join(causes)}"
 
 
-def _scaling(points: list[Row], width: int) -> Iterator[str]:
+def _scaling(points: list[Row], unit: str, width: int) -> Iterator[str]:
     """A bar for the efficiency of each point."""
     heads = [f"{point['devices']:,}" for point in points]
     wide = max(map(len, heads))
@@ -158,7 +167,7 @@ def _scaling(points: list[Row], width: int) -> Iterator[str]:
             yield from _wrapped(f"{head:>{wide}}  {point['why_not']}", width)
             continue
         row, share = point["layout"], point["efficiency"]
-        text = f"{head:>{wide}}  {percent(share):>7}  {count(point['tokens_per_s']):>6} tokens/s"
+        text = f"{head:>{wide}}  {percent(share):>7}  {count(point[f'{unit}_per_s']):>6} {unit}/s"
         text += f"  {row['tflops_per_device']:6.1f} TFLOP/s"
         longer = f"{text}  tp={row['tp']} pp={row['pp']} dp_shard={row['dp_shard']} dp_replicate={row['dp_replicate']}"
         text = longer if len(longer) + _LEAST_BAR + 2 <= width else text
@@ -175,7 +184,7 @@ def _budget(found: Budget, devices: int) -> str:
     )  # fmt: skip
     every = f"{duration(losses.interval_s)}" if isfinite(losses.interval_s) else "never"
     return (
-        f"{count(found.tokens)} tokens: {found.steps:,} steps, {duration(found.seconds)} of steps; with failures and "
+        f"{count(found.amount)} {found.unit}: {found.steps:,} steps, {duration(found.seconds)} of steps; with failures and "
         f"checkpoints {duration(found.elapsed_s)}, {count(found.device_hours)} device-hours{energy}. Goodput "
         f"{percent(losses.share)}: a job of {devices:,} devices fails every {duration(losses.failure_s)} on average; a "
         f"checkpoint every {every} (each {duration(losses.checkpoint_s)}) loses least."

@@ -20,8 +20,14 @@ Ints = npt.NDArray[np.int64]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
 CONTEXTS = ("ring", "all_to_all")
+GATHERS = ("layer", "stream")
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-_NAMED: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES, "context": CONTEXTS, "recompute": RECOMPUTES}
+_NAMED: dict[str, tuple[str, ...]] = {
+    "schedule": SCHEDULES,
+    "context": CONTEXTS,
+    "recompute": RECOMPUTES,
+    "gather": GATHERS,
+}
 """Fields that arrays hold as positions in a list of names."""
 
 
@@ -47,6 +53,8 @@ class Candidates:
     reshard_after_forward: npt.NDArray[np.bool_]
     recompute: Ints
     """Positions in RECOMPUTES."""
+    gather: Ints
+    """Positions in GATHERS."""
 
     @classmethod
     def of(cls, layouts: Sequence[ResolvedLayout], recompute: Sequence[Recompute]) -> Candidates:
@@ -100,6 +108,11 @@ class Candidates:
     def n_stages(self) -> Ints:
         """Pipeline stages in all."""
         return self.pp * self.stages_per_rank
+
+    @cached_property
+    def streamed(self) -> Ints:
+        """Ranks around which the chunks of blocks go; 1 where blocks are gathered whole."""
+        return np.where(self.gather == GATHERS.index("stream"), self.dp_shard * self.cp, 1)
 
     @cached_property
     def shards(self) -> Ints:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from phalanx.compat_compiler import JointGraph, plain_graph, unseen
 from phalanx.cost.fusion import Kernel, elements, fuse, name_of, source
-from phalanx.cost.operations import Kind, Phase, attention_of, kind_of, matmul_of
+from phalanx.cost.operations import Kind, Phase, Scale, attention_of, kind_of, matmul_of
 from phalanx.cost.recorder import Opaque, Recorder, collective_of
 from phalanx.cost.timeline import Access, Role, Step, Timeline
 
@@ -76,21 +76,40 @@ def compiled_timeline(
 
 
 def fused_steps(function: Callable[..., Any], tensors: Sequence[Tensor], recorder: Recorder) -> Any:
-    """Run a compiled function without backward pass in an eager run that is being recorded; returns its results."""
-    graph = _graph_of(function, tensors)
+    """Run a compiled function without backward pass in an eager run that is being recorded; returns its results.
+
+    tensors: [rows, ...], all with equally many rows, of which the function computes each alike. It is traced for one number
+    of rows, which leads to any other.
+    """
+    scale = Scale(_unlike_rows(tensors), len(tensors[0]))
+    with unseen():
+        traced = [tensor.new_empty((scale.traced, *tensor.shape[1:])) for tensor in tensors]
+    graph = _graph_of(function, traced)
     reader = _Reader(recorder.timeline, recorder.axes, recorder.opaque)
     for node, tensor in zip(_placeholders(graph), tensors, strict=True):
         reader.buffer[node] = recorder.hold(tensor, "made")
-    before = range(len(recorder.timeline.buffers))
-    steps = reader.steps(graph, lambda _: recorder.phase)
+    buffers = recorder.timeline.buffers
+    before = range(len(buffers))
+    steps = [step.scaled(scale) for step in reader.steps(graph, lambda _: recorder.phase)]
+    for buffer in buffers[len(before) :]:
+        buffer.elements = scale(buffer.elements)
     outputs = _outputs(graph)
     with unseen():
-        results = [_meta(node.meta["val"]) for node in outputs]
+        results = [_meta(node.meta["val"], scale) for node in outputs]
     _drop(recorder.timeline, steps, {*before, *reader.buffers(outputs)})
     for node, result in zip(outputs, results, strict=True):
         recorder.adopt(result, reader.buffer[source(node)])
     recorder.extend(steps)
     return tuple(results)
+
+
+_PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
+
+
+def _unlike_rows(tensors: Sequence[Tensor]) -> int:
+    """A number of rows that divides no other size, so that what it divides is known to grow with them."""
+    others = {size for tensor in tensors for size in tensor.shape[1:]}
+    return next(prime for prime in _PRIMES if all(size % prime for size in others))
 
 
 _graphs: dict[Any, fx.Graph] = {}
@@ -262,9 +281,11 @@ class _Reader:
         return step
 
 
-def _meta(tensor: Tensor) -> Tensor:
-    """A meta tensor like a fake one."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+def _meta(tensor: Tensor, scale: Scale | None = None) -> Tensor:
+    """A meta tensor like a fake one, of other sizes where `scale` says so."""
+    to = scale or Scale()
+    shape, stride = ([to(size) for size in sizes] for sizes in (tensor.shape, tensor.stride()))
+    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
 
 
 def _kind(kernel: Kernel) -> Kind:

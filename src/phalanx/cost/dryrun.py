@@ -21,7 +21,7 @@ from phalanx.config.schema import LanguageRun, Run
 from phalanx.cost.accelerator import core_attention
 from phalanx.cost.dryrun_report import Measured, RankReport, rank_report
 from phalanx.cost.fake_ranks import DEVICE, fake_rank
-from phalanx.cost.language import likely_kernel
+from phalanx.cost.family import likely_kernel
 from phalanx.cost.memory_trace import Moment, StepTrace
 from phalanx.data.batch import Batch
 from phalanx.layout.apply import Applied, apply_layout

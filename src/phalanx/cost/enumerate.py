@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.config.check import global_batch_samples
-from phalanx.config.schema import LanguageRun
-from phalanx.cost.candidates import CONTEXTS, RECOMPUTES, SCHEDULES, Candidates, Ints
+from phalanx.config.schema import Run
+from phalanx.cost.candidates import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, Candidates, Ints
 from phalanx.layout.resolve import divisors
-from phalanx.layout.spec import ZERO_BUBBLE
-from phalanx.models.language.declare import tensor_split_counts
+from phalanx.layout.spec import DEGREES, ZERO_BUBBLE
+from phalanx.models.families import family_of
 
 Fixed = Mapping[str, Any]
 """Fields of the run file's `layout` with the only value they may have."""
@@ -29,7 +29,7 @@ Columns = dict[str, npt.NDArray[Any]]
 
 CHOSEN = (
     *("dp_replicate", "dp_shard", "cp", "tp", "pp", "zero", "schedule", "stages_per_rank", "context"),
-    *("microbatch", "recompute", "reshard_after_forward"),
+    *("microbatch", "recompute", "gather", "reshard_after_forward"),
 )
 """Fields of `layout` that enumeration chooses, unless they are fixed; all else stays as the run file has it."""
 
@@ -50,15 +50,17 @@ class Limits:
     """Most pipeline stages of a rank."""
     positions: int = 2048
     """Fewest positions of a sample that a context-parallel rank keeps."""
+    streamed: float = 64
+    """Most ranks around which the chunks of a block go."""
 
     @classmethod
     def none(cls) -> Limits:
         """Everything that is legal."""
-        return cls(inf, inf, 1)
+        return cls(inf, inf, 1, inf)
 
 
 def legal_candidates(
-    run: LanguageRun,
+    run: Run,
     world_size: int,
     devices_per_node: int | None = None,
     fixed: Fixed | None = None,
@@ -77,11 +79,12 @@ def legal_candidates(
     rows = _shards(rows, fixed)
     rows = _contexts(run, rows, fixed)
     rows = _recomputes(rows, fixed)
+    rows = _gathers(run, rows, fixed, limits)
     rows["global_batch"] = np.full(len(rows["tp"]), global_batch_samples(run), np.int64)
     return Candidates(**rows)
 
 
-def _degrees(run: LanguageRun, world: int, devices_per_node: int | None, fixed: Fixed, limits: Limits) -> Columns:
+def _degrees(run: Run, world: int, devices_per_node: int | None, fixed: Fixed, limits: Limits) -> Columns:
     """The degrees: what divides the world, heads, layers and positions."""
     every = divisors(world)
     rows = _take({"tp": np.asarray(every)}, _tensor_fits(run, np.asarray(every), devices_per_node))
@@ -91,7 +94,7 @@ def _degrees(run: LanguageRun, world: int, devices_per_node: int | None, fixed: 
     rows = _take(rows, (world % (rows["tp"] * rows["pp"]) == 0) & (rows["pp"] <= run.model.n_layers))
     rows = _take(rows, _is(rows["pp"], fixed.get("pp")))
 
-    length = run.data.sequence_length
+    length = family_of(run).positions(run).count
     cps = [fixed["cp"]] if "cp" in fixed else [cp for cp in every if cp == 1 or length // cp >= limits.positions]
     rows = _cross(rows, {"cp": cps})
     inside = rows["tp"] * rows["pp"] * rows["cp"]
@@ -102,20 +105,26 @@ def _degrees(run: LanguageRun, world: int, devices_per_node: int | None, fixed: 
     rows["dp_shard"] = data_ranks // rows["dp_replicate"]
     rows = _take(rows, data_ranks % rows["dp_replicate"] == 0)
     rows = _take(rows, _is(rows["dp_replicate"], fixed.get("dp_replicate")))
-    return _take(rows, _is(rows["dp_shard"], fixed.get("dp_shard")))
+    rows = _take(rows, _is(rows["dp_shard"], fixed.get("dp_shard")))
+    for name in set(DEGREES) - family_of(run).axes:
+        rows = _take(rows, rows[name] == 1)
+    return rows
 
 
-def _tensor_fits(run: LanguageRun, tp: Ints, devices_per_node: int | None) -> Mask:
+def _tensor_fits(run: Run, tp: Ints, devices_per_node: int | None) -> Mask:
     fits = np.ones(len(tp), bool)
-    for split in tensor_split_counts(run.model):
+    family = family_of(run)
+    for split in family.split_counts(run):
         fits &= split.count % tp == 0
-    fits &= -(-run.model.vocab_size // tp) * (tp - 1) < run.model.vocab_size
+    table = family.split_rows(run)
+    if table is not None:
+        fits &= -(-table.count // tp) * (tp - 1) < table.count
     if devices_per_node is not None and not run.layout.tp_across_nodes:
         fits &= (tp == 1) | ((tp <= devices_per_node) & (devices_per_node % tp == 0))
     return fits
 
 
-def _batches(run: LanguageRun, rows: Columns, fixed: Fixed, limits: Limits) -> Columns:
+def _batches(run: Run, rows: Columns, fixed: Fixed, limits: Limits) -> Columns:
     """Micro-batches that divide what a data-parallel rank computes."""
     batch = global_batch_samples(run)
     choices = [size for size in divisors(batch) if size <= limits.microbatch]
@@ -123,7 +132,7 @@ def _batches(run: LanguageRun, rows: Columns, fixed: Fixed, limits: Limits) -> C
     return _take(rows, batch % (rows["dp_replicate"] * rows["dp_shard"] * rows["microbatch"]) == 0)
 
 
-def _schedules(run: LanguageRun, rows: Columns, fixed: Fixed, limits: Limits) -> Columns:
+def _schedules(run: Run, rows: Columns, fixed: Fixed, limits: Limits) -> Columns:
     """Pipeline schedules and stages a rank; one stage without a schedule where `pp` is 1."""
     schedule = _SCHEDULE[fixed.get("schedule", "1f1b")]
     alone = _cross(_take(rows, rows["pp"] == 1), {"schedule": [schedule], "stages_per_rank": [1]})
@@ -143,12 +152,12 @@ def _schedules(run: LanguageRun, rows: Columns, fixed: Fixed, limits: Limits) ->
     return {name: np.concatenate([alone[name], piped[name]]) for name in alone}
 
 
-def _stages_fit(run: LanguageRun, schedule: str, per_rank: int) -> bool:
+def _stages_fit(run: Run, schedule: str, per_rank: int) -> bool:
     """Whether a schedule can have so many stages a rank, and run this model at all."""
     if schedule in ZERO_BUBBLE and run.training.compile is True:
         return False
     if schedule == "zbv":
-        return per_rank == 2 and not run.model.tied_head
+        return per_rank == 2 and not family_of(run).tied(run)
     return per_rank >= 2 if schedule.startswith("interleaved") else per_rank == 1
 
 
@@ -169,14 +178,15 @@ def _shards(rows: Columns, fixed: Fixed) -> Columns:
     return _take(rows, level & freed & ~twice)
 
 
-def _contexts(run: LanguageRun, rows: Columns, fixed: Fixed) -> Columns:
+def _contexts(run: Run, rows: Columns, fixed: Fixed) -> Columns:
     """Kinds of context parallelism; the ring stands where `cp` is 1."""
     alone = _cross(_take(rows, rows["cp"] == 1), {"context": [_RING]})
     kinds = [CONTEXTS.index(name) for name in _among(CONTEXTS, fixed, "context")]
     spread = _cross(_take(rows, rows["cp"] > 1), {"context": kinds})
     ring = spread["context"] == _RING
-    early_and_late = run.data.sequence_length % (2 * spread["cp"]) == 0
-    whole_heads = run.model.kv_heads // spread["tp"] % spread["cp"] == 0
+    family = family_of(run)
+    early_and_late = family.positions(run).count % (2 * spread["cp"]) == 0
+    whole_heads = family.context_heads(run).count // spread["tp"] % spread["cp"] == 0
     spread = _take(spread, np.where(ring, early_and_late, whole_heads))
     return {name: np.concatenate([alone[name], spread[name]]) for name in alone}
 
@@ -185,6 +195,22 @@ def _recomputes(rows: Columns, fixed: Fixed) -> Columns:
     rows = _cross(rows, {"recompute": [RECOMPUTES.index(name) for name in _among(RECOMPUTES, fixed, "recompute")]})
     twice = np.isin(rows["schedule"], _ZERO_BUBBLE) & (rows["pp"] > 1)
     return _take(rows, ~twice | (rows["recompute"] == _KEEP_ALL))
+
+
+def _gathers(run: Run, rows: Columns, fixed: Fixed, limits: Limits) -> Columns:
+    """Blocks gathered whole, or streamed wherever shards of ZeRO-3 share them."""
+    rows = _cross(rows, {"gather": [GATHERS.index(name) for name in _among(GATHERS, fixed, "gather")]})
+    ranks, piped = rows["dp_shard"] * rows["cp"], rows["pp"] > 1
+    able = (rows["zero"] == 3) & (rows["recompute"] != RECOMPUTES.index("selective"))
+    able &= ~((rows["cp"] > 1) & (rows["context"] == _EXCHANGE)) & ~(piped & np.isin(rows["schedule"], _ZERO_BUBBLE))
+    able &= (run.layout.precision != "fp16") & (run.training.compile is not True) & ("tp" in family_of(run).axes)
+    # Of one rank, the one kind stands for both, as with other fields that have no effect.
+    able = np.where(ranks > 1, able, "gather" in fixed)
+    if "gather" not in fixed:
+        able &= ranks <= limits.streamed
+    rows = _take(rows, (rows["gather"] == 0) | able)
+    rows["gather"] = np.where(rows["dp_shard"] * rows["cp"] > 1, rows["gather"], 0)
+    return rows
 
 
 def _among(names: Sequence[str], fixed: Fixed, field: str) -> list[str]:

@@ -2,57 +2,30 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.config.model import LanguageModel
 from phalanx.config.schema import LanguageRun
 from phalanx.cost.accelerator import core_attention, fused_rms_norm
+from phalanx.cost.family import MODEL_PARTS, Kernel, PartName, Setting
 from phalanx.cost.recorder import Recorder
-from phalanx.layout.apply import named_parameters
 from phalanx.layout.context import split_context
+from phalanx.layout.hybrid_stop import Stream, stream_matrices
 from phalanx.layout.language import LanguageStage, loss_chunk_tokens
-from phalanx.layout.mesh import Axis
 from phalanx.layout.precision import PRECISIONS
-from phalanx.layout.recompute import Recompute
 from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
-from phalanx.layout.tensor import split_tensors
 from phalanx.models.kinds import ParameterKind
+from phalanx.models.language import declare
 from phalanx.models.language.attention import Attention
-from phalanx.models.language.declare import TIED, parameter_kind, tensor_splits
+from phalanx.models.language.declare import tensor_splits
 from phalanx.models.language.decoder import Decoder
 from phalanx.models.language.layers import Norm
 from phalanx.models.splits import ModelPart
-
-PartName = Literal["embedding", "block", "head"]
-Kernel = Literal["flash", "cudnn", "efficient", "flex", "math", "cpu"]
-"""Attention as accelerators compute it; `cpu` is what an uncompiled run on the CPU does."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Everything the costs of a part depend on, besides the micro-batch."""
-
-    model: LanguageModel
-    length: int
-    """Positions a sample."""
-    tp: int = 1
-    cp: int = 1
-    context: str = "ring"
-    recompute: Recompute = "none"
-    precision: str = "bf16"
-    attention: Kernel = "flash"
-    compile: bool = True
-    chunk_tokens: int = 4096
-    """Tokens whose logits are held at once."""
-    document_mask: bool = False
-    z_loss: float = 0.0
 
 
 def setting_of(run: LanguageRun, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
@@ -86,59 +59,14 @@ def likely_kernel(run: LanguageRun, *, rocm: bool) -> Kernel:
     return "efficient" if biased or run.layout.precision == "fp32" else "flash"
 
 
-@dataclass(frozen=True)
-class PartParameter:
-    """One parameter of a part as a rank of the tensor-parallel axis holds it."""
-
-    name: str
-    """In the whole model, with block number 0."""
-    shape: tuple[int, ...]
-    kind: ParameterKind
-    split: bool
-    """Whether `tp` ranks hold different parts; else they hold it alike and add up its gradients."""
-
-    @property
-    def count(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-    @property
-    def rows(self) -> int:
-        """What data-parallel sharding cuts."""
-        return self.shape[0]
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether it multiplies every token."""
-        return self.kind == "matrix"
-
-    def sharded_count(self, ranks: int) -> int:
-        """Elements that one of `ranks` data-parallel ranks holds: whole rows, as many on each, padding included."""
-        return -(-self.rows // ranks) * (self.count // self.rows)
-
-
-_PARTS = {
-    "embedding": ModelPart(range(0), first=True, last=False),
-    "block": ModelPart(range(1), first=False, last=False),
-    "head": ModelPart(range(0), first=False, last=True),
-}
-
-
-def _share(setting: Setting) -> SequenceShare:
-    tp, cp = (
-        Axis(name, 0, size, None, tuple(range(size)), name) for name, size in (("tp", setting.tp), ("cp", setting.cp))
-    )
-    return SequenceShare(cp, tp, setting.context)
-
-
-def build_stage(name: PartName, setting: Setting) -> Stage:
-    """A stage that consists of one part, as the first rank of every axis has it, with parameters as they are used."""
-    share, dtype = _share(setting), PRECISIONS[setting.precision]
+def build_stage(name: PartName, setting: Setting, share: SequenceShare, stream: Stream | None) -> Stage:
+    """See `family.CostFamily`."""
+    model, dtype = _model(setting), PRECISIONS[setting.precision]
     with torch.device("meta"):
         part = Decoder(
-            setting.model, dtype=dtype, chunk_tokens=setting.chunk_tokens, z_loss=setting.z_loss, part=_PARTS[name]
+            model, dtype=dtype, chunk_tokens=setting.chunk_tokens, z_loss=setting.z_loss, part=MODEL_PARTS[name]
         )
-    split_tensors(part, tensor_splits(setting.model), share.tp)
+    stream_matrices(part, tensor_splits(model), share.tp, stream)
     core = core_attention(setting.attention)
     for module in part.modules():
         if isinstance(module, Attention):
@@ -149,6 +77,8 @@ def build_stage(name: PartName, setting: Setting) -> Stage:
         part.attention_context = _no_context
     elif setting.attention == "flex":
         _without_bias(part)
+    elif stream is not None:
+        _with_one_bias(part)
     stage = LanguageStage(part.to(dtype), 0, share, seed=0, length=setting.length)
     stage.step = 1
     return stage
@@ -165,6 +95,18 @@ def _without_bias(part: Decoder) -> None:
     def context(*arguments: Any, **keywords: Any) -> Any:
         made: Any = build(*arguments, **keywords)
         return made._replace(bias=None) if hasattr(made, "bias") else made
+
+    part.attention_context = context
+
+
+def _with_one_bias(part: Decoder) -> None:
+    """A bias for one head in place of those of a chunk's heads: what they share is counted with what blocks share."""
+    build = part.attention_context
+
+    def context(*arguments: Any, **keywords: Any) -> Any:
+        made: Any = build(*arguments, **keywords)
+        bias = getattr(made, "bias", None)
+        return made if bias is None else made._replace(bias=bias[:, :1])
 
     part.attention_context = context
 
@@ -206,13 +148,37 @@ def example_batch(name: PartName, stage: Stage, setting: Setting, samples: int) 
     return batch
 
 
-def part_parameters(stage: Stage, setting: Setting) -> tuple[PartParameter, ...]:
-    """The parameters of a stage of one part."""
+def whole_part(setting: Setting, part: ModelPart) -> nn.Module:
+    """See `family.CostFamily`."""
     with torch.device("meta"):
-        whole = Decoder(setting.model, part=stage.part.part)
-    tied = TIED if setting.model.tied_head else {}
-    shapes = {name: parameter.shape for name, parameter in named_parameters(whole, tied).items()}
-    return tuple(
-        PartParameter(name, tuple(p.shape), parameter_kind(name), split=p.shape != shapes[name])
-        for name, p in named_parameters(stage.part, tied).items()
-    )
+        return Decoder(_model(setting), part=part)
+
+
+def relative_block_costs(setting: Setting) -> tuple[float, float]:
+    """See `family.CostFamily`."""
+    return declare.relative_block_costs(_model(setting), setting.length)
+
+
+def tied(model: LanguageModel) -> dict[str, str]:
+    """See `family.CostFamily`."""
+    return declare.TIED if model.tied_head else {}
+
+
+def chunk_tokens(run: LanguageRun, tp: int) -> int:
+    """See `family.CostFamily`."""
+    return loss_chunk_tokens(run, torch.device("meta"), tp)
+
+
+def sample_bytes(run: LanguageRun) -> int:
+    """Token ids, targets and, where attention heeds them, documents."""
+    return run.data.sequence_length * (8 + 8 + 4 * run.data.document_mask)
+
+
+def parameter_kind(name: str) -> ParameterKind:
+    """See `family.CostFamily`."""
+    return declare.parameter_kind(name)
+
+
+def _model(setting: Setting) -> LanguageModel:
+    assert isinstance(setting.model, LanguageModel)
+    return setting.model

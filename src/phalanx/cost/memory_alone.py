@@ -17,6 +17,7 @@ from phalanx.cost.memory_situation import Amount, Held, Mask, Rank
 def moments_alone(rank: Rank) -> Iterator[tuple[str, Held]]:
     """Bytes by cause at each moment."""
     moments = _Alone(rank)
+    yield from moments.of_the_start()
     yield from moments.of_the_head()
     yield from moments.of_the_blocks()
     yield from moments.of_the_end()
@@ -34,14 +35,40 @@ class _Alone:
         """A table at both ends is gathered for a whole step."""
         self.head_gradient = self.tied * r.s.width * r.embedding.count
         self.table = r.embedding.gathered + self.tied * r.head.gathered
+        # What the last reduction of a micro-batch was sent from goes only when the next one begins.
+        self.lasting = r.sent * self.table * (r.early & r.several)
+
+    def of_the_start(self) -> Iterator[tuple[str, Held]]:
+        """The embedding and the last block forward, with what the micro-batch before leaves."""
+        r, s, embedding, block = self.r, self.r.s, self.r.embedding, self.r.block
+        ends = embedding.gathered + r.head.gathered
+        yield (
+            "forward of the embedding",
+            r.held(
+                gradients=self.gradients(0, 0) * r.several,
+                gathered_parameters=self.gathered(r.layers * r.several, ends, embedding.gathered * self.untied),
+                gather_buffers=s.sharded * r.received * embedding.gathered * (r.dropped | ~r.several),
+                reduce_buffers=self.lasting + s.master * embedding.shard * (r.early & r.several),
+                part=embedding.forward,
+            ),
+        )
+        yield (
+            "forward of the last block",
+            r.held(
+                gradients=self.gradients(0, 0) * r.several,
+                activations=embedding.kept + s.sizes.shared + (r.layers - 1) * block.kept + s.sizes.hidden,
+                gathered_parameters=self.gathered(r.layers, ends * r.several + embedding.gathered, block.gathered),
+                gather_buffers=s.sharded * r.received * block.gathered * (r.dropped | ~r.several),
+                reduce_buffers=self.lasting,
+                part=block.forward,
+            ),
+        )
 
     def of_the_head(self) -> Iterator[tuple[str, Held]]:
         """The head forward, backward, and its gradients on their way to other ranks."""
         r, s, head = self.r, self.r.s, self.r.head
         hidden, own = s.sizes.hidden, head.gathered * self.untied
         both = r.embedding.gathered + head.gathered
-        # What the last reduction of a micro-batch was sent from goes only when the next one begins.
-        lasting = r.sent * self.table * (r.early & r.several)
         yield (
             "forward of the head",
             r.held(
@@ -49,7 +76,7 @@ class _Alone:
                 activations=self.kept + hidden,
                 gathered_parameters=self.gathered(r.layers, both, own),
                 gather_buffers=s.sharded * r.received * own * ((s.zero == 3) | ~r.several),
-                reduce_buffers=lasting,
+                reduce_buffers=self.lasting,
                 part=head.forward,
             ),
         )
@@ -60,7 +87,7 @@ class _Alone:
                 activations=self.kept + head.kept,
                 gathered_parameters=self.gathered(r.layers, both, own),
                 gather_buffers=self.ahead(r.block),
-                reduce_buffers=lasting,
+                reduce_buffers=self.lasting,
                 part=head.backward,
             ),
         )
@@ -93,7 +120,7 @@ class _Alone:
         yield (
             f"backward of {name}",
             r.held(
-                gradients=self.gradients(r.layers - left, self.untied),
+                gradients=self.gradients(r.layers - left, self.untied, coming=1),
                 activations=activations,
                 gathered_parameters=self.gathered(left, self.table, block.gathered),
                 gather_buffers=self.ahead(following),
@@ -143,16 +170,17 @@ class _Alone:
         """The buffer of the part that is gathered ahead."""
         return self.r.s.sharded * self.r.dropped * self.r.received * part.gathered
 
-    def gradients(self, blocks: Amount, with_head: Amount, with_embedding: Amount = 0) -> Amount:
-        """Gradients added up once this much has been reduced in the last micro-batch."""
+    def gradients(self, blocks: Amount, with_head: Amount, with_embedding: Amount = 0, coming: int = 0) -> Amount:
+        """Gradients added up once this much has been reduced in the last micro-batch.
+
+        coming: blocks whose streamed matrices get theirs just now.
+        """
         r, s = self.r, self.r.s
         block, head, embedding = r.block, r.head, r.embedding
         reduced = blocks * block.shard + with_head * head.shard + with_embedding * embedding.shard
+        reduced = reduced + coming * block.streamed
         left = r.gathered - blocks * block.gathered - with_head * head.gathered - with_embedding * embedding.gathered
-        last = np.where(r.whole, reduced + left, np.where(r.several, r.shard, reduced))
-        # Summed over replicas after every micro-batch: each sum is kept until the next one of its part.
-        summed = np.where(s.accumulation > 2, r.shard, reduced) * (s.accumulation > 1)
-        return s.master * (last + summed * (r.early & s.replicated))
+        return s.master * np.where(r.whole, reduced + left, np.where(r.several, r.shard, reduced))
 
     def own_gradients(self, part: PartBytes) -> Amount:
         """Gradients in the format they are computed in; added up already where they wait for the last micro-batch."""

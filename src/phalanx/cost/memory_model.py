@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.config.schema import LanguageRun
+from phalanx.config.schema import Run
 from phalanx.cost.candidates import Candidates, Ints
-from phalanx.cost.language import Kernel, likely_kernel
+from phalanx.cost.family import Kernel, cost_family, likely_kernel
 from phalanx.cost.memory_moments import MOMENTS, moments, peer_buffer_bytes
 from phalanx.cost.memory_parts import ModelBytes, model_bytes
 from phalanx.cost.memory_situation import Held, Situation
@@ -22,7 +22,7 @@ from phalanx.cost.memory_stages import Holdings, holdings, rank_holdings
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.recompute import Recompute
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.models.language.declare import relative_block_costs
+from phalanx.models.families import family_of
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -38,7 +38,7 @@ class Kernels:
     compiled: bool
 
     @classmethod
-    def on_accelerators(cls, run: LanguageRun, *, rocm: bool = False) -> Kernels:
+    def on_accelerators(cls, run: Run, *, rocm: bool = False) -> Kernels:
         """As `run` runs on accelerators; schedules that cannot be compiled are taken as if they were."""
         return cls(likely_kernel(run, rocm=rocm), run.training.compile in (True, "auto"))
 
@@ -70,7 +70,7 @@ class RankMemory:
 
 
 def memory(
-    run: LanguageRun,
+    run: Run,
     candidates: Candidates,
     kernels: Kernels,
     *,
@@ -81,8 +81,8 @@ def memory(
 
     parts: the candidates' parts, where they are known already. peer_copies: whether shards exchange by peer copies.
     """
-    parts = parts or _parts(run, candidates, kernels)
-    costs = relative_block_costs(run.model, run.data.sequence_length)
+    parts = parts or _parts(run, candidates, kernels, peer_copies)
+    costs = family_of(run).block_costs(run)
     ranks = holdings(candidates, run.model.n_layers, costs)
     count = len(candidates)
     nothing = np.zeros(count)
@@ -104,7 +104,7 @@ def memory(
 
 
 def _judge(
-    run: LanguageRun,
+    run: Run,
     candidates: Candidates,
     parts: ModelBytes,
     ranks: list[Holdings],
@@ -131,12 +131,12 @@ def _judge(
 
 
 def rank_memory(
-    run: LanguageRun, layout: ResolvedLayout, recompute: Recompute, kernels: Kernels, *, peer_copies: bool = False
+    run: Run, layout: ResolvedLayout, recompute: Recompute, kernels: Kernels, *, peer_copies: bool = False
 ) -> list[RankMemory]:
     """The peak of every pipeline rank of one layout, cause by cause."""
     one = Candidates.of([layout], [recompute])
-    parts = _parts(run, one, kernels)
-    costs = relative_block_costs(run.model, run.data.sequence_length)
+    parts = _parts(run, one, kernels, peer_copies)
+    costs = family_of(run).block_costs(run)
     ranks = rank_holdings(
         layout.schedule, layout.pp, layout.stages_per_rank, layout.accumulation, run.model.n_layers, costs
     )
@@ -157,16 +157,13 @@ def rank_memory(
     return found
 
 
-def _parts(run: LanguageRun, candidates: Candidates, kernels: Kernels) -> ModelBytes:
-    return model_bytes(run, candidates, attention=kernels.attention, compiled=kernels.compiled)
+def _parts(run: Run, candidates: Candidates, kernels: Kernels, peer_copies: bool) -> ModelBytes:
+    return model_bytes(run, candidates, attention=kernels.attention, compiled=kernels.compiled, peer_copies=peer_copies)
 
 
-def _situation(
-    run: LanguageRun, candidates: Candidates, parts: ModelBytes, holds: Holdings, peer_copies: bool
-) -> Situation:
+def _situation(run: Run, candidates: Candidates, parts: ModelBytes, holds: Holdings, peer_copies: bool) -> Situation:
     dtype = PRECISIONS[run.layout.precision]
     piped = candidates.pp > 1
-    ids = 8 + 8 + 4 * run.data.document_mask
     return Situation(
         sizes=parts,
         holds=holds,
@@ -178,7 +175,7 @@ def _situation(
         reshard=candidates.reshard_after_forward,
         replicated=candidates.dp_replicate > 1,
         accumulation=candidates.accumulation,
-        tied=run.model.tied_head,
-        samples=candidates.accumulation * candidates.microbatch * run.data.sequence_length * ids,
+        tied=bool(family_of(run).tied(run)),
+        samples=candidates.accumulation * candidates.microbatch * cost_family(run.model).sample_bytes(run),
         peer_copies=peer_copies,
     )

@@ -15,6 +15,8 @@ from phalanx.cost.memory_piped import moments_piped
 from phalanx.cost.memory_situation import Amount, Held, Rank, Situation
 
 MOMENTS = (
+    "forward of the embedding",
+    "forward of the last block",
     "forward of the head",
     "backward of the head",
     "gradients of the head reduced",
@@ -43,7 +45,8 @@ def peer_buffer_bytes(situation: Situation) -> Amount:
     """Most bytes of the buffers of `layout.peer_copies`, which lie beside the allocator's memory; 0 without peer copies.
 
     Gathering takes turns between three buffers of a block's size, one that is read, one that is filled and one that peers
-    may still read, and one for the ends of the model; what is reduced has one of each size.
+    may still read, and one for the ends of the model; what is reduced has one of each size. Streamed
+    chunks and their gradients take turns between two each, all as large as the largest chunk.
     """
     r = Rank(situation)
     if not situation.peer_copies:
@@ -51,4 +54,5 @@ def peer_buffer_bytes(situation: Situation) -> Amount:
     ends = r.embedding.gathered + r.head.gathered
     gathering = situation.width * (3 * r.block.gathered + np.maximum(r.embedding.gathered, r.head.gathered))
     sent = np.where(r.whole, situation.master, situation.width)
-    return (r.sharded_many) * (gathering + sent * (r.block.gathered + ends))
+    streaming = situation.width * situation.sizes.ring
+    return (r.sharded_many) * (gathering + sent * (r.block.gathered + ends) + streaming)

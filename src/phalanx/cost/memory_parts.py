@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.config.schema import LanguageRun
+from phalanx.config.schema import Run
 from phalanx.cost.candidates import Candidates, Ints
-from phalanx.cost.language import Kernel, PartName, Setting, setting_of
+from phalanx.cost.family import Kernel, PartName, Setting, setting_of
 from phalanx.cost.parts import PartCosts, part_costs
-from phalanx.models.language.declare import TIED
+from phalanx.models.families import family_of
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -34,11 +34,13 @@ class PartBytes:
     backward: FloatArray
     """Most bytes in its backward pass beside what is kept: incoming gradient, temporaries, gradients of parameters."""
     count: FloatArray
-    """Parameters, before data parallelism shares them out."""
+    """Parameters, before data parallelism shares them out; streamed ones are no part of it."""
     shard: FloatArray
     """Parameters one of the shards holds, whole rows: padding counts."""
     gathered: FloatArray
     """Parameters in a buffer that holds all shards: padding counts."""
+    streamed: FloatArray
+    """Parameters in `shard` that are never gathered, and whose gradients go home after every micro-batch."""
 
     def times(self, factor: Any) -> PartBytes:
         """This many of it."""
@@ -50,7 +52,7 @@ class PartBytes:
 
     def unpadded(self, shards: FloatArray) -> PartBytes:
         """The same if parameters could be shared out evenly."""
-        return replace(self, shard=self.count / shards, gathered=self.count)
+        return replace(self, shard=self.count / shards + self.streamed, gathered=self.count)
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class ModelBytes:
     """The part of a block's kept bytes that is its input."""
     shards: FloatArray
     """Ranks over which parameters are shared out."""
+    ring: FloatArray
+    """Parameters in the buffers that streamed chunks and their gradients take turns in, with peer copies."""
     waiting: FloatArray
     """Bytes that a block keeps besides from the gradients of its input to those of its weights, where they come apart."""
 
@@ -88,13 +92,18 @@ class ModelBytes:
         return ModelBytes(**values)
 
 
-_TRACED = ("tp", "cp", "context", "recompute", "microbatch")
+_TRACED = ("tp", "cp", "context", "recompute", "microbatch", "streamed")
 """What the costs of parts depend on."""
 _SIZES = ("kept", "forward", "backward")
 
 
-def model_bytes(run: LanguageRun, candidates: Candidates, *, attention: Kernel, compiled: bool) -> ModelBytes:
-    """The parts of `run`'s model on a rank of each candidate. attention, compiled: see `cost.language.setting_of`."""
+def model_bytes(
+    run: Run, candidates: Candidates, *, attention: Kernel, compiled: bool, peer_copies: bool = False
+) -> ModelBytes:
+    """The parts of `run`'s model on a rank of each candidate.
+
+    attention, compiled: see `cost.family.setting_of`. peer_copies: see `memory_model.memory`.
+    """
     first, inverse = distinct([getattr(candidates, name) for name in _TRACED])
 
     def traced(position: int) -> dict[PartName, PartCosts]:
@@ -103,23 +112,28 @@ def model_bytes(run: LanguageRun, candidates: Candidates, *, attention: Kernel, 
             update={"layout": run.layout.model_copy(update={"recompute": candidates.recompute_of(position)})}
         )
         setting = setting_of(again, layout, attention=attention, compiled=compiled)
-        return _costs(setting, layout.microbatch)
+        return _costs(replace(setting, peer_copies=peer_copies and setting.streamed > 1), layout.microbatch)
 
     costs = [traced(int(position)) for position in first]
+    tied = family_of(run).tied(run)
     shards = np.where(candidates.zero > 0, candidates.dp_shard * candidates.cp, 1)
     # A shared table is there once where one rank has both ends of the model.
-    shared_table = (candidates.pp == 1) & run.model.tied_head
-    first_shard, shard_inverse = distinct([candidates.tp, shards, shared_table.astype(np.int64)])
-    of_tp = {int(candidates.tp[p]): costs[inverse[p]] for p in first_shard}
+    shared_table = (candidates.pp == 1) & bool(tied)
+    first_shard, shard_inverse = distinct([candidates.tp, shards, shared_table.astype(np.int64), candidates.streamed])
+    of_rank = {(int(candidates.tp[p]), int(candidates.streamed[p])): costs[inverse[p]] for p in first_shard}
 
     def part(name: PartName) -> PartBytes:
         parameters = [
-            _shared_out(of_tp[int(candidates.tp[p])][name], int(shards[p]), TIED.values() if shared_table[p] else ())
+            _shared_out(
+                of_rank[int(candidates.tp[p]), int(candidates.streamed[p])][name],
+                int(shards[p]),
+                tied.values() if shared_table[p] else (),
+            )
             for p in first_shard
         ]
         sizes = {size: _column(lambda c, s=size: _part_size(c[name], s), costs)[inverse] for size in _SIZES}  # type: ignore[misc]
-        count, shard = (np.asarray(column, np.float64)[shard_inverse] for column in zip(*parameters, strict=True))
-        return PartBytes(**sizes, count=count, shard=shard, gathered=shard * shards)
+        count, shard, streamed = (np.asarray(x, np.float64)[shard_inverse] for x in zip(*parameters, strict=True))
+        return PartBytes(**sizes, count=count, shard=shard + streamed, gathered=shard * shards, streamed=streamed)
 
     return ModelBytes(
         embedding=part("embedding"),
@@ -129,6 +143,7 @@ def model_bytes(run: LanguageRun, candidates: Candidates, *, attention: Kernel, 
         hidden=_column(lambda c: c["block"].costs.output_bytes, costs)[inverse],
         block_input=_column(lambda c: _input(c["block"]), costs)[inverse],
         shards=shards.astype(np.float64),
+        ring=_column(lambda c: 4 * max((chain.chunk for chain in c["block"].chains), default=0), costs)[inverse],
         waiting=_column(lambda c: _waiting(c["block"]), costs)[inverse],
     )
 
@@ -150,11 +165,13 @@ def _input(part: PartCosts) -> int:
     return sum(kept.bytes for kept in part.costs.kept if kept.name == "input")
 
 
-def _shared_out(part: PartCosts, shards: int, elsewhere: Collection[str]) -> tuple[int, int]:
-    """Elements of a part before and after sharding, but for a head's parameters that are held `elsewhere`."""
+def _shared_out(part: PartCosts, shards: int, elsewhere: Collection[str]) -> tuple[int, int, int]:
+    """Elements of a part before and after sharding, but for a head's parameters that are held `elsewhere`; and streamed ones
+    of the rank that has most."""
     head = any(parameter.name.startswith("head.") for parameter in part.parameters)
-    mine = [p for p in part.parameters if not (head and p.name in elsewhere)]
-    return sum(p.count for p in mine), sum(p.sharded_count(shards) for p in mine)
+    mine = [p for p in part.parameters if not (p.streamed or (head and p.name in elsewhere))]
+    streamed = sum(chain.piece for chain in part.chains)
+    return sum(p.count for p in mine), sum(p.sharded_count(shards) for p in mine), streamed
 
 
 def _waiting(block: PartCosts) -> int:

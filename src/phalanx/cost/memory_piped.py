@@ -31,7 +31,7 @@ class _Piped:
         self.r, self.s, self.h = r, s, h
         self.kept = _kept(r)
         self.state: Held = r.state | {"pipeline buffers": _buffers(r)}
-        self.unsharded = np.where(r.whole, r.gathered, r.shard)
+        self.unsharded = np.where(r.whole, r.gathered + r.streamed, r.shard)
         self.before = s.master * self.unsharded * (h.again > 0)
         """Gradients of micro-batches before this one."""
         self.ahead = s.sharded * r.dropped * r.received * r.block.gathered
@@ -75,23 +75,25 @@ class _Piped:
         """The last and the first block of a stage backward."""
         r, s, h, block, head = self.r, self.s, self.h, self.r.block, self.r.head
         after_head = self.kept + np.maximum(0, h.heads_kept - 1) * head.kept
+        # Where gradients of weights come later, all stays for them, and what they are made from comes to it.
+        waiting = h.split * s.sizes.waiting
         yield (
             "backward of the last block",
             self.held(
                 gradients=np.where(h.again > 0, self.before, s.master * head.count),
-                activations=after_head,
+                activations=after_head + waiting,
                 gathered_parameters=self.gathered((1 + h.layers - h.stage_layers) * block.gathered + head.gathered),
                 gather_buffers=self.ahead,
                 part=block.backward,
             ),
         )
         # The stage whose backward pass comes first has all its gradients by its first block.
-        mine = (h.stage_layers - 1) * np.where(r.whole, block.gathered, block.shard) + head.gathered
+        mine = (h.stage_layers - 1) * np.where(r.whole, block.gathered + block.streamed, block.shard) + head.gathered
         yield (
             "backward of the first block",
             self.held(
                 gradients=np.where(h.again > 0, self.before, s.master * mine),
-                activations=after_head - (h.stage_layers - 1) * block.kept,
+                activations=after_head - (h.stage_layers - 1) * block.kept * (1 - h.split) + h.stage_layers * waiting,
                 gathered_parameters=self.gathered(r.gathered),
                 part=block.backward,
             ),
@@ -102,7 +104,7 @@ class _Piped:
         r, s, h, block, head, embedding = self.r, self.s, self.h, self.r.block, self.r.head, self.r.embedding
         fewer = self.kept * np.maximum(0, h.stages_kept - 1) / h.stages_kept
         fewer = fewer + np.maximum(0, h.heads_kept - 2) * head.kept * r.has_head
-        blocks = h.stage_layers * np.where(r.whole, block.gathered, block.shard)
+        blocks = h.stage_layers * np.where(r.whole, block.gathered + block.streamed, block.shard)
         ends = np.where(r.whole, head.gathered + embedding.gathered, head.shard + embedding.shard)
         gradients = np.where(h.again > 0, self.before, s.master * (blocks + ends))
         yield (

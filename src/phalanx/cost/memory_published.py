@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from phalanx.config.schema import Data, DataSource, LanguageRun, Layout, Optimizer, Training
 from phalanx.cost.candidates import Candidates
-from phalanx.cost.language import Kernel
+from phalanx.cost.family import Kernel
 from phalanx.cost.memory_model import Kernels, rank_memory
 from phalanx.cost.memory_parts import model_bytes
 from phalanx.cost.memory_stages import rank_holdings

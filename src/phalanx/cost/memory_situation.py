@@ -58,7 +58,7 @@ class Situation:
     accumulation: Amount
     tied: bool
     samples: Amount
-    """Bytes of the token ids and targets of a step."""
+    """Bytes of the inputs and targets of a step."""
     peer_copies: bool = False
     """Whether what FSDP2 sends and receives lies beside the allocator's memory."""
 
@@ -90,6 +90,7 @@ class Rank:
         shard = self.layers * self.block.shard + self.embedding.shard + self.head.shard
         count = self.layers * self.block.count + self.embedding.count + self.head.count
         self.shard = shard
+        self.streamed = self.layers * self.block.streamed
         self.gathered = self.layers * self.block.gathered + self.embedding.gathered + self.head.gathered
         copied = s.width if s.width < s.master else 0
         self.state: Held = {

@@ -16,7 +16,7 @@ from phalanx.cost.candidates import SCHEDULES, Candidates
 from phalanx.cost.memory_parts import distinct
 from phalanx.cost.stage_layers import split
 from phalanx.layout.pipeline import rank_of_stage
-from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.spec import ZERO_BUBBLE, ResolvedLayout
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -50,6 +50,8 @@ class Holdings:
     """1 where what is sent to other stages is kept to the end of the step: several stages a rank wait for it there."""
     waiting: FloatArray
     """Blocks whose gradients of weights are still to come after those of their input, each micro-batch counted."""
+    split: FloatArray
+    """1 where gradients of inputs and of weights come apart: a backward pass then frees nothing on its way."""
     again: FloatArray
     """1 where as much is held again after every stage of the rank has computed gradients."""
 
@@ -132,6 +134,7 @@ def rank_holdings(
         not_last=(~last).sum(1).astype(np.float64),
         keeps_sent=np.full(pp, float(stages_per_rank > 1)),
         waiting=waiting * held.mean(1),
+        split=np.full(pp, float(pp > 1 and schedule in ZERO_BUBBLE)),
         again=(flight.sum(1) < microbatches * stages_per_rank).astype(np.float64),
     )
 

@@ -86,11 +86,14 @@ class OperationTable:
     """Read and written; of a collective, its tensor."""
     single: npt.NDArray[np.bool_]
     """Whether a product is of 32-bit numbers."""
+    times: Ints
+    """How often it runs."""
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[float]]) -> OperationTable:
-        """From one tuple a row, in the order of the fields."""
+        """From one tuple a row, in the order of the fields; `times` is 1 where it is left out."""
         names = [field.name for field in fields(cls)]
+        rows = [row if len(row) == len(names) else (*row, 1) for row in rows]
         columns = np.asarray(rows, np.float64).reshape(-1, len(names)).T
         kinds = {"weight": np.bool_, "single": np.bool_, "flops": np.float64, "bytes": np.float64}
         return cls(
@@ -117,7 +120,7 @@ class OperationTable:
 
 
 def compute_seconds(table: OperationTable, profile: Profile) -> Floats:
-    """Seconds of each operation on the device, [operations]; 0 for collectives."""
+    """Seconds of each operation on the device, all its times together, [operations]; 0 for collectives."""
     seconds = _by_curves(table, profile)
     if profile.measured:
         for kind, which in _measurable(table):
@@ -125,7 +128,7 @@ def compute_seconds(table: OperationTable, profile: Profile) -> Floats:
             if len(rows):
                 sizes = np.stack([table.batch[rows], table.m[rows], table.n[rows], table.k[rows]], axis=1)
                 seconds[rows] *= correction(profile.measured, kind, sizes)
-    return seconds
+    return seconds * table.times
 
 
 def _measurable(table: OperationTable) -> Iterable[tuple[Kind, npt.NDArray[np.bool_]]]:
@@ -180,7 +183,7 @@ def operation_rows(
         if collective is not None and collective.axis == "tp":
             inside[op.phase] = collective.operation == "all_gather"
         spread = 1 if software.sequence_parallel or inside[op.phase] else tp
-        rows += _rows_of(part, op, software, spread, biased)
+        rows += [(*row, op.times) for row in _rows_of(part, op, software, spread, biased)]
     return rows
 
 

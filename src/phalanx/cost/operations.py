@@ -87,6 +87,8 @@ class Operation:
     collective: Collective | None = None
     weight_gradient: bool = False
     """Whether it makes a parameter's gradient, which schedules may put off."""
+    times: int = 1
+    """How often it runs; sizes are those of one time."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,10 @@ class Scale:
             queries=self(x.queries),
             keys=self(x.keys),
         )
+
+    def collective(self, x: Collective, itemsize: int) -> Collective:
+        """`x`, of elements of so many bytes, in the wanted micro-batch."""
+        return replace(x, bytes=self(x.bytes // itemsize) * itemsize)
 
 
 _MATMUL = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}

@@ -15,7 +15,7 @@ import numpy as np
 from phalanx.cluster.collectives import Constants, all_gather, all_reduce, all_to_all, reduce_scatter, send
 from phalanx.cluster.machine import Machine
 from phalanx.cluster.topology import Placement, place
-from phalanx.cost.language import PartName, Setting
+from phalanx.cost.family import PartName, Setting
 from phalanx.cost.operation_time import (
     Cause,
     Floats,
@@ -29,7 +29,7 @@ from phalanx.cost.operation_time import (
 from phalanx.cost.operations import Operation
 from phalanx.cost.parts import part_costs
 from phalanx.cost.profile import Profile
-from phalanx.cost.software import Software
+from phalanx.cost.software import EAGER, Software
 
 _TOGETHER = 6.0
 """How sharply the slower of host and device decides: the power of a mean of both."""
@@ -100,7 +100,8 @@ def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], software: Software
         )
     ]
     tp, cp = (np.array([getattr(setting, axis) for _, setting, _ in wanted], np.int64) for axis in ("tp", "cp"))
-    return Parts(OperationTable.of(rows), tp, cp, np.full(len(wanted), software.host_work))
+    work = [max(software.host_work, EAGER.host_work) if s.streamed > 1 else software.host_work for _, s, _ in wanted]
+    return Parts(OperationTable.of(rows), tp, cp, np.array(work))
 
 
 def _biased(setting: Setting) -> bool:
@@ -139,7 +140,7 @@ def part_times(parts: Parts, machine: Machine, constants: Constants, profile: Pr
     hidden = np.minimum(sent, sums[..., Cause.ATTENTION] * profile.hidden)
     sums[..., Cause.CP] += profile.slowdown * hidden - hidden
     device = sums.sum(axis=2)
-    issued = np.bincount(table.part * ways + table.way, minlength=count * ways).reshape(count, ways) * profile.host_s
+    issued = np.bincount(table.part * ways + table.way, table.times, count * ways).reshape(count, ways) * profile.host_s
     issued = issued * parts.host_work[:, None]
     longest = np.maximum(np.maximum(device, issued), 1e-12)
     together = longest * ((device / longest) ** _TOGETHER + (issued / longest) ** _TOGETHER) ** (1 / _TOGETHER)
@@ -161,7 +162,8 @@ def _collective_seconds(parts: Parts, machine: Machine, constants: Constants) ->
         for form, collective in _COLLECTIVES.items():
             rows = np.flatnonzero((table.cause == cause) & (table.form == form))
             if len(rows):
-                seconds[rows] = collective(table.bytes[rows], at(places, table.part[rows]), constants)
+                each = collective(table.bytes[rows], at(places, table.part[rows]), constants)
+                seconds[rows] = each * table.times[rows]
     return seconds
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from phalanx.compat_compiler import JointGraph, joint_graph
 from phalanx.cost.accelerator import ring_operations
 from phalanx.cost.compiled import Argument, compiled_timeline, fused_steps
-from phalanx.cost.language import (
+from phalanx.cost.family import (
     PartName,
     PartParameter,
     Setting,
@@ -29,6 +29,7 @@ from phalanx.cost.language import (
 )
 from phalanx.cost.operations import Scale
 from phalanx.cost.recorder import Recorder
+from phalanx.cost.streamed import ChainSize, SilentRing, chain_sizes, streamed_costs, traced_setting, traced_stage
 from phalanx.cost.timeline import Costs, Kept, Timeline
 from phalanx.layout.recompute import recompute_block, recompute_policy
 from phalanx.layout.stage import Stage
@@ -45,6 +46,8 @@ class PartCosts:
     """Before data parallelism shares them out."""
     shared: tuple[Kept, ...]
     """What all blocks of a stage read and one micro-batch builds once: rotary tables, attention biases."""
+    chains: tuple[ChainSize, ...] = ()
+    """Of a block whose matrices are streamed."""
 
     @property
     def parameter_count(self) -> int:
@@ -74,10 +77,12 @@ def part_costs(name: PartName, setting: Setting, microbatch: int) -> PartCosts:
     few tenths of a second; of a compiled block the choices of recompute share most of it.
     """
     if name != "block":
-        setting = replace(setting, recompute="none")
+        setting = _whole(setting)
         traced = _trace(name, setting, microbatch)
         return _part_costs(traced, Scale())
-    samples = 1 if microbatch == 1 else _unlike_sizes(setting)
+    samples = 1 if microbatch == 1 else _unlike_sizes(replace(_whole(setting), tp=1, cp=1))
+    if setting.streamed > 1:
+        return _streamed_costs(setting, Scale(samples, microbatch))
     return _part_costs(_trace(name, setting, samples), Scale(samples, microbatch))
 
 
@@ -89,13 +94,18 @@ class _Traced:
     """Buffers."""
 
 
+def _whole(setting: Setting) -> Setting:
+    """The setting without what neither ends of the model nor shapes of parameters depend on."""
+    return replace(setting, recompute="none", streamed=1, peer_copies=False)
+
+
 def _part_costs(traced: _Traced, scale: Scale) -> PartCosts:
+    return PartCosts(traced.timeline.costs(scale), traced.parameters, _kept_together(traced, scale))
+
+
+def _kept_together(traced: _Traced, scale: Scale) -> tuple[Kept, ...]:
     shared = [traced.timeline.buffers[number] for number in traced.shared]
-    return PartCosts(
-        traced.timeline.costs(scale),
-        traced.parameters,
-        tuple(Kept(buffer.name.removeprefix(_SHARED), buffer.bytes(scale)) for buffer in shared),
-    )
+    return tuple(Kept(buffer.name.removeprefix(_SHARED), buffer.bytes(scale)) for buffer in shared)
 
 
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
@@ -104,7 +114,7 @@ _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
 @cache
 def _unlike_sizes(setting: Setting) -> int:
     """A number of samples that no size of a block is a multiple of, so that what it divides is known to grow with it."""
-    part = build_stage("block", replace(setting, tp=1, cp=1)).part
+    part = build_stage("block", setting).part
     sizes = {setting.length, *(size for parameter in part.parameters() for size in parameter.shape)}
     return next(prime for prime in _PRIMES if all(size % prime for size in sizes))
 
@@ -115,6 +125,34 @@ def _trace(name: PartName, setting: Setting, samples: int) -> _Traced:
     if name == "block" and setting.compile:
         return _trace_compiled(stage, setting, samples)
     return _trace_eager(stage, setting, samples)
+
+
+def _streamed_costs(setting: Setting, scale: Scale) -> PartCosts:
+    """Costs of a streamed block."""
+    chains = chain_sizes(setting)
+    traced, ring, units = _trace_streamed(*traced_setting(setting), scale.traced)
+    names = frozenset(name for chain in chains for name in chain.names)
+    return PartCosts(
+        streamed_costs(traced.timeline, ring, units, chains, scale),
+        _block_parameters(_whole(setting), names),
+        _kept_together(traced, scale),
+        chains,
+    )
+
+
+@cache
+def _block_parameters(setting: Setting, streamed: frozenset[str]) -> tuple[PartParameter, ...]:
+    """Those of a block, with what is `streamed` marked."""
+    found = part_parameters(build_stage("block", setting), setting)
+    return tuple(replace(parameter, streamed=parameter.name in streamed) for parameter in found)
+
+
+@cache
+def _trace_streamed(
+    setting: Setting, shown: tuple[int, ...], samples: int
+) -> tuple[_Traced, SilentRing, tuple[int, ...]]:
+    stage, ring, units = traced_stage(setting, shown, samples)
+    return _trace_eager(stage, setting, samples, ring), ring, units
 
 
 # --- compiled blocks ---------------------------------------------------------------------------------------------------
@@ -187,11 +225,13 @@ def _block_arguments(stage: Stage, setting: Setting, samples: int) -> tuple[Any,
 # --- eager parts -------------------------------------------------------------------------------------------------------
 
 
-def _trace_eager(stage: Stage, setting: Setting, samples: int) -> _Traced:
+def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing | None = None) -> _Traced:
     recorder = Recorder(_AXES, ring_operations())
+    if ring is not None:
+        ring.recorder = recorder
     named = part_parameters(stage, setting)
     if setting.attention != "cpu":
-        fuse_norms(stage, recorder)
+        fuse_norms(stage, setting, recorder)
     for parameter in stage.parameters():
         recorder.hold(parameter, "given")
     blocks = list(stage.part.blocks)
@@ -222,8 +262,11 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int) -> _Traced:
             return result
 
     number = recorder.hold(x, "input", "input")
-    _run(recorder, run, list(stage.parameters()))
-    recorder.timeline.kept.append(number)
+    # Gradients of streamed matrices are there already, beside those of other blocks.
+    _run(recorder, run, [parameter for parameter in stage.parameters() if parameter.grad is None])
+    if not stage.part.part.first:
+        # What the embedding is called with are samples, which are there all the time.
+        recorder.timeline.kept.append(number)
     return _Traced(recorder.timeline, named, tuple(sorted(set(shared))))
 
 
@@ -256,7 +299,9 @@ def _fuse_loss(stage: Stage, recorder: Recorder) -> None:
     """Let the loss of a chunk of tokens run as the compiler fuses it."""
     if not stage.part.part.last:
         return
-    kernel = stage.part.head.loss_kernel
+    kernel = getattr(stage.part.head, "loss_kernel", None)
+    if kernel is None:
+        return
 
     def fused(logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool) -> Any:
         return fused_steps(lambda x, y: kernel(x, y, z_loss, with_grad), (logits_NV, targets_N), recorder)

@@ -12,7 +12,7 @@ import yaml
 
 from phalanx.cluster.machine import Machine, described_names, load_machine
 from phalanx.cost.candidates import Candidates
-from phalanx.cost.language import Setting
+from phalanx.cost.family import Setting
 from phalanx.cost.published import PublishedRun
 from phalanx.cost.software import Software, software_of
 from phalanx.cost.steps import Steps, steps_of

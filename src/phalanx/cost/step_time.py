@@ -13,7 +13,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.cluster.collectives import Constants, all_gather, all_reduce, reduce_scatter, send
+from phalanx.cluster.collectives import Constants, all_gather, all_reduce, all_to_all, reduce_scatter, send
 from phalanx.cost.bubble import MeanStage, makespan
 from phalanx.cost.candidates import SCHEDULES
 from phalanx.cost.operation_time import Cause, Floats, Way
@@ -197,7 +197,7 @@ class DataParallel:
             return self._afterwards(steps, busiest)
         layouts, count = steps.layouts, steps.layouts.accumulation
         forward, backward = self.block
-        each = (steps.block_parameters, steps.embedding_parameters, steps.head_parameters)
+        each = (steps.block_parameters - steps.streams.parameters, steps.embedding_parameters, steps.head_parameters)
         gather, gather_embedding, gather_head = (self._gather(steps, parameters) for parameters in each)
         scatter, scatter_embedding, scatter_head = (self._scatter(steps, parameters) for parameters in each)
         three = layouts.zero == 3
@@ -225,7 +225,35 @@ class DataParallel:
                 * (self._shown(scatter + again + summed, backward) - self._shown(scatter + again, backward))
             )
             seconds = seconds + busiest.head * self._shown(summed_head, backward)
-        return seconds + self._straggling(steps, busiest)
+        return seconds + self._streaming(steps, busiest) + self._straggling(steps, busiest)
+
+    def _streaming(self, steps: Steps, busiest: Busiest) -> Floats:
+        """What shows of the chunks that go around the ring beside the products: weights forward; weights, and again those
+        that recompute needs, and gradients backward. Replicas add up once, beside nothing."""
+        streams, width = steps.streams, self.software.gather_bytes
+        if not np.any(streams.parameters):
+            return np.zeros(len(steps))
+        chunk = width * streams.sent / np.maximum(streams.messages, 1)
+        weights = streams.messages * self._message(steps, chunk)
+        gradients = self._exchange(
+            steps, all_to_all(width * streams.parameters, steps.shards, self.constants), width * streams.parameters
+        )
+        # A chunk that several ranks hold together is there before its products begin.
+        own = np.where(streams.own > 0, self._message(steps, width * streams.own), 0.0)
+        forward, backward = (streams.busy * each for each in self.block)
+        passes = own * (2 + streams.again) + self._shown(weights, forward)
+        passes = passes + self._shown((1 + streams.again) * weights + gradients, backward)
+        summed = all_reduce(self.software.reduce_bytes * streams.piece, steps.replicas, self.constants)
+        shown = busiest.blocks * (steps.layouts.accumulation * passes + summed)
+        return np.where(streams.parameters > 0, shown, 0.0)
+
+    def _message(self, steps: Steps, size: Floats) -> Floats:
+        """Each rank sends `size` bytes to the next one."""
+        sent = send(size, steps.shards, self.constants)
+        if not np.any(self.copied):
+            return sent
+        rate = steps.shards.ring_b_s * self.profile.copy_share
+        return np.where(self.copied, self.constants.launch_s + size / rate, sent)
 
     def _straggling(self, steps: Steps, busiest: Busiest) -> Floats:
         """Where every block waits for its parameters, all nodes go at the pace of the one that is slowest just then."""

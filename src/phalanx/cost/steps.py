@@ -14,15 +14,13 @@ import numpy as np
 
 from phalanx.cluster.machine import Machine
 from phalanx.cluster.topology import Placement, join, place
-from phalanx.config.model import LanguageModel
 from phalanx.cost.candidates import CONTEXTS, RECOMPUTES, SCHEDULES, Candidates
-from phalanx.cost.language import PartName, Setting
+from phalanx.cost.family import PartName, Setting, cost_family
 from phalanx.cost.operation_time import Floats, Ints
 from phalanx.cost.part_time import Parts, parts_of
-from phalanx.cost.parts import part_costs
+from phalanx.cost.parts import PartCosts, part_costs
 from phalanx.cost.software import Software
 from phalanx.cost.stage_layers import split
-from phalanx.models.language.declare import relative_block_costs
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,53 @@ class RankLayers:
     """Of the rank with most blocks among the others; 0 where there is none."""
     mean: Floats
     """Mean over all ranks."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What of a block is streamed, and how. Arrays of [layouts]; 0 where blocks are gathered whole."""
+
+    parameters: Floats
+    """Elements on one rank before data parallelism shares them out."""
+    piece: Floats
+    """Elements that stay on the rank that has most."""
+    messages: Floats
+    """Chunks that go around the ring in one pass."""
+    sent: Floats
+    """Elements of all of them."""
+    own: Floats
+    """Elements that arrive before the first product, where several ranks hold a chunk together."""
+    again: Floats
+    """Share of a pass that recompute repeats before the backward pass: what it needs to find the last chain's input."""
+    busy: Floats
+    """Share of a pass that has a message under way beside it."""
+
+    @classmethod
+    def of(cls, blocks: Sequence[PartCosts], recompute: Ints, random_drops: bool) -> Streams:
+        """Of these blocks, each with its choice of recompute. random_drops: whether dropout follows the last chain."""
+        rows = []
+        for block, choice in zip(blocks, recompute.tolist(), strict=True):
+            chains = block.chains
+            sent = [chain.sent for chain in chains]
+            first = sum(sent) if random_drops else sum(sent[:-1])
+            chunks = sum(chain.plan.chunks for chain in chains)
+            messages = sum(chain.plan.chunks - 1 for chain in chains)
+            rows.append(
+                (
+                    sum(parameter.count for parameter in block.parameters if parameter.streamed),
+                    sum(chain.piece for chain in chains),
+                    messages,
+                    sum(sent),
+                    sum(chain.own for chain in chains),
+                    first / max(sum(sent), 1) * (RECOMPUTES[choice] == "full"),
+                    messages / max(chunks, 1),
+                )
+            )
+        return cls(*np.asarray(rows, np.float64).reshape(-1, len(fields(cls))).T)
+
+    def take(self, which: Ints) -> Streams:
+        """Those at these positions."""
+        return Streams(**{field.name: getattr(self, field.name)[which] for field in fields(self)})
 
 
 @dataclass(frozen=True)
@@ -56,6 +101,7 @@ class Steps:
     """Elements on one rank before data parallelism shares them out."""
     embedding_parameters: Floats
     head_parameters: Floats
+    streams: Streams
     hidden_bytes: Floats
     """Activations of one micro-batch between two stages, on one rank."""
     shards: Placement
@@ -78,7 +124,7 @@ class Steps:
         values: dict[str, object] = {"parts": Parts.joined([steps.parts for steps in several])}
         for field in fields(cls):
             columns = [getattr(steps, field.name) for steps in moved]
-            if isinstance(columns[0], Candidates | RankLayers):
+            if isinstance(columns[0], Candidates | RankLayers | Streams):
                 kind = type(columns[0])
                 values[field.name] = kind(
                     **{
@@ -109,23 +155,11 @@ def steps_of(
     plain = replace(setting, compile=setting.compile and software.compiled)
     if not software.chunked_loss:
         plain = replace(plain, chunk_tokens=_WHOLE)
-    keys = np.stack(
-        [layouts.tp, layouts.cp, layouts.context * (layouts.cp > 1), layouts.recompute, layouts.microbatch], axis=1
-    )
-    distinct, which = _distinct(keys)
-    wanted: list[tuple[PartName, Setting, int]] = []
-    sizes: list[tuple[int, int, int, int]] = []
-    for tp, cp, context, recompute, microbatch in distinct.tolist():
-        one = replace(plain, tp=tp, cp=cp, context=CONTEXTS[context], recompute=RECOMPUTES[recompute])
-        if chunk_tokens is not None:
-            one = replace(one, chunk_tokens=chunk_tokens[tp])
-        wanted += [("embedding", one, microbatch), ("block", one, microbatch), ("head", one, microbatch)]
-        embedding, block, head = (
-            part_costs(name, replace(one, recompute="none"), microbatch) for name, *_ in wanted[-3:]
-        )
-        shared = head.largest_parameter.count if one.model.tied_head else 0
-        sizes.append((embedding.parameter_count, block.parameter_count, head.parameter_count, shared))
-    counts = np.asarray(sizes, np.float64)[which]
+    distinct, which = _distinct(np.stack(_keys(layouts), axis=1))
+    settings = [_setting_at(plain, key, chunk_tokens) for key in distinct.tolist()]
+    wanted = [(name, one, size) for one, size in settings for name in _PARTS]
+    sizes, blocks = _part_sizes(settings, software)
+    counts = sizes[which]
     alone = layouts.pp == 1
     layers, joined = rank_layers(plain, layouts, software)
     samples, positions = layouts.microbatch, setting.length // layouts.cp
@@ -144,11 +178,49 @@ def steps_of(
         block_parameters=counts[:, 1],
         embedding_parameters=counts[:, 0],
         head_parameters=counts[:, 2] - np.where(alone, counts[:, 3], 0.0),
+        streams=Streams.of(blocks, distinct[:, 3], _drops(setting)).take(which),
         hidden_bytes=samples * positions * width / split,
         shards=_placed(machine, shards, layouts.tp),
         replicas=_placed(machine, layouts.data_ranks * layouts.cp // shards, layouts.tp * shards),
         pipeline=_placed(machine, layouts.pp, world // layouts.pp),
     )
+
+
+_PARTS: tuple[PartName, ...] = ("embedding", "block", "head")
+
+
+def _keys(layouts: Candidates) -> list[Ints]:
+    """What decides how the parts of a model are computed."""
+    context = layouts.context * (layouts.cp > 1)
+    return [layouts.tp, layouts.cp, context, layouts.recompute, layouts.microbatch, layouts.streamed]
+
+
+def _setting_at(plain: Setting, key: Sequence[int], chunk_tokens: Mapping[int, int] | None) -> tuple[Setting, int]:
+    """`plain` in layouts with these `_keys`, and samples of a micro-batch."""
+    tp, cp, context, recompute, microbatch, streamed = key
+    one = replace(plain, tp=tp, cp=cp, context=CONTEXTS[context], recompute=RECOMPUTES[recompute], streamed=streamed)
+    if streamed > 1:
+        one = replace(one, compile=False)
+    return one if chunk_tokens is None else replace(one, chunk_tokens=chunk_tokens[tp]), microbatch
+
+
+def _part_sizes(settings: Sequence[tuple[Setting, int]], software: Software) -> tuple[Floats, list[PartCosts]]:
+    """(elements of embedding, block and head, and of what both ends share, [settings, 4]; the blocks)."""
+    sizes: list[tuple[int, int, int, int]] = []
+    blocks: list[PartCosts] = []
+    for one, microbatch in settings:
+        # Parameters are the same with any recompute: of those that are traced anyway.
+        traced = replace(one, recompute="none") if software.plain_recompute or one.streamed > 1 else one
+        embedding, block, head = (part_costs(name, traced, microbatch) for name in _PARTS)
+        blocks.append(block)
+        shared = head.largest_parameter.count if cost_family(one.model).tied(one.model) else 0
+        sizes.append((embedding.parameter_count, block.parameter_count, head.parameter_count, shared))
+    return np.asarray(sizes, np.float64), blocks
+
+
+def _drops(setting: Setting) -> bool:
+    """Whether anything is left out at random behind a chain, so that recompute needs its result."""
+    return setting.model.dropout > 0.0 or getattr(setting.model, "drop_path", 0.0) > 0.0
 
 
 _WHOLE = 2**40
@@ -159,7 +231,7 @@ def rank_layers(setting: Setting, layouts: Candidates, software: Software) -> tu
     """(blocks of the ranks, 1 where the first rank holds the head too) of each layout."""
     schedule = np.where(layouts.pp > 1, layouts.schedule, 0)
     distinct, which = _distinct(np.stack([layouts.pp, layouts.stages_per_rank, schedule], axis=1))
-    extra = (0.0, 0.0) if software.even_stages else relative_block_costs(setting.model, setting.length)
+    extra = (0.0, 0.0) if software.even_stages else cost_family(setting.model).relative_block_costs(setting)
     blocks = setting.model.n_layers
     table = np.asarray(
         [_layers_of(blocks, extra, pp, each, SCHEDULES[name] == "zbv") for pp, each, name in distinct.tolist()]
@@ -180,11 +252,6 @@ def _layers_of(
     if pp == 1 or (there_and_back and per_rank == 2):
         return ranks[0], 0.0, ranks[1:].max(initial=0.0), 1.0
     return ranks[0], ranks[-1], ranks[1:-1].max(initial=0.0), 0.0
-
-
-def stage_layers(model: LanguageModel, length: int, n_stages: int, *, even: bool) -> tuple[int, ...]:
-    """Blocks of each pipeline stage. even: as many in each, whatever the embedding and the head cost."""
-    return split(model.n_layers, n_stages, *(0.0, 0.0) if even else relative_block_costs(model, length))
 
 
 def _distinct(keys: Ints) -> tuple[Ints, Ints]:

@@ -19,7 +19,7 @@ from phalanx.config.presets import load_preset
 from phalanx.cost.calibration import NOISE
 from phalanx.cost.candidates import Candidates
 from phalanx.cost.check import step_times_of
-from phalanx.cost.language import Setting
+from phalanx.cost.family import Setting
 from phalanx.cost.least_squares import least_squares
 from phalanx.cost.operation_time import Floats
 from phalanx.cost.profile import CONSTANTS, NamedProfile, default_profile, spread_of

@@ -7,7 +7,7 @@ PyTorch beyond its dtypes. Counts are of elements in the traced micro-batch; a `
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -75,6 +75,18 @@ class Step:
             return scale.attention(self.attention).flops
         return sum(scale(elements) for elements in self.work)
 
+    def scaled(self, scale: Scale) -> Step:
+        """The same in the micro-batch that `scale` leads to."""
+        return replace(
+            self,
+            reads=[replace(access, elements=scale(access.elements)) for access in self.reads],
+            writes=[replace(access, elements=scale(access.elements)) for access in self.writes],
+            work=[scale(elements) for elements in self.work],
+            matmul=None if self.matmul is None else scale.matmul(self.matmul),
+            attention=None if self.attention is None else scale.attention(self.attention),
+            collective=None if self.collective is None else scale.collective(self.collective, self.dtype.itemsize),
+        )
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -112,15 +124,15 @@ class Costs:
 
     def flops(self, *phases: Phase) -> int:
         """Floating-point operations of matmuls and attention in these phases (all of them if none is named)."""
-        return sum(op.flops for op in self._of(phases) if op.kind in ("matmul", "attention"))
+        return sum(op.flops * op.times for op in self._of(phases) if op.kind in ("matmul", "attention"))
 
     def traffic(self, *phases: Phase) -> int:
         """Bytes read and written by kernels in these phases (all of them if none is named); collectives not counted."""
-        return sum(op.bytes_read + op.bytes_written for op in self._of(phases) if op.kind != "collective")
+        return sum((op.bytes_read + op.bytes_written) * op.times for op in self._of(phases) if op.kind != "collective")
 
     def collectives(self, *phases: Phase) -> list[Collective]:
         """Communication in these phases (all of them if none is named), in order."""
-        return [op.collective for op in self._of(phases) if op.collective is not None]
+        return [op.collective for op in self._of(phases) if op.collective is not None for _ in range(op.times)]
 
     def _of(self, phases: tuple[Phase, ...]) -> Iterator[Operation]:
         return (op for op in self.operations if not phases or op.phase in phases)
@@ -181,11 +193,6 @@ class Timeline:
     def _operation(self, step: Step, gradients: set[int], scale: Scale) -> Operation:
         assert step.kind != "free"
         collective = step.collective
-        if collective is not None:
-            itemsize = step.dtype.itemsize
-            collective = Collective(
-                collective.operation, collective.axis, collective.size, scale(collective.bytes // itemsize) * itemsize
-            )
         return Operation(
             name=step.name,
             kind=step.kind,
@@ -196,7 +203,7 @@ class Timeline:
             bytes_written=self._accessed(step.writes, scale),
             matmul=None if step.matmul is None else scale.matmul(step.matmul),
             attention=None if step.attention is None else scale.attention(step.attention),
-            collective=collective,
+            collective=None if collective is None else scale.collective(collective, step.dtype.itemsize),
             weight_gradient=any(access.buffer in gradients for access in step.writes),
         )
 

@@ -6,26 +6,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from phalanx.cluster.collectives import Constants, default_constants, send
 from phalanx.cluster.machine import Machine
-from phalanx.config.schema import LanguageRun
+from phalanx.config.schema import Run
 from phalanx.cost.candidates import Candidates
-from phalanx.cost.language import Kernel, likely_kernel, setting_of
+from phalanx.cost.family import Kernel, likely_kernel, loss_chunks, setting_of
 from phalanx.cost.operation_time import Floats, Way
 from phalanx.cost.part_time import PartTimes, in_training, part_times
 from phalanx.cost.profile import Profile
 from phalanx.cost.schedule_table import table_of
 from phalanx.cost.simulate import StageTimes, makespans
 from phalanx.cost.software import EAGER, OURS, Software
+from phalanx.cost.stage_layers import split
 from phalanx.cost.step_time import StepCause, StepTimes, closed_form
-from phalanx.cost.steps import Steps, stage_layers, steps_of
-from phalanx.layout.language import loss_chunk_tokens
+from phalanx.cost.steps import Steps, steps_of
+from phalanx.models.families import family_of
 
 
 def step_times(
-    run: LanguageRun,
+    run: Run,
     candidates: Candidates,
     machine: Machine,
     profile: Profile,
@@ -50,7 +50,7 @@ def step_times(
     return with_simulated_pipelines(run, steps, times, found, profile, constants)
 
 
-def our_software(run: LanguageRun, machine: Machine) -> Software:
+def our_software(run: Run, machine: Machine) -> Software:
     """What our training does on `machine`."""
     switched = machine.links is not None and machine.links.switch is not None
     wanted = run.layout.peer_copies
@@ -59,17 +59,17 @@ def our_software(run: LanguageRun, machine: Machine) -> Software:
 
 
 def steps_of_run(
-    run: LanguageRun, candidates: Candidates, machine: Machine, software: Software, attention: Kernel | None = None
+    run: Run, candidates: Candidates, machine: Machine, software: Software, attention: Kernel | None = None
 ) -> Steps:
     """The steps of `candidates`. attention: the kernel; the likely one where None."""
     kernel = attention or likely_kernel(run, rocm=machine.node.device.startswith("MI"))
     setting = setting_of(run, candidates.layout(0), attention=kernel, compiled=software.compiled)
-    chunks = {int(tp): loss_chunk_tokens(run, torch.device("meta"), int(tp)) for tp in np.unique(candidates.tp)}
+    chunks = loss_chunks(run, np.unique(candidates.tp).tolist())
     return steps_of(setting, candidates, machine, software, chunks)
 
 
 def with_simulated_pipelines(
-    run: LanguageRun, steps: Steps, times: PartTimes, found: StepTimes, profile: Profile, constants: Constants
+    run: Run, steps: Steps, times: PartTimes, found: StepTimes, profile: Profile, constants: Constants
 ) -> StepTimes:
     """`found` with the bubbles and transfers of simulated pipelines. constants: of collectives, alone."""
     seconds = found.seconds.copy()
@@ -83,8 +83,8 @@ def with_simulated_pipelines(
         alike.setdefault(tuple(map(int, key)), []).append(row)
     for rows in alike.values():
         table = table_of(layouts.layout(rows[0]))
-        split = stage_layers(run.model, run.data.sequence_length, table.n_stages, even=False)
-        forward, backward, weight = (_of_stages(steps, rows, column, split) for column in columns)
+        blocks = split(run.model.n_layers, table.n_stages, *family_of(run).block_costs(run))
+        forward, backward, weight = (_of_stages(steps, rows, column, blocks) for column in columns)
         # Each layout twice, without transfers and with them, and all in one simulation.
         forward, backward, weight = (np.concatenate([stage, stage]) for stage in (forward, backward, weight))
         transfer = np.concatenate([np.zeros(len(rows)), sent[rows]])[:, None]
@@ -96,9 +96,9 @@ def with_simulated_pipelines(
     return StepTimes(seconds)
 
 
-def _of_stages(steps: Steps, rows: list[int], column: Floats, split: Sequence[int]) -> Floats:
-    """Seconds of each stage for these layouts, [rows, stages]. column: of each part. split: blocks of each stage."""
-    stages = column[steps.block[rows]][:, None] * np.asarray(split, np.float64)
+def _of_stages(steps: Steps, rows: list[int], column: Floats, blocks: Sequence[int]) -> Floats:
+    """Seconds of each stage for these layouts, [rows, stages]. column: of each part. blocks: of each stage."""
+    stages = column[steps.block[rows]][:, None] * np.asarray(blocks, np.float64)
     stages[:, 0] += column[steps.embedding[rows]]
     stages[:, -1] += column[steps.head[rows]]
     return np.asarray(stages)

@@ -36,6 +36,8 @@ def split_layers(n_layers: int, n_stages: int, first_cost: float, last_cost: flo
     extra[0] += first_cost
     extra[-1] += last_cost
 
+    limit = _least_limit(n_layers, n_stages, extra)
+
     @cache
     def best(stage: int, start: int) -> tuple[float, float, tuple[int, ...]]:
         """Costliest stage, sum of squared costs and ends, for the layers from `start` on in the stages from `stage` on."""
@@ -43,7 +45,9 @@ def split_layers(n_layers: int, n_stages: int, first_cost: float, last_cost: flo
             cost = n_layers - start + extra[stage]
             return cost, cost * cost, (n_layers,)
         choices = []
-        for end in range(start + 1, n_layers - (n_stages - 1 - stage) + 1):
+        # What goes beyond the limit is costlier than the best split as a whole.
+        furthest = min(n_layers - (n_stages - 1 - stage), start + _room(limit, extra[stage]))
+        for end in range(start + 1, furthest + 1):
             worst, squares, ends = best(stage + 1, end)
             cost = end - start + extra[stage]
             choices.append((max(cost, worst), squares + cost * cost, (end, *ends)))
@@ -51,7 +55,7 @@ def split_layers(n_layers: int, n_stages: int, first_cost: float, last_cost: flo
         # micro-batches' activations.
         return min(choices)
 
-    ends = _ends(n_layers, n_stages, extra) if n_layers > _EXACT else best(0, 0)[2]
+    ends = _filled(n_layers, limit, extra) if n_layers > _EXACT else best(0, 0)[2]
     return [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
 
 
@@ -61,21 +65,30 @@ _ROUNDING = 1e-9
 """Far below any cost, far above the rounding of one."""
 
 
-def _ends(n_layers: int, n_stages: int, extra: list[float]) -> tuple[int, ...]:
-    """The same by the smallest limit that filling the stages one after another keeps."""
-    limits = sorted({layers + more for layers in range(1, n_layers + 1) for more in extra})
-    for limit in limits:
-        ends, end = [], 0
-        for stage, more in enumerate(extra):
-            # Rounding must not cost a stage the layer that the limit was made for.
-            room = min(int(limit - more + _ROUNDING), n_layers - end - (n_stages - 1 - stage))
-            end += max(1, room)
-            ends.append(end)
-        if end >= n_layers and all(
-            b - a + more <= limit + _ROUNDING for a, b, more in zip((0, *ends), ends, extra, strict=False)
+def _least_limit(n_layers: int, n_stages: int, extra: list[float]) -> float:
+    """What the costliest stage costs at least: the smallest limit that filling the stages one after another keeps."""
+    for limit in sorted({layers + more for layers in range(1, n_layers + 1) for more in extra}):
+        ends = _filled(n_layers, limit, extra)
+        starts = (0, *ends)
+        if ends[-1] >= n_layers and all(
+            b - a + more <= limit + _ROUNDING for a, b, more in zip(starts, ends, extra, strict=False)
         ):
-            return tuple(ends)
+            return limit
     raise AssertionError("the largest limit holds everything")
+
+
+def _filled(n_layers: int, limit: float, extra: list[float]) -> tuple[int, ...]:
+    """The layer at which each stage ends where stages are filled one after another, at least one layer each."""
+    ends, end = [], 0
+    for stage, more in enumerate(extra):
+        end += min(_room(limit, more), n_layers - end - (len(extra) - 1 - stage))
+        ends.append(end)
+    return tuple(ends)
+
+
+def _room(limit: float, more: float) -> int:
+    """Layers of a stage that computes `more` besides. Rounding must not cost it the layer that the limit was made for."""
+    return max(1, int(limit - more + _ROUNDING))
 
 
 def stages_of_rank(layout: ResolvedLayout, rank: int) -> list[int]:

@@ -17,6 +17,7 @@ from phalanx.layout.attention import AttentionChoice, fastest, milliseconds_of
 from phalanx.layout.collectives import gather
 from phalanx.layout.family import Building
 from phalanx.layout.hybrid_stop import stream_matrices
+from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.share import SequenceShare
@@ -109,6 +110,12 @@ class SplitFieldEmbedding(FieldEmbedding):
         return torch.arange(self.config.n_tokens, device=positions.rows_S.device)
 
 
+def share_embedding(part: Forecaster, tp: Axis) -> None:
+    """Let the embedding, if `part` has it, aggregate as its split weights ask for."""
+    if part.part.first and tp.size > 1:
+        part.embedding.__class__ = SplitFieldEmbedding
+
+
 class WeatherLayout:
     """See `layout.family.FamilyLayout`."""
 
@@ -120,8 +127,7 @@ class WeatherLayout:
         with torch.device("meta"):
             model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision], part=part)
         splits = stream_matrices(model, tensor_splits(run.model), building.share.tp, building.stream)
-        if part.first and building.share.tp.size > 1:
-            model.embedding.__class__ = SplitFieldEmbedding
+        share_embedding(model, building.share.tp)
         return model, splits
 
     def stage(self, building: Building, part: nn.Module, index: int) -> Stage:

@@ -51,7 +51,10 @@ class Goodput:
 class Budget:
     """A whole training run."""
 
-    tokens: int
+    amount: int
+    """What is trained on, in `unit`."""
+    unit: str
+    """tokens or samples."""
     steps: int
     seconds: float
     """Of steps alone."""
@@ -96,11 +99,21 @@ def goodput(parameters: int, nodes: int, reliability: Reliability) -> Goodput:
 
 
 def budget(
-    *, tokens: int, tokens_per_step: int, step_s: float, devices: int, watts: float | None, losses: Goodput
+    *,
+    amount: int,
+    unit: str,
+    amount_per_step: int,
+    step_s: float,
+    devices: int,
+    watts: float | None,
+    losses: Goodput,
 ) -> Budget:
-    """What training on `tokens` takes; whole steps, the last one counted in full. watts: of a device, on average."""
-    steps = -(-tokens // tokens_per_step)
+    """What training on `amount` tokens or samples takes; whole steps, the last one counted in full.
+
+    watts: of a device, on average.
+    """
+    steps = -(-amount // amount_per_step)
     seconds = steps * step_s
     elapsed = seconds / losses.share
     hours = elapsed * devices / 3600
-    return Budget(tokens, steps, seconds, elapsed, hours, None if watts is None else hours * watts / 1e6, losses)
+    return Budget(amount, unit, steps, seconds, elapsed, hours, None if watts is None else hours * watts / 1e6, losses)

@@ -9,7 +9,7 @@ import numpy as np
 from phalanx.cluster.collectives import Constants, send
 from phalanx.cluster.device import device_facts
 from phalanx.cluster.machine import Machine
-from phalanx.config.schema import LanguageRun
+from phalanx.config.schema import Run
 from phalanx.cost.candidates import Candidates
 from phalanx.cost.memory_fit import BESIDE, Beside, communicators, fits
 from phalanx.cost.memory_model import Kernels, memory, rank_memory
@@ -18,11 +18,12 @@ from phalanx.cost.part_time import in_training, part_times
 from phalanx.cost.profile import NamedProfile
 from phalanx.cost.schedule_table import Pass, schedule_table
 from phalanx.cost.simulate import StageTimes, simulate
+from phalanx.cost.stage_layers import split
 from phalanx.cost.step_time import StepCause
-from phalanx.cost.steps import stage_layers
 from phalanx.cost.timing import our_software, step_times, steps_of_run
 from phalanx.errors import ConfigError
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.models.families import family_of
 from phalanx.plan.models import WAITING, Bar, Memory, Times
 
 CAUSES = {
@@ -69,7 +70,7 @@ class CostModels:
         """The name of the profile and its source."""
         return f"{self.profile.name}: {self.profile.source}"
 
-    def times(self, run: LanguageRun, candidates: Candidates, *, exact: bool) -> Times:
+    def times(self, run: Run, candidates: Candidates, *, exact: bool) -> Times:
         """Of each candidate."""
         if not len(candidates):
             return Times(np.zeros(0), {name: np.zeros(0) for name in CAUSES.values()}, np.zeros(0))
@@ -77,7 +78,7 @@ class CostModels:
         causes = {name: found.of(cause) for cause, name in CAUSES.items()}
         return Times(found.total, causes, np.full(len(candidates), spread_of(self.profile)))
 
-    def memory(self, run: LanguageRun, candidates: Candidates) -> Memory:
+    def memory(self, run: Run, candidates: Candidates) -> Memory:
         """Of each candidate."""
         if not len(candidates):
             return Memory(np.zeros(0), np.zeros(0))
@@ -87,7 +88,7 @@ class CostModels:
             found.allocated, fits(found.allocated, groups, self.device_bytes, self._beside, found.peer_buffers)
         )
 
-    def stage_memory(self, run: LanguageRun, candidate: Candidates) -> list[dict[str, float]]:
+    def stage_memory(self, run: Run, candidate: Candidates) -> list[dict[str, float]]:
         """Bytes by cause at the peak of each pipeline rank."""
         ranks = rank_memory(
             run,
@@ -98,7 +99,7 @@ class CostModels:
         )
         return [dict(rank.causes) for rank in ranks]
 
-    def timeline(self, run: LanguageRun, candidate: Candidates) -> list[Bar]:
+    def timeline(self, run: Run, candidate: Candidates) -> list[Bar]:
         """What the pipeline ranks do in a step; of many micro-batches only as many as fill the pipeline twice."""
         layout = candidate.layout(0)
         if layout.pp == 1:
@@ -115,12 +116,12 @@ class CostModels:
             for kind, stage, microbatch, start, end in zip(*rows, strict=True)
         ]
 
-    def _stage_times(self, run: LanguageRun, candidate: Candidates, layout: ResolvedLayout) -> StageTimes:
+    def _stage_times(self, run: Run, candidate: Candidates, layout: ResolvedLayout) -> StageTimes:
         profile, constants = self.profile.profile, self._constants
         steps = steps_of_run(run, candidate, self.machine, our_software(run, self.machine))
         times = part_times(steps.parts, self.machine, constants, profile)
         both = times.seconds.sum(axis=2)
-        blocks = np.array(stage_layers(run.model, run.data.sequence_length, layout.n_stages, even=False), np.float64)
+        blocks = np.array(split(run.model.n_layers, layout.n_stages, *family_of(run).block_costs(run)), np.float64)
         stages = []
         for column in (both[:, Way.FORWARD], both[:, Way.BACKWARD], times.weight):
             stage = blocks * column[steps.block[0]]
@@ -144,10 +145,10 @@ class CostModels:
     def _rocm(self) -> bool:
         return self.machine.node.device.startswith("MI")
 
-    def _kernels(self, run: LanguageRun) -> Kernels:
+    def _kernels(self, run: Run) -> Kernels:
         return Kernels.on_accelerators(run, rocm=self._rocm)
 
-    def _copies(self, run: LanguageRun) -> bool:
+    def _copies(self, run: Run) -> bool:
         return our_software(run, self.machine).copy_engines
 
 

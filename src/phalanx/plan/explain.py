@@ -12,12 +12,17 @@ from typing import Any
 import numpy as np
 
 from phalanx.config.override import parse_overrides
-from phalanx.cost.candidates import CONTEXTS, RECOMPUTES, SCHEDULES
+from phalanx.cost.candidates import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES
 from phalanx.cost.enumerate import CHOSEN
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.plan.judge import Judged, Planner, Ranked, Task
 
-_NAMES: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES, "context": CONTEXTS, "recompute": RECOMPUTES}
+_NAMES: dict[str, tuple[str, ...]] = {
+    "schedule": SCHEDULES,
+    "context": CONTEXTS,
+    "recompute": RECOMPUTES,
+    "gather": GATHERS,
+}
 
 
 @dataclass(frozen=True)

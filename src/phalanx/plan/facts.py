@@ -6,9 +6,10 @@ from dataclasses import asdict
 from math import exp
 from typing import Any
 
+from phalanx.models.families import family_of
 from phalanx.plan.budget import waits
 from phalanx.plan.explain import Why
-from phalanx.plan.judge import Ranked, Task, tflops, tokens_per_s
+from phalanx.plan.judge import Ranked, Task, tflops, throughput
 from phalanx.plan.models import WAITING
 from phalanx.plan.plan import Plan
 from phalanx.plan.scaling import Point
@@ -28,7 +29,9 @@ def plan_facts(plan: Plan) -> Row:
         "profile": plan.planner.models.profile_words,
         "devices": task.devices,
         "device_memory_bytes": plan.planner.models.device_bytes,
-        "tokens_per_step": task.tokens,
+        "unit": task.unit,
+        f"{task.unit}_per_step": task.amount,
+        "global_batch": task.batch,
         "flops_convention": task.run.training.flops,
         "fixed": dict(task.fixed),
         "legal": len(judged.legal),
@@ -38,14 +41,22 @@ def plan_facts(plan: Plan) -> Row:
         "pareto": layout_rows(plan, plan.front),
         "budget": asdict(plan.budget),
         "why": [_why(plan, one) for one in plan.why],
+        "positions_per_device": _positions(plan),
+        "hybrid_break_even": [asdict(one) for one in plan.break_evens],
         "scaling": None if plan.scaling is None else scaling_facts(plan),
     }
+
+
+def _positions(plan: Plan) -> float:
+    """Positions that a device computes in a micro-batch of the best layout."""
+    layout = plan.best.candidates.layout(0)
+    return family_of(plan.task.run).positions(plan.task.run).count * layout.microbatch / (layout.tp * layout.cp)
 
 
 def layout_rows(plan: Plan, ranked: Ranked, task: Task | None = None) -> list[Row]:
     """One row for each layout. task: where it is not the plan's own."""
     task = task or plan.task
-    rates, speeds, watts = tflops(task, ranked.times.total), tokens_per_s(task, ranked.times.total), plan.watts(ranked)
+    rates, speeds, watts = tflops(task, ranked.times.total), throughput(task, ranked.times.total), plan.watts(ranked)
     peak = plan.device.peak_tflops.get(task.run.layout.precision)
     rows = []
     for index in range(len(ranked)):
@@ -60,7 +71,7 @@ def layout_rows(plan: Plan, ranked: Ranked, task: Task | None = None) -> list[Ro
                 "accumulation": layout.accumulation,
                 "step_s": seconds,
                 "step_s_interval": [seconds / spread, seconds * spread],
-                "tokens_per_s_per_device": float(speeds[index]),
+                f"{task.unit}_per_s_per_device": float(speeds[index]),
                 "tflops_per_device": float(rates[index]),
                 "mfu": None if peak is None else float(rates[index]) / peak,
                 "bubble_share": causes.get(WAITING, 0.0) / seconds,
@@ -76,6 +87,19 @@ def layout_rows(plan: Plan, ranked: Ranked, task: Task | None = None) -> list[Ro
     return rows
 
 
+def hybrid_words(facts: Row) -> str:
+    """FSDP or Hybrid-STOP, for a person. facts: of `plan_facts`, with at least one break-even."""
+    rows, best = facts["hybrid_break_even"], facts["layouts"][0]
+    below = ", ".join(f"{row['positions']:,.0f} with tp={row['tp']}" for row in rows)
+    tp = f" with tp={best['tp']}" if best["tp"] > 1 else ""
+    return (
+        "FSDP or Hybrid-STOP: tp x dp_shard receives fewer bytes than FSDP on as many devices while a device computes, in a "
+        f"micro-batch, fewer positions than {below} ({rows[0]['times_width']:.2g} x width / tp). The best layout has "
+        f"{facts['positions_per_device']:,.0f}{tp}. Bytes are not time: exchanges of tp hide behind nothing, those of FSDP "
+        "behind the blocks, as far as these last."
+    )
+
+
 def _why(plan: Plan, why: Why) -> Row:
     found: Row = {"asked": why.asked, "legal": not why.illegal, "fits": why.best is not None}
     if why.illegal:
@@ -89,7 +113,11 @@ def _why(plan: Plan, why: Why) -> Row:
 def scaling_facts(plan: Plan) -> Row:
     """Strong and weak scaling; efficiency is throughput a device beside that of the first point that has one."""
     assert plan.scaling is not None
-    return {"strong": _points(plan, plan.scaling.strong), "weak": _points(plan, plan.scaling.weak)}
+    return {
+        "unit": plan.task.unit,
+        "strong": _points(plan, plan.scaling.strong),
+        "weak": _points(plan, plan.scaling.weak),
+    }
 
 
 def _points(plan: Plan, points: tuple[Point, ...]) -> list[Row]:
@@ -100,8 +128,8 @@ def _points(plan: Plan, points: tuple[Point, ...]) -> list[Row]:
         if point.best is not None:
             task = Task(point.run, point.devices, plan.task.fixed)
             (layout,) = layout_rows(plan, point.best, task)
-            speed = layout["tokens_per_s_per_device"]
+            speed = layout[f"{task.unit}_per_s_per_device"]
             first = first or speed
-            row |= {"tokens_per_s": speed * point.devices, "efficiency": speed / first, "layout": layout}
+            row |= {f"{task.unit}_per_s": speed * point.devices, "efficiency": speed / first, "layout": layout}
         rows.append(row)
     return rows

@@ -10,19 +10,21 @@ import numpy.typing as npt
 
 from phalanx.cluster.machine import Machine
 from phalanx.config.check import global_batch_samples
-from phalanx.config.schema import LanguageRun
+from phalanx.config.schema import LanguageRun, Run
 from phalanx.cost.candidates import Candidates
 from phalanx.cost.enumerate import CHOSEN, Limits, legal_candidates
 from phalanx.errors import ConfigError
 from phalanx.layout.resolve import resolve_layout
-from phalanx.models.language.sizes import model_flops_per_token
-from phalanx.plan.least_memory import least_bytes
+from phalanx.models.families import family_of
+from phalanx.plan.least_memory import gathered_bytes, least_bytes
 from phalanx.plan.models import Floats, Memory, Models, Times
 
 Ints = npt.NDArray[np.int64]
 
 SIMULATED = 256
 """Layouts, best by the closed form first, whose schedule is simulated."""
+WORTH_STREAMING = 0.02
+"""Share of a device's memory that a block's parameters and gradients take, gathered, where streaming is considered."""
 _AT_ONCE = 50_000
 """Layouts the models see at a time: few enough for their arrays to stay in the processor's cache."""
 
@@ -31,7 +33,7 @@ _AT_ONCE = 50_000
 class Task:
     """What is to be planned: a run on so many devices."""
 
-    run: LanguageRun
+    run: Run
     devices: int
     fixed: dict[str, Any] = field(default_factory=dict)
     """Fields of `layout` that keep these values."""
@@ -40,9 +42,26 @@ class Task:
         assert set(self.fixed) <= set(CHOSEN)
 
     @property
-    def tokens(self) -> int:
-        """Tokens an optimizer step."""
-        return global_batch_samples(self.run) * self.run.data.sequence_length
+    def samples(self) -> int:
+        """Samples an optimizer step."""
+        return global_batch_samples(self.run)
+
+    @property
+    def unit(self) -> str:
+        """What a person counts training in: tokens of text, samples of all else."""
+        return "tokens" if isinstance(self.run, LanguageRun) else "samples"
+
+    @property
+    def amount(self) -> int:
+        """Of these an optimizer step."""
+        return self.samples * (self.run.data.sequence_length if isinstance(self.run, LanguageRun) else 1)
+
+    @property
+    def batch(self) -> str:
+        """The global batch in words."""
+        if not isinstance(self.run, LanguageRun):
+            return f"{self.samples:,} samples"
+        return f"{self.samples:,} x {self.run.data.sequence_length:,} tokens"
 
 
 @dataclass(frozen=True)
@@ -92,10 +111,6 @@ class Planner:
 
     def judge(self, task: Task) -> Judged:
         """Judge every legal layout. Raises ConfigError where none is legal; there may be none that fits."""
-        if task.run.layout.gather != "layer":
-            raise ConfigError(
-                f"layout.gather={task.run.layout.gather}: plans know gather=layer alone; phalanx dryrun knows both"
-            )
         legal = self.legal(task)
         if not len(legal):
             raise ConfigError(self._why_nothing(task))
@@ -108,27 +123,32 @@ class Planner:
 
     def legal(self, task: Task) -> Candidates:
         """All legal layouts of a task, within the limits."""
-        return legal_candidates(task.run, task.devices, self.machine.node.devices, task.fixed, self.limits)
+        legal = legal_candidates(task.run, task.devices, self.machine.node.devices, task.fixed, self.limits)
+        if "gather" in task.fixed:
+            return legal
+        # Where gathered blocks are small, streaming has nothing to save; without `tp` they are whole, and FSDP does better.
+        worth = gathered_bytes(task.run, legal) >= WORTH_STREAMING * self.models.device_bytes
+        return legal.take((legal.streamed == 1) | (worth & (legal.tp > 1)))
 
-    def rank(self, run: LanguageRun, candidates: Candidates) -> Ranked:
+    def rank(self, run: Run, candidates: Candidates) -> Ranked:
         """These layouts, simulated, fastest first; of equally fast ones that which needs less memory."""
         times, memory = self.models.times(run, candidates, exact=True), self.models.memory(run, candidates)
         order = np.lexsort((memory.peak, times.total))
         return Ranked(candidates, times, memory).take(order)
 
-    def leanest(self, run: LanguageRun, candidates: Candidates, peak: Floats) -> Candidates:
+    def leanest(self, run: Run, candidates: Candidates, peak: Floats) -> Candidates:
         """The one that needs least memory. peak: as far as it is known, [candidates]; all NaN where it is not."""
         if np.isnan(peak).all():
             lean = np.argsort(least_bytes(run, candidates), kind="stable")[: self.simulated]
             return candidates.take(lean[[int(np.argmin(self.models.memory(run, candidates.take(lean)).peak))]])
         return candidates.take([int(np.nanargmin(peak))])
 
-    def memory_causes(self, run: LanguageRun, candidate: Candidates) -> dict[str, float]:
+    def memory_causes(self, run: Run, candidate: Candidates) -> dict[str, float]:
         """Bytes by cause on the pipeline rank that needs most, what takes most first, of a single candidate."""
         worst = max(self.models.stage_memory(run, candidate), key=lambda causes: sum(causes.values()))
         return dict(sorted(worst.items(), key=lambda item: -item[1]))
 
-    def _room(self, run: LanguageRun, candidates: Candidates) -> tuple[Floats, Floats]:
+    def _room(self, run: Run, candidates: Candidates) -> tuple[Floats, Floats]:
         """(bytes on the worst rank, probability of fitting); NaN and 0 of those that cannot fit.
 
         Small micro-batches and much recompute come first. Where nothing fits with those, nothing does with larger ones and
@@ -136,7 +156,7 @@ class Planner:
         """
         peak, p_fits = np.full(len(candidates), np.nan), np.zeros(len(candidates))
         possible = least_bytes(run, candidates) <= self.models.device_bytes
-        split = (candidates.tp << 40) + (candidates.cp << 20) + candidates.context
+        split = (candidates.tp << 40) + (candidates.cp << 20) + (candidates.streamed << 2) + candidates.context
         order = -candidates.recompute
         hopeless: list[tuple[int, int, int]] = []
         for microbatch in np.unique(candidates.microbatch).tolist():
@@ -150,7 +170,7 @@ class Planner:
                 hopeless += [(s, microbatch, recompute) for s in np.setdiff1d(split[wave], fits).tolist()]
         return peak, p_fits
 
-    def _seconds(self, run: LanguageRun, candidates: Candidates) -> Floats:
+    def _seconds(self, run: Run, candidates: Candidates) -> Floats:
         seconds = np.zeros(len(candidates))
         for lot in _lots(np.arange(len(candidates))):
             seconds[lot] = self.models.times(run, candidates.take(lot), exact=False).total
@@ -177,16 +197,15 @@ def lean(seconds: Floats, peak: Floats) -> Ints:
     return np.asarray(order[first])
 
 
-def tokens_per_s(task: Task, seconds: npt.ArrayLike) -> Floats:
-    """Tokens a second and device."""
-    return np.asarray(task.tokens / (np.asarray(seconds, np.float64) * task.devices))
+def throughput(task: Task, seconds: npt.ArrayLike) -> Floats:
+    """Tokens, or samples (`Task.unit`), a second and device."""
+    return np.asarray(task.amount / (np.asarray(seconds, np.float64) * task.devices))
 
 
 def tflops(task: Task, seconds: npt.ArrayLike) -> Floats:
     """Model TFLOP/s of a device, in the convention that `training.flops` names."""
-    run = task.run
-    each = model_flops_per_token(run.model, run.data.sequence_length, run.training.flops)
-    return tokens_per_s(task, seconds) * (each / 1e12)
+    each = family_of(task.run).flops_per_sample(task.run)
+    return np.asarray(task.samples * (each / 1e12) / (np.asarray(seconds, np.float64) * task.devices))
 
 
 def _lots(positions: Ints) -> list[Ints]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from phalanx.config.schema import LanguageRun
+from phalanx.config.schema import Run
 from phalanx.cost.bubble import in_flight
 from phalanx.cost.candidates import SCHEDULES, Candidates
-from phalanx.models.language.sizes import parameter_count
+from phalanx.cost.family import planned_model
+from phalanx.models.families import family_of
 from phalanx.plan.models import Floats
 
 _MASTER, _MOMENTS = 4, 8
@@ -18,14 +19,14 @@ _WIDTH = {"fp64": 8, "fp32": 4}
 """Bytes of an activation, where it is not 2."""
 
 
-def least_bytes(run: LanguageRun, candidates: Candidates) -> Floats:
+def least_bytes(run: Run, candidates: Candidates) -> Floats:
     """Bytes below which no rank of a candidate stays that has a mean share of the model, [candidates].
 
     Master weights, moments and gradients as they are shared out; or, in place of gradients, the inputs of all blocks of the
     first pipeline rank for the micro-batches in flight, which every kind of recompute keeps.
     """
-    model, length = run.model, run.data.sequence_length
-    held = parameter_count(model) / (candidates.pp * candidates.tp)
+    model, length = planned_model(run), family_of(run).positions(run).count
+    held = family_of(run).parameter_count(run) / (candidates.pp * candidates.tp)
     shards = candidates.shards
     states = held / shards * (_MASTER + _MOMENTS)
     gradients = held * _MASTER / np.where(candidates.zero > 0, shards, 1)
@@ -34,6 +35,16 @@ def least_bytes(run: LanguageRun, candidates: Candidates) -> Floats:
     width = _WIDTH.get(run.layout.precision, 2)
     inputs = blocks * _in_flight(candidates) * positions * model.d_model * width
     return np.asarray(states + np.maximum(gradients, inputs))
+
+
+def gathered_bytes(run: Run, candidates: Candidates) -> Floats:
+    """Bytes of a block that is gathered whole, [candidates]: what streaming saves at most in weights and their gradients.
+
+    Two blocks' parameters, and one's gradients as they are computed and as they are sent; `tp` alone shares them out.
+    """
+    width = _WIDTH.get(run.layout.precision, 2)
+    block = family_of(run).parameter_count(run) / planned_model(run).n_layers / candidates.tp
+    return np.asarray(block * (3 * width + _MASTER))
 
 
 def _in_flight(candidates: Candidates) -> Floats:

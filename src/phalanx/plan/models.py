@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.config.schema import LanguageRun
+from phalanx.config.schema import Run
 from phalanx.cost.candidates import Candidates
 
 Floats = npt.NDArray[np.float64]
@@ -72,14 +72,14 @@ class Models(Protocol):
     def profile_words(self) -> str:
         """How fast the device is taken to be, and where that is from."""
 
-    def times(self, run: LanguageRun, candidates: Candidates, *, exact: bool) -> Times:
+    def times(self, run: Run, candidates: Candidates, *, exact: bool) -> Times:
         """Of each candidate; `exact` simulates the pipeline's schedule, which closed forms stand in for otherwise."""
 
-    def memory(self, run: LanguageRun, candidates: Candidates) -> Memory:
+    def memory(self, run: Run, candidates: Candidates) -> Memory:
         """Of each candidate."""
 
-    def stage_memory(self, run: LanguageRun, candidate: Candidates) -> Sequence[dict[str, float]]:
+    def stage_memory(self, run: Run, candidate: Candidates) -> Sequence[dict[str, float]]:
         """Bytes by cause at the peak of each pipeline rank of a single candidate."""
 
-    def timeline(self, run: LanguageRun, candidate: Candidates) -> Sequence[Bar]:
+    def timeline(self, run: Run, candidate: Candidates) -> Sequence[Bar]:
         """What the pipeline ranks of a single candidate do in a step."""

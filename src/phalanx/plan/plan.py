@@ -9,7 +9,8 @@ import numpy as np
 
 from phalanx.cluster.device import DeviceFacts, device_facts
 from phalanx.errors import PhalanxError
-from phalanx.models.language.sizes import parameter_count
+from phalanx.models.families import family_of
+from phalanx.plan.break_even import BreakEven, break_evens
 from phalanx.plan.budget import Budget, Goodput, Reliability, budget, goodput, power_w
 from phalanx.plan.explain import Why, explain, parse_choice
 from phalanx.plan.judge import Judged, Planner, Ranked, Task
@@ -35,8 +36,8 @@ class Wishes:
     why: tuple[str, ...] = ()
     scale: tuple[int, ...] = ()
     """Numbers of devices."""
-    tokens: int | None = None
-    """Tokens to train on; None takes those of `training.steps`."""
+    amount: int | None = None
+    """Tokens, or samples, to train on; None takes those of `training.steps`."""
     reliability: Reliability = field(default_factory=Reliability)
 
 
@@ -53,6 +54,8 @@ class Plan:
     budget: Budget
     why: tuple[Why, ...]
     scaling: Scaling | None
+    break_evens: tuple[BreakEven, ...] = ()
+    """FSDP against Hybrid-STOP, where a layout of the table has both, or the model is of the kind that it was made for."""
 
     @property
     def task(self) -> Task:
@@ -76,15 +79,25 @@ def make_plan(planner: Planner, task: Task, wishes: Wishes) -> Plan:
     judged = planner.judge(task)
     if not len(judged.ranked):
         raise NothingFits(_what_binds(planner, judged))
+    best = _of_each_kind(judged.ranked, wishes.best)
     return Plan(
         planner=planner,
         judged=judged,
-        best=_of_each_kind(judged.ranked, wishes.best),
+        best=best,
         front=pareto(judged.ranked, device_facts(planner.machine.node.device).power_w or 1.0),
         budget=_budget(planner, judged, wishes),
         why=tuple(explain(planner, judged, words) for words in wishes.why),
         scaling=scale(planner, task, list(wishes.scale)) if wishes.scale else None,
+        break_evens=_break_evens(planner, judged, best),
     )
+
+
+def _break_evens(planner: Planner, judged: Judged, best: Ranked) -> tuple[BreakEven, ...]:
+    layouts = best.candidates
+    both = np.any((layouts.tp > 1) & (layouts.shards > 1) & (layouts.zero == 3))
+    if not both and judged.task.run.model.family != "weather":
+        return ()
+    return break_evens(judged.task.run, judged.legal, layouts.recompute_of(0), planner.machine)
 
 
 def fit_plan(planner: Planner, task: Task, wishes: Wishes) -> Plan:
@@ -119,15 +132,16 @@ def pareto(ranked: Ranked, board_w: float) -> Ranked:
 def losses(planner: Planner, task: Task, reliability: Reliability) -> Goodput:
     """What failures and checkpoints cost the task."""
     nodes = math.ceil(task.devices / planner.machine.node.devices)
-    return goodput(parameter_count(task.run.model), nodes, reliability)
+    return goodput(family_of(task.run).parameter_count(task.run), nodes, reliability)
 
 
 def _budget(planner: Planner, judged: Judged, wishes: Wishes) -> Budget:
     task, best = judged.task, judged.ranked.take([0])
     board = device_facts(planner.machine.node.device).power_w
     return budget(
-        tokens=wishes.tokens or task.tokens * task.run.training.steps,
-        tokens_per_step=task.tokens,
+        amount=wishes.amount or task.amount * task.run.training.steps,
+        unit=task.unit,
+        amount_per_step=task.amount,
         step_s=float(best.times.total[0]),
         devices=task.devices,
         watts=None if board is None else float(power_w(best.times, board)[0]),

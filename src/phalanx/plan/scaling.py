@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phalanx.config.check import global_batch_samples
-from phalanx.config.schema import LanguageRun
+from phalanx.config.schema import Run
 from phalanx.cost.candidates import RECOMPUTES
 from phalanx.errors import ConfigError
-from phalanx.models.language.sizes import parameter_count
+from phalanx.models.families import family_of
 from phalanx.plan.judge import Judged, Planner, Ranked, Task
 
 _LEAST_BYTES = 4
@@ -25,7 +25,7 @@ _TRIED = 400
 class Point:
     """One number of devices."""
 
-    run: LanguageRun
+    run: Run
     devices: int
     global_batch: int
     """Samples a step."""
@@ -77,7 +77,7 @@ def scale(planner: Planner, task: Task, counts: list[int]) -> Scaling:
     return Scaling(strong, tuple(weak))
 
 
-def with_batch(run: LanguageRun, samples: int) -> LanguageRun:
+def with_batch(run: Run, samples: int) -> Run:
     """The run with another global batch."""
     return run.model_copy(update={"layout": run.layout.model_copy(update={"global_batch": samples})})
 
@@ -110,7 +110,7 @@ def fewest_devices(planner: Planner, task: Task) -> Judged | None:
 
 def _numbers(planner: Planner, task: Task) -> Iterator[int]:
     """Numbers of devices worth trying, ascending: divisors of a node, then whole nodes."""
-    least = parameter_count(task.run.model) * _LEAST_BYTES / planner.models.device_bytes
+    least = family_of(task.run).parameter_count(task.run) * _LEAST_BYTES / planner.models.device_bytes
     node = planner.machine.node.devices
     for devices in range(1, node):
         if node % devices == 0 and devices >= least:

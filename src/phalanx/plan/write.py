@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.config.load import dump_run
-from phalanx.config.schema import LanguageRun
+from phalanx.config.schema import Run
 from phalanx.cost.candidates import Candidates
 from phalanx.cost.enumerate import CHOSEN
 
 
-def planned_run(run: LanguageRun, candidates: Candidates, index: int = 0) -> LanguageRun:
+def planned_run(run: Run, candidates: Candidates, index: int = 0) -> Run:
     """`run` with one candidate as its layout; `layout.resolve.resolve_layout` makes that candidate of it again."""
     layout = candidates.layout(index)
     chosen: dict[str, Any] = {name: getattr(layout, name) for name in CHOSEN if name != "recompute"}
@@ -21,7 +21,7 @@ def planned_run(run: LanguageRun, candidates: Candidates, index: int = 0) -> Lan
     return run.model_copy(update={"layout": run.layout.model_copy(update=chosen)})
 
 
-def planned_text(run: LanguageRun, candidates: Candidates, note: str, index: int = 0) -> str:
+def planned_text(run: Run, candidates: Candidates, note: str, index: int = 0) -> str:
     """The run file as text, under a comment."""
     comment = "".join(f"# {line}\n" for line in note.splitlines())
     return comment + dump_run(planned_run(run, candidates, index))

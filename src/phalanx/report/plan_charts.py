@@ -123,6 +123,7 @@ def pareto(front: Sequence[Row], best: Sequence[Row]) -> Drawing:
 def scaling(facts: Row) -> Drawing:
     """Efficiency of strong and weak scaling over the number of devices."""
     left, top, tall = 70, 15, 260
+    unit = facts["unit"]
     curves = {kind: [point for point in facts[kind] if "efficiency" in point] for kind in ("strong", "weak")}
     points = [point for curve in curves.values() for point in curve]
     if not points:
@@ -143,7 +144,8 @@ def scaling(facts: Row) -> Drawing:
         corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
         parts.append(Markup('<polyline class="line-{}" points="{}"/>').format(place + 1, corners))
         for x, y, point in zip(xs, ys, curve, strict=True):
-            label = f"{point['devices']:,}: {percent(point['efficiency'])}, {count(point['tokens_per_s'])} tokens/s"
+            rate = f"{count(point[unit + '_per_s'])} {unit}/s"
+            label = f"{point['devices']:,}: {percent(point['efficiency'])}, {rate}"
             dot = '<circle class="dot-{}" cx="{:.1f}" cy="{:.1f}" r="4"><title>{}</title></circle>'
             parts.append(Markup(dot).format(place + 1, x, y, label))
     return Drawing(

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from phalanx import __version__
 from phalanx.plan.budget import COMPUTING_SHARE, WAITING_SHARE
-from phalanx.plan.facts import Row, plan_facts
+from phalanx.plan.facts import Row, hybrid_words, plan_facts
 from phalanx.plan.plan import Plan
 from phalanx.report import plan_charts
 from phalanx.report.page_parts import Tile
@@ -43,6 +43,7 @@ def render_plan(plan: Plan) -> str:
         pareto=plan_charts.pareto(facts["pareto"], facts["layouts"]),
         scaling=None if facts["scaling"] is None else plan_charts.scaling(facts["scaling"]),
         why=[_why(row) for row in facts["why"]],
+        hybrid=hybrid_words(facts) if facts["hybrid_break_even"] else "",
         budget=_budget(facts["budget"]),
         version=__version__,
         style=Markup(_asset("page.css") + _asset("plan.css")),
@@ -62,6 +63,7 @@ COLUMNS: tuple[tuple[str, Any], ...] = (
     ("dp_shard", lambda row: row["dp_shard"]),
     ("dp_rep", lambda row: row["dp_replicate"]),
     ("zero", lambda row: row["zero"]),
+    ("gather", lambda row: row["gather"] if row["dp_shard"] * row["cp"] > 1 else "-"),
     ("mbs", lambda row: row["microbatch"]),
     ("schedule", _schedule),
     ("recompute", lambda row: row["recompute"]),
@@ -82,10 +84,9 @@ def _title(plan: Plan) -> str:
 
 
 def _subtitle(plan: Plan, facts: Row) -> list[str]:
-    length = plan.task.run.data.sequence_length
     words = [
         plan.planner.machine.about,
-        f"global batch {facts['tokens_per_step'] // length:,} x {length:,} tokens",
+        f"global batch {facts['global_batch']}",
         f"{facts['legal']:,} legal layouts, {facts['fitting']:,} likely to fit",
     ]
     fixed = " ".join(f"{name}={value}" for name, value in facts["fixed"].items())
@@ -104,7 +105,7 @@ def _tiles(facts: Row) -> list[Tile]:
         Tile("fits", "P(fits)", f"{row['p_fits']:.2f}"),
         Tile("bubble", "Pipeline bubble", percent(row["bubble_share"]), "", "of a step"),
         Tile("exposed", "Exposed communication", percent(row["exposed_share"]), "", "of a step"),
-        Tile("elapsed", "Training", duration(budget["elapsed_s"]), "", f"{count(budget['tokens'])} tokens"),
+        Tile("elapsed", "Training", duration(budget["elapsed_s"]), "", f"{count(budget['amount'])} {budget['unit']}"),
         Tile("hours", "Device-hours", count(budget["device_hours"])),
         Tile("goodput", "Goodput", percent(budget["goodput"]["share"]), "", "left by failures and checkpoints"),
     ]

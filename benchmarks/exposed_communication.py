@@ -1,0 +1,57 @@
+"""How much of a step's communication nothing ran beside, from a profile of the step."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def communication(run: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of one step in which something was communicated, in which nothing else ran beside that, and in all."""
+    with torch.profiler.profile() as profiler:
+        run()
+        torch.accelerator.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    on_device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in e]
+    busy: dict[Any, float] = {}
+    for event in on_device:
+        busy[event["args"].get("stream")] = busy.get(event["args"].get("stream"), 0.0) + event["dur"]
+    main = max(busy, key=lambda stream: busy[stream], default=None)
+
+    def communicates(event: dict[str, Any]) -> bool:
+        name = event["name"].lower()
+        # Copies between devices and the barriers before them have a stream of their own.
+        return "nccl" in name or "rccl" in name or event["args"].get("stream") != main
+
+    sent, computed = (
+        _union((e["ts"], e["ts"] + e["dur"]) for e in on_device if communicates(e) is kind) for kind in (True, False)
+    )
+    both = _union([*sent, *computed])
+    return {
+        "communicating_ms": _length(sent) / 1e3,
+        "exposed_ms": (_length(both) - _length(computed)) / 1e3,
+        "busy_ms": _length(both) / 1e3,
+        "span_ms": (both[-1][1] - both[0][0]) / 1e3 if both else 0.0,
+    }
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _length(spans: list[tuple[float, float]]) -> float:
+    return sum(end - begin for begin, end in spans)
