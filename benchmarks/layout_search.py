@@ -39,10 +39,11 @@ from phalanx.plan.cost_models import CostModels
 from phalanx.plan.judge import Planner, Task
 from phalanx.search.engines import Engine, make_engine
 from phalanx.search.prior import Prior, planned_space
-from phalanx.search.sensitivity import interactions, measured_importance, shapley_effects
+from phalanx.search.sensitivity import interactions, shapley_effects
 from phalanx.search.simulated import Errors, SimulatedRunner, Truth, draw_truth
 from phalanx.search.space import Space
-from phalanx.search.trials import Trial, best_of
+from phalanx.trials.importance import measured_importance
+from phalanx.trials.trial import Trial, best_of
 
 ROOT = Path(__file__).parent.parent
 DEVICES = 1024
@@ -183,7 +184,7 @@ def published_points(recompute: Recompute) -> tuple[np.ndarray[Any, Any], Candid
     rows = np.array(columns, np.int64).T
     count = rows.shape[1]
     kinds = np.full(count, RECOMPUTES.index(recompute), np.int64)
-    return np.array(codes), Candidates(*rows, np.zeros(count, bool), kinds)
+    return np.array(codes), Candidates(*rows, np.zeros(count, bool), kinds, np.zeros(count, np.int64))
 
 
 def published(options: argparse.Namespace) -> dict[str, Any]:

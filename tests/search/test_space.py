@@ -12,8 +12,8 @@ from phalanx.config.search import Knob, Search
 from phalanx.cost.enumerate import Limits, legal_candidates
 from phalanx.errors import ConfigError
 from phalanx.layout.resolve import resolve_layout
-from phalanx.search.expression import holds
 from phalanx.search.space import Space, build_space
+from phalanx.trials.expression import holds
 
 RUN = run_with(global_batch=64)
 

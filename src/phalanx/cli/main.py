@@ -79,6 +79,16 @@ VERBS = (
         ),
     ),
     Verb(
+        "tune",
+        "phalanx.cli.tune:tune",
+        "Find the best hyperparameters by training.",
+        (
+            "phalanx tune examples/materials-tune.yaml --out studies/materials --write best.yaml --html study.html",
+            "phalanx tune run.yaml --out studies/big --where slurm --cluster frontier --trials 200",
+            "phalanx tune --show studies/materials",
+        ),
+    ),
+    Verb(
         "verify",
         "phalanx.cli.verify:verify",
         "Prove that a layout equals one rank.",
@@ -124,6 +134,16 @@ VERBS = (
         "phalanx.cli.generate:generate",
         "Write text with a checkpoint.",
         ('phalanx generate runs/quickstart --prompt "def "',),
+    ),
+    Verb(
+        "ensemble",
+        "phalanx.cli.ensemble:ensemble",
+        "Make one model of several, with uncertainties.",
+        (
+            "phalanx ensemble studies/xtb --top 5 --out ensembles/xtb",
+            "phalanx ensemble runs/a runs/b runs/c --out ensembles/abc --nproc 2",
+            "phalanx ensemble examples/materials-xtb.yaml --train --seeds 5 --out ensembles/seeds",
+        ),
     ),
     Verb(
         "forecast",

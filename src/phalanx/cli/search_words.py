@@ -7,7 +7,7 @@ from typing import Any
 
 from phalanx.report.text import duration, percent
 from phalanx.search.space import Space
-from phalanx.search.trials import FAILURES, INTERRUPTED, Trial
+from phalanx.trials.trial import FAILURES, INTERRUPTED, Trial
 
 _CLIP = 150
 _GIB = 2**30

@@ -27,7 +27,7 @@ from scipy.special import log_ndtr, ndtr
 from phalanx.plan.models import Floats
 from phalanx.search.prior import Prior
 from phalanx.search.space import LAYOUT, Ints, Space
-from phalanx.search.trials import Trial
+from phalanx.trials.trial import Trial
 
 _SCALES = (0.5, 0.75, 1.0, 1.5, 2.5)
 """Sizes of the error, in units of the spread that the planner states."""

@@ -1,55 +1,28 @@
-"""DeepHyper's Bayesian optimiser as an engine: the search of the published work, failures as its `F_` objectives.
-
-Needs the package deephyper, which nothing else does. DeepHyper maximises, so it is told minus the logarithm of the time.
-"""
+"""DeepHyper's Bayesian optimiser as an engine: the search of the published work. Needs the package deephyper."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deephyper.hpo import CBO, HpProblem
-
 from phalanx.search.engines import Proposal
-from phalanx.search.repair import nearest_free
+from phalanx.search.repair import nearest_free, position_ranges, position_values, told_of
 from phalanx.search.space import Space
-from phalanx.search.trials import Trial, objective
-
-_FIRST = 10
-"""Trials at random before the surrogate is used. DeepHyper counts only those that do not fail, and would take twice the
-number of parameters and one."""
+from phalanx.trials.deephyper_sampler import suggest_deephyper
+from phalanx.trials.trial import Trial
 
 
 @dataclass(frozen=True)
 class DeepHyperEngine:
-    """Centralised Bayesian optimisation with extremely randomised trees, DeepHyper's defaults but for `_FIRST`."""
+    """See `trials.deephyper_sampler`."""
 
     space: Space
     seed: int = 0
 
     def propose(self, trials: Sequence[Trial], taken: set[str]) -> Proposal | None:
         """What it suggests, moved to the nearest point that is not taken."""
-        problem = HpProblem()
-        for number in self.space.varying:
-            one = self.space.parameters[number]
-            places = list(range(len(one.values)))
-            problem.add_hyperparameter((0, places[-1]) if one.ordered else places, f"p{number}")
-        with tempfile.TemporaryDirectory(prefix="phalanx-deephyper-") as folder:
-            # A new draw for each proposal, and the same one when a search is repeated.
-            search = CBO(
-                problem, random_state=self.seed * 100_003 + len(trials), log_dir=folder, n_initial_points=_FIRST
-            )
-            told = [
-                (
-                    {f"p{number}": int(self.space.codes[point][number]) for number in self.space.varying},
-                    objective(trial),
-                )
-                for trial in trials
-                if (trial.good or trial.failed) and (point := self.space.find(trial.values)) is not None
-            ]
-            if told:
-                search.tell(told)
-            (suggested,) = search.ask(1)
-        point = nearest_free(self.space, {number: int(suggested[f"p{number}"]) for number in self.space.varying}, taken)
+        # A new draw for each proposal, and the same one when a search is repeated.
+        seed = self.seed * 100_003 + len(trials)
+        suggested = suggest_deephyper(position_ranges(self.space), told_of(self.space, trials), seed)
+        point = nearest_free(self.space, position_values(self.space, suggested), taken)
         return None if point is None else Proposal(point)

@@ -16,7 +16,7 @@ from phalanx.errors import ConfigError
 from phalanx.search.belief import Believer
 from phalanx.search.prior import Prior
 from phalanx.search.space import Space
-from phalanx.search.trials import Trial, best_of
+from phalanx.trials.trial import Trial, best_of
 
 ENGINES = ("planner", "optuna-tpe", "optuna-gp", "deephyper", "random", "exhaustive")
 _LEAST_TRIALS = 3

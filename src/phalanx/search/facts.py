@@ -9,12 +9,11 @@ import numpy as np
 from phalanx.search.belief import Belief
 from phalanx.search.loop import Found
 from phalanx.search.prior import Prior
-from phalanx.search.sensitivity import MOST_PARAMETERS, interactions, measured_importance, shapley_effects
+from phalanx.search.sensitivity import MOST_PARAMETERS, interactions, shapley_effects
 from phalanx.search.space import Space
-from phalanx.search.trials import Trial
+from phalanx.trials.importance import CAUTION, measured_importance
+from phalanx.trials.trial import Trial
 
-CAUTION = "ranks 2 to 4 of a study of 25 to 50 trials change with the seed"
-"""What everyone who reads an importance should know."""
 _SHOWN = 10
 _PAIRS = 3
 _LEAST_TRIALS = 6

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from optuna.distributions import CategoricalDistribution
+
 from phalanx.search.engines import Engine
 from phalanx.search.runner import Runner
 from phalanx.search.space import Space
-from phalanx.search.storage import Study
-from phalanx.search.trials import INTERRUPTED, Outcome, Trial, best_of
+from phalanx.trials.storage import Study
+from phalanx.trials.trial import INTERRUPTED, Outcome, Trial, best_of
 
 _LOST_RACES = 100
 """Times in a row that another search may be first before this one gives up."""
@@ -47,7 +49,7 @@ def search(
     every trial of this search when it begins and when it has ended. A trial that fails is recorded like any other; what
     interrupts the search itself (KeyboardInterrupt) ends the trial as interrupted and goes on up.
     """
-    choices = {one.name: one.values for one in space.parameters}
+    ranges = {one.name: CategoricalDistribution(one.values) for one in space.parameters}
     lost = 0
     while True:
         study.recover()
@@ -61,7 +63,7 @@ def search(
         trial = study.claim(
             key,
             values,
-            {name: choices[name] for name in values},
+            ranges,
             engine=engine_name,
             limit_s=limit_s,
             note=proposal.note,

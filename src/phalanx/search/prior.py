@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.config.schema import LanguageRun
+from phalanx.config.schema import Run
 from phalanx.config.search import Search
 from phalanx.cost.candidates import Candidates
 from phalanx.cost.enumerate import CHOSEN
@@ -78,7 +78,7 @@ class _Narrowed(Planner):
         return legal.take(allowed(legal, self.search))
 
 
-def expect(planner: Planner, run: LanguageRun, layouts: Candidates) -> Prior:
+def expect(planner: Planner, run: Run, layouts: Candidates) -> Prior:
     """What is expected of these layouts, the best of them with simulated pipelines."""
     models = planner.models
     assert isinstance(models, CostModels)
@@ -103,7 +103,7 @@ def expect(planner: Planner, run: LanguageRun, layouts: Candidates) -> Prior:
     )
 
 
-def _sensitivity(models: CostModels, run: LanguageRun, layouts: Candidates, seconds: Floats) -> Floats:
+def _sensitivity(models: CostModels, run: Run, layouts: Candidates, seconds: Floats) -> Floats:
     names = [name for name in CONSTANTS if spread_of(name) > 0]
     columns = []
     for name in names:

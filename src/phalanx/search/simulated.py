@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.config.schema import LanguageRun
+from phalanx.config.schema import Run
 from phalanx.cost.profile import CONSTANTS, spread_of
 from phalanx.plan.cost_models import CostModels
 from phalanx.plan.models import Floats
 from phalanx.search.prior import Prior, with_constants
 from phalanx.search.space import LAYOUT, Space
-from phalanx.search.trials import OK, Outcome, Trial
+from phalanx.trials.trial import OK, Outcome, Trial
 
 _SHARED_CHOICES = (
     ("tp", "microbatch"),
@@ -60,7 +60,7 @@ class Truth:
 
 
 def draw_truth(
-    space: Space, prior: Prior, models: CostModels, run: LanguageRun, seed: int, errors: Errors | None = None
+    space: Space, prior: Prior, models: CostModels, run: Run, seed: int, errors: Errors | None = None
 ) -> Truth:
     """A truth, by its seed. models: those the prior is from."""
     errors = errors or Errors()
@@ -91,7 +91,7 @@ def _mixed(*parts: tuple[float, Floats]) -> Floats:
     return np.asarray(total / np.sqrt(np.square(total).mean()))
 
 
-def _constants(space: Space, models: CostModels, run: LanguageRun, random: np.random.Generator) -> Floats:
+def _constants(space: Space, models: CostModels, run: Run, random: np.random.Generator) -> Floats:
     """Logarithm of the time with other constants of the device over the time with those of the profile."""
     names = [name for name in CONSTANTS if spread_of(name) > 0]
     factors = np.exp(random.standard_normal(len(names)) * [spread_of(name) for name in names])

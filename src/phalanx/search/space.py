@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.config.search import Knob, Scalar, Search
-from phalanx.cost.candidates import CONTEXTS, RECOMPUTES, SCHEDULES, Candidates
+from phalanx.cost.candidates import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, Candidates
 from phalanx.cost.enumerate import CHOSEN
 from phalanx.errors import ConfigError
-from phalanx.search.expression import Mask, holds
+from phalanx.trials.expression import Mask, holds
+from phalanx.trials.trial import key_of
 
 Ints = npt.NDArray[np.int64]
 Values = dict[str, Scalar]
@@ -28,7 +29,12 @@ Values = dict[str, Scalar]
 LAYOUT = tuple(name for name in CHOSEN if name != "dp_shard")
 """Parameters of a layout; `dp_shard` follows from the others."""
 MOST_POINTS = 4_000_000
-_NAMED: dict[str, tuple[str, ...]] = {"schedule": SCHEDULES, "context": CONTEXTS, "recompute": RECOMPUTES}
+_NAMED: dict[str, tuple[str, ...]] = {
+    "schedule": SCHEDULES,
+    "context": CONTEXTS,
+    "recompute": RECOMPUTES,
+    "gather": GATHERS,
+}
 _ENVIRONMENT = "env."
 
 
@@ -120,11 +126,6 @@ class Space:
     def take(self, which: Any) -> Space:
         """The points at these positions, or where this mask is true."""
         return Space(self.parameters, self.codes[which], self.layouts, self.layout_of[which])
-
-
-def key_of(values: Mapping[str, Scalar]) -> str:
-    """The name of a choice: its values in the order of their names."""
-    return json.dumps({name: values[name] for name in sorted(values)}, separators=(",", ":"))
 
 
 def build_space(layouts: Candidates, search: Search) -> Space:

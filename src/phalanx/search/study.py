@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx.cluster.machine import Machine
 from phalanx.config.load import dump_run, parse_run
-from phalanx.config.schema import LanguageRun
+from phalanx.config.schema import Run
 from phalanx.config.search import Search
 from phalanx.errors import ConfigError
 from phalanx.plan.cost_models import CostModels
@@ -20,11 +20,12 @@ from phalanx.search.engines import make_engine
 from phalanx.search.facts import study_facts
 from phalanx.search.loop import Found, search
 from phalanx.search.prior import Prior, planned_space
-from phalanx.search.runner import LocalLauncher, ProcessRunner, Runner, SlurmLauncher
+from phalanx.search.runner import ProcessRunner, Runner
 from phalanx.search.simulated import SimulatedRunner, draw_truth
 from phalanx.search.space import Space
-from phalanx.search.storage import Study
-from phalanx.search.trials import Trial
+from phalanx.trials.launchers import LocalLauncher, SlurmLauncher
+from phalanx.trials.storage import Study
+from phalanx.trials.trial import Trial
 
 WHERE = ("local", "slurm", "simulated")
 STUDY = "layout"
@@ -135,7 +136,7 @@ def _about(planner: Planner, task: Task, section: Search, where: str, seed: int)
     } | ({"seed": seed} if where == "simulated" else {})
 
 
-def _digest(run: LanguageRun) -> str:
+def _digest(run: Run) -> str:
     """Of all that the search does not choose and that decides what a step computes."""
     plain = {"layout": {"global_batch": run.layout.global_batch, "precision": run.layout.precision}}
     kept = run.model_dump(mode="json", include={"model", "data", "optimizer"}) | plain

@@ -1,7 +1,7 @@
-"""A trial's own processes: `python -m phalanx.search launch|rank FOLDER`.
+"""A trial's own processes: `python -m phalanx.trials launch|rank FOLDER`.
 
-`launch` starts the ranks on this machine; `rank` is one of them, started by that or by srun. A rank trains the few steps of
-the run file in FOLDER with the real training step, and leaves there what it measured, or why it could not.
+`launch` starts the ranks on this machine; `rank` is one of them, started by that or by srun. A rank trains the run file in
+FOLDER with the real trainer, all of it or up to some step, and leaves there what it measured, or why it could not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import os
 import resource
 import signal
 import sys
+import time
 import traceback
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,37 @@ from phalanx.config.load import load_run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import write_atomically
 from phalanx.layout.mesh import Ranks, ranks_from_environment
-from phalanx.search.process import PARENT
+from phalanx.train.interrupt import Interrupted
 from phalanx.train.start import train
+from phalanx.trials.process import PARENT
 
 MEMORY_LIMIT = "PHALANX_TRIAL_MEMORY"
 """Variable that holds the most bytes of host memory that a rank may take."""
-RUN_FILE, TRAINED = "run.yaml", "run"
-"""Names in a trial's folder: what is run, and the run directory."""
+CORES = "PHALANX_TRIAL_CORES"
+"""Variable that holds the numbers of the CPU cores that a rank may use, with commas between."""
+RUN_FILE, TRAINED, PART_FILE = "run.yaml", "run", "part.json"
+"""Names in a trial's folder: what is run, the run directory, and which part of the run it is."""
 _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc")
 """What libraries say of a request for memory that was refused."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a run a trial's processes train, where it is not all of it in a folder of its own."""
+
+    run_dir: str
+    until: int
+    """Step to end at."""
+
+    def write(self, folder: Path) -> None:
+        """Leave word of it in a trial's folder."""
+        write_atomically(folder / PART_FILE, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Part | None:
+        """What `write` left; None where it did not."""
+        file = folder / PART_FILE
+        return cls(**json.loads(file.read_text())) if file.exists() else None
 
 
 def main(arguments: list[str]) -> int:
@@ -42,7 +66,7 @@ def main(arguments: list[str]) -> int:
     if what == "launch":
         # The ranks' parent is this process.
         os.environ[PARENT] = str(os.getpid())
-        return launch_ranks(["rank", str(folder)], int(arguments[2]), module="phalanx.search")
+        return launch_ranks(["rank", str(folder)], int(arguments[2]), module="phalanx.trials")
     return _rank(folder)
 
 
@@ -52,11 +76,16 @@ def _rank(folder: Path) -> int:
     faulthandler.register(signal.SIGQUIT, chain=True)
     if limit := os.environ.get(MEMORY_LIMIT):
         resource.setrlimit(resource.RLIMIT_DATA, (int(limit), int(limit)))
+    if cores := os.environ.get(CORES):
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     ranks = ranks_from_environment()
     try:
-        run = load_run(folder / RUN_FILE)
-        train(run, folder / TRAINED)
-        _leave(folder, ranks, {"cause": "ok", "memory_bytes": _peak(run.cluster.device, ranks)})
+        run, part = load_run(folder / RUN_FILE), Part.read(folder)
+        train(run, folder / TRAINED if part is None else Path(part.run_dir), until=part.until if part else None)
+        _leave(folder, ranks, {"cause": "ok", **_memory(run.cluster.device, ranks)})
+    except Interrupted as stopped:
+        _leave(folder, ranks, {"cause": "interrupted", "words": str(stopped)})
+        return stopped.exit_code
     except Exception as error:
         # The others may be waiting for this rank inside a collective: what it leaves behind must be written first.
         _leave(folder, ranks, {"cause": cause_of(error), "words": f"rank {ranks.rank}: {error}"})
@@ -70,7 +99,7 @@ def _rank(folder: Path) -> int:
 
 
 def cause_of(error: BaseException) -> str:
-    """Why a rank failed, in the words of `search.trials`."""
+    """Why a rank failed, in the words of `trials.trial`."""
     if isinstance(error, ConfigError):
         return "refused"
     words = str(error).lower()
@@ -81,10 +110,12 @@ def cause_of(error: BaseException) -> str:
     return "crash"
 
 
-def _peak(device: str, ranks: Ranks) -> int | None:
-    """Most bytes of live tensors so far; None on a CPU, which does not count."""
-    return compat.memory_statistics(choose_device(device, ranks.local_rank)).get("peak")
+def _memory(device: str, ranks: Ranks) -> dict[str, int | None]:
+    """Most bytes of live tensors on the device so far, None on a CPU, which does not count; and of this process."""
+    peak = compat.memory_statistics(choose_device(device, ranks.local_rank)).get("peak")
+    # Linux counts in units of 1024 bytes.
+    return {"memory_bytes": peak, "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
 def _leave(folder: Path, ranks: Ranks, found: dict[str, Any]) -> None:
-    write_atomically(folder / f"rank-{ranks.rank}.json", json.dumps(found))
+    write_atomically(folder / f"rank-{ranks.rank}.json", json.dumps({**found, "ended": time.time()}))

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import CategoricalDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
@@ -24,11 +24,14 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import write_atomically
-from phalanx.search.process import Worker
-from phalanx.search.trials import ATTEMPTS, INTERRUPTED, OK, Outcome, Trial
+from phalanx.trials.process import Worker
+from phalanx.trials.trial import ASKED, ATTEMPTS, INTERRUPTED, OK, Outcome, Trial
 
 _OTHER_HOST_S = 120.0
 """Seconds past its time limit after which a trial of another host counts as abandoned: clocks of a cluster differ less."""
+
+
+_DUPLICATE = "duplicate"
 
 
 class StudyError(PhalanxError):
@@ -38,15 +41,27 @@ class StudyError(PhalanxError):
 class Study:
     """The trials of one search, on disk.
 
-    about: what is searched, as plain values; a file that was begun for something else is refused with ConfigError.
+    about: what is searched, as plain values; a file that was begun for something else is refused with ConfigError. None
+    only reads what there is. folder: where trials keep their files, by default beside the file. option: of the command
+    line, which names another file.
     """
 
-    def __init__(self, path: Path, name: str, about: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        about: Mapping[str, Any] | None,
+        *,
+        folder: Path | None = None,
+        option: str = "--storage FILE",
+    ) -> None:
         self.path = path
+        self.folder = folder or path.with_name(f"{path.name}.trials")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            mend(path)
+            if about is not None:
+                mend(path)
             self._storage = JournalStorage(JournalFileBackend(str(path)))
             with suppress(DuplicatedStudyError):
                 # Of two searches that begin at once the second finds the study made.
@@ -54,22 +69,17 @@ class Study:
                     self._storage.create_new_study([StudyDirection.MINIMIZE], name)
             self._id = self._storage.get_study_id_from_name(name)
         except (OSError, ValueError, KeyError) as error:
-            raise StudyError(f"{path} cannot be used as a study: {error}; give another --storage FILE") from error
-        wanted = json.loads(json.dumps(dict(about)))
+            raise StudyError(f"{path} cannot be used as a study: {error}; give another {option}") from error
         found = self._storage.get_study_user_attrs(self._id).get("about")
-        if found is None:
+        wanted = found if about is None else json.loads(json.dumps(dict(about)))
+        if found is None and wanted is not None:
             self._storage.set_study_user_attr(self._id, "about", wanted)
-        elif found != wanted:
+        elif found is not None and wanted is not None and found != wanted:
             differs = [key for key in {*found, *wanted} if found.get(key) != wanted.get(key)]
-            raise ConfigError(
-                f"{path} holds a study of another {', '.join(sorted(differs))}; give another --storage FILE"
-            )
-        self.recover()
-
-    @property
-    def folder(self) -> Path:
-        """Where trials keep their files."""
-        return self.path.with_name(f"{self.path.name}.trials")
+            raise ConfigError(f"{path} holds a study of another {', '.join(sorted(differs))}; give another {option}")
+        self.about: dict[str, Any] = wanted or {}
+        if about is not None:
+            self.recover()
 
     def trials(self) -> list[Trial]:
         """All of them in the order in which they began, but those that another search was first with."""
@@ -86,6 +96,9 @@ class Study:
         keys = set()
         for trial in self.trials():
             if _interrupted(trial):
+                # What its own search asked to stop says nothing against it.
+                if trial.outcome is not None and trial.outcome.more.get(ASKED):
+                    continue
                 attempts[trial.key] = attempts.get(trial.key, 0) + 1
             else:
                 keys.add(trial.key)
@@ -95,20 +108,20 @@ class Study:
         self,
         key: str,
         values: Mapping[str, Any],
-        choices: Mapping[str, Sequence[Any]],
+        ranges: Mapping[str, BaseDistribution],
         *,
         engine: str,
         limit_s: float,
         note: Mapping[str, Any] | None = None,
     ) -> Trial | None:
-        """Begin a trial; None where another search was first. choices: all values that each of `values` might have had."""
+        """Begin a trial; None where another search was first. ranges: what each of `values` might have been."""
         if key in self.taken():
             return None
         # The trial and its owner become known in one line of the journal: there is no moment to be killed in between.
         frozen = create_trial(
             state=TrialState.RUNNING,
             params=dict(values),
-            distributions={name: CategoricalDistribution(tuple(choices[name])) for name in values},
+            distributions={name: ranges[name] for name in values},
             user_attrs={
                 "key": key,
                 "engine": engine,
@@ -120,8 +133,12 @@ class Study:
         number = self._storage.get_trial(self._storage.create_new_trial(self._id, frozen)).number
         mine = next((trial for trial in self.trials() if trial.number == number), None)
         if mine is None:
-            self._end(self._trial_id(number), Outcome("duplicate"))
+            self._end(self._trial_id(number), Outcome(_DUPLICATE))
         return mine
+
+    def withdraw(self, trial: Trial) -> None:
+        """Take back a trial that was claimed and not begun, as if it had never been."""
+        self._end(self._trial_id(trial.number), Outcome(_DUPLICATE))
 
     def finish(self, trial: Trial, outcome: Outcome) -> None:
         """Record what came of a trial."""
@@ -156,7 +173,7 @@ class Study:
 
     def _frozen(self) -> list[FrozenTrial]:
         trials = self._storage.get_all_trials(self._id, deepcopy=False)
-        return [one for one in trials if "key" in one.user_attrs and _cause(one) != "duplicate"]
+        return [one for one in trials if "key" in one.user_attrs and _cause(one) != _DUPLICATE]
 
     def _trial_id(self, number: int) -> int:
         return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,6 +19,8 @@ FAILURES = {
 """Causes for which a trial is never repeated, in words."""
 INTERRUPTED = "interrupted"
 """The search or a process was killed from outside: nothing was found out, and the trial may be repeated."""
+ASKED = "asked"
+"""Mark in `Outcome.more` of an interrupted trial that its own search asked to stop: no attempt that failed."""
 ATTEMPTS = 3
 """Interrupted attempts after which a choice is left alone: it may be what brings the machine down."""
 
@@ -30,7 +32,8 @@ class Outcome:
     cause: str
     """OK, one of FAILURES, or INTERRUPTED."""
     value: float | None = None
-    """What is minimised: for layouts the median seconds of a step; None unless it is OK."""
+    """What is minimised: for layouts the median seconds of a step, for hyperparameters a held-out error; None unless it
+    is OK."""
     losses: tuple[float, ...] = ()
     """Loss of each step."""
     memory_bytes: float | None = None
@@ -58,7 +61,7 @@ class Trial:
 
     number: int
     key: str
-    """The choice, as `search.space.key_of` names it."""
+    """The choice, as `key_of` names it; of one that is tried in several parts also which part."""
     values: Mapping[str, Any]
     engine: str
     outcome: Outcome | None = None
@@ -83,12 +86,11 @@ class Trial:
         return self.outcome.value
 
 
+def key_of(values: Mapping[str, Any]) -> str:
+    """The name of a choice: its values in the order of their names."""
+    return json.dumps({name: values[name] for name in sorted(values)}, separators=(",", ":"))
+
+
 def best_of(trials: list[Trial]) -> Trial | None:
     """The good trial of least value, if there is one."""
     return min((trial for trial in trials if trial.good), key=lambda trial: trial.value, default=None)
-
-
-def objective(trial: Trial) -> float | str:
-    """What DeepHyper is told of a trial that ended: minus the logarithm of its value, or `F_` and why it failed."""
-    assert trial.outcome is not None
-    return -math.log(trial.value) if trial.good else f"F_{trial.outcome.cause}"

@@ -11,21 +11,23 @@ from pathlib import Path
 
 import optuna
 import pytest
+from optuna.distributions import CategoricalDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from phalanx.errors import ConfigError
-from phalanx.search.process import Worker
-from phalanx.search.storage import Study, StudyError, save_outcome
-from phalanx.search.trials import ATTEMPTS, INTERRUPTED, OK, Outcome, Trial
+from phalanx.trials.process import Worker
+from phalanx.trials.storage import Study, StudyError, save_outcome
+from phalanx.trials.trial import ASKED, ATTEMPTS, INTERRUPTED, OK, Outcome, Trial
 
+RANGES = {"x": CategoricalDistribution(tuple(range(100)))}
 ABOUT = {"run": "abc", "devices": 8}
 GOOD = Outcome(OK, value=1.5, losses=(3.0, 2.5), memory_bytes=1e9, seconds=4.0, more={"step_s": [1.4, 1.6]})
 
 
 def claim(study: Study, name: int) -> Trial | None:
     key = json.dumps({"x": name})
-    return study.claim(key, {"x": name}, {"x": range(100)}, engine="test", limit_s=60.0, note={"expected_s": 1.0})
+    return study.claim(key, {"x": name}, RANGES, engine="test", limit_s=60.0, note={"expected_s": 1.0})
 
 
 def opened(path: Path) -> Study:
@@ -59,11 +61,13 @@ def test_two_searches_never_measure_the_same(tmp_path: Path) -> None:
     path = tmp_path / "study.log"
     opened(path)
     script = (
-        "import json, sys\nfrom pathlib import Path\nfrom phalanx.search.storage import Study\n"
-        "from phalanx.search.trials import Outcome\n"
+        "import json, sys\nfrom pathlib import Path\nfrom optuna.distributions import CategoricalDistribution\n"
+        "from phalanx.trials.storage import Study\n"
+        "from phalanx.trials.trial import Outcome\n"
         f"study = Study(Path({str(path)!r}), 'layout', {ABOUT!r})\nmine = []\n"
+        "ranges = {'x': CategoricalDistribution(tuple(range(100)))}\n"
         "for name in range(12):\n"
-        "    trial = study.claim(json.dumps({'x': name}), {'x': name}, {'x': range(100)}, engine='test', limit_s=60.0)\n"
+        "    trial = study.claim(json.dumps({'x': name}), {'x': name}, ranges, engine='test', limit_s=60.0)\n"
         "    if trial is not None:\n        mine.append(name)\n        study.finish(trial, Outcome('ok', value=1.0))\n"
         "print(json.dumps(mine))\n"
     )
@@ -118,6 +122,26 @@ def test_another_hosts_trial_has_its_time(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(time, "time", lambda: now + 60 + 125)
     ended = opened(path).trials()[0].outcome
     assert ended is not None and ended.cause == INTERRUPTED
+
+
+def test_what_was_asked_to_stop_may_always_be_repeated(tmp_path: Path) -> None:
+    study = opened(tmp_path / "study.log")
+    for _ in range(ATTEMPTS + 1):
+        trial = claim(study, 7)
+        assert trial is not None
+        study.finish(trial, Outcome(INTERRUPTED, more={ASKED: True}))
+    withdrawn = claim(study, 7)
+    assert withdrawn is not None
+    study.withdraw(withdrawn)
+    assert claim(study, 7) is not None and len(study.trials()) == ATTEMPTS + 2
+
+
+def test_a_reader_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "study.log"
+    abandoned(path, monkeypatch, 7)
+    before = path.read_bytes()
+    reader = Study(path, "layout", None)
+    assert reader.about == ABOUT and reader.trials()[0].outcome is None and path.read_bytes() == before
 
 
 def test_what_comes_late_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

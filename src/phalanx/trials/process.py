@@ -27,6 +27,7 @@ _PR_SET_PDEATHSIG = 1
 _DYING_S = 15.0
 """Seconds that processes have to end once they were told to."""
 _WATCH_S = 0.2
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,22 @@ class Worker:
 
     def alive(self) -> bool:
         """Whether it runs; to be asked on its own host."""
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
-        return _started(self.pid) == self.started
+        return _exists(self.pid) and _started(self.pid) == self.started
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        # It is another user's.
+        return True
+    return True
 
 
 def _started(pid: int) -> str:
@@ -77,40 +83,72 @@ class Ended:
     seconds: float
 
 
-def run_limited(command: Sequence[str], env: Mapping[str, str], log: Path, limit_s: float) -> Ended:
-    """Run a command until it ends, or for `limit_s` seconds; all it says goes to `log`.
+class Limited:
+    """A command that runs, for `limit_s` seconds at most; all it says goes to `log`.
 
-    The processes are told to say where they stand (SIGQUIT) when time is up, then killed. They are killed as well when this
-    process is interrupted, or ends in any way.
+    Its processes end when this process ends, in any way. To be started by a thread that lives as long: the system counts the
+    end of that thread as the end of the parent.
     """
-    start = time.monotonic()
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **env, PARENT: str(os.getpid())},
-            process_group=0,
-        )
-        timed_out = False
-        try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            timed_out = True
-        finally:
-            end_group(process)
-    return Ended(process.returncode, timed_out, time.monotonic() - start)
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, limit_s: float) -> None:
+        self._start = time.monotonic()
+        self._limit_s = limit_s
+        self._told: float | None = None
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **env, PARENT: str(os.getpid())},
+                process_group=0,
+            )
+
+    def poll(self) -> Ended | None:
+        """How it ended; None while it runs. Never waits long.
+
+        When time is up the processes are told to say where they stand (SIGQUIT), and killed if that does not end them.
+        """
+        now = time.monotonic()
+        running = self._process.poll() is None
+        if running and self._told is None and now - self._start > self._limit_s:
+            self._process.send_signal(signal.SIGQUIT)
+            self._told = now
+        if running and (self._told is None or now - self._told < _DYING_S):
+            return None
+        _kill_group(self._process)
+        return Ended(self._process.returncode, self._told is not None, time.monotonic() - self._start)
+
+    def ask(self) -> None:
+        """Ask it to stop in good order (SIGTERM)."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """End it, and all that it started, now; nothing where it has ended."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGQUIT)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_DYING_S)
+        _kill_group(self._process)
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads its own group, and all that is in it."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGQUIT)
-        try:
-            process.wait(_DYING_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+def run_limited(command: Sequence[str], env: Mapping[str, str], log: Path, limit_s: float) -> Ended:
+    """Run a command until it ends, or for `limit_s` seconds, as `Limited` does.
+
+    Its processes are ended as well when this one is interrupted.
+    """
+    running = Limited(command, env, log, limit_s)
+    try:
+        while (ended := running.poll()) is None:
+            time.sleep(_POLL_S)
+    finally:
+        running.end()
+    return ended
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads its own group, and all that is in it."""
     # Often nothing of the group is left, or only what is dead and not yet buried.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -140,7 +178,7 @@ def _watch(parent: int, number: signal.Signals) -> None:
 
 def guarded(command: Sequence[str]) -> list[str]:
     """`command`, a program that is not ours, so that it is told to quit when this process is gone (Linux only)."""
-    return [sys.executable, "-m", "phalanx.search.process", *command]
+    return [sys.executable, "-m", "phalanx.trials.process", *command]
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.search.process import PARENT, Worker, guarded, run_limited
+from phalanx.trials.process import PARENT, Worker, guarded, run_limited
 
-CHILD = "import phalanx.search.process as p, time, os, sys\np.die_with_parent()\n"
+CHILD = "import phalanx.trials.process as p, time, os, sys\np.die_with_parent()\n"
 SLEEPS = CHILD + "open(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
 STARTS_ANOTHER = (
     CHILD
@@ -52,7 +52,7 @@ def test_a_command_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> No
 def test_nothing_outlives_a_killed_search(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     search = (
-        "import sys\nfrom pathlib import Path\nfrom phalanx.search.process import run_limited\n"
+        "import sys\nfrom pathlib import Path\nfrom phalanx.trials.process import run_limited\n"
         f"run_limited([sys.executable, '-c', {STARTS_ANOTHER!r}, {str(pid_file)!r}, {SLEEPS!r}], {{}}, "
         f"Path({str(tmp_path / 'log')!r}), 600.0)\n"
     )
@@ -77,7 +77,7 @@ def test_a_foreign_program_is_told_to_quit(tmp_path: Path) -> None:
         "signal.signal(signal.SIGQUIT, lambda *_: sys.exit(open(sys.argv[1], 'w').write('q') - 1))\n"
     )
     starts = (
-        "import os, subprocess, sys\nfrom phalanx.search.process import PARENT, guarded\n"
+        "import os, subprocess, sys\nfrom phalanx.trials.process import PARENT, guarded\n"
         "child = subprocess.Popen(guarded(sys.argv[1:]), env={**os.environ, PARENT: str(os.getpid())})\n"
         "print('ready', flush=True)\nchild.wait()\n"
     )

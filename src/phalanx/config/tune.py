@@ -1,0 +1,93 @@
+"""The `tune` section of a run file: which fields `phalanx tune` may choose, what it minimises, and when trials stop."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from phalanx.config.section import Section
+
+Scalar = bool | int | float | str | None
+
+
+def _range_from_values(value: object) -> object:
+    return {"values": value} if isinstance(value, list) else value
+
+
+class TuneRange(Section):
+    """What one field may be: one of `values`, or a number from `low` to `high`."""
+
+    values: list[Scalar] | None = None
+    """What it may be, without an order."""
+    low: int | float | None = None
+    """Least value; where this and `high` are whole numbers, all values are."""
+    high: int | float | None = None
+    """Largest value."""
+    log: bool = False
+    """Whether ratios matter rather than differences."""
+    step: Annotated[int, Field(ge=1)] = 1
+    """Distance of whole numbers from each other, counted from `low`."""
+    when: str | None = None
+    """Condition on fields above it without which it stays as the run file has it, such as "model.body == 'gatv2'"."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> TuneRange:
+        if (self.values is None) == (self.low is None and self.high is None):
+            raise ValueError("give either values, or low and high")
+        if self.values is not None:
+            if self.log or self.step != 1:
+                raise ValueError("log and step belong to low and high, not to values")
+            if len(self.values) < 2:
+                raise ValueError(f"values={self.values} leaves nothing to choose; give two or more")
+            if len({repr(value) for value in self.values}) < len(self.values):
+                raise ValueError(f"values={self.values} holds one twice")
+            return self
+        if self.low is None or self.high is None or self.low >= self.high:
+            raise ValueError(f"low={self.low} must be less than high={self.high}")
+        if self.log and self.low <= 0:
+            raise ValueError(f"low={self.low} has no logarithm; give a positive one, or log: false")
+        whole = isinstance(self.low, int) and isinstance(self.high, int)
+        if self.step != 1 and (self.log or not whole):
+            raise ValueError(f"step={self.step} needs whole numbers low and high, and log: false")
+        return self
+
+
+class Asha(Section):
+    """Early stopping: trials pause at rungs, and the best of each go on (asynchronous successive halving)."""
+
+    first_steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps of the first rung; null takes the last rung's, `rungs` - 1 times divided by `eta`."""
+    eta: Annotated[int, Field(ge=2)] = 3
+    """One in so many goes on from a rung, for so many times the steps."""
+    rungs: Annotated[int, Field(ge=1)] = 3
+    """Rungs at most; the last one is the whole run."""
+
+
+class Tune(Section):
+    """What may be chosen, what is minimised, and how trials run."""
+
+    parameters: dict[str, Annotated[TuneRange, BeforeValidator(_range_from_values)]] = Field(default_factory=dict)
+    """Fields of the run file, as `section.field`, with what they may be; a list stands for its values."""
+    constraints: tuple[str, ...] = ()
+    """Conditions that every trial meets, such as "model.d_model * model.n_layers <= 2048"."""
+    metric: str = "loss"
+    """What is minimised: a figure of the held-out evaluation, such as loss, perplexity or errors.forces.mae."""
+    trials: Annotated[int, Field(ge=1)] = 50
+    """Configurations that are tried."""
+    engine: Literal["optuna-tpe", "deephyper", "random"] = "optuna-tpe"
+    """What proposes configurations."""
+    asha: Asha | None = Field(default=Asha())
+    """Early stopping; null trains every trial to its end."""
+    first: Literal["default", "engine"] = "default"
+    """Whether the first trial is the run file as it stands, to compare with."""
+    time_limit_s: Annotated[float, Field(gt=0.0)] = 86400.0
+    """Seconds after which a trial between two rungs counts as hanging."""
+    study_time_s: Annotated[float, Field(gt=0.0)] | None = None
+    """Seconds after which nothing is begun and running trials stop, to go on later; null is no limit."""
+    memory_gib: Annotated[float, Field(gt=0.0)] | None = None
+    """Memory of a device for all trials that share it, GiB; null takes what the device, or the host, has."""
+    slots: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = "auto"
+    """Trials that may share a device; auto is 2 on a CPU and 4 on an accelerator."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of what engines draw at random."""

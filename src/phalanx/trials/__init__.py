@@ -1,0 +1,1 @@
+"""Trials as processes: what came of them, their storage, launching, causes of failures, ranges and samplers, importance."""
