@@ -1,6 +1,7 @@
-"""A trained network as an ASE calculator: dynamics, relaxations and all else that ASE does, with one line.
+"""A trained network, or an ensemble of them, as an ASE calculator: dynamics, relaxations and all else that ASE does.
 
     atoms.calc = PhalanxCalculator("runs/materials-xtb")
+    atoms.calc = PhalanxCalculator("ensembles/xtb")          # with atoms.calc.results["forces_uncertainty"]
 
 Neighbours are found on the device, anew for each geometry. Forces are minus the derivative of the energy, so that dynamics
 conserve it as far as the time step allows.
@@ -13,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from phalanx.cluster.device import choose_device
 from phalanx.data.graphs.device_neighbours import device_edges
+from phalanx.ensemble.document import is_ensemble
+from phalanx.ensemble.loaded import LoadedEnsemble
 from phalanx.errors import ConfigError, DataError, PhalanxError
 from phalanx.evaluate.materials import load_network
 from phalanx.layout.precision import PRECISIONS
@@ -29,10 +34,16 @@ try:
 except ImportError as error:
     raise PhalanxError('the ASE calculator needs ase: pip install "phalanx-train[materials]"') from error
 
+_UNCERTAINTY = "_uncertainty"
+"""What the name of a property's uncertainty ends with."""
+
 
 class PhalanxCalculator(Calculator):
     """Energy (eV), forces (eV/A), stress (eV/A^3, tension positive, of fully periodic cells); charges (e) and dipole (e*A)
-    where the model predicts them. The structure's total charge is `atoms.info["charge"]`, 0 where that is not given."""
+    where the model predicts them. The structure's total charge is `atoms.info["charge"]`, 0 where that is not given.
+
+    An ensemble gives the mean of its members, and `results["energy_uncertainty"]`, `results["forces_uncertainty"]` and so
+    on beside it: calibrated standard deviations, in the units and shapes of what they belong to."""
 
     def __init__(
         self,
@@ -44,9 +55,9 @@ class PhalanxCalculator(Calculator):
         edge_chunk: int | None = None,
         **options: Any,
     ) -> None:
-        """checkpoint: folder of a run, or of one checkpoint. branch: the data set whose energies are meant, of a model that
-        has several. device: as `cluster.device`. precision: fp32 or fp64 instead of the run's. edge_chunk: edges computed at
-        a time, for structures that would not fit. options: ASE's own.
+        """checkpoint: folder of a run, of one checkpoint, or of an ensemble. branch: the data set whose energies are meant,
+        of a model that has several. device: as `cluster.device`. precision: fp32 or fp64 instead of the run's. edge_chunk:
+        edges computed at a time, for structures that would not fit. options: ASE's own.
 
         Raises CheckpointError where there is no sound checkpoint, ConfigError for an unknown branch, device or precision,
         and for a model without energies.
@@ -56,17 +67,26 @@ class PhalanxCalculator(Calculator):
             raise ConfigError(f"precision={precision} is none of {', '.join(PRECISIONS)}")
         self.device = choose_device(device)
         dtype = None if precision is None else PRECISIONS[precision]
-        self.network = load_network(Path(checkpoint), self.device, dtype)
+        self.ensemble: LoadedEnsemble | None = None
+        if is_ensemble(Path(checkpoint)):
+            self.ensemble = LoadedEnsemble(Path(checkpoint), self.device, dtype)
+            self.network = self.ensemble.members[0]
+        else:
+            self.network = load_network(Path(checkpoint), self.device, dtype)
         model = self.network.run.model
         if model.energy is None:
             raise ConfigError(f"{self.network.where}: its model has no energy, which dynamics and relaxations need")
         self.network.model.edge_chunk = edge_chunk
+        if self.ensemble is not None:
+            self.ensemble.use_edge_chunk(edge_chunk)
         self._branch = self.network.branch(branch)
         extra = {"charges": model.charges, "dipole": model.dipole}
         self.implemented_properties = [
             *("energy", "free_energy", "energies", "forces", "stress"),
             *(name for name, head in extra.items() if head is not None),
         ]
+        if self.ensemble is not None:
+            self.implemented_properties += [f"{name}{_UNCERTAINTY}" for name in _uncertain(self.implemented_properties)]
 
     def calculate(
         self,
@@ -78,9 +98,10 @@ class PhalanxCalculator(Calculator):
         super().calculate(atoms, properties, system_changes)
         assert self.atoms is not None
         periodic = bool(self.atoms.pbc.all())
-        if "stress" in properties and not periodic:
+        asked = {name.removesuffix(_UNCERTAINTY) for name in properties}
+        if "stress" in asked and not periodic:
             raise PropertyNotImplementedError("stress needs a cell that is periodic in all three directions")
-        found = self._predict(self.atoms, forces="forces" in properties, stress=periodic and "stress" in properties)
+        found, stds = self._predict(self.atoms, forces="forces" in asked, stress="stress" in asked)
         assert found.energy_G is not None and found.atom_energies_N is not None
         energy = float(found.energy_G)
         self.results = {"energy": energy, "free_energy": energy, "energies": found.atom_energies_N.numpy(force=True)}
@@ -91,14 +112,19 @@ class PhalanxCalculator(Calculator):
             self.results["dipole"] = found.dipole_G3[0].double().numpy(force=True)
         if found.stress_G33 is not None:
             self.results["stress"] = full_3x3_to_voigt_6_stress(found.stress_G33[0].double().numpy(force=True))
+        for name, std in stds.items():
+            self.results[f"{name}{_UNCERTAINTY}"] = _as_ase(name, std.numpy(force=True))
 
-    def _predict(self, atoms: Atoms, *, forces: bool, stress: bool) -> Predictions:
+    def _predict(self, atoms: Atoms, *, forces: bool, stress: bool) -> tuple[Predictions, dict[str, Tensor]]:
+        """What is predicted, and by quantity its uncertainty where that is known."""
         run, device = self.network.run, self.device
         heaviest = int(atoms.numbers.max(initial=0))
-        if heaviest > run.model.max_atomic_number:
+        networks = [self.network] if self.ensemble is None else self.ensemble.members
+        least = min(networks, key=lambda network: network.run.model.max_atomic_number)
+        if heaviest > least.run.model.max_atomic_number:
             raise DataError(
-                f"the structure has atomic number {heaviest}; the model of {self.network.where} knows elements up to "
-                f"{run.model.max_atomic_number}"
+                f"the structure has atomic number {heaviest}; the model of {least.where} knows elements up to "
+                f"{least.run.model.max_atomic_number}"
             )
         # Float64 as ASE has them: dynamics take differences of positions that are far smaller than the positions.
         positions_N3 = torch.from_numpy(np.asarray(atoms.positions, dtype=np.float64)).to(device)
@@ -107,17 +133,35 @@ class PhalanxCalculator(Calculator):
         neighbours = run.data.max_neighbours
         edges = device_edges(positions_N3, cells_G33, run.model.cutoff, max_neighbours=neighbours)
         charge = float(atoms.info.get("charge", 0.0))
+        species_N = torch.from_numpy(atoms.numbers.astype(np.int64)).to(device)
+        inputs: dict[str, Any] = {
+            "positions_N3": positions_N3,
+            "graph_N": torch.zeros(len(atoms), dtype=torch.int64, device=device),
+            "edges_2E": edges.edges_2E,
+            "shifts_E3": edges.shifts_E3,
+            "cells_G33": cells_G33,
+            "source_G": torch.full((1,), self._branch, device=device),
+            "total_charge_G": torch.full((1,), charge, dtype=torch.float64, device=device),
+            "max_atoms": len(atoms),
+            "forces": forces,
+            "stress": stress,
+        }
         with torch.no_grad():
-            return self.network.model.predict(
-                torch.from_numpy(atoms.numbers.astype(np.int64)).to(device),
-                positions_N3=positions_N3,
-                graph_N=torch.zeros(len(atoms), dtype=torch.int64, device=device),
-                edges_2E=edges.edges_2E,
-                shifts_E3=edges.shifts_E3,
-                cells_G33=cells_G33,
-                source_G=torch.full((1,), self._branch, device=device),
-                total_charge_G=torch.full((1,), charge, dtype=torch.float64, device=device),
-                max_atoms=len(atoms),
-                forces=forces,
-                stress=stress,
-            )
+            if self.ensemble is None:
+                return self.network.model.predict(species_N, **inputs), {}
+            found = self.ensemble.predict(species_N, **inputs)
+            return found.mean, found.std
+
+
+def _uncertain(properties: Sequence[str]) -> list[str]:
+    """Those of ASE's properties that an ensemble may know the uncertainty of."""
+    return [name for name in properties if name not in ("free_energy", "energies")]
+
+
+def _as_ase(name: str, std: npt.NDArray[np.float64]) -> Any:
+    """In the shape in which ASE has that property."""
+    if name == "energy":
+        return float(std[0])
+    if name == "stress":
+        return full_3x3_to_voigt_6_stress(std[0])
+    return std[0] if name == "dipole" else std

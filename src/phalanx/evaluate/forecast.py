@@ -154,18 +154,18 @@ def forecast_split(
     run = loaded.run
     fields = FieldSet(run.data)
     require_grid(run, fields.grid)
-    steps = _steps(run, hours, step_hours)
+    steps = lead_steps(run, hours, step_hours)
     reader = fields.reader(split, seed=run.training.seed, leads=list(steps))
     climatologies, without = known_climatologies(fields, reader)
     device = next(loaded.model.parameters()).device
     comparison = Comparison(reader, climatologies, device)
     shown = _Shown(reader, list(mapped) or _usual(reader.outputs), list(steps))
-    chosen = [_spread(source.windows, starts, len(reader.sources)) for source in reader.sources]
+    chosen = [spread_rows(source.windows, starts, len(reader.sources)) for source in reader.sources]
     total, done = sum(map(len, chosen)), 0
     for index, rows in enumerate(chosen):
         for first in range(0, len(rows), _BATCH):
             part = rows[first : first + _BATCH]
-            for cases, forecast in _forecasts(loaded.model, reader, index, part, steps):
+            for cases, forecast in forecasts_of(loaded.model, reader, index, part, steps):
                 comparison.add(cases, forecast)
                 shown.look(cases, forecast)
             done += len(part)
@@ -173,8 +173,8 @@ def forecast_split(
     return Forecasts(split, total, steps, comparison.rows(), shown.maps, reader.grid, without)
 
 
-def _steps(run: WeatherRun, hours: int, step_hours: int | None) -> dict[int, tuple[int, ...]]:
-    """See `plan_steps`. Raises ConfigError."""
+def lead_steps(run: WeatherRun, hours: int, step_hours: int | None) -> dict[int, tuple[int, ...]]:
+    """The steps that make up each lead time up to `hours`; see `plan_steps` and `forecast_split`. Raises ConfigError."""
     trained = run.data.leads if run.data.rollout_hours is None else [run.data.rollout_hours]
     if step_hours is not None and step_hours not in trained:
         raise ConfigError(f"--step {step_hours}: the model was trained on lead times of {_listed(trained)} hours")
@@ -201,15 +201,15 @@ def _usual(outputs: Sequence[str]) -> list[str]:
     return [name for name in _MAPPED if name in outputs] or list(outputs[:_MAPS])
 
 
-def _spread(windows: Windows, count: int | None, sources: int) -> Int64Array:
-    """Rows of `windows`, evenly spread."""
+def spread_rows(windows: Windows, count: int | None, sources: int) -> Int64Array:
+    """Rows of `windows`, evenly spread: the share of one of `sources` sources in `count`; all where that is None."""
     rows = len(windows.starts)
     wanted = rows if count is None else max(1, min(rows, count // sources))
     return np.linspace(0, rows - 1, wanted).round().astype(np.int64)
 
 
 @torch.no_grad()
-def _forecasts(
+def forecasts_of(
     model: Forecaster, reader: FieldReader, source: int, rows: Int64Array, steps: dict[int, tuple[int, ...]]
 ) -> Iterator[tuple[Cases, Tensor]]:
     """For each lead time the cases of these inputs that have a truth, and their forecasts in the units of the fields."""

@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.compat_vmap import transformed
+
 
 def silu(x: Tensor) -> Tensor:
     """x sigmoid(x)."""
-    # A compiler fuses the chain of operations itself.
-    if torch.compiler.is_compiling() or not x.requires_grad:
+    # A compiler fuses the chain of operations itself; networks that run side by side are not trained.
+    if torch.compiler.is_compiling() or not x.requires_grad or transformed():
         return F.silu(x)
     result: Tensor = _Silu.apply(x)
     return result

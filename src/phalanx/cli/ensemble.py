@@ -1,0 +1,308 @@
+"""`phalanx ensemble`: several trained models as one, with uncertainties that are calibrated and checked."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import torch
+import typer
+
+from phalanx.cli.arguments import Json
+from phalanx.cli.console import output, print_json
+from phalanx.cli.ensemble_words import print_ensemble
+from phalanx.cli.inference import Device, progress_bar
+from phalanx.cluster.cores import available_cores
+from phalanx.cluster.device import choose_device
+from phalanx.cluster.local_launch import launch_ranks
+from phalanx.config.families import MaterialsRun, WeatherRun
+from phalanx.config.load import load_run
+from phalanx.config.schema import LanguageRun
+from phalanx.ensemble.build import Built, Wanted, build_ensemble
+from phalanx.ensemble.document import ENSEMBLE
+from phalanx.ensemble.language import LanguageEnsemble, build_language
+from phalanx.ensemble.members import Member, open_member
+from phalanx.ensemble.share import Share
+from phalanx.ensemble.training import Recipe, train_side_by_side
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.files import write_atomically
+from phalanx.layout.mesh import Ranks, join_process_group, leave_process_group, ranks_from_environment
+from phalanx.report.ensemble_page import render_ensemble
+
+if TYPE_CHECKING:
+    from phalanx.ensemble.weather import ForecastEnsemble
+
+REPORT = "report.html"
+MEMBERS = "members"
+"""Folder of the runs that were trained for the ensemble."""
+STUDY = "study.log"
+"""What tells the folder of a study; its module is imported where there is one, for it needs an extra."""
+TOP = 5
+"""Members taken of a study where nobody says how many."""
+_POOL = 4
+"""Candidates looked at for each member taken of a study."""
+_OVERRIDE = re.compile(r"[a-z_]+(\.\w+)+=")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something that may become a member."""
+
+    path: Path
+    score: float | None = None
+    name: str = ""
+
+
+def ensemble(
+    members: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MEMBER...",
+            help="Folders of runs or checkpoints, or of a study; with --train run files too. Fields to change may follow: "
+            "section.field=value.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the ensemble is written.")],
+    top: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="K", help="Choose this many; by default all, of a study 5."),
+    ] = None,
+    diversity: Annotated[
+        float, typer.Option(min=0.0, help="Weight of disagreement when choosing: 0 goes by score alone.")
+    ] = 1.0,
+    weights: Annotated[
+        Literal["equal", "fitted"], typer.Option(help="Whether members count as validation says, or all alike.")
+    ] = "fitted",
+    calibration: Annotated[
+        Literal["likeliest", "factor", "floor", "isotonic"],
+        typer.Option(help="How spread becomes uncertainty; by default what held-out folds find likeliest."),
+    ] = "likeliest",
+    train: Annotated[bool, typer.Option("--train", help="Train the members first, anew, in DIR/members.")] = False,
+    seeds: Annotated[
+        int | None, typer.Option(min=2, metavar="K", help="With --train: one configuration, K times with other seeds.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="With --train: runs side by side; by default one a device or core.")
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Structures, starts of forecasts or samples of text of each split; by default all."),
+    ] = None,
+    side_by_side: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Most members on a device at a time; by default by memory.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Start N ranks on this machine, which share the structures.")
+    ] = None,
+    hours: Annotated[
+        int | None, typer.Option(min=1, help="Weather: longest lead time to score; by default that trained on.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="The page; by default DIR/report.html.")] = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Make one model of several: mean, calibrated uncertainty, and how good both are on the test split.
+
+    Members are chosen and calibrated on the validation split. DIR/ensemble.json is what later uses read: an ASE calculator
+    takes DIR as it takes a run.
+    """
+    ranks = ranks_from_environment()
+    paths, words = split_arguments(members)
+    wanted = Wanted(
+        top=top,
+        diversity=diversity,
+        weights=weights,
+        calibration=None if calibration == "likeliest" else calibration,
+        samples=samples,
+        side_by_side=side_by_side,
+    )
+    candidates, wanted = find_candidates(paths, wanted, train=train)
+    if seeds is not None and not train:
+        raise ConfigError(f"--seeds {seeds} says what to train; add --train")
+    if train:
+        candidates, wanted = _trained(candidates, words, wanted, out, seeds, jobs, device, ranks)
+        words = []
+        paths = [one.path for one in candidates]
+    if nproc is not None:
+        where = {"out": out, "html": html, "hours": hours, "device": device}
+        _start_ranks(ranks, nproc, [*map(str, paths), *words], wanted, where, as_json=as_json)
+        return
+    opened = [open_member(one.path, words, one.score) for one in candidates]
+    if not isinstance(opened[0].run, MaterialsRun) and opened[0].score is not None:
+        # Diversity is measured for materials alone; of other studies the best by score are taken.
+        opened, wanted = opened[: wanted.top], replace(wanted, top=None)
+    _require_fit(opened, words, wanted, hours)
+    here = choose_device(device, ranks.local_rank)
+    join_process_group(ranks, here)
+    built = _build(opened, wanted, hours, here, ranks)
+    leave_process_group()
+    if ranks.first:
+        _write(built, out, html or out / REPORT, as_json=as_json)
+
+
+def split_arguments(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Members and `section.field=value` changes; what is there as a file or folder is a member."""
+    changes = [word for word in words if _OVERRIDE.match(word) and not Path(word).exists()]
+    paths = [Path(word) for word in words if word not in changes]
+    if not paths:
+        raise ConfigError("no member is named; give folders of runs, or of a study")
+    return paths, changes
+
+
+def find_candidates(paths: Sequence[Path], wanted: Wanted, *, train: bool) -> tuple[list[Candidate], Wanted]:
+    """The runs to choose from. Of a study those of the best scores, several for each member that is to be chosen.
+
+    Raises ConfigError for a run file where nothing is trained, and for a study beside something else.
+    """
+    studies = [path for path in paths if (path / STUDY).is_file()]
+    if not studies:
+        for path in paths:
+            if path.is_file() and not train:
+                raise ConfigError(
+                    f"{path} is a run file, not a trained run; add --train, or name the folder of its run"
+                )
+            if not path.exists():
+                raise ConfigError(f"{path} does not exist; name folders of runs, or of a study")
+        return [Candidate(path, name=path.resolve().name if path.is_dir() else path.stem) for path in paths], wanted
+    if len(paths) > 1:
+        raise ConfigError(f"{studies[0]} is a study; name it alone, or name folders of runs")
+    wanted = replace(wanted, top=wanted.top or TOP)
+    assert wanted.top is not None
+    found = study_candidates(studies[0])[: _POOL * wanted.top]
+    if len(found) < wanted.top:
+        raise ConfigError(f"{studies[0]} has {len(found)} trials with a score; give --top {max(len(found), 2)} at most")
+    return found, wanted
+
+
+def study_candidates(folder: Path) -> list[Candidate]:
+    """The trials of a study that have a score, the best first."""
+    try:
+        from phalanx.tune.study import finished_trials  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise PhalanxError(f'a study needs the package {error.name}: pip install "phalanx-train[search]"') from error
+    return [Candidate(trial.run_dir, trial.score, f"trial-{trial.number:04d}") for trial in finished_trials(folder)]
+
+
+def _require_fit(members: Sequence[Member], words: Sequence[str], wanted: Wanted, hours: int | None) -> None:
+    """Raises ConfigError for options that the family of the members has no use for."""
+    run = members[0].run
+    if hours is not None and not isinstance(run, WeatherRun):
+        raise ConfigError(f"--hours {hours} is for weather models, these are of model.family={run.model.family}")
+    if not isinstance(run, MaterialsRun) and (wanted != Wanted(samples=wanted.samples) or words):
+        raise ConfigError(
+            f"an ensemble of model.family={run.model.family} takes all members alike, as they were trained: leave out "
+            f"fields to change, --top, --diversity, --weights, --calibration and --side-by-side"
+        )
+
+
+def _build(
+    members: Sequence[Member], wanted: Wanted, hours: int | None, device: torch.device, ranks: Ranks
+) -> Built | ForecastEnsemble | LanguageEnsemble:
+    share = Share(ranks.rank, ranks.world_size)
+    with progress_bar() as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what)
+            bar.update(tasks[what], completed=done, total=total)
+
+        if isinstance(members[0].run, MaterialsRun):
+            return build_ensemble(members, wanted, device, share, progress)
+        if isinstance(members[0].run, LanguageRun):
+            return build_language(members, device, samples=wanted.samples, share=share, progress=progress)
+        from phalanx.ensemble.weather import build_forecasts  # noqa: PLC0415  (needs the extra [weather])
+
+        return build_forecasts(members, device, hours=hours, starts=wanted.samples, share=share, progress=progress)
+
+
+def _trained(
+    candidates: Sequence[Candidate],
+    words: Sequence[str],
+    wanted: Wanted,
+    out: Path,
+    seeds: int | None,
+    jobs: int | None,
+    device: str,
+    ranks: Ranks,
+) -> tuple[list[Candidate], Wanted]:
+    """The candidates as new runs. Of trials with a score those that make the best ensemble as they are."""
+    if ranks.world_size > 1:
+        raise ConfigError("--train starts runs of its own; call it outside torchrun and srun")
+    if wanted.top is not None and any(one.score is not None for one in candidates):
+        opened = [open_member(one.path, (), one.score) for one in candidates]
+        taken = list(range(wanted.top))
+        if isinstance(opened[0].run, MaterialsRun):
+            built = _build(opened, wanted, None, choose_device(device), ranks)
+            assert isinstance(built, Built)
+            taken = list(built.chosen.members)
+        candidates, wanted = [candidates[number] for number in taken], replace(wanted, top=None)
+    recipes = recipes_for(candidates, words, out, seeds)
+    for recipe in recipes:
+        load_run(recipe.run, recipe.words)
+    count = torch.accelerator.device_count() if device != "cpu" and torch.accelerator.is_available() else 0
+    abreast = min(jobs or count or available_cores(), len(recipes))
+    threads = max(1, available_cores() // abreast)
+    train_side_by_side(recipes, abreast, threads, lambda text: print(text, file=sys.stderr, flush=True))
+    return [Candidate(recipe.folder, name=recipe.name) for recipe in recipes], wanted
+
+
+def recipes_for(candidates: Sequence[Candidate], words: Sequence[str], out: Path, seeds: int | None) -> list[Recipe]:
+    """How members are trained: each candidate once, or one of them with several seeds."""
+    folder = out / MEMBERS
+    if seeds is None:
+        names = [one.name for one in candidates]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"two members are named {twice}; each needs a name of its own")
+        return [Recipe(one.name, one.path, tuple(words), folder / one.name) for one in candidates]
+    if len(candidates) != 1:
+        raise ConfigError(f"--seeds {seeds} is for one configuration; {len(candidates)} are named")
+    (one,) = candidates
+    first = load_run(one.path, list(words)).training.seed
+    return [
+        Recipe(f"seed-{seed}", one.path, (*words, f"training.seed={seed}"), folder / f"seed-{seed}")
+        for seed in range(first, first + seeds)
+    ]
+
+
+def _start_ranks(
+    ranks: Ranks,
+    nproc: int,
+    members: Sequence[str],
+    wanted: Wanted,
+    where: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    """Start this command again as `nproc` ranks."""
+    if ranks.world_size > 1:
+        raise ConfigError(f"--nproc {nproc} starts ranks, but torchrun or srun has started them already; leave it out")
+    options: dict[str, Any] = {
+        **where,
+        "top": wanted.top,
+        "diversity": wanted.diversity,
+        "weights": wanted.weights,
+        "calibration": wanted.calibration,
+        "samples": wanted.samples,
+        "side-by-side": wanted.side_by_side,
+    }
+    given = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+    code = launch_ranks(["ensemble", *members, *given, *["--json"] * as_json], nproc)
+    if code:
+        raise typer.Exit(code)
+
+
+def _write(built: Built | ForecastEnsemble | LanguageEnsemble, out: Path, page: Path, *, as_json: bool) -> None:
+    facts = built.facts()
+    built.document(out).write(out)
+    write_atomically(page, render_ensemble(facts))
+    if as_json:
+        print_json({"ensemble": str(out / ENSEMBLE), "report": str(page), **facts})
+        return
+    print_ensemble(facts)
+    output().print(str(page))

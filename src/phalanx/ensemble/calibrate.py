@@ -1,0 +1,234 @@
+"""From how far members lie apart to an uncertainty that means something: fitted to validation errors.
+
+Members that learned from the same data err alike, so they lie closer together than to the truth. Three ways to widen them
+are fitted, and the one whose normal distributions make held-out errors likeliest is taken:
+
+    factor    std = a * spread
+    floor     std^2 = (a * spread)^2 + b^2      what all members err alike in, such as noise of the labels
+    isotonic  std = f(spread), f never falling  by parts of equal size
+
+Intervals come from that normal distribution or from conformal quantiles, which hold the share they promise whatever the
+distribution of errors is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+from scipy.optimize import isotonic_regression, minimize
+
+from phalanx.ensemble.residuals import FloatArray, Int64Array, Residuals, parts
+from phalanx.ensemble.scores import CURVE, LEVELS, half_width, nll
+from phalanx.errors import DataError
+
+BoolArray = npt.NDArray[np.bool_]
+Kind = Literal["factor", "floor", "isotonic"]
+KINDS: tuple[Kind, ...] = ("factor", "floor", "isotonic")
+"""From the simplest."""
+
+LEAST_STRUCTURES = 10
+"""Fewer say too little of a 90% interval."""
+_FOLDS = 5
+_KNOTS = 40
+_PER_KNOT = 20
+"""Least numbers that a knot is the mean of."""
+_LEAST = 1e-3
+"""Least standard deviation, as a share of the root mean square error: members that agree by chance know no better."""
+
+
+class Calibration(BaseModel):
+    """Standard deviation as a function of how far members lie apart."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Kind
+    factor: float
+    """a of `factor` and `floor`."""
+    floor: float
+    """b of `floor`, in the unit of the numbers; elsewhere the least that is ever stated."""
+    spreads: tuple[float, ...] = ()
+    """Of `isotonic`: spreads at the knots, rising."""
+    stds: tuple[float, ...] = ()
+    """Of `isotonic`: standard deviations there, never falling."""
+
+    def std(self, spread_n: FloatArray) -> FloatArray:
+        """Calibrated standard deviations, shape kept. Beyond the last knot they grow with the spread."""
+        if self.kind != "isotonic":
+            return np.sqrt(np.square(self.factor * spread_n) + self.floor**2)
+        inside = np.interp(spread_n, self.spreads, self.stds)
+        beyond = np.maximum(spread_n / max(self.spreads[-1], np.finfo(np.float64).tiny), 1.0)
+        return np.maximum(inside * beyond, self.floor)
+
+
+class Conformal(BaseModel):
+    """Intervals that hold what they promise for a number of a new structure, if structures are exchangeable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    calibration: Calibration
+    """Fitted to structures that the quantiles know nothing of."""
+    quantiles: dict[str, float | None]
+    """By level: half widths in standard deviations; None where there are too few structures for that level."""
+
+    def half_widths(self, spread_n: FloatArray, level: float) -> FloatArray | None:
+        """Half the width of the interval of one of `LEVELS` or `CURVE` around each mean [n]; None where it has no end."""
+        quantile = self.quantiles[str(level)]
+        return None if quantile is None else quantile * self.calibration.std(spread_n)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What was found for one kind of number."""
+
+    calibration: Calibration
+    held_out_nll: dict[str, float]
+    """Mean negative log likelihood on held-out folds, by kind of calibration, in nats; "none" is the spread itself."""
+    conformal: Conformal
+    numbers: int
+    structures: int
+
+
+def calibrate(residuals: Residuals, weights: Sequence[float], kind: Kind | None = None) -> Fitted:
+    """Calibrate one kind of number on validation errors. kind: None takes the likeliest on held-out structures.
+
+    Raises DataError for too few structures.
+    """
+    structures = residuals.structures
+    if structures < LEAST_STRUCTURES:
+        raise DataError(
+            f"the validation split has {structures} structures with {residuals.name}; calibration needs at least "
+            f"{LEAST_STRUCTURES}: prepare with a larger data.validation_fraction"
+        )
+    error_n, spread_n = residuals.combined(weights)
+    held_out = _held_out(error_n, spread_n, residuals.structures_n)
+    chosen = min(KINDS, key=lambda name: held_out[name]) if kind is None else kind
+    first_n = conformal_part(residuals.structures_n)
+    rest_n = ~first_n if (~first_n).any() else first_n
+    normaliser = fit(chosen, error_n[rest_n], spread_n[rest_n])
+    scores_n = np.abs(error_n[first_n]) / normaliser.std(spread_n[first_n])
+    levels = sorted({*LEVELS, *CURVE})
+    quantiles = {str(level): conformal_quantile(scores_n, residuals.structures_n[first_n], level) for level in levels}
+    return Fitted(
+        calibration=fit(chosen, error_n, spread_n),
+        held_out_nll=held_out,
+        conformal=Conformal(calibration=normaliser, quantiles=quantiles),
+        numbers=residuals.count,
+        structures=structures,
+    )
+
+
+def conformal_part(structures_n: Int64Array) -> BoolArray:
+    """Which numbers [n] serve conformal quantiles: half of the structures, always the same. Nothing is chosen by them."""
+    chosen_n: BoolArray = parts(structures_n, 2, "conformal") == 0
+    return chosen_n
+
+
+def fit(kind: Kind, error_n: FloatArray, spread_n: FloatArray) -> Calibration:
+    """The likeliest calibration of one kind for errors [n] of predictions with spreads [n]."""
+    return _FITS[kind](error_n, spread_n)
+
+
+def conformal_quantile(scores_n: FloatArray, structures_n: Int64Array, level: float) -> float | None:
+    """The least q such that scores of a new structure are at most q with probability `level`; None where there is none.
+
+    scores_n: none negative, ordered by structure. A structure with k numbers weighs as one, each of its numbers 1/k of it,
+    and one more structure is taken to be at infinity (Lee, Barber and Willett 2023, hierarchical conformal prediction;
+    with one number a structure it is split conformal prediction, Papadopoulos et al. 2002).
+    """
+    if not len(scores_n):
+        return None
+    _, place_n, counts = np.unique(structures_n, return_inverse=True, return_counts=True)
+    weight_n = 1.0 / (counts[place_n] * (len(counts) + 1))
+    order = np.argsort(scores_n, kind="stable")
+    reached = np.cumsum(weight_n[order])
+    first = int(np.searchsorted(reached, level - 1e-12))
+    return None if first >= len(order) else float(scores_n[order[first]])
+
+
+def normal_half_widths(std_n: FloatArray, level: float) -> FloatArray:
+    """Half the width of the central interval of normal distributions."""
+    return half_width(level) * std_n
+
+
+def _held_out(error_n: FloatArray, spread_n: FloatArray, structures_n: Int64Array) -> dict[str, float]:
+    """Mean negative log likelihood of errors under calibrations that were fitted to other structures."""
+    fold_n = parts(structures_n, _FOLDS, "folds")
+    total = dict.fromkeys(("none", *KINDS), 0.0)
+    for fold in range(_FOLDS):
+        test_n = fold_n == fold
+        if not test_n.any() or test_n.all():
+            continue
+        least = _least(error_n[~test_n])
+        total["none"] += float(nll(error_n[test_n], np.maximum(spread_n[test_n], least)).sum())
+        for kind in KINDS:
+            std_n = fit(kind, error_n[~test_n], spread_n[~test_n]).std(spread_n[test_n])
+            total[kind] += float(nll(error_n[test_n], std_n).sum())
+    return {name: value / len(error_n) for name, value in total.items()}
+
+
+def _least(error_n: FloatArray) -> float:
+    size = float(np.sqrt(np.square(error_n).mean()))
+    return max(_LEAST * size, float(np.finfo(np.float32).tiny))
+
+
+def _fit_factor(error_n: FloatArray, spread_n: FloatArray) -> Calibration:
+    """a in closed form: the root mean square of error over spread, where that is no less than the least."""
+    least = _least(error_n)
+    spread_n = np.maximum(spread_n, least)
+    factor = float(np.sqrt(np.square(error_n / spread_n).mean()))
+    return Calibration(kind="factor", factor=factor, floor=least)
+
+
+def _fit_floor(error_n: FloatArray, spread_n: FloatArray) -> Calibration:
+    """a and b by descent, in logarithms of a^2 and b^2 relative to the errors."""
+    least, size = _least(error_n), float(np.sqrt(np.square(error_n).mean()))
+    if size == 0.0:
+        return Calibration(kind="floor", factor=0.0, floor=least)
+    squares_n, spreads_n = np.square(error_n / size), np.square(spread_n / size)
+
+    def loss(x: FloatArray) -> tuple[float, FloatArray]:
+        a, b = np.exp(x)
+        variance_n = a * spreads_n + b
+        value = 0.5 * float((np.log(variance_n) + squares_n / variance_n).mean())
+        slope_n = 0.5 * (1.0 - squares_n / variance_n) / variance_n
+        return value, np.array([a * float((slope_n * spreads_n).mean()), b * float(slope_n.mean())])
+
+    bounds = [(-20.0, 20.0), (2.0 * np.log(_LEAST), 2.0)]
+    begin = np.array([-np.log(max(2.0 * float(spreads_n.mean()), 1e-8)), np.log(0.5)])
+    begin[0] = np.clip(begin[0], *bounds[0])
+    found = minimize(loss, begin, jac=True, method="L-BFGS-B", bounds=bounds)
+    a, b = np.exp(found.x)
+    return Calibration(kind="floor", factor=float(np.sqrt(a)), floor=max(size * float(np.sqrt(b)), least))
+
+
+def _fit_isotonic(error_n: FloatArray, spread_n: FloatArray) -> Calibration:
+    """The never-falling variance that makes the errors likeliest: isotonic regression of their squares.
+
+    For the variance of a normal distribution that is the maximum of the likelihood (Robertson, Wright and Dykstra 1988),
+    here over knots that are means of at least `_PER_KNOT` numbers.
+    """
+    order = np.argsort(spread_n, kind="stable")
+    knots = max(1, min(_KNOTS, len(order) // _PER_KNOT))
+    pieces = np.array_split(order, knots)
+    spreads = np.array([float(spread_n[piece].mean()) for piece in pieces])
+    squares = np.array([float(np.square(error_n[piece]).mean()) for piece in pieces])
+    # knots of one spread, as where it is mostly zero, are one
+    kept, place, counts = np.unique(spreads, return_inverse=True, return_counts=True)
+    squares = np.bincount(place, squares) / counts
+    least = _least(error_n)
+    stds = np.sqrt(np.maximum(isotonic_regression(squares, weights=counts).x, least**2))
+    return Calibration(
+        kind="isotonic", factor=1.0, floor=least, spreads=tuple(kept.tolist()), stds=tuple(stds.tolist())
+    )
+
+
+_FITS: dict[Kind, Callable[[FloatArray, FloatArray], Calibration]] = {
+    "factor": _fit_factor,
+    "floor": _fit_floor,
+    "isotonic": _fit_isotonic,
+}

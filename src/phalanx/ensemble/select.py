@@ -1,0 +1,102 @@
+"""Which candidates make the ensemble: those whose mean errs least, found one by one.
+
+Greedy forward selection (Caruana et al. 2004) on the squared error of the mean. That error is the mean error of the
+members less their disagreement (the ambiguity decomposition of Krogh and Vedelsby 1995), so diversity is part of it and
+needs no measure of its own; `diversity` weighs it: 1 is the error of the mean itself, 0 the best by score alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.ensemble.residuals import FloatArray, Residuals
+from phalanx.errors import ConfigError, DataError
+
+_ROUNDS = 200
+"""Rounds with replacement from which fitted weights are counted: steps of half a percent."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Members that were chosen, best first, and why."""
+
+    members: tuple[int, ...]
+    """Numbers of the candidates, in the order in which they were taken."""
+    weights: tuple[float, ...]
+    """One a member, with a sum of 1."""
+    errors: tuple[float, ...]
+    """Relative error of the mean of the first 1, 2, ... of them; see `relative_products`."""
+
+
+def relative_products(residuals: Sequence[Residuals]) -> FloatArray:
+    """Mean products of the errors of any two candidates [M, M], over all that they learned, each kind weighing the same.
+
+    A kind of number is counted relative to the squared error of the candidate that is best at it: the diagonal is 1 for a
+    candidate that is best at everything. Raises DataError where nothing that candidates learned has labels.
+    """
+    learned = [rows for rows in residuals if rows.learned]
+    if not learned:
+        raise DataError("the validation split has no label of anything that the members learned")
+    total = np.zeros((len(learned[0].errors_Mn),) * 2)
+    for rows in learned:
+        products = rows.products()
+        total += products / max(float(np.diag(products).min()), np.finfo(np.float64).tiny)
+    return total / len(learned)
+
+
+def choose(products: FloatArray, count: int, *, diversity: float = 1.0) -> Chosen:
+    """The best `count` candidates, equally weighed. products: see `relative_products`.
+
+    In each round the candidate is added that makes the mean square error of members, less `diversity` times their mean
+    squared distance from their mean, smallest. Raises ConfigError for more members than there are candidates.
+    """
+    candidates = len(products)
+    if count > candidates:
+        raise ConfigError(f"--top {count}: there are only {candidates} candidates; give at most {candidates}")
+    taken: list[int] = []
+    for _ in range(count):
+        left = [number for number in range(candidates) if number not in taken]
+        taken.append(min(left, key=lambda number: (_cost(products, [*taken, number], diversity), number)))
+    return _chosen(products, taken, [1.0 / count] * count)
+
+
+def best_by_score(products: FloatArray, scores: Sequence[float | None], count: int) -> Chosen:
+    """The `count` candidates of the least score, or where they have none of the least validation error."""
+    own = np.diag(products) if any(score is None for score in scores) else np.asarray(scores, np.float64)
+    taken = np.argsort(own, kind="stable")[:count].tolist()
+    return _chosen(products, taken, [1.0 / count] * count)
+
+
+def fit_weights(products: FloatArray, chosen: Chosen) -> Chosen:
+    """The same members with weights: how often each is drawn when they are drawn greedily with replacement.
+
+    So Caruana et al. 2004 choose; many rounds come close to the weights, none negative, whose mean errs least. A member that
+    is never drawn keeps a weight of 0.
+    """
+    members = list(chosen.members)
+    own = products[np.ix_(members, members)]
+    drawn = np.zeros(len(members))
+    for _ in range(_ROUNDS):
+        # of (drawn + one more) the error is a quadratic form; the factor 1 / rounds^2 is the same for all
+        cost = drawn @ own @ drawn + 2.0 * (own @ drawn) + np.diag(own)
+        drawn[int(cost.argmin())] += 1.0
+    return _chosen(products, members, (drawn / drawn.sum()).tolist())
+
+
+def _cost(products: FloatArray, members: Sequence[int], diversity: float) -> float:
+    own = products[np.ix_(list(members), list(members))]
+    alone, together = float(np.diag(own).mean()), float(own.mean())
+    return alone - diversity * (alone - together)
+
+
+def _chosen(products: FloatArray, members: Sequence[int], weights: Sequence[float]) -> Chosen:
+    errors = []
+    for count in range(1, len(members) + 1):
+        share = np.asarray(weights[:count])
+        share = share / share.sum() if share.sum() else np.full(count, 1.0 / count)
+        rows = list(members[:count])
+        errors.append(float(np.sqrt(max(share @ products[np.ix_(rows, rows)] @ share, 0.0))))
+    return Chosen(tuple(members), tuple(weights), tuple(errors))

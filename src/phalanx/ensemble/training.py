@@ -1,0 +1,118 @@
+"""Training members: real runs, as `phalanx train` starts them, several side by side. Knows not what they train.
+
+A run that was stopped goes on from its newest checkpoint when the same command is given again; one that is done is left as
+it is.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from phalanx.errors import PhalanxError
+
+LOG = "train.log"
+_POLL_S = 0.1
+_ORDERLY_S = 600.0
+"""Seconds that runs have to write a checkpoint once they were told to stop."""
+_SHOWN_LINES = 8
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one member is trained."""
+
+    name: str
+    run: Path
+    """Run file, or folder of a run."""
+    words: tuple[str, ...]
+    """`section.field=value` changes."""
+    folder: Path
+    """Its run directory."""
+
+
+@dataclass
+class _Training:
+    recipe: Recipe
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+
+
+def train_side_by_side(
+    recipes: Sequence[Recipe], jobs: int, threads: int, tell: Callable[[str], None] = lambda words: None
+) -> None:
+    """Train all of them, `jobs` at a time, each on a device of its own where there are so many.
+
+    threads: of each on the host. tell: called as members begin and end. Ctrl-C and SIGTERM stop all in good order. Raises
+    PhalanxError with the last words of a member that failed, when the others have been stopped.
+    """
+    waiting, running = list(recipes), dict[int, _Training]()
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        while waiting or running:
+            for place in range(jobs):
+                if waiting and place not in running:
+                    recipe = waiting.pop(0)
+                    running[place] = _start(recipe, place, threads)
+                    tell(f"{recipe.name}: training in {recipe.folder}")
+            for place, training in list(running.items()):
+                code = training.process.poll()
+                if code is None:
+                    continue
+                del running[place]
+                training.log.close()
+                if code:
+                    raise PhalanxError(_failure(training.recipe, code))
+                tell(f"{training.recipe.name}: trained")
+            time.sleep(_POLL_S)
+    finally:
+        _stop(list(running.values()))
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _start(recipe: Recipe, place: int, threads: int) -> _Training:
+    recipe.folder.mkdir(parents=True, exist_ok=True)
+    log = (recipe.folder / LOG).open("ab")
+    command = [sys.executable, "-m", "phalanx", "train", str(recipe.run), *recipe.words, "--run-dir"]
+    # One rank of its own, on the device with the number of its place.
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": str(place), "OMP_NUM_THREADS": str(threads)}
+    process = subprocess.Popen(
+        [*command, str(recipe.folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **alone},
+        process_group=0,
+    )
+    return _Training(recipe, process, log)
+
+
+def _stop(running: Sequence[_Training]) -> None:
+    for training in running:
+        if training.process.poll() is None:
+            training.process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + _ORDERLY_S
+    for training in running:
+        try:
+            training.process.wait(max(0.0, deadline - time.monotonic()))
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            training.process.kill()
+            training.process.wait()
+        training.log.close()
+
+
+def _failure(recipe: Recipe, code: int) -> str:
+    lines = (recipe.folder / LOG).read_text(errors="replace").splitlines()
+    said = "\n".join(lines[-_SHOWN_LINES:])
+    return f"{recipe.name} ended with exit code {code} ({recipe.folder / LOG}); give the command again to go on\n{said}"

@@ -1,0 +1,107 @@
+"""Errors of members on a split: those that each has alone, whatever is batched together and on how many ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from ensemble_members import train_members
+from phalanx.cluster.local_ranks import run_ranks
+from phalanx.ensemble.build import Wanted, build_ensemble
+from phalanx.ensemble.document import ENSEMBLE, read_ensemble
+from phalanx.ensemble.materials import member_residuals
+from phalanx.ensemble.members import Member, open_member, require_alike
+from phalanx.ensemble.residuals import Residuals
+from phalanx.ensemble.share import Share
+from phalanx.errors import CheckpointError, ConfigError, DataError
+from phalanx.evaluate.materials import split_errors
+
+CPU = torch.device("cpu")
+
+
+def opened(folders: list[Path], *words: str) -> list[Member]:
+    return [open_member(folder, words) for folder in folders]
+
+
+def assert_same(found: list[Residuals], wanted: list[Residuals]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.name == other.name
+        np.testing.assert_array_equal(one.structures_n, other.structures_n)
+        scale = np.abs(other.errors_Mn).max()
+        np.testing.assert_allclose(one.errors_Mn, other.errors_Mn, atol=2e-5 * scale)
+
+
+def test_errors_are_those_of_each_member_alone(member_dirs: list[Path]) -> None:
+    found = member_residuals(opened(member_dirs), "test", CPU)
+    for number, folder in enumerate(member_dirs):
+        _, alone = split_errors(folder, "test", CPU)
+        assert len(alone.rows) == len(found) == 3
+        for row, rows in zip(alone.rows, found, strict=True):
+            errors = rows.errors_Mn[number].astype(np.float64)
+            assert (row.source, row.quantity, row.unit, row.numbers) == (
+                rows.source,
+                rows.quantity,
+                rows.unit,
+                rows.count,
+            )
+            assert np.abs(errors).mean() == pytest.approx(row.mae, rel=1e-5)
+            assert np.sqrt(np.square(errors).mean()) == pytest.approx(row.rmse, rel=1e-5)
+
+
+def test_batches_and_members_side_by_side_change_nothing(member_dirs: list[Path]) -> None:
+    wanted = member_residuals(opened(member_dirs), "validation", CPU)
+    few = member_residuals(opened(member_dirs, "data.microbatch_cost=90"), "validation", CPU, side_by_side=2)
+    assert_same(few, wanted)
+    by_number = opened(member_dirs, "data.microbatch_cost=null")
+    assert_same(member_residuals(by_number, "validation", CPU, side_by_side=1), wanted)
+
+
+def _on_rank(folders: list[str]) -> list[Residuals]:
+    share = Share(dist.get_rank(), dist.get_world_size())
+    return member_residuals(opened([Path(folder) for folder in folders]), "test", CPU, share=share)
+
+
+def test_ranks_share_structures_and_all_get_the_whole(member_dirs: list[Path]) -> None:
+    wanted = member_residuals(opened(member_dirs), "test", CPU)
+    for found in run_ranks(_on_rank, 2, [str(folder) for folder in member_dirs]):
+        assert_same(found, wanted)
+
+
+def test_an_ensemble_is_built_written_and_read(member_dirs: list[Path], tmp_path: Path) -> None:
+    built = build_ensemble(opened(member_dirs), Wanted(top=2), CPU)
+    assert len(built.members) == 2 and [label.quantity for label in built.labels] == ["energy", "forces", "charges"]
+    for label in built.labels:
+        assert label.scores.coverage["0.9"] > label.raw.coverage["0.9"] - 0.05
+        assert label.scores.mae <= np.dot(built.chosen.weights, [one.mae for one in label.members])
+        assert label.fitted.structures >= 10
+        assert len(label.conformal_curve) == 19 and label.conformal_curve[9] == label.conformal["0.5"].coverage
+    document = built.document(tmp_path / "a" / "b")
+    document.write(tmp_path / "a" / "b")
+    back = read_ensemble(tmp_path / "a" / "b")
+    assert back.labels == document.labels and back.members == document.members
+    for entry, member in zip(back.members, built.members, strict=True):
+        assert (tmp_path / "a" / "b" / entry.checkpoint).resolve() == member.checkpoint.resolve()
+    found = back.label("toy", "forces")
+    assert found is not None and back.label("toy", "stress") is None
+    (tmp_path / "a" / "b" / ENSEMBLE).write_text('{"format": "phalanx-ensemble", "family": "materials"}')
+    with pytest.raises(CheckpointError, match=r"ensemble.json: members: Field required; make the ensemble again"):
+        read_ensemble(tmp_path / "a" / "b")
+
+
+def test_what_does_not_go_together_is_refused(member_dirs: list[Path], tmp_path: Path) -> None:
+    first, second, _ = member_dirs
+    with pytest.raises(ConfigError, match="a model that is named twice adds nothing"):
+        require_alike(opened([first, second, first]))
+    with pytest.raises(ConfigError, match="at least two members"):
+        build_ensemble(opened([first]), Wanted(), CPU)
+    with pytest.raises(ConfigError, match=r"differs from .* in quantities: energy, forces, stress, not .*charges"):
+        require_alike([*opened([first]), open_member(second, ["model.charges=null"])])
+    others = train_members(tmp_path, {"data.validation_fraction": 0.2}, structures=40)
+    with pytest.raises(DataError, match=r"was trained on other structures of source toy than"):
+        require_alike(opened([first, others[0]]))
+    with pytest.raises(CheckpointError, match=r"holds no whole checkpoint|not a folder"):
+        open_member(tmp_path)
