@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from materials_files import three_sources
 from phalanx.config.graph_data import GraphData
 from phalanx.data.graphs.balance import divide, in_turn
 from phalanx.data.graphs.balance_report import BalanceReport, StepBalance, report, step_balance
@@ -42,15 +43,15 @@ from phalanx.data.graphs.stream import GraphBatchStream, graph_columns, graph_or
 COST = CostModel(node=1.0, edge=0.3)
 ATOMS = CostModel(node=1.0, edge=0.0)
 WAYS = ("in turn", "atoms", "cost")
+RANKS = (1, 4, 16, 64, 256, 1024, 4096)
 SCENARIOS = [
-    *(("weak", 32, ranks) for ranks in (1, 4, 8, 64, 512, 4096)),
-    *(("weak", 8, ranks) for ranks in (8, 64, 512, 4096)),
-    *(("strong", 65536 // ranks, ranks) for ranks in (64, 256, 1024, 4096)),
+    *(("weak", structures, ranks) for structures in (32, 8) for ranks in RANKS),
+    *(("strong", total // ranks, ranks) for total in (65536, 8192) for ranks in RANKS),
 ]
-"""Kind of scaling, structures a rank and step on average, ranks."""
-SAMPLES = 2**21
+"""Kind of scaling (fixed structures a rank, or a fixed global batch), structures a rank and step on average, ranks."""
+SAMPLES = 2**17
 """Structures shared out for each row of the table, about."""
-STEPS = (8, 400)
+STEPS = (2, 200)
 """Fewest and most steps for each row."""
 
 
@@ -70,30 +71,6 @@ class Row:
     """Fewest and most."""
     cpu_ms_to_share_out: float
     """Median over steps of the CPU time that locating, costing and sharing out the global batch takes."""
-
-
-def sets(molecules: Path, prepared: Path) -> GraphData:
-    """The three sets with all of their labels."""
-    qm9 = {
-        "name": "qm9",
-        "path": str(molecules / "qm9_12k.npz"),
-        "labels": {"charges": {"key": "mulliken", "unit": "e"}},
-        "properties": {"gap": {"key": "props", "column": 4, "unit": "Ha"}},
-        "group_by": "qm9_index",
-    }
-    xtb = {
-        "name": "xtb",
-        "path": str(molecules / "xtb_6k.npz"),
-        "labels": {"energy": "eV", "forces": "eV/A", "charges": "e", "dipole": "e*A"},
-        "group_by": "qm9_index",
-    }
-    alloy = {
-        "name": "alloy",
-        "path": str(molecules / "alloy_emt_1500.npz"),
-        "labels": {"energy": "eV", "forces": "eV/A", "stress": "eV/A^3"},
-    }
-    given = {"sources": [qm9, xtb, alloy], "prepared": str(prepared), "cutoff": 5.0}
-    return GraphData.model_validate(given)
 
 
 def simulate(sources: list[PreparedSource], name: str, scenario: tuple[str, int, int], way: str) -> Row:
@@ -217,11 +194,13 @@ def main() -> None:
     """Simulate, print and write down."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("molecules", type=Path, help="folder with qm9_12k.npz, xtb_6k.npz and alloy_emt_1500.npz")
+    parser.add_argument("--prepared", type=Path, help="folder that keeps the prepared structures; none by default")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     about = machine()
     with tempfile.TemporaryDirectory() as name:
-        data = sets(arguments.molecules, Path(name))
+        config = three_sources(arguments.molecules, arguments.prepared or Path(name))
+        data = GraphData.model_validate(config["data"])
         prepare_graphs(data)
         sources = open_prepared(data, "train")
         rows = [
@@ -229,6 +208,7 @@ def main() -> None:
             for label, chosen in (("three sets", sources), ("alloys alone", sources[2:]))
             for scenario in SCENARIOS
             for way in WAYS
+            if len(chosen) > 1 or scenario[1] == 32
         ]
         results = {
             "command": "python benchmarks/graph_balance.py MOLECULES --out OUT",

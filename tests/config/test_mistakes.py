@@ -10,9 +10,9 @@ from phalanx.errors import ConfigError
 
 LAYOUT_HAS = (
     "dp_replicate, dp_shard, tp, cp, pp, zero, schedule, stages_per_rank, context, tp_across_nodes, microbatch, "
-    "global_batch, recompute, precision, reshard_after_forward, gather and peer_copies"
+    "global_batch, recompute, precision, reshard_after_forward, gather, branch_groups and peer_copies"
 )
-SECTIONS = "model, data, layout, optimizer, training, checkpoint, evaluation, cluster and search"
+SECTIONS = "model, data, layout, optimizer, training, checkpoint, evaluation, cluster, search and tune"
 PRESETS = "(phalanx config list shows them)"
 SOURCES = "a list of at least one, each a path or a mapping with path and weight"
 BETAS = "a list of 2, each a number of at least 0 and less than 1"
@@ -26,6 +26,10 @@ BY_OVERRIDE = {
     "layout.zzzz=1": f"layout.zzzz=1: there is no such field; layout has {LAYOUT_HAS}",
     "optimiser.lr=3": "optimiser is not a section of a run file\nnearest: optimizer",
     "foo.bar=1": f"foo is not a section of a run file; it has {SECTIONS}",
+    "tune.parameters={optimizer.lr: {low: 1, hgih: 2}}": "tune.parameters.optimizer.lr.hgih=2: there is no such field\n"
+    "nearest: tune.parameters.optimizer.lr.high",
+    "search.knobs={data.prefetch: {when: tp > 1}}": "search.knobs.data.prefetch.values is missing: it must be a list of at "
+    "least 1, each true, false, a whole number, a number, text, or null",
     "lr=3": "lr=3 is outside any section; fields are section.field\nnearest: optimizer.lr",
     "model.preset=mpt-125n": f"model.preset=mpt-125n is not a preset {PRESETS}\nnearest: model.preset=mpt-125m",
     "data.sources=[{path: a, wieght: 3}]": "data.sources.0.wieght=3: there is no such field\n"

@@ -360,3 +360,13 @@ def test_a_failed_write_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.
         write_report(run_dir)
     assert page.read_bytes() == before
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_what_ranks_wait_for_each_other_is_told_where_shares_are_uneven(tmp_path: Path) -> None:
+    def uneven(step: int) -> dict[str, Any]:
+        return {"compute_seconds": 0.3, "rank_wait_seconds": 0.05, "imbalance": 1.25, "imbalance_expected": 1.1}
+
+    page = _page(write_run(tmp_path, change=uneven))
+    assert page.figure("rank_wait") == "10.0 %"
+    assert page.by_id("chart-ranks").tag == "figure"
+    assert "ranks' wait" in page.by_id("time-split").text and "1.100" in page.by_id("desc-ranks").text

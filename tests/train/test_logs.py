@@ -1,6 +1,8 @@
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,6 +102,17 @@ def test_a_missing_tracker_names_the_extra(tracker: str, tmp_path: Path) -> None
         pytest.skip(f"{tracker} is installed here, so it cannot be missing")
     with pytest.raises(ConfigError, match=rf"training.{tracker}=mine needs the package {tracker}; install the extra"):
         open_sinks(tiny_run(**{tracker: "mine"}), tmp_path, 0)
+
+
+def test_a_run_directory_keeps_its_identity_in_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run goes on where it logged before; a run directory of the same name elsewhere is another run."""
+    asked: list[str] = []
+    tracker = SimpleNamespace(init=lambda **how: asked.append(how["id"]))
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    for folder in ("one", "one", "other"):
+        (tmp_path / folder / "run").mkdir(parents=True, exist_ok=True)
+        open_sinks(tiny_run(wandb="mine"), tmp_path / folder / "run", 0)
+    assert asked[0] == asked[1] != asked[2]
 
 
 def test_metrics_are_plain_json() -> None:

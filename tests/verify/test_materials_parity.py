@@ -125,10 +125,10 @@ def test_forces_are_what_keeps_blocks_from_being_sharded_one_by_one() -> None:
         run_ranks(verify_sharded_by_block, 2, timeout_s=100.0)
 
 
-def test_only_data_parallel_layouts_are_legal() -> None:
+def test_matrices_are_not_split_and_blocks_not_placed_apart() -> None:
     layouts = list(every_layout(run_of("painn", 4), 4))
     assert len(layouts) > 5
-    assert {(layout.tp, layout.cp, layout.pp) for layout in layouts} == {(1, 1, 1)}
+    assert {(layout.tp, layout.pp) for layout in layouts} == {(1, 1)}
     with pytest.raises(
         ConfigError, match=r"layout.tp=2: models of family materials are spread over dp_replicate, dp_sh"
     ):

@@ -103,6 +103,11 @@ class GraphData(Section):
     """Whether global batches are cut at equal cost, global_batch structures on average, or at equal number of structures."""
     cost: GraphCost = GraphCost()
     """Cost of a structure, for cutting global batches and, until step times are measured, for sharing them out."""
+    share_by: Literal["cost", "number"] = "cost"
+    """Whether ranks get structures of equal cost or, for comparison, equal numbers of structures as they come."""
+    fit_cost_every: Annotated[int, Field(ge=1)] | None = 50
+    """Steps after which costs are fitted again to measured times, which ranks then share out structures by; null (as does
+    training.deterministic) keeps `cost`. Which structures a step holds depends on `cost` alone."""
     microbatch_cost: Annotated[float, Field(gt=0.0)] | None = None
     """Most cost of a micro-batch on one device, in units of `cost`; null leaves how many there are to the layout."""
     oversized: Literal["refuse", "alone"] = "refuse"

@@ -14,9 +14,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from phalanx.config.model import LanguageModel, Model
 from phalanx.config.search import Search
 from phalanx.config.section import Section, Words
+from phalanx.config.tune import Tune
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Degree = PositiveInt | Literal["auto"]
+BranchSizes = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 GlobalBatch = Annotated[
@@ -67,7 +69,7 @@ class Layout(Section):
     tp: Degree = 1
     """Tensor-parallel ranks: each keeps a part of every large matrix and of the positions between them."""
     cp: Degree = 1
-    """Context-parallel ranks: each computes a part of every sample's positions."""
+    """Context-parallel ranks: each computes a part of every sample: positions of a text, atoms of structures."""
     pp: Degree = 1
     """Pipeline-parallel ranks: each keeps a part of the layers."""
     zero: Literal[0, 1, 2, 3] = 3
@@ -95,6 +97,12 @@ class Layout(Section):
     gather: Literal["layer", "stream"] = "layer"
     """What a rank gathers of a block's matrices (Hybrid-STOP): its whole tensor-parallel part, or chunk after chunk of it,
     two at a time (least memory; needs zero=3)."""
+    branch_groups: Annotated[
+        Literal["off", "auto"] | BranchSizes,
+        Words("off, auto, or a list of ranks for each branch, as in [2, 1, 1]"),
+    ] = "off"
+    """Data-parallel ranks that read and compute each branch of a materials model and alone hold its heads; 0 puts a branch
+    on the ranks of the one before, auto goes by cost, off leaves every branch on every rank."""
     peer_copies: bool | Literal["auto"] = "auto"
     """Whether sharded parameters and gradients travel inside a machine as copies between devices rather than by collective
     kernels; auto does so on accelerators that can read each other's memory."""
@@ -237,6 +245,7 @@ class Run(Section):
     evaluation: Evaluation = Evaluation()
     cluster: Cluster = Cluster()
     search: Search = Search()
+    tune: Tune = Tune()
 
 
 class LanguageRun(Run):

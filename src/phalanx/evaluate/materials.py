@@ -83,7 +83,14 @@ def split_errors(
     Raises CheckpointError as `load_network` does, DataError where data are not prepared or the split is empty.
     """
     newest, run = _open(path, overrides)
-    alone = {"dp_replicate": 1, "dp_shard": 1, "zero": 3, "reshard_after_forward": "auto"}
+    alone = {
+        "dp_replicate": 1,
+        "dp_shard": 1,
+        "cp": 1,
+        "zero": 3,
+        "reshard_after_forward": "auto",
+        "branch_groups": "off",
+    }
     run = run.model_copy(update={"layout": run.layout.model_copy(update=alone)})
     training, sources = open_prepared(run.data, "train"), open_prepared(run.data, split)
     if not any(len(source) for source in sources):

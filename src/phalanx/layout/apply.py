@@ -28,6 +28,7 @@ from phalanx.layout.hybrid_stop_copies import CopyRing
 from phalanx.layout.hybrid_stop_transport import Ring
 from phalanx.layout.init import initialise_parameters
 from phalanx.layout.mesh import Mesh
+from phalanx.layout.multitask import branch_groups
 from phalanx.layout.peer_copies import PeerCopies
 from phalanx.layout.pipeline import Pipeline, model_parts
 from phalanx.layout.place import TensorSplits
@@ -60,6 +61,8 @@ class Applied:
     """Whether blocks are compiled when they first run."""
     tied: frozenset[str] = frozenset()
     """Parameters that this rank shares with the other end of the pipeline."""
+    branch: frozenset[str] = frozenset()
+    """Parameters that the ranks of `mesh.branch` alone hold, alike."""
     stream: Stream | None = None
     """What streams the matrices of blocks, where the layout asks for it."""
 
@@ -92,11 +95,14 @@ def apply_layout(
     if layout.gather == "stream":
         ring = Ring(mesh.shards) if copies is None else CopyRing(mesh.shards, device)
         stream = Stream(mesh.shards, mesh.replicas, mesh.cp, ring)
-    building = Building(run, device, attention, SequenceShare(mesh.cp, mesh.tp, layout.context), stream)
+    groups = branch_groups(layout)
+    branches = None if groups is None else groups.of_rank(mesh.data_rank).branches
+    building = Building(run, device, attention, SequenceShare(mesh.cp, mesh.tp, layout.context), branches, stream)
     build = _Builder(building, family.tied(run))
     compiled = compiles(run, layout, device)
     stages: list[Stage] = []
     parameters: dict[str, nn.Parameter] = {}
+    branch: set[str] = set()
     for index, part in model_parts(layout, mesh.pp.rank, run.model.n_layers, family.block_costs(run)).items():
         model = build.part(part, dtype if copied else master_dtype)
         stage = family_layout(run).stage(building, model, index)
@@ -118,10 +124,21 @@ def apply_layout(
             stage.working = WorkingCopy(masters, model.to_empty(device=device))
         stages.append(stage)
         parameters.update(named)
+        apart = stage.branch_parameters()
+        branch.update(name for name, parameter in named.items() if parameter in apart)
     pipeline = Pipeline(stages, layout, mesh.pp, device) if layout.pp > 1 else None
     tied = build.tied.values() if mesh.tie.size > 1 else ()
     applied = Applied(
-        layout, mesh, stages, parameters, build.splits, pipeline, compiled, frozenset(tied), stream=stream
+        layout,
+        mesh,
+        stages,
+        parameters,
+        build.splits,
+        pipeline,
+        compiled,
+        frozenset(tied),
+        frozenset(branch),
+        stream,
     )
     applied.refresh()
     return applied

@@ -28,12 +28,16 @@ class Executor:
         self._cold = {"train", "evaluate"} if applied.compiled and applied.pipeline is not None else set()
         """Kinds of pass whose programs are still to be compiled."""
 
+    def cut(self, batch: Batch, microbatches: int) -> Batch:
+        """What of a batch in host memory this rank needs on its device; see `Stage.cut`."""
+        return self.applied.stages[0].cut(batch, microbatches)
+
     def forward_backward(self, step: int, batch: Batch, scale: Tensor | float) -> Tensor:
         """Gradients of scale * loss over the global batch, on every rank for its parameters.
 
-        batch: the samples of this rank's data-parallel share, all micro-batches, on the device. step: the optimizer step,
-        from 1. scale: one number, or one for each task. Returns this rank's part of the summed losses (float64, [tasks]):
-        the parts of all ranks add up to the whole.
+        batch: the samples of this rank's data-parallel share, all micro-batches, as `cut` leaves them, on the device. step:
+        the optimizer step, from 1. scale: one number, or one for each task. Returns this rank's part of the summed losses
+        (float64, [tasks]): the parts of all ranks add up to the whole.
         """
         for stage in self.applied.stages:
             stage.train()
@@ -108,6 +112,7 @@ class Executor:
         alike = [p for name, p in self.applied.parameters.items() if name not in self.applied.splits]
         _sum_over(self.mesh.tp, alike)
         _sum_over(self.mesh.tie, [p for name, p in self.applied.parameters.items() if name in self.applied.tied])
+        _sum_over(self.mesh.branch, [p for name, p in self.applied.parameters.items() if name in self.applied.branch])
 
 
 def _sum_over(axis: Axis, parameters: list[nn.Parameter]) -> None:

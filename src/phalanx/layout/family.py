@@ -33,6 +33,8 @@ class Building:
     """Where the part will compute; it is built on meta."""
     attention: AttentionChoice
     share: SequenceShare
+    branches: range | None = None
+    """Branches whose heads this rank holds (`layout.multitask`); None for all."""
     stream: Stream | None = None
     """Streams the matrices of blocks, where the layout asks for it; see `layout.hybrid_stop.stream_matrices`."""
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.config.schema import Run
+from phalanx.layout import multitask
 from phalanx.layout.spec import DEGREES, SINGLE_STAGE, ZERO_BUBBLE, ResolvedLayout
 from phalanx.models.families import family_of
 
@@ -33,7 +34,7 @@ def reasons(run: Run, layout: ResolvedLayout, world_size: int, devices_per_node:
     # The other rules would only repeat what wrong degrees lead to.
     if found:
         return found
-    rules = (_zero, _gather, _tensor, _sequence, _context, _stages, _zero_bubble, _batch, _microbatches)
+    rules = (_zero, _gather, _branch_groups, _tensor, _sequence, _context, _stages, _zero_bubble, _batch, _microbatches)
     found = [reason for rule in rules for reason in rule(run, layout)]
     return found + list(_node(run, layout, run.cluster.devices_per_node or devices_per_node))
 
@@ -111,6 +112,11 @@ def _gather(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
         )
 
 
+def _branch_groups(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+    for text in multitask.refusals(run, layout):
+        yield Reason(text, ({"layout.branch_groups": "off"},))
+
+
 def _tensor(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
     family = family_of(run)
     for split in family.split_counts(run):
@@ -122,6 +128,8 @@ def _tensor(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
 
 
 def _sequence(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+    if layout.cuts_structures:
+        return
     positions = family_of(run).positions(run)
     stated = f"{positions.field}={positions.count}"
     ring = layout.cp > 1 and layout.context == "ring"
@@ -137,6 +145,12 @@ def _sequence(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
 
 
 def _context(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+    if layout.cp > 1 and layout.cuts_structures and run.layout.context != "auto":
+        yield Reason(
+            f"layout.context={run.layout.context} joins positions of samples, but over layout.cp={layout.cp} ranks "
+            f"models of family {run.model.family} share out the atoms of structures",
+            ({"layout.context": "auto"},),
+        )
     if layout.cp == 1 or layout.context != "all_to_all":
         return
     heads = family_of(run).context_heads(run)

@@ -1,4 +1,4 @@
-"""The materials family under data parallelism: whole networks, run on batches of structures."""
+"""The materials family under parallelism: whole networks, run on batches of structures or on shares of their atoms."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.families import MaterialsRun
+from phalanx.data.batch import Batch
+from phalanx.data.graphs.batches import GraphBatch
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.family import Building
+from phalanx.layout.graph_parallel import HaloExchange
+from phalanx.layout.graph_parallel_batch import Cutting, GraphShare, cut_batch
+from phalanx.layout.graph_parallel_stream import cutting_of
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.models.materials.errors import error_sums
-from phalanx.models.materials.heads import atoms_by_graph
+from phalanx.models.materials.exchange import ALONE
 from phalanx.models.materials.losses import Labels, summed_losses
 from phalanx.models.materials.network import MaterialsNetwork
 from phalanx.models.splits import ModelPart
@@ -32,16 +37,22 @@ class MaterialsStage(Stage):
     loss_is_whole = True
     recomputes = True
     rows_are_positions = False
+    keeps_branches = False
+    """Whether only some branches have their heads here."""
 
-    def __init__(self, part: MaterialsNetwork, index: int, share: SequenceShare, seed: int) -> None:
+    def __init__(self, part: MaterialsNetwork, index: int, share: SequenceShare, seed: int, cutting: Cutting) -> None:
+        """cutting: how ranks of `cp` share out the atoms of a micro-batch."""
         super().__init__(part, index, share, seed, 1)
+        self.cutting = cutting
         self.one_unit = part.config.energy is not None
         """Forces may be asked for (`layout.shard` says what that means)."""
 
     def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Any) -> Tensor:
         """See `Stage`. x: int64 atomic numbers [N]. inputs: those of `MaterialsNetwork.forward`; and at will
         `measured_sources`, how many data sets there are: errors by data set (`models.materials.errors`) then follow the
-        losses, in one row of numbers."""
+        losses, in one row of numbers. `halo` of a share that `cut` gave."""
+        halo = inputs.pop("halo", None)
+        inputs["exchange"] = ALONE if halo is None else HaloExchange(halo, self.share.cp)
         source_G, sources = inputs["source_G"], inputs.pop("measured_sources", None)
         if len(self.part.config.branches) == 1:
             inputs["source_G"] = torch.zeros_like(source_G)
@@ -57,7 +68,7 @@ class MaterialsStage(Stage):
         forces, stress = labels.forces_N3 is not None, labels.stress_G33 is not None
         predicted = self.part.predict(x, **seen, forces=forces, stress=stress)
         graph_N = inputs["graph_N"]
-        atoms_G = atoms_by_graph(graph_N, len(source_G))
+        atoms_G = inputs["exchange"].atoms_by_graph(graph_N, len(source_G))
         losses = summed_losses(
             config,
             self.part.units,
@@ -71,6 +82,17 @@ class MaterialsStage(Stage):
             config, predicted, labels, source_G=source_G, sources=sources, graph_N=graph_N, atoms_G=atoms_G
         )
         return torch.cat((losses, errors.flatten()))
+
+    def cut(self, batch: Batch, microbatches: int) -> Batch:
+        """Over `cp`, this rank's atoms of every structure (`layout.graph_parallel_batch`), unless it was cut on reading."""
+        if self.share.cp.size == 1 or isinstance(batch, GraphShare):
+            return batch
+        assert isinstance(batch, GraphBatch)
+        return cut_batch(batch, microbatches, self.cutting)
+
+    def branch_parameters(self) -> set[nn.Parameter]:
+        """See `Stage`."""
+        return set(self.part.head.branch_parameters()) if self.keeps_branches else set()
 
     def example_input(self, samples: int) -> Tensor:
         """One atom a structure."""
@@ -89,12 +111,18 @@ class MaterialsLayout:
         chunk = None if run.layout.recompute == "none" else _EDGE_CHUNK
         with torch.device("meta"):
             model = MaterialsNetwork(run.model, dtype=PRECISIONS[run.layout.precision], edge_chunk=chunk, part=part)
+        if building.branches is not None:
+            model.head.keep(building.branches)
         return model, {}
 
     def stage(self, building: Building, part: nn.Module, index: int) -> Stage:
         """Runs the network."""
         assert isinstance(part, MaterialsNetwork)
-        return MaterialsStage(part, index, building.share, building.run.training.seed)
+        run: MaterialsRun = building.run
+        cutting = cutting_of(run, building.share.cp)
+        stage = MaterialsStage(part, index, building.share, run.training.seed, cutting)
+        stage.keeps_branches = building.branches is not None
+        return stage
 
     def choose_attention(self, run: MaterialsRun, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
         """Nothing to choose: attention among atoms is written out in operations that have second derivatives."""

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.compat_groups import new_group
 from phalanx.errors import ConfigError
+from phalanx.layout.multitask import branch_groups
 from phalanx.layout.spec import SINGLE_STAGE, ResolvedLayout
 
 _ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -139,6 +140,8 @@ class Mesh:
     """Ranks that hold the same share: `dp_replicate`, with `dp_shard` and `cp` too where nothing is shared out."""
     tie: Axis
     """First and last stage, for a parameter that both hold."""
+    branch: Axis = Axis("branch")
+    """Ranks that hold the heads of the same branches, where `layout.multitask` places them; else one rank."""
     data: DeviceMesh | None = None
     """[replicas, shards] for FSDP2; None where both are one rank."""
     world: dist.ProcessGroup | None = None
@@ -208,8 +211,19 @@ def build_mesh(layout: ResolvedLayout, device: torch.device, made: Groups | None
         replicas=replicas,
         data=_data_mesh(members, replicas, shards, device, made),
         tie=tie,
+        branch=_branch_axis(layout, places, coordinate, made),
         world=dist.group.WORLD,
     )
+
+
+def _branch_axis(layout: ResolvedLayout, places: torch.Tensor, coordinate: dict[str, int], made: Groups) -> Axis:
+    groups = branch_groups(layout)
+    if groups is None:
+        return Axis("branch")
+    index = tuple(slice(None) if axis in ("dp_replicate", "dp_shard") else coordinate[axis] for axis in _ORDER)
+    readers: list[int] = places[index].flatten().tolist()
+    members = groups.of_rank(readers.index(dist.get_rank())).ranks
+    return _make_axis("branch", readers[members.start : members.stop], made)
 
 
 def _make_axis(name: str, ranks: list[int], made: Groups) -> Axis:

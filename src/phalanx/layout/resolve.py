@@ -11,6 +11,7 @@ from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Layout, Run
 from phalanx.errors import ConfigError
 from phalanx.layout.legality import Fix, Reason, reasons
+from phalanx.layout.multitask import branch_sizes
 from phalanx.layout.spec import DEGREES, SINGLE_STAGE, ZERO_BUBBLE, ResolvedLayout
 from phalanx.models.families import family_of
 
@@ -36,6 +37,7 @@ def with_degrees(run: Run, degrees: Degrees) -> ResolvedLayout:
     """The layout with these degrees and all else as `run` says; legal or not."""
     chosen = run.layout
     cp, pp = degrees["cp"], degrees["pp"]
+    cuts_structures = family_of(run).cuts_structures
     per_rank = chosen.stages_per_rank
     if per_rank == "auto":
         per_rank = 1 if chosen.schedule in SINGLE_STAGE else 2
@@ -50,14 +52,16 @@ def with_degrees(run: Run, degrees: Degrees) -> ResolvedLayout:
         zero=chosen.zero,
         schedule=chosen.schedule,
         stages_per_rank=per_rank if pp > 1 else 1,
-        context=_context(run, degrees) if cp > 1 else "ring",
+        context=_context(run, degrees) if cp > 1 and not cuts_structures else "ring",
+        cuts_structures=cuts_structures,
     )
     reshard = chosen.reshard_after_forward
     if reshard == "auto":
         reshard = chosen.zero == 3 and pp == 1
     # One rank that shares with nobody has nothing to stream.
     gather = chosen.gather if degrees["dp_shard"] * cp > 1 else "layer"
-    return replace(layout, reshard_after_forward=reshard, gather=gather)
+    branches = branch_sizes(run, layout.data_ranks)
+    return replace(layout, reshard_after_forward=reshard, gather=gather, branch_groups=branches)
 
 
 def legal_layouts(run: Run, world_size: int, devices_per_node: int | None = None) -> Iterator[ResolvedLayout]:
@@ -88,7 +92,7 @@ def _variants(layout: ResolvedLayout) -> Iterator[ResolvedLayout]:
         levels.append((0, False))
     for schedule, per_rank in schedules:
         for zero, reshard in levels:
-            for context in ("ring", "all_to_all") if layout.cp > 1 else ("ring",):
+            for context in ("ring", "all_to_all") if layout.cp > 1 and not layout.cuts_structures else ("ring",):
                 yield replace(
                     layout,
                     schedule=schedule,

@@ -46,7 +46,8 @@ def shard_stage(
     """Shard each block, the embedding, the head and then what is left of `stage`, in place, over [replicas, shards]; or all
     of it as one unit where the stage asks for that.
 
-    Streamed matrices (`layout.hybrid_stop`) are shared out already and stay as they are.
+    Streamed matrices (`layout.hybrid_stop`) are shared out already, and heads of branches (`layout.multitask`) have places
+    of their own: both stay as they are.
 
     dtype: format in which parameters are gathered and used; gradients are reduced in at least float32. copies: exchanges
     among the shards, where collectives do not do them.
@@ -56,14 +57,14 @@ def shard_stage(
     )
     part = stage.part
     blocks: list[nn.Module] = [] if stage.one_unit else list(part.blocks)
-    streamed = streamed_parameters(stage)
+    apart = streamed_parameters(stage) | stage.branch_parameters()
     for block in blocks:
         fully_shard(
             block,
             mesh=mesh,
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
-            ignored_params=streamed & set(block.parameters()),
+            ignored_params=apart & set(block.parameters()),
         )
     if not (stage.shares_table or stage.one_unit):
         # A shared table stays with the root, which both ends of the model can reach.
@@ -71,9 +72,15 @@ def shard_stage(
             fully_shard(part.embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         if part.part.last:
             # Used last in forward and first in backward: freeing it between is waste.
-            fully_shard(part.head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+            fully_shard(
+                part.head,
+                mesh=mesh,
+                mp_policy=policy,
+                reshard_after_forward=False,
+                ignored_params=apart & set(part.head.parameters()),
+            )
     # Of one unit too: its backward pass follows at once, so that freeing it between would cost a gather and save nothing.
-    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=apart)
     for module in _sharded(stage):
         module.set_gradient_divide_factor(1.0)
         # Plain sums: the pre-multiplied sum that FSDP2 would use instead does not exist in gloo.

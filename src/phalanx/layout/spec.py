@@ -34,8 +34,13 @@ class ResolvedLayout:
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     context: str = "ring"
+    """How attention joins positions over `cp`; of no meaning where `cp` is 1 or ranks share out atoms."""
+    cuts_structures: bool = False
+    """Whether ranks of `cp` share out the atoms of structures; follows from the model's family."""
     reshard_after_forward: bool = False
     gather: str = "layer"
+    branch_groups: tuple[int, ...] = ()
+    """Data-parallel ranks of each branch (`data.graphs.branches.BranchGroups.sizes`); empty: all branches on all."""
 
     @property
     def world_size(self) -> int:
@@ -69,12 +74,12 @@ class ResolvedLayout:
 
     def __str__(self) -> str:
         """Everything that is not at its plain value, as it would be written on the command line."""
-        words = [f"{name}={value}" for name, value in self._chosen()]
+        words = [f"{name}={_written(value)}" for name, value in self._chosen()]
         return " ".join(words) or "one rank"
 
     def overrides(self) -> list[str]:
         """The command-line words that lead from any run file to this layout (batch left as it is)."""
-        return [f"layout.{name}={str(value).lower()}" for name, value in self._chosen(everything=True)]
+        return [f"layout.{name}={_written(value).lower()}" for name, value in self._chosen(everything=True)]
 
     def _chosen(self, *, everything: bool = False) -> list[tuple[str, Any]]:
         plain = {field.name: field.default for field in fields(self)}
@@ -86,10 +91,19 @@ class ResolvedLayout:
             chosen.append(("reshard_after_forward", self.reshard_after_forward))
         if everything or self.gather != "layer":
             chosen.append(("gather", self.gather))
+        if everything or self.branch_groups:
+            chosen.append(("branch_groups", self.branch_groups))
         if everything or self.pp > 1:
             chosen += [("schedule", self.schedule), ("stages_per_rank", self.stages_per_rank)]
-        if everything or self.cp > 1:
+        if not self.cuts_structures and (everything or self.cp > 1):
             chosen.append(("context", self.context))
         if not everything:
             chosen = [(name, value) for name, value in chosen if name not in DEGREES or value != plain[name]]
         return chosen
+
+
+def _written(value: Any) -> str:
+    """As in a run file; sizes without spaces, so that they are one word on a command line."""
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]" if value else "off"
+    return str(value)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.data.batch import Batch
 from phalanx.layout.share import SequenceShare
 from phalanx.layout.working_copy import WorkingCopy
 
@@ -56,6 +57,15 @@ class Stage(nn.Module, ABC):
         """Shape of the activations between stages."""
         rows = self.length // (self.share.cp.size * self.share.tp.size)
         return torch.Size((samples, rows, self.part.config.d_model))
+
+    def cut(self, batch: Batch, microbatches: int) -> Batch:
+        """What of `batch`, still in host memory, this rank computes with, in `microbatches` (see `Batch.split`); by default
+        all of it, of which `forward` takes the rank's positions."""
+        return batch
+
+    def branch_parameters(self) -> set[nn.Parameter]:
+        """Those of heads that not all ranks hold (`layout.multitask`), and therefore nobody else's to shard."""
+        return set()
 
     def compile_loss(self) -> None:
         """Compile what of the loss is worth it."""

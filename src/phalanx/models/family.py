@@ -17,6 +17,8 @@ class Family(Protocol):
 
     axes: frozenset[str]
     """The degrees of parallelism that may be more than 1."""
+    cuts_structures: bool
+    """Whether ranks of `cp` share out the atoms of structures; else positions of samples, which attention joins."""
     position_unit: str
     """What a position is, for a person who reads how many are trained on a second."""
 
@@ -49,6 +51,12 @@ class Family(Protocol):
 
     def tied(self, run: Any) -> dict[str, str]:
         """Parameters that are copies of others wherever both are not in one part, by name."""
+
+    def branches(self, run: Any) -> int:
+        """Heads of which each serves a part of the samples; 1 where one serves all."""
+
+    def branch_costs(self, run: Any) -> list[float]:
+        """What the samples of each branch cost in a mean step, in any unit."""
 
     def parameter_count(self, run: Any) -> int:
         """Parameters of the whole model."""

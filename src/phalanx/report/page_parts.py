@@ -119,6 +119,9 @@ def tiles(summary: Summary) -> list[Tile]:
     found.append(Tile("wall", "Wall time", duration(summary.wall_seconds), "", in_steps))
     if math.isfinite(summary.data_wait_share):
         found.append(Tile("data_wait", "Data wait", percent(summary.data_wait_share), "", "of the time in steps"))
+    if math.isfinite(summary.rank_wait_share):
+        waited = "for the slowest, mean over ranks, of the time in steps"
+        found.append(Tile("rank_wait", "Ranks' wait", percent(summary.rank_wait_share), "", waited))
     return found
 
 
@@ -190,8 +193,12 @@ def facts(log: RunLog, summary: Summary) -> list[str]:
 
 
 def time_split(log: RunLog, summary: Summary) -> list[TimePart]:
-    """Computing, data wait and checkpoint stall as parts of the time in steps; empty where no wait was recorded."""
-    waits = [("data wait", summary.data_wait_share, 2), ("checkpoint stall", summary.checkpoint_stall_share, 3)]
+    """Computing, data wait, checkpoint stall and ranks' wait as parts of the time in steps; empty where unrecorded."""
+    waits = [
+        ("data wait", summary.data_wait_share, 2),
+        ("checkpoint stall", summary.checkpoint_stall_share, 3),
+        ("ranks' wait", summary.rank_wait_share, 4),
+    ]
     waits = [(label, min(share, 1.0), colour) for label, share, colour in waits if math.isfinite(share)]
     if not waits:
         return []

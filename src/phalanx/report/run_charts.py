@@ -29,7 +29,7 @@ class RunCharts:
 
 
 def run_charts(log: RunLog) -> RunCharts:
-    """The charts of a run: loss, learning rate, gradient norm, throughput, memory and step time."""
+    """The charts of a run: loss, learning rate, gradient norm, throughput, memory, step time and imbalance of ranks."""
     seconds = np.cumsum(_positive_or_zero(log.columns["step_seconds"]))
     tokens = np.maximum.accumulate(_positive_or_zero(log.columns["tokens"]))
     positions = Positions(log.steps.astype(np.float64), tokens, seconds)
@@ -41,6 +41,7 @@ def run_charts(log: RunLog) -> RunCharts:
         _throughput(log, positions),
         _memory(log, positions),
         _step_time(log, positions),
+        _ranks(log, positions),
     ]
     drawn = [chart for chart in charts if chart is not None]
     marks = Marks(*(_event_positions(log, positions, kind) for kind in ("resume", "checkpoint")))
@@ -113,6 +114,7 @@ FORMATS: dict[str, Callable[[float], str]] = {
     "throughput": count,
     "memory": number,
     "step-time": number,
+    "ranks": number,
 }
 """How each chart's values are written."""
 
@@ -194,11 +196,23 @@ def _step_time(log: RunLog, positions: Positions) -> Chart | None:
         ("step", "whole step", 1, log.columns["step_seconds"]),
         ("data", "data wait", 2, log.column("data_wait_seconds")),
         ("checkpoint", "checkpoint stall", 3, log.column("checkpoint_stall_seconds")),
+        ("ranks", "ranks' wait", 4, log.column("rank_wait_seconds")),
     ]
     # a stall once in many steps has no average worth drawing
-    series = _recorded(columns, positions, averaged=("step", "data"))
+    series = _recorded(columns, positions, averaged=("step", "data", "ranks"))
     explanation = f"The whole of each step, and the parts of it spent waiting.{_strong_line(series)}"
     return _chart_of(series, "step-time", "Step time", "s", explanation)
+
+
+def _ranks(log: RunLog, positions: Positions) -> Chart | None:
+    """Where ranks have uneven shares."""
+    columns = [
+        ("measured", "measured", 1, log.column("imbalance")),
+        ("expected", "by the costs shared out by", 2, log.column("imbalance_expected")),
+    ]
+    series = _recorded(columns, positions, averaged=("measured",))
+    explanation = f"The slowest rank over the mean of all: 1 is perfect.{_strong_line(series)}"
+    return _chart_of(series, "ranks", "Imbalance of ranks", "", explanation)
 
 
 def _chart_of(

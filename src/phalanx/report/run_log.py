@@ -32,6 +32,9 @@ OPTIONAL_COLUMNS = (
     "memory_peak_gib",
     "data_wait_seconds",
     "checkpoint_stall_seconds",
+    "rank_wait_seconds",
+    "imbalance",
+    "imbalance_expected",
 )
 
 

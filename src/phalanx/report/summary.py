@@ -60,6 +60,8 @@ class Summary:
     """Share of `step_seconds` spent waiting for data."""
     checkpoint_stall_share: float
     """Share of `step_seconds` that training stood still for checkpoints."""
+    rank_wait_share: float
+    """Share of `step_seconds` that ranks waited for the slowest, mean over ranks, where their shares are uneven."""
     resumes: int
 
 
@@ -95,6 +97,7 @@ def summarise(log: RunLog) -> Summary:
         step_seconds=_total(seconds),
         data_wait_share=_share(log.column("data_wait_seconds"), seconds),
         checkpoint_stall_share=_share(log.column("checkpoint_stall_seconds"), seconds),
+        rank_wait_share=_share(log.column("rank_wait_seconds"), seconds),
         resumes=len(log.of_kind("resume")),
     )
 

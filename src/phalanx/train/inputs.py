@@ -17,9 +17,11 @@ import torch
 from phalanx.config.schema import Run
 from phalanx.data.batch import BatchStream
 from phalanx.errors import DataError
+from phalanx.layout.apply import Applied
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.train.metrics import RankTimes
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,20 @@ class Inputs:
 
     def write(self, run_dir: Path) -> None:
         """Put beside the run what using the model will need of its data; by default nothing."""
+
+    def watch(self, applied: Applied) -> None:
+        """Learn from what is about to run how to share out samples; by default nothing."""
+
+    def after(self, step: int) -> RankTimes | None:
+        """How evenly ranks computed in `step`, whose results are there. Every rank calls it; by default nothing is known."""
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """What of the data changes as training goes on, for every checkpoint beside `saved`."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state; by default nothing changes."""
 
 
 class Verification:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,8 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
+from phalanx.files import write_atomically
 from phalanx.models.families import family_of
 from phalanx.train.metrics import StepMetrics
+
+TRACKERS = "trackers.json"
+"""File of a run directory: the run's identity in each tracker it was logged to."""
 
 
 class Sink(Protocol):
@@ -89,6 +96,8 @@ def _long(m: StepMetrics, unit: str) -> str:
     if m.memory_peak_gib is not None:
         parts.append(f"mem {m.memory_now_gib:.1f} peak {m.memory_peak_gib:.1f} GiB")
     parts.append(f"data wait {m.data_wait_seconds / m.step_seconds:.1%}")
+    if m.ranks is not None:
+        parts.append(f"ranks wait {m.ranks.rank_wait_seconds / m.step_seconds:.1%}")
     if not m.updated:
         parts.append("NOT UPDATED: gradient not finite")
     return "  ".join(parts)
@@ -131,7 +140,7 @@ class WandbSink:
             project=run.training.wandb,
             dir=str(folder),
             name=folder.name,
-            id=folder.name,
+            id=_identity(folder, "wandb", lambda: uuid.uuid4().hex[:16]),
             resume="allow",
             config=run.model_dump(mode="json"),
         )
@@ -153,8 +162,12 @@ class MlflowSink:
 
     def __init__(self, run: Run, folder: Path) -> None:
         self._mlflow = _optional("mlflow", "mlflow", f"training.mlflow={run.training.mlflow}")
-        self._mlflow.set_experiment(run.training.mlflow)
-        self._mlflow.start_run(run_name=folder.name)
+        experiment = self._mlflow.set_experiment(run.training.mlflow)
+        client = self._mlflow.MlflowClient()
+        known = _identity(
+            folder, "mlflow", lambda: client.create_run(experiment.experiment_id, run_name=folder.name).info.run_id
+        )
+        self._mlflow.start_run(run_id=known)
 
     def step(self, metrics: StepMetrics) -> None:
         """Log the step's numbers."""
@@ -167,6 +180,16 @@ class MlflowSink:
     def close(self) -> None:
         """Finish the MLflow run."""
         self._mlflow.end_run()
+
+
+def _identity(folder: Path, tracker: str, make: Callable[[], str]) -> str:
+    """What a tracker knows this run directory by; made once, so that a resumed run goes on in the same place."""
+    path = folder / TRACKERS
+    known: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if tracker not in known:
+        known[tracker] = make()
+        write_atomically(path, json.dumps(known) + "\n")
+    return known[tracker]
 
 
 def _optional(module: str, extra: str, asked_by: str) -> Any:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.config.families import MaterialsRun
+from phalanx.data.batch import BatchStream
 from phalanx.data.graphs.balance import Division, divide, divide_within, in_turn
 from phalanx.data.graphs.balance_report import report, step_balance
 from phalanx.data.graphs.batches import Collator, Columns, GraphBatch
@@ -23,12 +24,17 @@ from phalanx.data.graphs.shards import PreparedSource, open_prepared
 from phalanx.data.graphs.stream import GraphBatchStream, graph_columns, graph_order
 from phalanx.errors import DataError
 from phalanx.files import write_atomically
+from phalanx.layout.apply import Applied
 from phalanx.layout.execute import Executor
+from phalanx.layout.graph_parallel_stream import ShareStream, cutting_of
 from phalanx.layout.mesh import Mesh
+from phalanx.layout.multitask import branch_groups
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.models.materials.errors import SUMS, quantities
 from phalanx.models.materials.losses import tasks
+from phalanx.train.balancing import Balancer
 from phalanx.train.inputs import Finding, Inputs, Verification
+from phalanx.train.metrics import RankTimes
 
 BALANCE = "balance.json"
 """File of a run directory that says how evenly ranks share the work."""
@@ -39,8 +45,28 @@ _BALANCED_STEPS = 100
 class GraphInputs(Inputs):
     """Opened structures of a run."""
 
+    balancer: Balancer | None = None
+    """Of a run on several ranks."""
     graphs: GraphBatchStream | None = None
-    """The stream, of a run on several ranks."""
+    """Whole batches, of a run with several readers."""
+
+    def watch(self, applied: Applied) -> None:
+        """See `Inputs.watch`."""
+        if self.balancer is not None:
+            self.balancer.watch(applied.stages[0])
+
+    def after(self, step: int) -> RankTimes | None:
+        """See `Inputs.after`."""
+        return None if self.balancer is None else self.balancer.after(step)
+
+    def state(self) -> dict[str, Any]:
+        """See `Inputs.state`."""
+        return {} if self.balancer is None else self.balancer.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See `Inputs.restore`."""
+        if self.balancer is not None:
+            self.balancer.restore(state)
 
     def write(self, run_dir: Path) -> None:
         """How evenly the first steps are shared out, by the cost model; beside it, structures dealt out by number alone."""
@@ -54,6 +80,9 @@ class GraphInputs(Inputs):
             "by_cost": report(step_balance(self.graphs.division(step)) for step in steps).as_dict(),
             "by_number": report(step_balance(in_turn(cost, ranks, 1)) for cost in costs).as_dict(),
         }
+        if self.graphs.branches is not None:
+            apart = report(step_balance(divide(cost, ranks, 1)) for cost in costs)
+            content["by_cost_without_branch_groups"] = apart.as_dict()
         write_atomically(run_dir / BALANCE, json.dumps(content, indent=1) + "\n")
 
 
@@ -62,20 +91,44 @@ def open_inputs(run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: t
     training = open_prepared(run.data, "train")
     _require_elements(run, training)
     columns = columns_of(run, training)
-    stream = GraphBatchStream(
+    budget, pin_memory = run.data.microbatch_cost, device.type != "cpu"
+    graphs = GraphBatchStream(
         graph_order(training, run.data, seed=run.training.seed, global_batch=layout.global_batch),
         columns,
         parts=layout.accumulation,
-        budget=run.data.microbatch_cost,
+        # What one device computes at a time is a share of a micro-batch.
+        budget=None if budget is None else budget * layout.cp,
         oversized_alone=run.data.oversized == "alone",
+        share_by=run.data.share_by,
         rank=mesh.data_rank,
         ranks=layout.data_ranks,
+        branches=branch_groups(layout),
         prefetch=run.data.prefetch,
-        pin_memory=device.type != "cpu",
+        pin_memory=pin_memory and layout.cp == 1,
     )
+    stream: BatchStream = graphs
+    if layout.cp > 1:
+        stream = ShareStream(graphs, layout.accumulation, cutting_of(run, mesh.cp), pin_memory=pin_memory)
     evaluator = GraphEvaluator(run, open_prepared(run.data, "validation"), columns, device, run.evaluation.samples)
     verification = Verification(training if run.data.verify and first else [])
-    return GraphInputs(stream, evaluator, verification, graphs=stream if layout.data_ranks > 1 else None)
+    if layout.data_ranks == 1:
+        return GraphInputs(stream, evaluator, verification)
+    return GraphInputs(
+        stream, evaluator, verification, balancer=_balancer(run, layout, mesh, device, graphs), graphs=graphs
+    )
+
+
+def _balancer(
+    run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: torch.device, stream: GraphBatchStream
+) -> Balancer | None:
+    by_block = run.model.energy is None and mesh.shards.size > 1
+    if by_block or mesh.cp.size > 1:
+        # Ranks wait for each other at every gather or exchange: a rank's own time cannot be told from that.
+        return None
+    # Sums over measured shares would not come out the same to the bit a second time.
+    fits = run.data.share_by == "cost" and not run.training.deterministic
+    every = run.data.fit_cost_every if fits else None
+    return Balancer(stream, mesh, device, every=every, each_waits=layout.zero >= 2 and mesh.shards.size > 1)
 
 
 def columns_of(run: MaterialsRun, sources: Sequence[PreparedSource]) -> Columns:
@@ -181,11 +234,13 @@ class GraphEvaluator:
             rows = mine[start : start + count]
             start += count
             batch = self._read(Located(*(part[rows] for part in vars(found).values())))
-            x, inputs = batch.inputs()
-            result = executor.infer(x, {**inputs, "measured_sources": len(self.sources)}, batch.sample_indices)
+            share = executor.cut(batch, 1).to(self.device)
+            x, inputs = share.inputs()
+            result = executor.infer(x, {**inputs, "measured_sources": len(self.sources)}, share.sample_indices)
             assert result is not None
             sums += result
-            counts += batch.target_counts()
+            if mesh.reads_first:
+                counts += share.target_counts()
         if mesh.world is not None:
             dist.all_reduce(sums, group=mesh.world)
             dist.all_reduce(counts, group=mesh.world)
@@ -209,9 +264,13 @@ class GraphEvaluator:
         data = self.run.data
         model = CostModel(data.cost.node, data.cost.edge, data.cost.graph)
         costs = model.whole(found.atoms, found.edges)
+        groups = branch_groups(layout)
+        deal = None if groups is None else groups.deal(found.source)
         if data.microbatch_cost is not None:
-            return divide_within(costs, layout.data_ranks, costs, int(data.microbatch_cost / model.unit))
-        return divide(costs, layout.data_ranks, -(-len(costs) // (layout.data_ranks * layout.microbatch)))
+            return divide_within(
+                costs, layout.data_ranks, costs, int(data.microbatch_cost * layout.cp / model.unit), deal
+            )
+        return divide(costs, layout.data_ranks, -(-len(costs) // (layout.data_ranks * layout.microbatch)), deal)
 
     def _read(self, found: Located) -> GraphBatch:
         batch = Collator(self.sources, self.columns)(found, (len(found.numbers),))
@@ -221,7 +280,7 @@ class GraphEvaluator:
                 f"a held-out structure has atomic number {heaviest}, model.max_atomic_number="
                 f"{self.run.model.max_atomic_number} is less; set model.max_atomic_number={heaviest} or more"
             )
-        return batch.to(self.device)
+        return batch
 
     def _rows(self, errors: Tensor) -> list[ErrorRow]:
         rows = []

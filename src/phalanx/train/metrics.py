@@ -17,6 +17,20 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
+class RankTimes:
+    """How evenly ranks computed in one step, where their shares are uneven."""
+
+    compute_seconds: float
+    """Forward and backward passes of a rank, as measured, without what it waits for others: mean over ranks."""
+    rank_wait_seconds: float
+    """What a rank waits for the slowest, as measured: mean over ranks."""
+    imbalance: float
+    """The slowest rank's time over the mean, as measured: 1 is perfect."""
+    imbalance_expected: float
+    """Cost of the heaviest rank over the mean, by the costs that the step was shared out by."""
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """One line of metrics.jsonl. None where the device does not tell, or the table has no peak for it."""
 
@@ -47,10 +61,13 @@ class StepMetrics:
     """Part of step_seconds spent waiting for a checkpoint."""
     updated: bool
     """False when the step left the parameters alone because the gradient was not finite."""
+    ranks: RankTimes | None = None
+    """None where all ranks have equal shares."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        return asdict(self)
+        values = asdict(self)
+        return values | (values.pop("ranks") or {})
 
 
 @dataclass(frozen=True)
@@ -90,6 +107,7 @@ class StepMeter:
         seconds: float,
         data_wait: float,
         checkpoint_stall: float,
+        ranks: RankTimes | None = None,
     ) -> StepMetrics:
         """Metrics of one step that took `seconds`, those spent on waiting for data and checkpoint included."""
         rate = self.tokens_per_step / seconds
@@ -111,4 +129,5 @@ class StepMeter:
             data_wait_seconds=data_wait,
             checkpoint_stall_seconds=checkpoint_stall,
             updated=result.updated,
+            ranks=ranks,
         )

@@ -93,7 +93,7 @@ def global_gradient_norm(applied: Applied) -> Tensor:
     """2-norm over the gradients of the whole model, equal on every rank: each element counts once.
 
     Of the ranks that hold the same elements (replicas, tensor-parallel ranks with an unsplit parameter, the two ends of a
-    pipeline with a shared table) one counts them.
+    pipeline with a shared table, the sub-group of a branch) one counts them.
     """
     mesh = applied.mesh
     if mesh.world is None:
@@ -101,7 +101,8 @@ def global_gradient_norm(applied: Applied) -> Tensor:
     counted = []
     for name, parameter in applied.parameters.items():
         alike = (name in applied.tied and mesh.tie.rank) or (name not in applied.splits and mesh.tp.rank)
-        if not alike and mesh.replicas.rank == 0:
+        copy = mesh.branch.rank if name in applied.branch else mesh.replicas.rank
+        if not alike and copy == 0:
             counted.append(parameter)
     sample = next(iter(applied.parameters.values()))
     norm = gradient_norm(counted) if counted else torch.zeros(())

@@ -4,6 +4,7 @@
     machine.json    where it ran               events.jsonl    starts, resumes, checkpoints, evaluations, samples
     checkpoints/    see train.checkpoint       tokenizer/      of the data, where it has one
     tensorboard/  profile/  memory/            when asked for
+    trackers.json   who it is to W&B and MLflow, where it logs to them
 
 A resumed run continues metrics.jsonl without a gap or a repeat: lines past the checkpoint it starts from are dropped.
 """

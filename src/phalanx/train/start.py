@@ -47,8 +47,11 @@ from phalanx.train.step import build_step
 from phalanx.train.trainer import Parts, Trainer
 
 
-def train(run: Run, run_dir: Path) -> None:
+def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
     """Train `run` in `run_dir`, from wherever `training.resume` says, to its last step.
+
+    until: a step to end at before the last one, with an evaluation and a checkpoint as at the last. The run is no other one
+    for it (the learning rate falls towards `training.steps`), so it can go on from there to what it would have been.
 
     Raises ConfigError before anything is allocated when the run cannot be laid out on the ranks that were started,
     DataError and CheckpointError when what is on disk is not usable, Interrupted when asked to stop.
@@ -61,14 +64,16 @@ def train(run: Run, run_dir: Path) -> None:
         torch.use_deterministic_algorithms(True)
     join_process_group(ranks, device)
     try:
-        _train_in_group(run, layout, ranks, device, run_dir)
+        _train_in_group(run, layout, ranks, device, run_dir, until)
     except Interrupted:
         leave_process_group()
         raise
     leave_process_group()
 
 
-def _train_in_group(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device, run_dir: Path) -> None:
+def _train_in_group(
+    run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device, run_dir: Path, until: int | None
+) -> None:
     mesh = build_mesh(layout, device)
     # Before the run directory is made: missing data then leaves nothing behind.
     inputs = open_inputs(run, layout, mesh, device, first=ranks.first)
@@ -76,7 +81,7 @@ def _train_in_group(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torc
         directory = RunDirectory(run_dir)
         directory.create()
         with RunLock(run_dir):
-            _train(run, layout, mesh, ranks, device, directory, inputs)
+            _train(run, layout, mesh, ranks, device, directory, inputs, until)
     finally:
         inputs.stream.close()
 
@@ -89,6 +94,7 @@ def _train(
     device: torch.device,
     directory: RunDirectory,
     inputs: Inputs,
+    until: int | None,
 ) -> None:
     attention = _agree_on_attention(run, layout, device)
     store = CheckpointStore(
@@ -101,7 +107,7 @@ def _train(
     copies = choose_peer_copies(run, layout, mesh, device)
     applied = apply_layout(run, layout, mesh, device, attention, copies)
     step = build_step(run, applied, device)
-    first_step = _begin(run, store, applied, step.optimizer, step.scaler, inputs.stream.fingerprint)
+    first_step = _begin(run, store, applied, step.optimizer, step.scaler, inputs)
     applied.refresh()
     peaks = find_peaks(run, device, PRECISIONS[run.layout.precision])
     if ranks.first:
@@ -112,6 +118,7 @@ def _train(
         inputs.write(directory.path)
         directory.event("resume" if first_step else "start", first_step, attention=attention.name)
     inputs.stream.seek(first_step)
+    inputs.watch(applied)
     parts = Parts(
         run=run,
         layout=layout,
@@ -127,7 +134,7 @@ def _train(
         sinks=open_sinks(run, directory.path, first_step) if ranks.first else [],
     )
     try:
-        Trainer(parts, first_step).train()
+        Trainer(parts, first_step, until).train()
     finally:
         for sink in parts.sinks:
             sink.close()
@@ -158,7 +165,7 @@ def _begin(
     applied: Applied,
     optimizer: torch.optim.Optimizer,
     scaler: GradScaler | None,
-    data_fingerprint: str,
+    inputs: Inputs,
 ) -> int:
     """Load the checkpoint the run goes on from, if any; returns the last step already done."""
     resume = run.training.resume
@@ -183,7 +190,8 @@ def _begin(
             load_weights(Path(run.training.init_from), applied)
         return 0
     checkpoint, state = loaded
-    _check_same_run(run, state, data_fingerprint, str(checkpoint.path))
+    _check_same_run(run, state, inputs.stream.fingerprint, str(checkpoint.path))
+    inputs.restore(state)
     if scaler is not None and state["scaler"] is not None:
         scaler.load_state_dict(state["scaler"])
     set_rng_state(state["rng"])

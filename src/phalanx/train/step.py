@@ -71,7 +71,7 @@ class TrainStep:
 
     def enqueue(self, step: int, batch: Batch) -> Tensor:
         """The same without waiting for the device: mean loss and gradient norm as they will be, float64 [2]."""
-        batch = batch.to(self.device)
+        batch = self.executor.cut(batch, self.executor.layout.accumulation).to(self.device)
         targets = self._targets(batch)
         scale = 1.0 / targets if self.scaler is None else self.scaler.scale(1.0 / targets)
         loss = self._sum_over_ranks(self.executor.forward_backward(step, batch, scale))

@@ -47,11 +47,12 @@ class Parts:
 
 
 class Trainer:
-    """Trains from `first_step` (the last step already done) to the run's last step."""
+    """Trains from `first_step` (the last step already done) to step `until`, by default the run's last one."""
 
-    def __init__(self, parts: Parts, first_step: int) -> None:
+    def __init__(self, parts: Parts, first_step: int, until: int | None = None) -> None:
         self.parts = parts
         self.run = parts.run
+        self.until = parts.run.training.steps if until is None else min(until, parts.run.training.steps)
         self.step = first_step
         self.saved_step = first_step if first_step else -1
         self.stall = 0.0
@@ -64,12 +65,12 @@ class Trainer:
         Raises Interrupted after a first SIGINT or SIGTERM, and PhalanxError on a non-finite step under
         `training.on_nonfinite=stop`.
         """
-        if self.step >= self.run.training.steps:
+        if self.step >= self.until:
             self._note(f"already trained to step {self.step}; raise training.steps to go on")
             return
         start = time.perf_counter()
         with StopRequest() as stop, self.parts.attention.active():
-            for step in range(self.step + 1, self.run.training.steps + 1):
+            for step in range(self.step + 1, self.until + 1):
                 self._one_step(step)
                 signal_number = stop.agreed(self.parts.device)
                 if signal_number:
@@ -98,6 +99,7 @@ class Trainer:
             seconds=seconds,
             data_wait=wait,
             checkpoint_stall=self.stall,
+            ranks=self.parts.inputs.after(step),
         )
         self.parts.inputs.verification.raise_if_failed()
         self._check_finite(metrics)
@@ -105,7 +107,7 @@ class Trainer:
         # The line is on disk before a checkpoint of the same step can be: a resumed run then has no gap.
         self._log(metrics)
         self.stall = 0.0
-        if step < self.run.training.steps:
+        if step < self.until:
             if _due(step, self.run.checkpoint.every):
                 self.stall = self._save()
             if _due(step, self.run.evaluation.every):
@@ -158,6 +160,7 @@ class Trainer:
             "rng": rng_state(),
             "run": dump_run(self.run),
             **self.parts.inputs.saved,
+            **self.parts.inputs.state(),
             "phalanx": __version__,
             "torch": str(torch.__version__),
         }

@@ -62,6 +62,8 @@ def compare(
     patterns of the parameters whose gradients are 0 but for rounding.
     """
     checks = _activations(mine, reference, bound)
+    # Largest of any step: a branch that one step has no sample of has moved in others.
+    norms: dict[str, float] = {}
     for number, step in enumerate(mine.steps, 1):
         wanted = None if reference is None else reference.steps[number - 1]
         losses = _spread([step.loss, step.grad_norm], None if wanted is None else [wanted.loss, wanted.grad_norm])
@@ -70,11 +72,11 @@ def compare(
         names = sorted(errors, key=lambda name: -layer_of(name, bound.layers))
         checks += [Check("gradient", n, number, errors[n].relative, bound.gradient(n)) for n in names]
         checks.append(Check("gradient norm", "", number, losses[1], bound.gradient("embedding")))
-        gradients = errors
+        norms |= {name: max(error.norm, norms.get(name, 0.0)) for name, error in errors.items()}
     errors = _tensors(mine.parameters, None if reference is None else reference.parameters)
     for name, error in errors.items():
         # In units of the parameter: how much of it a relative error of its gradient can move in all steps.
-        gain = len(mine.steps) * update_gain * gradients[name].norm / max(error.norm, 1e-30)
+        gain = len(mine.steps) * update_gain * norms[name] / max(error.norm, 1e-30)
         checks.append(Check("parameter", name, len(mine.steps), error.relative, bound.parameter(name, gain=gain)))
     return checks
 

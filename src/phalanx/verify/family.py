@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from phalanx.config.schema import Run
 from phalanx.data.batch import Batch
+from phalanx.layout.spec import ResolvedLayout
 
 
 class FamilyVerification(Protocol):
@@ -17,6 +18,11 @@ class FamilyVerification(Protocol):
 
     def samples(self, run: Any, step: int, first: int, count: int, global_batch: int) -> Batch:
         """Samples `first` to `first + count` of the global batch of `step` (from 1): a function of their numbers alone."""
+
+    def branch_samples(self, run: Any, step: int, layout: ResolvedLayout, rank: int) -> Batch:
+        """The same samples, of those the ones that data-parallel rank `rank` of a layout with sub-groups for branches reads.
+
+        Asked only of families whose models have branches."""
 
     def reduced(self, run: Any, world_size: int) -> dict[str, dict[str, Any]]:
         """Sections with the fields that make `run` small, such that any layout legal for it on `world_size` ranks stays

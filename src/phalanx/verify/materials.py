@@ -14,6 +14,8 @@ from phalanx.config.materials import MaterialsModel
 from phalanx.counter_random import normal_values, random_bits, stream_key
 from phalanx.data.graphs.batches import LABELS, GraphBatch
 from phalanx.data.graphs.device_neighbours import device_edges
+from phalanx.layout.multitask import branch_groups
+from phalanx.layout.spec import ResolvedLayout
 from phalanx.models.materials.losses import tasks
 from phalanx.models.materials.sizes import in_words
 
@@ -37,51 +39,66 @@ class MaterialsVerification:
         So ranks differ in structures, atoms and targets, and some have nothing to do: an average over ranks in place of
         a sum over targets shows, and so does a rank that leaves a collective out. Positions are float64.
         """
-        numbers = torch.arange(first, first + count) + (step - 1) * global_batch
-        numbers = numbers[~torch.isin(numbers % 8, torch.tensor(_ABSENT))]
-        model, graphs = run.model, len(numbers)
-        atoms_G = 1 + _bits("atoms", numbers, 1)[:, 0] % _LARGEST
-        graph_N = torch.repeat_interleave(atoms_G)
-        in_graph_N = torch.arange(len(graph_N)) - (atoms_G.cumsum(0) - atoms_G)[graph_N]
-        step_length = _SPACING * model.cutoff
-        cells_G33 = torch.eye(3, dtype=torch.float64) * (3.3 * step_length)
-        cells_G33 = cells_G33 + 0.1 * step_length * _normals("cells", numbers, 9).view(-1, 3, 3)
-        # A third of them are molecules.
-        cells_G33 = torch.where((numbers % 3 == 0)[:, None, None], 0.0, cells_G33)
-        positions_N3 = _on_grid(in_graph_N) * step_length
-        moves_GN = _normals("positions", numbers, 3 * _LARGEST).view(graphs, _LARGEST, 3)
-        positions_N3 = positions_N3 + 0.1 * step_length * moves_GN[graph_N, in_graph_N]
-        species = 1 + _bits("species", numbers, _LARGEST) % model.max_atomic_number
-        edges = device_edges(positions_N3, cells_G33, model.cutoff, graph_N=graph_N)
-        labels = {task.label: _label(task.label, run, numbers, graph_N, in_graph_N, cells_G33) for task in tasks(model)}
-        per_graph = torch.zeros(graphs, dtype=torch.int64).index_add_(
-            0, graph_N[edges.edges_2E[1]], torch.ones(edges.edges_2E.shape[1], dtype=torch.int64)
-        )
-        given: dict[str, Any] = dict.fromkeys(LABELS) | labels
-        return GraphBatch(
-            **given,
-            species_N=species[graph_N, in_graph_N],
-            positions_N3=positions_N3,
-            graph_N=graph_N,
-            edges_2E=edges.edges_2E,
-            shifts_E3=edges.shifts_E3,
-            cells_G33=cells_G33,
-            source_G=numbers % len(model.branches),
-            total_charge_G=(numbers % 2).double(),
-            sample_indices=numbers,
-            atoms=np.asarray(atoms_G),
-            edges=np.asarray(per_graph),
-            graphs_by_part=(graphs,),
-            tasks=tuple(task.label for task in tasks(model)),
-        )
+        return _structures(run, torch.arange(first, first + count) + (step - 1) * global_batch)
+
+    def branch_samples(self, run: MaterialsRun, step: int, layout: ResolvedLayout, rank: int) -> GraphBatch:
+        """Dealt out by number of structures among the ranks of each branch: uneven, and some ranks have none."""
+        groups = branch_groups(layout)
+        assert groups is not None
+        numbers = torch.arange(layout.global_batch) + (step - 1) * layout.global_batch
+        source = np.asarray(numbers % len(run.model.branches))
+        dealt = groups.deal(source)(np.ones_like(source), groups.ranks)
+        return _structures(run, numbers[torch.from_numpy(dealt) == rank])
 
     def reduced(self, run: MaterialsRun, world_size: int) -> dict[str, dict[str, Any]]:
         """Small widths, few layers, elements and branches; body, heads, losses and kinds of attention as they are."""
-        return {"model": _reduced_model(run.model).model_dump()}
+        # Sub-groups are sized for each branch that there is.
+        branches = _BRANCHES if run.layout.branch_groups == "off" else len(run.model.branches)
+        return {"model": _reduced_model(run.model, branches).model_dump()}
 
     def in_words(self, run: MaterialsRun) -> str:
         """Body and sizes."""
         return in_words(run.model)
+
+
+def _structures(run: MaterialsRun, numbers: Tensor) -> GraphBatch:
+    """Those with these global sample numbers."""
+    numbers = numbers[~torch.isin(numbers % 8, torch.tensor(_ABSENT))]
+    model, graphs = run.model, len(numbers)
+    atoms_G = 1 + _bits("atoms", numbers, 1)[:, 0] % _LARGEST
+    graph_N = torch.repeat_interleave(atoms_G)
+    in_graph_N = torch.arange(len(graph_N)) - (atoms_G.cumsum(0) - atoms_G)[graph_N]
+    step_length = _SPACING * model.cutoff
+    cells_G33 = torch.eye(3, dtype=torch.float64) * (3.3 * step_length)
+    cells_G33 = cells_G33 + 0.1 * step_length * _normals("cells", numbers, 9).view(-1, 3, 3)
+    # A third of them are molecules.
+    cells_G33 = torch.where((numbers % 3 == 0)[:, None, None], 0.0, cells_G33)
+    positions_N3 = _on_grid(in_graph_N) * step_length
+    moves_GN = _normals("positions", numbers, 3 * _LARGEST).view(graphs, _LARGEST, 3)
+    positions_N3 = positions_N3 + 0.1 * step_length * moves_GN[graph_N, in_graph_N]
+    species = 1 + _bits("species", numbers, _LARGEST) % model.max_atomic_number
+    edges = device_edges(positions_N3, cells_G33, model.cutoff, graph_N=graph_N)
+    labels = {task.label: _label(task.label, run, numbers, graph_N, in_graph_N, cells_G33) for task in tasks(model)}
+    per_graph = torch.zeros(graphs, dtype=torch.int64).index_add_(
+        0, graph_N[edges.edges_2E[1]], torch.ones(edges.edges_2E.shape[1], dtype=torch.int64)
+    )
+    given: dict[str, Any] = dict.fromkeys(LABELS) | labels
+    return GraphBatch(
+        **given,
+        species_N=species[graph_N, in_graph_N],
+        positions_N3=positions_N3,
+        graph_N=graph_N,
+        edges_2E=edges.edges_2E,
+        shifts_E3=edges.shifts_E3,
+        cells_G33=cells_G33,
+        source_G=numbers % len(model.branches),
+        total_charge_G=(numbers % 2).double(),
+        sample_indices=numbers,
+        atoms=np.asarray(atoms_G),
+        edges=np.asarray(per_graph),
+        graphs_by_part=(graphs,),
+        tasks=tuple(task.label for task in tasks(model)),
+    )
 
 
 def _label(
@@ -121,7 +138,7 @@ def _counters(numbers: Tensor, count: int) -> Tensor:
     return numbers[:, None] * (1 << 32) + torch.arange(count)
 
 
-def _reduced_model(model: MaterialsModel) -> MaterialsModel:
+def _reduced_model(model: MaterialsModel, branches: int) -> MaterialsModel:
     changes: dict[str, Any] = {
         "preset": None,
         "n_layers": min(model.n_layers, 3),
@@ -129,7 +146,7 @@ def _reduced_model(model: MaterialsModel) -> MaterialsModel:
         "n_radial": min(model.n_radial, 5),
         "max_atomic_number": min(model.max_atomic_number, 8),
         "mean_neighbors": min(model.mean_neighbors, 8.0),
-        "branches": [branch.model_dump() for branch in model.branches[:_BRANCHES]],
+        "branches": [branch.model_dump() for branch in model.branches[:branches]],
     }
     if model.attention is not None:
         changes["attention"] = {**model.attention.model_dump(), "heads": _HEADS}

@@ -77,10 +77,14 @@ def record(
     handles = []
     if activations:
         handles = [handle for stage in applied.stages for handle in _watch(stage, seen, first, layout.microbatch)]
-    samples = family_verification(run).samples
+    family = family_verification(run)
     done = []
     for number in range(1, steps + 1):
-        result = step.run(number, samples(run, number, first, share, layout.global_batch))
+        if layout.branch_groups:
+            batch = family.branch_samples(run, number, layout, mesh.data_rank)
+        else:
+            batch = family.samples(run, number, first, share, layout.global_batch)
+        result = step.run(number, batch)
         done.append(StepRecord(result.loss, result.grad_norm, step.gradients))
         for handle in handles:
             handle.remove()

@@ -34,8 +34,9 @@ def full_run(run: Run, precision: str, steps: int, _world_size: int) -> Run:
 
 def one_rank(run: Run) -> Run:
     """The same run on one rank."""
-    alone = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "pp": 1, "zero": 3, "reshard_after_forward": "auto"}
-    return _changed(run, layout={**alone, "schedule": "1f1b", "stages_per_rank": "auto", "context": "auto"})
+    degrees = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "pp": 1, "zero": 3, "reshard_after_forward": "auto"}
+    others = {"schedule": "1f1b", "stages_per_rank": "auto", "context": "auto", "branch_groups": "off"}
+    return _changed(run, layout={**degrees, **others})
 
 
 def _common(precision: str, steps: int) -> dict[str, dict[str, Any]]:

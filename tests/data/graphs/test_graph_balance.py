@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from phalanx.data.graphs.balance import Division, divide, divide_within, in_turn, longest_first
@@ -43,6 +43,7 @@ def check_whole(division: Division, costs: np.ndarray, ranks: int, parts: int) -
 
 @settings(max_examples=150, deadline=None)
 @given(costs_of, st.integers(1, 9), st.integers(1, 4))
+@example(np.array([1, 1, 1, 3, 196900, 196900, 196900, 196902]), 4, 1)
 def test_every_structure_is_shared_out_once_and_no_rank_gets_much_more(
     costs: np.ndarray, ranks: int, parts: int
 ) -> None:

@@ -199,7 +199,7 @@ def test_measured_costs_move_structures_between_ranks_but_not_between_steps(
     streams = [stream_of(data, sources, rank=rank, ranks=2) for rank in range(2)]
     before = [[stream.batch(step) for stream in streams] for step in range(1, STEPS)]
     for stream in streams:
-        stream.use_costs(CostModel(node=0.0, edge=1.0))
+        stream.use_costs(CostModel(node=0.0, edge=1.0), first=1)
     after = [[stream.batch(step) for stream in streams] for step in range(1, STEPS)]
     moved = 0
     for old, new in zip(before, after, strict=True):

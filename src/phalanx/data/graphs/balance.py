@@ -7,11 +7,15 @@ micro-batches, since ranks wait for each other once a step and micro-batches of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from phalanx.data.graphs.ragged import Int64Array
+
+Deal = Callable[[Int64Array, int], Int64Array]
+"""The rank [n] of structures of these costs [n], of so many ranks."""
 
 
 @dataclass(frozen=True)
@@ -32,21 +36,23 @@ class Division:
         return float(ranks.max() / ranks.mean())
 
 
-def divide(costs: Int64Array, ranks: int, parts: int) -> Division:
+def divide(costs: Int64Array, ranks: int, parts: int, deal: Deal | None = None) -> Division:
     """Share out structures of these costs [n], each > 0, over `ranks` ranks with `parts` micro-batches each.
 
     A micro-batch is empty only where there are fewer structures than micro-batches, or some that outweigh all others.
+    deal: chooses ranks; longest first among all of them where it is None.
     """
-    rank = longest_first(costs, ranks)
+    rank = (deal or longest_first)(costs, ranks)
     return _division(costs, rank, _within_ranks(costs, rank, ranks, parts), ranks, parts)
 
 
-def divide_within(costs: Int64Array, ranks: int, sizes: Int64Array, budget: int) -> Division:
+def divide_within(costs: Int64Array, ranks: int, sizes: Int64Array, budget: int, deal: Deal | None = None) -> Division:
     """Share out over ranks by `costs`, and within each by `sizes` [n], with as few micro-batches a rank as `budget` allows.
 
     No micro-batch is larger than the budget, except a structure that is so alone and is then a micro-batch of its own.
+    deal: as in `divide`.
     """
-    rank = longest_first(costs, ranks)
+    rank = (deal or longest_first)(costs, ranks)
     parts = max(1, -(-int(_summed(sizes, rank, ranks).max()) // budget))
     while True:
         part = _within_ranks(sizes, rank, ranks, parts)
@@ -64,11 +70,15 @@ def in_turn(costs: Int64Array, ranks: int, parts: int) -> Division:
     return _division(costs, rank, part, ranks, parts)
 
 
+def by_number(costs: Int64Array, ranks: int) -> Int64Array:
+    """The rank [n] of each structure as a plain sampler deals: equal numbers in the order in which they come."""
+    return np.arange(len(costs), dtype=np.int64) * ranks // max(len(costs), 1)
+
+
 def longest_first(costs: Int64Array, bins: int) -> Int64Array:
     """The bin [n] of each item, many at a time.
 
-    As long as the next item would lift the emptiest bin above some others, those others come before that bin gets a
-    second one: all of them are served at once.
+    As long as no bin that was just served is emptier than the next one, each gets one item: all of them are served at once.
     """
     chosen = np.zeros(len(costs), dtype=np.int64)
     if bins == 1:
@@ -78,11 +88,14 @@ def longest_first(costs: Int64Array, bins: int) -> Int64Array:
     place = 0
     while place < len(order):
         by_load = np.argsort(loads, kind="stable")
-        limit = loads[by_load[0]] + costs[order[place]]
-        served = min(int(np.searchsorted(loads[by_load], limit)), len(order) - place)
-        items = order[place : place + served]
-        chosen[items] = by_load[:served]
-        loads[by_load[:served]] += costs[items]
+        items = order[place : place + bins]
+        before = loads[by_load[: len(items)]]
+        # A bin is next as long as none of those just served has become emptier than it.
+        emptiest = np.minimum.accumulate(before + costs[items])
+        late = np.flatnonzero(before[1:] >= emptiest[:-1])
+        served = int(late[0]) + 1 if late.size else len(items)
+        chosen[items[:served]] = by_load[:served]
+        loads[by_load[:served]] += costs[items[:served]]
         place += served
     return chosen
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.data.graphs.labels import KINDS
 from phalanx.data.graphs.order import Located
-from phalanx.data.graphs.ragged import Int64Array, offsets, ragged_ranges
+from phalanx.data.graphs.ragged import Int64Array, offsets
 from phalanx.data.graphs.shards import LABEL_DTYPES, PreparedSource
 
 _PER_ATOM = ("species_N", "positions_N3", "graph_N", "forces_N3", "charges_N", "atom_properties_NP")
@@ -181,9 +181,6 @@ class Collator:
             for shard in np.unique(shards).tolist():
                 chosen = shards == shard
                 _Filler(source, shard, rows[chosen], mine[chosen], nodes, edges).fill(arrays, self.columns)
-        graph_E = np.repeat(np.arange(len(found.numbers)), found.edges)
-        arrays["edges_2E"] += nodes[graph_E]
-        arrays["shifts_E3"] = _shifts(arrays.pop("images_E3"), arrays["cells_G33"], graph_E)
         if "total_charge_G" in arrays:
             np.nan_to_num(arrays["total_charge_G"], copy=False)
         tensors: dict[str, Any] = dict.fromkeys(("total_charge_G", *LABELS))
@@ -204,7 +201,7 @@ class Collator:
             "positions_N3": np.empty((atoms, 3), dtype=np.float32),
             "cells_G33": np.empty((graphs, 3, 3), dtype=np.float32),
             "edges_2E": np.empty((2, edges), dtype=np.int64),
-            "images_E3": np.zeros((edges, 3), dtype=np.float32),
+            "shifts_E3": np.zeros((edges, 3), dtype=np.float32),
         }
         for name in self.columns.labels:
             shape = (atoms if KINDS[name].per_atom else graphs, *KINDS[name].shape)
@@ -216,20 +213,11 @@ class Collator:
         return arrays
 
 
-def _shifts(
-    images_E3: npt.NDArray[np.float32], cells_G33: npt.NDArray[np.float32], graph_E: Int64Array
-) -> npt.NDArray[np.float32]:
-    """The images as vectors in A; most edges of most structures lead to no image."""
-    shifts_E3 = np.zeros_like(images_E3)
-    first_E, second_E, third_E = images_E3.T
-    # Column by column: any(axis=1) over rows of three is many times slower.
-    across = np.flatnonzero((first_E != 0.0) | (second_E != 0.0) | (third_E != 0.0))
-    shifts_E3[across] = np.einsum("ek,ekj->ej", images_E3[across], cells_G33[graph_E[across]])
-    return shifts_E3
-
-
 class _Filler:
-    """Copies chosen structures of one shard to their places in a batch."""
+    """Copies chosen structures of one shard to their places in a batch, run by run.
+
+    A run of a structure's atoms or edges lies together on both sides; an index for each edge would cost many times more.
+    """
 
     def __init__(
         self,
@@ -244,27 +232,30 @@ class _Filler:
         self._arrays = source.shard(shard)
         self._rows = rows
         self._graphs = graphs
-        self._node_from, self._node_to = self._ranges("node_starts", nodes)
-        self._edge_from, self._edge_to = self._ranges("edge_starts", edges)
+        self._nodes = nodes[graphs]
+        self._atoms = _runs(self._arrays["node_starts"], rows, self._nodes)
+        self._edges = _runs(self._arrays["edge_starts"], rows, edges[graphs])
 
     def fill(self, arrays: dict[str, npt.NDArray[Any]], columns: Columns) -> None:
         shard = self._arrays
-        arrays["species_N"][self._node_to] = shard["species"][self._node_from]
-        arrays["positions_N3"][self._node_to] = shard["positions"][self._node_from]
         arrays["cells_G33"][self._graphs] = shard["cells"][self._rows]
-        arrays["edges_2E"][0, self._edge_to] = shard["source"][self._edge_from]
-        arrays["edges_2E"][1, self._edge_to] = shard["target"][self._edge_from]
+        _copy(arrays["species_N"], shard["species"], self._atoms)
+        _copy(arrays["positions_N3"], shard["positions"], self._atoms)
+        for row, name in enumerate(("source", "target")):
+            numbers_E, ours_E = arrays["edges_2E"][row], shard[name]
+            for (to, where), node in zip(self._edges, self._nodes, strict=True):
+                np.add(ours_E[where], node, out=numbers_E[to], dtype=np.int64)
         if "images" in shard:
-            arrays["images_E3"][self._edge_to] = shard["images"][self._edge_from]
+            for (to, where), cell_33 in zip(self._edges, arrays["cells_G33"][self._graphs], strict=True):
+                np.matmul(shard["images"][where].astype(np.float32), cell_33, out=arrays["shifts_E3"][to])
         for name in columns.labels:
             if name in shard:
-                to, where = self._places(KINDS[name].per_atom)
-                arrays[_FIELDS[name]][to] = shard[name][where]
+                self._put(arrays[_FIELDS[name]], shard[name], KINDS[name].per_atom)
         manifest = self._source.manifest
-        self._copy_columns(arrays, "properties", manifest.properties, columns.properties, per_atom=False)
-        self._copy_columns(arrays, "atom_properties", manifest.atom_properties, columns.atom_properties, per_atom=True)
+        self._put_columns(arrays, "properties", manifest.properties, columns.properties, per_atom=False)
+        self._put_columns(arrays, "atom_properties", manifest.atom_properties, columns.atom_properties, per_atom=True)
 
-    def _copy_columns(
+    def _put_columns(
         self,
         arrays: dict[str, npt.NDArray[Any]],
         name: str,
@@ -273,17 +264,30 @@ class _Filler:
         *,
         per_atom: bool,
     ) -> None:
-        to, where = self._places(per_atom)
         field = "atom_properties_NP" if per_atom else "properties_GP"
         for column, label in enumerate(wanted):
             if label in there:
-                arrays[field][to, column] = self._arrays[name][where, there.index(label)]
+                self._put(arrays[field][:, column], self._arrays[name][:, there.index(label)], per_atom)
 
-    def _places(self, per_atom: bool) -> tuple[Int64Array, Int64Array]:
-        """Rows of the batch and rows of the shard."""
-        return (self._node_to, self._node_from) if per_atom else (self._graphs, self._rows)
+    def _put(self, to: npt.NDArray[Any], numbers: npt.NDArray[Any], per_atom: bool) -> None:
+        if per_atom:
+            _copy(to, numbers, self._atoms)
+        else:
+            to[self._graphs] = numbers[self._rows]
 
-    def _ranges(self, name: str, places: Int64Array) -> tuple[Int64Array, Int64Array]:
-        starts = self._arrays[name]
-        first, lengths = starts[self._rows], starts[self._rows + 1] - starts[self._rows]
-        return ragged_ranges(first, lengths), ragged_ranges(places[self._graphs], lengths)
+
+Runs = list[tuple[slice, slice]]
+"""Where each structure's run goes, and where it comes from."""
+
+
+def _runs(starts: Int64Array, rows: Int64Array, places: Int64Array) -> Runs:
+    first, last = starts[rows].tolist(), starts[rows + 1].tolist()
+    return [
+        (slice(to, to + end - start), slice(start, end))
+        for to, start, end in zip(places.tolist(), first, last, strict=True)
+    ]
+
+
+def _copy(to: npt.NDArray[Any], numbers: npt.NDArray[Any], runs: Runs) -> None:
+    for there, here in runs:
+        to[there] = numbers[here]

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
 from phalanx.config.graph_data import GraphData
-from phalanx.data.graphs.balance import Division, divide, divide_within
+from phalanx.data.graphs.balance import Division, by_number, divide, divide_within, longest_first
 from phalanx.data.graphs.batches import LABELS, Collator, Columns, GraphBatch
+from phalanx.data.graphs.branches import BranchGroups
 from phalanx.data.graphs.cost import CostModel
 from phalanx.data.graphs.order import GraphOrder, Located
 from phalanx.data.graphs.ragged import Int64Array
 from phalanx.data.graphs.shards import PreparedSource
 from phalanx.data.stream import SteppedStream
 from phalanx.errors import ConfigError, DataError
+
+_STEPS_KEPT = 128
+"""Of which the imbalance is known: more than can be read ahead."""
 
 
 class GraphBatchStream(SteppedStream[GraphBatch]):
@@ -34,6 +39,8 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
         oversized_alone: bool = False,
         rank: int = 0,
         ranks: int = 1,
+        branches: BranchGroups | None = None,
+        share_by: Literal["cost", "number"] = "cost",
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
@@ -41,7 +48,9 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
 
         parts: micro-batches of each rank in each step. budget: most cost of a micro-batch in units of the order's cost
         model; each step then has as many micro-batches as that needs, on every rank the same number, and `parts` is not
-        looked at. oversized_alone: whether a structure above the budget is a micro-batch of its own.
+        looked at. oversized_alone: whether a structure above the budget is a micro-batch of its own. branches: which ranks
+        read which sources; None where all read all. share_by: whether ranks get equal cost, or equal numbers of structures
+        (which branches go before).
 
         Raises DataError for a structure above the budget, naming it, unless that is allowed.
         """
@@ -54,8 +63,12 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
         self.pin_memory = pin_memory
         self.fingerprint = order.fingerprint
         self._collate = Collator(order.sources, columns)
-        self._shares = order.cost
+        self.costs: tuple[tuple[int, CostModel], ...] = ((1, order.cost),)
+        """First step, and the costs by which structures are shared out from it on; in order."""
+        self._imbalances: dict[int, float] = {}
         self._budget = budget
+        self.branches = branches
+        self._deal = by_number if share_by == "number" else longest_first
         if budget is not None and not oversized_alone:
             for source in order.sources:
                 _check_budget(source, order.cost, budget)
@@ -63,7 +76,10 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
     def batch(self, step: int) -> GraphBatch:
         """This rank's structures of optimizer step `step`, counted from 1; ordered by micro-batch, then sample number."""
         found = self.order.batch(step)
-        division = self._divide(found)
+        division = self._divide(step, found)
+        # One thread writes and another reads: single operations alone.
+        self._imbalances[step] = division.imbalance
+        self._imbalances.pop(step - _STEPS_KEPT, None)
         mine = np.flatnonzero(division.rank == self.rank)
         mine = mine[np.argsort(division.part[mine], kind="stable")]
         parts = np.bincount(division.part[mine], minlength=division.loads.shape[1])
@@ -73,23 +89,37 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
 
     def division(self, step: int) -> Division:
         """How the global batch of `step` is shared out over all ranks; its costs are those of `use_costs`."""
-        return self._divide(self.order.batch(step))
+        return self._divide(step, self.order.batch(step))
 
-    def use_costs(self, costs: CostModel) -> None:
-        """Share out every later batch by these costs, as measured. All ranks must do so after the same step.
+    def imbalance(self, step: int) -> float:
+        """Largest cost of a rank over the mean in `step`, which must be among the last to have been read."""
+        return self._imbalances[step]
+
+    @property
+    def reach(self) -> int:
+        """Steps from the last one taken to the first that surely nobody has begun to read: those kept ready lie between,
+        and one in the reader's hand."""
+        return self.prefetch + 2
+
+    def use_costs(self, costs: CostModel, *, first: int) -> None:
+        """Share out step `first` and all later ones by these costs, as measured. All ranks must do so for the same step.
 
         Which structures a global batch holds does not change: that is cut by the cost model of the order.
         """
-        self.seek(self._step)
-        self._shares = costs
+        assert self._ahead is None or first >= self._step + self.reach, (first, self._step)
+        before = [entry for entry in self.costs if entry[0] < first]
+        past = [entry for entry in before if entry[0] <= self._step]
+        self.costs = (*past[-1:], *before[len(past) :], (first, costs))
 
-    def _divide(self, found: Located) -> Division:
-        costs = self._shares.whole(found.atoms, found.edges)
+    def _divide(self, step: int, found: Located) -> Division:
+        shares = [costs for first, costs in self.costs if first <= step][-1]
+        costs = shares.whole(found.atoms, found.edges)
+        deal = self._deal if self.branches is None else self.branches.deal(found.source)
         if self._budget is None:
-            return divide(costs, self.ranks, self.parts)
+            return divide(costs, self.ranks, self.parts, deal)
         # The budget is about memory, which measured times say nothing of: it keeps to the declared costs.
         sizes = self.order.cost.whole(found.atoms, found.edges)
-        return divide_within(costs, self.ranks, sizes, int(self._budget / self.order.cost.unit))
+        return divide_within(costs, self.ranks, sizes, int(self._budget / self.order.cost.unit), deal)
 
 
 def graph_columns(

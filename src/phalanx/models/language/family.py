@@ -13,6 +13,7 @@ class LanguageFamily:
     """See `models.family.Family`."""
 
     axes = frozenset(("dp_replicate", "dp_shard", "tp", "cp", "pp"))
+    cuts_structures = False
     vanishing: tuple[str, ...] = ()
     position_unit = "tok"
 
@@ -51,6 +52,14 @@ class LanguageFamily:
     def tied(self, run: LanguageRun) -> dict[str, str]:
         """The output head's copy of the token table."""
         return declare.TIED if run.model.tied_head else {}
+
+    def branches(self, run: LanguageRun) -> int:
+        """One: all samples pass the same head."""
+        return 1
+
+    def branch_costs(self, run: LanguageRun) -> list[float]:
+        """Of that one."""
+        return [1.0]
 
     def parameter_count(self, run: LanguageRun) -> int:
         """See `sizes`."""

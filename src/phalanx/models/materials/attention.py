@@ -51,29 +51,46 @@ def _linear(query_NHE: Tensor, key_NHE: Tensor, value_NHE: Tensor, geometry: Geo
     sums_GHEF = products_NHEF.new_zeros((geometry.graphs, *products_NHEF.shape[1:])).index_add(
         0, geometry.graph_N, products_NHEF
     )
+    sums_GHEF = geometry.exchange.over_graphs(sums_GHEF)
     mixed_NHF = (query[..., :, None] * sums_GHEF.index_select(0, geometry.graph_N)).sum(-2)
     return mixed_NHF[..., :-1] / mixed_NHF[..., -1:]
 
 
 def _softmax(query_NHE: Tensor, key_NHE: Tensor, value_NHE: Tensor, geometry: Geometry) -> Tensor:
-    """Softmax attention in rows padded to the largest structure."""
-    graph_N = geometry.graph_N
-    count_G = torch.zeros(geometry.graphs, dtype=torch.int64, device=graph_N.device).index_add_(
-        0, graph_N, torch.ones_like(graph_N)
-    )
-    length = int(count_G.max()) if geometry.max_atoms is None else geometry.max_atoms
-    start_G = count_G.cumsum(0) - count_G
-    rank_N = torch.arange(len(graph_N), device=graph_N.device) - start_G.index_select(0, graph_N)
-    slot_N = graph_N * length + rank_N
+    """Softmax attention in rows padded to the largest structure; where atoms are elsewhere, by those at hand to all."""
+    graphs, exchange = geometry.graphs, geometry.exchange
+    asking = _Padding(geometry.graph_N, graphs, exchange.largest(geometry.max_atoms))
+    asked = _Padding(exchange.graph_of_everyone(geometry.graph_N), graphs, geometry.max_atoms)
+    key_AHE, value_AHE = exchange.everyone(torch.stack((key_NHE, value_NHE), dim=1)).unbind(1)
+    query, key, value = asking.padded(query_NHE), asked.padded(key_AHE), asked.padded(value_AHE)
+    scores_GHLM = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+    empty_G11M = asked.empty_GL[:, None, None, :]
+    weights_GHLM = scores_GHLM.masked_fill(empty_G11M, -torch.finfo(scores_GHLM.dtype).max).softmax(-1)
+    return asking.rows(weights_GHLM @ value)
 
-    def padded(x_NHE: Tensor) -> Tensor:
-        zeros = x_NHE.new_zeros((geometry.graphs * length, *x_NHE.shape[1:]))
-        rows: Tensor = zeros.index_copy(0, slot_N, x_NHE).unflatten(0, (geometry.graphs, length))
+
+class _Padding:
+    """Where rows of atoms stand when each graph has as many places as the largest."""
+
+    def __init__(self, graph_N: Tensor, graphs: int, largest: int | None) -> None:
+        """graph_N: int64, ascending. largest: most atoms of a graph; None asks the device."""
+        count_G = torch.zeros(graphs, dtype=torch.int64, device=graph_N.device).index_add_(
+            0, graph_N, torch.ones_like(graph_N)
+        )
+        length = int(count_G.max()) if largest is None else largest
+        start_G = count_G.cumsum(0) - count_G
+        rank_N = torch.arange(len(graph_N), device=graph_N.device) - start_G.index_select(0, graph_N)
+        self.shape = (graphs, length)
+        self.slot_N = graph_N * length + rank_N
+        self.empty_GL = torch.arange(length, device=graph_N.device) >= count_G[:, None]
+
+    def padded(self, x_NHE: Tensor) -> Tensor:
+        """Rows of atoms -> [G, H, L, E], zeros where there is no atom."""
+        graphs, length = self.shape
+        zeros = x_NHE.new_zeros((graphs * length, *x_NHE.shape[1:]))
+        rows: Tensor = zeros.index_copy(0, self.slot_N, x_NHE).unflatten(0, self.shape)
         return rows.transpose(1, 2)
 
-    query, key, value = padded(query_NHE), padded(key_NHE), padded(value_NHE)
-    scores_GHLM = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
-    empty_GL = torch.arange(length, device=graph_N.device) >= count_G[:, None]
-    weights_GHLM = scores_GHLM.masked_fill(empty_GL[:, None, None, :], -torch.finfo(scores_GHLM.dtype).max).softmax(-1)
-    mixed_GLHE = (weights_GHLM @ value).transpose(1, 2)
-    return mixed_GLHE.flatten(0, 1).index_select(0, slot_N)
+    def rows(self, x_GHLE: Tensor) -> Tensor:
+        """The reverse: [G, H, L, E] -> rows of atoms [N, H, E]."""
+        return x_GHLE.transpose(1, 2).flatten(0, 1).index_select(0, self.slot_N)

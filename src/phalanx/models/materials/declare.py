@@ -81,7 +81,7 @@ def tensor_splits(_config: MaterialsModel) -> Splits:
 
 
 def tensor_split_counts(_config: MaterialsModel) -> list[SplitCount]:
-    """Nothing, likewise: tp, cp and pp are 1 for this family."""
+    """Nothing, likewise: tp and pp are 1 for this family."""
     return []
 
 

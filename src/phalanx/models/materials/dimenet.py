@@ -32,7 +32,8 @@ class DimeNetEmbedding(nn.Module):
         """Atoms and edges before the first block."""
         x_NC = self.elements(geometry.species_N, geometry.radial_ER.dtype)
         from_NC, to_NC = self.ends(x_NC).chunk(2, dim=-1)
-        seen_EC = from_NC.index_select(0, geometry.source_E) + to_NC.index_select(0, geometry.target_E)
+        from_MC = geometry.exchange.atoms(from_NC)
+        seen_EC = from_MC.index_select(0, geometry.source_E) + to_NC.index_select(0, geometry.target_E)
         return Atoms(x_NC, edges_EC=silu(seen_EC + self.distance(geometry.radial_ER)))
 
 
@@ -77,7 +78,8 @@ class DimeNetBlock(nn.Module):
         # The radial half of the angular basis belongs to the edge k -> j, so it is mixed before edges are paired.
         basis_EX = self.angle_inward(geometry.radial_ER)
         edges = (triplets.incoming_T, triplets.cosine_T1)
-        shared = (given_EC, basis_EX, self.angle_outward.weight)
+        given_FC, basis_FX = geometry.exchange.edges(given_EC), geometry.exchange.edges(basis_EX)
+        shared = (given_FC, basis_FX, self.angle_outward.weight)
         heard = sum_messages(_message, edges, shared, triplets.outgoing_T, len(message_EC), geometry.chunk)
         return silu(self.widen(heard))
 

@@ -47,7 +47,9 @@ class EgnnBlock(nn.Module):
         moved_N3 = moved_N31.squeeze(-1)
         vector_E3 = (geometry.vector_E3 * self.inverse_cutoff).to(moved_N3.dtype)
         edges = (geometry.source_E, geometry.target_E, geometry.radial_ER, geometry.envelope_E1, vector_E3)
-        shared = (from_NC, to_NC, moved_N3, self.distances.weight, *self.message.parameters())
+        given = geometry.exchange.atoms(torch.cat((from_NC, moved_N3), dim=1))
+        from_MC, moved_M3 = given.split((from_NC.shape[1], 3), dim=1)
+        shared = (from_MC, to_NC, moved_M3, self.distances.weight, *self.message.parameters())
         if self.moves:
             shared = (*shared, *self.coordinate.parameters())
         sums = sum_messages(_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk) * self.scale

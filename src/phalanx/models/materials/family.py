@@ -9,16 +9,20 @@ from phalanx.data.graphs.manifest import read_manifest
 from phalanx.models.initial import InitRules
 from phalanx.models.kinds import ParameterKind
 from phalanx.models.materials import declare, sizes
+from phalanx.models.materials.heads import head_outputs
 from phalanx.models.splits import SplitCount
 
 
 class MaterialsFamily:
     """See `models.family.Family`."""
 
-    axes = frozenset(("dp_replicate", "dp_shard"))
-    """Matrices are small and structures many: data parallelism alone, with all that ZeRO and FSDP share out."""
-    vanishing = ("head.charges.copies.*.bias", "head.dipole.copies.*.bias")
-    """What the last one adds to all atoms of a structure is taken off again, and has no dipole."""
+    axes = frozenset(("dp_replicate", "dp_shard", "cp"))
+    """Matrices are small and structures many: data parallelism, with all that ZeRO and FSDP share out; over `cp`, atoms of
+    structures that are too large for one device."""
+    cuts_structures = True
+    vanishing = ("head.charges.copies.*.bias", "head.dipole.copies.*.bias", "head.dipole_vectors.gate.bias")
+    """What the last layer's bias adds to all atoms of a structure is taken off again, and has no dipole. The gate's weighs
+    the sum of all atoms' vectors, of which EGNN's first steps leave less than a thousandth."""
     position_unit = "structures"
 
     def positions(self, run: MaterialsRun) -> SplitCount:
@@ -55,6 +59,24 @@ class MaterialsFamily:
     def tied(self, run: MaterialsRun) -> dict[str, str]:
         """Nothing."""
         return {}
+
+    def branches(self, run: MaterialsRun) -> int:
+        """Those of the model, unless all its heads are shared."""
+        unshared = any(not getattr(run.model, name).shared for name in head_outputs(run.model))
+        return len(run.model.branches) if unshared else 1
+
+    def branch_costs(self, run: MaterialsRun) -> list[float]:
+        """By `data.cost`, of the prepared training data, sources weighed as they are read.
+
+        Raises DataError where a source is not prepared: nothing else knows how large structures are.
+        """
+        costs = []
+        for source in run.data.sources:
+            counts = read_manifest(Path(run.data.prepared) / source.name).splits["train"]
+            cost = run.data.cost
+            total = cost.node * counts.atoms + cost.edge * counts.edges + cost.graph * counts.structures
+            costs.append(total if source.weight is None else source.weight * total / max(counts.structures, 1))
+        return costs
 
     def parameter_count(self, run: MaterialsRun) -> int:
         """See `sizes`."""

@@ -38,7 +38,7 @@ class Gatv2Block(nn.Module):
         x_NC = atoms.scalars_NC
         from_NC, to_NC = self.source(x_NC), self.target(x_NC)
         edges = (geometry.source_E, geometry.target_E, geometry.radial_ER, geometry.envelope_E1)
-        shared = (from_NC, to_NC, self.edge.weight, self.score)
+        shared = (geometry.exchange.atoms(from_NC), to_NC, self.edge.weight, self.score)
         sums_NHE = sum_messages(_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
         sums_NHE = sums_NHE + _weighed(from_NC + to_NC, from_NC, self.score)
         mixed_NC = (sums_NHE[..., 1:] / sums_NHE[..., :1]).flatten(1)

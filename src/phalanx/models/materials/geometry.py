@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from phalanx.config.materials import MaterialsModel
+from phalanx.models.materials.exchange import ALONE, Exchange
 
 
 class Geometry(NamedTuple):
     """Edges of a batch and the functions of their vectors, in the activation format unless noted."""
 
     source_E: Tensor
-    """int64: the atom a message comes from."""
+    """int64: the atom a message comes from, a row of `exchange.atoms`."""
     target_E: Tensor
     """int64: the atom it goes to."""
     species_N: Tensor
@@ -44,6 +45,8 @@ class Geometry(NamedTuple):
     """Atoms of the largest graph, where the caller knows; spares the device a wait."""
     chunk: int | None = None
     """Edges whose messages are held at once; None for all."""
+    exchange: Exchange = ALONE
+    """Where the atoms are that messages come from."""
 
     @property
     def atoms(self) -> int:
@@ -55,7 +58,7 @@ class Triplets(NamedTuple):
     """Pairs of edges k -> j and j -> i with i and k not the same atom at the same place."""
 
     incoming_T: Tensor
-    """int64: the edge k -> j."""
+    """int64: the edge k -> j, a row of `Geometry.exchange.edges`."""
     outgoing_T: Tensor
     """int64: the edge j -> i."""
     cosine_T1: Tensor
@@ -80,6 +83,7 @@ def edge_geometry(
     graphs: int,
     max_atoms: int | None = None,
     chunk: int | None = None,
+    exchange: Exchange = ALONE,
 ) -> Geometry:
     """All functions of the edge vectors that every body needs, in format `dtype`."""
     distance_E1 = vector_E3.norm(dim=1, keepdim=True)
@@ -95,6 +99,7 @@ def edge_geometry(
         graphs=graphs,
         max_atoms=max_atoms,
         chunk=chunk,
+        exchange=exchange,
     )
 
 
@@ -130,22 +135,23 @@ def radial_functions(config: MaterialsModel, distance_E1: Tensor) -> Tensor:
 
 def triplets(geometry: Geometry) -> Triplets:
     """All pairs of edges that meet at an atom. Their number depends on the data, so the device is waited for."""
-    incoming_T, outgoing_T = _meeting_edges(geometry.source_E, geometry.target_E, geometry.atoms)
-    vector_E3 = geometry.vector_E3.detach()
+    exchange, vector_E3 = geometry.exchange, geometry.vector_E3.detach()
+    target_F, atoms = exchange.edge_targets(geometry.target_E), exchange.senders(geometry.atoms)
+    incoming_T, outgoing_T = _meeting_edges(geometry.source_E, target_F, atoms)
     # An edge and its own reverse enclose no angle: k and i are one atom at one place.
-    closed_T3 = vector_E3.index_select(0, incoming_T) + vector_E3.index_select(0, outgoing_T)
+    closed_T3 = exchange.edges(vector_E3).index_select(0, incoming_T) + vector_E3.index_select(0, outgoing_T)
     kept = (closed_T3.abs().amax(dim=1) > 1e-3).nonzero().squeeze(1)
     incoming_T, outgoing_T = incoming_T[kept], outgoing_T[kept]
-    unit_E3 = geometry.unit_E3
-    cosine_T = -(unit_E3.index_select(0, incoming_T) * unit_E3.index_select(0, outgoing_T)).sum(1)
+    unit_F3 = exchange.edges(geometry.unit_E3)
+    cosine_T = -(unit_F3.index_select(0, incoming_T) * geometry.unit_E3.index_select(0, outgoing_T)).sum(1)
     return Triplets(incoming_T, outgoing_T, cosine_T[:, None])
 
 
-def _meeting_edges(source_E: Tensor, target_E: Tensor, atoms: int) -> tuple[Tensor, Tensor]:
-    """All pairs (edge k -> j, edge j -> i), those with k = i included."""
-    order_E = torch.argsort(target_E, stable=True)
+def _meeting_edges(source_E: Tensor, target_F: Tensor, atoms: int) -> tuple[Tensor, Tensor]:
+    """All pairs (edge k -> j, edge j -> i), those with k = i included. target_F: where the edges k -> j end."""
+    order_F = torch.argsort(target_F, stable=True)
     arriving_N = torch.zeros(atoms, dtype=torch.int64, device=source_E.device).index_add_(
-        0, target_E, torch.ones_like(target_E)
+        0, target_F, torch.ones_like(target_F)
     )
     first_N = arriving_N.cumsum(0) - arriving_N
     pairs_E = arriving_N.index_select(0, source_E)
@@ -154,5 +160,5 @@ def _meeting_edges(source_E: Tensor, target_E: Tensor, atoms: int) -> tuple[Tens
     within_T = torch.arange(len(outgoing_T), device=source_E.device) - torch.repeat_interleave(
         pairs_E.cumsum(0) - pairs_E, pairs_E
     )
-    incoming_T = order_E.index_select(0, first_N.index_select(0, source_E.index_select(0, outgoing_T)) + within_T)
+    incoming_T = order_F.index_select(0, first_N.index_select(0, source_E.index_select(0, outgoing_T)) + within_T)
     return incoming_T, outgoing_T

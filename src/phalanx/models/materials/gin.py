@@ -32,7 +32,7 @@ class GinBlock(nn.Module):
         """Next features."""
         x_NC = atoms.scalars_NC
         edges = (geometry.source_E, geometry.radial_ER, geometry.envelope_E1)
-        shared = (x_NC, *self.edge.parameters())
+        shared = (geometry.exchange.atoms(x_NC), *self.edge.parameters())
         sums_NC = sum_messages(_gin_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
         change_NC: Tensor = self.mlp((1.0 + self.eps.to(x_NC.dtype)) * x_NC + sums_NC * self.scale)
         return atoms._replace(scalars_NC=x_NC + change_NC)
@@ -60,7 +60,9 @@ class CgcnnBlock(nn.Module):
         x_NC = atoms.scalars_NC
         edges = (geometry.source_E, geometry.target_E, geometry.radial_ER, geometry.envelope_E1)
         # Gate and core of z, before their inputs are gathered: atoms are fewer than edges.
-        shared = (self.source(x_NC), self.target(x_NC), self.edge.weight)
+        # What travels is half as wide as what the layer makes of it.
+        from_MC = self.source(geometry.exchange.atoms(x_NC))
+        shared = (from_MC, self.target(x_NC), self.edge.weight)
         sums_NC = sum_messages(_cgcnn_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
         return atoms._replace(scalars_NC=x_NC + sums_NC * self.scale)
 

@@ -7,7 +7,7 @@ beside a block's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from phalanx.config.materials import MaterialsModel
 from phalanx.models.language.layers import Linear
 from phalanx.models.materials.activations import silu
 from phalanx.models.materials.bodies import body_of
+from phalanx.models.materials.exchange import ALONE, Exchange
 from phalanx.models.materials.geometry import Geometry
 from phalanx.models.materials.layers import Atoms, Mlp, linear
 from phalanx.models.materials.losses import Predictions
@@ -44,7 +45,7 @@ class Heads(nn.Module):
         self, atoms: Atoms, geometry: Geometry, positions_N3: Tensor, branch_G: Tensor, total_charge_G: Tensor | None
     ) -> Predictions:
         """Everything but forces and stress. Sums over atoms are float64."""
-        graph_N, graphs = geometry.graph_N, geometry.graphs
+        graph_N, graphs, exchange = geometry.graph_N, geometry.graphs, geometry.exchange
         branch_N = branch_G.index_select(0, graph_N)
         raw = {
             name: module(atoms.scalars_NC, branch_N).double()
@@ -55,15 +56,33 @@ class Heads(nn.Module):
         if "energy" in raw:
             energy_N = raw["energy"].squeeze(1) * self.units.energy_scale(branch_N)
             energy_N = energy_N + self.units.reference_energy(geometry.species_N, branch_N)
-            found |= {"atom_energies_N": energy_N, "energy_G": sum_by_graph(energy_N, graph_N, graphs)}
+            found |= {
+                "atom_energies_N": energy_N,
+                "energy_G": exchange.over_graphs(sum_by_graph(energy_N, graph_N, graphs)),
+            }
         if self.config.properties is not None:
-            pooled_GP = sum_by_graph(raw["properties"], graph_N, graphs)
+            pooled_GP = exchange.over_graphs(sum_by_graph(raw["properties"], graph_N, graphs))
             if self.config.properties.pooling == "mean":
-                pooled_GP = pooled_GP / atoms_by_graph(graph_N, graphs).clamp(min=1)[:, None]
+                pooled_GP = pooled_GP / exchange.atoms_by_graph(graph_N, graphs).clamp(min=1)[:, None]
             found["properties_GP"] = self._in_units("properties_GP", pooled_GP, branch_G)
         if "atom_properties" in raw:
             found["atom_properties_NP"] = self._in_units("atom_properties_NP", raw["atom_properties"], branch_N)
         return Predictions(**found)
+
+    def keep(self, branches: range) -> None:
+        """Of the heads that branches do not share, keep the copies of these branches alone."""
+        for module in self._unshared():
+            module.keep(branches)
+
+    def branch_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of the heads that branches do not share."""
+        for module in self._unshared():
+            yield from module.parameters()
+
+    def _unshared(self) -> Iterator[BranchMlp]:
+        for name, module in self.named_children():
+            if isinstance(module, BranchMlp) and not getattr(self.config, name).shared:
+                yield module
 
     def _charges(
         self,
@@ -74,20 +93,21 @@ class Heads(nn.Module):
         total_charge_G: Tensor | None,
     ) -> dict[str, Tensor]:
         """Charges and dipoles, as far as there are heads for them."""
-        graph_N, graphs = geometry.graph_N, geometry.graphs
-        atoms_G = atoms_by_graph(graph_N, graphs)
+        graph_N, graphs, exchange = geometry.graph_N, geometry.graphs, geometry.exchange
+        atoms_G = exchange.atoms_by_graph(graph_N, graphs)
         found: dict[str, Tensor] = {}
         if self.config.charges is not None:
             charges_N = raw["charges"].squeeze(1)
             if self.config.charges.conserve:
-                charges_N = conserved(charges_N, total_charge_G, graph_N, atoms_G)
+                charges_N = conserved(charges_N, total_charge_G, graph_N, atoms_G, exchange)
             found["charges_N"] = charges_N
         if self.config.dipole is not None:
             if "dipole" in raw:
-                charges_N = conserved(raw["dipole"].squeeze(1), total_charge_G, graph_N, atoms_G)
-            dipole_G3 = dipole_of_charges(charges_N, positions_N3, graph_N, atoms_G)
+                charges_N = conserved(raw["dipole"].squeeze(1), total_charge_G, graph_N, atoms_G, exchange)
+            dipole_G3 = dipole_of_charges(charges_N, positions_N3, graph_N, atoms_G, exchange)
             if self.dipole_vectors is not None:
-                dipole_G3 = dipole_G3 + sum_by_graph(self.dipole_vectors(atoms).double(), graph_N, graphs)
+                vectors_G3 = sum_by_graph(self.dipole_vectors(atoms).double(), graph_N, graphs)
+                dipole_G3 = dipole_G3 + exchange.over_graphs(vectors_G3)
             found["dipole_G3"] = dipole_G3
         return found
 
@@ -112,13 +132,22 @@ class BranchMlp(nn.Module):
     def __init__(self, branches: Sequence[str], *sizes: int) -> None:
         super().__init__()
         self.copies = nn.ModuleDict({branch: Mlp(*sizes) for branch in branches})
+        self.first = 0
+        """Number of the branch whose copy comes first."""
+
+    def keep(self, branches: range) -> None:
+        """Forget the copies of all other branches; rows of those must not come any more."""
+        names = list(self.copies)
+        self.copies = nn.ModuleDict({names[branch]: self.copies[names[branch]] for branch in branches})
+        self.first = branches.start
 
     def forward(self, x_NC: Tensor, branch_N: Tensor) -> Tensor:
-        """[N, C] -> [N, out]. branch_N: int64, the branch of each row; ignored where there is but one."""
+        """[N, C] -> [N, out]. branch_N: int64, the branch of each row; ignored where there is but one copy."""
         copies = list(self.copies.values())
         if len(copies) == 1:
             alone: Tensor = copies[0](x_NC)
             return alone
+        branch_N = branch_N - self.first
         layers = zip(*(copy.children() for copy in copies), strict=True)
         for number, layer in enumerate(layers):
             x_NC = _own_part(layer, silu(x_NC) if number else x_NC, branch_N)
@@ -165,22 +194,22 @@ def sum_by_graph(values: Tensor, graph_N: Tensor, graphs: int) -> Tensor:
     return values.new_zeros((graphs, *values.shape[1:])).index_add(0, graph_N, values)
 
 
-def atoms_by_graph(graph_N: Tensor, graphs: int) -> Tensor:
-    """Number of atoms of each graph, int64 [G]."""
-    return sum_by_graph(torch.ones_like(graph_N), graph_N, graphs)
-
-
-def conserved(charges_N: Tensor, total_G: Tensor | None, graph_N: Tensor, atoms_G: Tensor) -> Tensor:
-    """Charges shifted, equally in a graph, so that they add up to `total_G` (None: 0)."""
+def conserved(
+    charges_N: Tensor, total_G: Tensor | None, graph_N: Tensor, atoms_G: Tensor, exchange: Exchange = ALONE
+) -> Tensor:
+    """Charges shifted, equally in a graph, so that they add up to `total_G` (None: 0). atoms_G: all atoms of each graph."""
     graphs = len(atoms_G)
-    excess_G = sum_by_graph(charges_N, graph_N, graphs)
+    excess_G = exchange.over_graphs(sum_by_graph(charges_N, graph_N, graphs))
     if total_G is not None:
         excess_G = excess_G - total_G.to(excess_G.dtype)
     return charges_N - (excess_G / atoms_G.clamp(min=1)).index_select(0, graph_N)
 
 
-def dipole_of_charges(charges_N: Tensor, positions_N3: Tensor, graph_N: Tensor, atoms_G: Tensor) -> Tensor:
+def dipole_of_charges(
+    charges_N: Tensor, positions_N3: Tensor, graph_N: Tensor, atoms_G: Tensor, exchange: Exchange = ALONE
+) -> Tensor:
     """Sum of charge times position about the mean position of the atoms, [G, 3]: so it never depends on the origin."""
     graphs, positions = len(atoms_G), positions_N3.to(charges_N.dtype)
-    mean_G3 = sum_by_graph(positions, graph_N, graphs) / atoms_G.clamp(min=1)[:, None]
-    return sum_by_graph(charges_N[:, None] * (positions - mean_G3.index_select(0, graph_N)), graph_N, graphs)
+    mean_G3 = exchange.over_graphs(sum_by_graph(positions, graph_N, graphs)) / atoms_G.clamp(min=1)[:, None]
+    moments_N3 = charges_N[:, None] * (positions - mean_G3.index_select(0, graph_N))
+    return exchange.over_graphs(sum_by_graph(moments_N3, graph_N, graphs))

@@ -82,7 +82,7 @@ class MaceBlock(nn.Module):
         couplings, path_Q = self.couplings
         device, dtype = features_NSC.device, features_NSC.dtype
         edges = (geometry.source_E, geometry.radial_ER, geometry.envelope_E1, geometry.harmonics_ES)
-        shared = (features_NSC * self.scale, *self.radial.parameters())
+        shared = (geometry.exchange.atoms(features_NSC * self.scale), *self.radial.parameters())
         message = partial(_message, couplings.on(device, dtype), path_Q.on(device, torch.int64))
         return sum_messages(message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
 

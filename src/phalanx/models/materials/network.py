@@ -14,8 +14,9 @@ from phalanx.config.materials import MaterialsModel
 from phalanx.models.blocks import NumberedBlocks
 from phalanx.models.materials.attention import InvariantAttention
 from phalanx.models.materials.bodies import body_of
+from phalanx.models.materials.exchange import ALONE, Exchange
 from phalanx.models.materials.geometry import Geometry, edge_geometry, edge_vectors
-from phalanx.models.materials.heads import Heads, atoms_by_graph, sum_by_graph
+from phalanx.models.materials.heads import Heads, sum_by_graph
 from phalanx.models.materials.layers import Atoms
 from phalanx.models.materials.losses import Labels, Predictions, summed_losses
 from phalanx.models.materials.units import BranchUnits
@@ -80,6 +81,7 @@ class MaterialsNetwork(nn.Module):
         source_G: Tensor,
         total_charge_G: Tensor | None = None,
         max_atoms: int | None = None,
+        exchange: Exchange = ALONE,
         energy_G: Tensor | None = None,
         forces_N3: Tensor | None = None,
         stress_G33: Tensor | None = None,
@@ -100,10 +102,11 @@ class MaterialsNetwork(nn.Module):
             source_G=source_G,
             total_charge_G=total_charge_G,
             max_atoms=max_atoms,
+            exchange=exchange,
             forces=self._learns("force_weight") and forces_N3 is not None,
             stress=self._learns("stress_weight") and stress_G33 is not None,
         )
-        atoms_G = atoms_by_graph(graph_N, len(cells_G33))
+        atoms_G = exchange.atoms_by_graph(graph_N, len(cells_G33))
         return summed_losses(
             self.config, self.units, predicted, labels, branch_G=source_G, graph_N=graph_N, atoms_G=atoms_G
         )
@@ -120,6 +123,7 @@ class MaterialsNetwork(nn.Module):
         source_G: Tensor,
         total_charge_G: Tensor | None = None,
         max_atoms: int | None = None,
+        exchange: Exchange = ALONE,
         forces: bool = True,
         stress: bool = False,
     ) -> Predictions:
@@ -129,7 +133,8 @@ class MaterialsNetwork(nn.Module):
         edges_2E: int64, source and target of every directed edge. shifts_E3: what is added to the target's position for its
         periodic image (angstrom). cells_G33: rows are lattice vectors (angstrom), zeros where not periodic. source_G: int64,
         the branch of each graph. total_charge_G: elementary charges; None is 0. max_atoms: atoms of the largest graph, where
-        known; spares global attention a wait for the device. forces, stress: whether they are formed.
+        known; spares global attention a wait for the device. exchange: where atoms are that are not at hand; positions of
+        those that edges come from then follow those of the atoms at hand. forces, stress: whether they are formed.
         """
         derived = self.config.energy is not None and (forces or stress)
         training = torch.is_grad_enabled()
@@ -147,6 +152,7 @@ class MaterialsNetwork(nn.Module):
                 source_G=source_G,
                 total_charge_G=total_charge_G,
                 max_atoms=max_atoms,
+                exchange=exchange,
                 forces=forces and derived,
                 stress=stress and derived,
                 differentiable=training,
@@ -168,6 +174,7 @@ class MaterialsNetwork(nn.Module):
         forces: bool,
         stress: bool,
         differentiable: bool,
+        exchange: Exchange = ALONE,
     ) -> Predictions:
         """The same from edge vectors, which require a gradient where forces or stress are formed.
 
@@ -185,8 +192,10 @@ class MaterialsNetwork(nn.Module):
             graphs=len(cells_G33),
             max_atoms=max_atoms,
             chunk=self.edge_chunk,
+            exchange=exchange,
         )
-        predicted: Predictions = self.head(self.features(geometry), geometry, positions_N3, source_G, total_charge_G)
+        atoms, positions_N3 = self.features(geometry), positions_N3[: geometry.atoms]
+        predicted: Predictions = self.head(atoms, geometry, positions_N3, source_G, total_charge_G)
         if not (forces or stress):
             return predicted
         return with_derivatives(
@@ -220,18 +229,20 @@ def with_derivatives(
     v + strain v, so dE/d(strain) is the sum of outer products of v and dE/dv; its symmetric part is taken. As in ASE the
     stress is positive under tension; it is NaN for graphs without a cell. differentiable: keep what training needs.
     """
-    assert predicted.energy_G is not None
-    vector_E3, graph_N = geometry.vector_E3, geometry.graph_N
-    gradient_E3 = _gradient(predicted.energy_G, vector_E3, differentiable=differentiable)
+    assert predicted.atom_energies_N is not None
+    vector_E3, graph_N, exchange = geometry.vector_E3, geometry.graph_N, geometry.exchange
+    with exchange.in_order():
+        gradient_E3 = _gradient(predicted.atom_energies_N, vector_E3, differentiable=differentiable)
     forces_N3 = stress_G33 = None
     if forces:
-        forces_N3 = gradient_E3.new_zeros((geometry.atoms, 3))
-        forces_N3 = forces_N3.index_add(0, geometry.source_E, gradient_E3)
+        pulls_M3 = gradient_E3.new_zeros((exchange.senders(geometry.atoms), 3))
+        forces_N3 = exchange.to_owners(pulls_M3.index_add(0, geometry.source_E, gradient_E3))
         forces_N3 = forces_N3.index_add(0, geometry.target_E, -gradient_E3)
     if stress:
         pull_E33 = vector_E3[:, :, None] * gradient_E3[:, None, :]
         graph_E = graph_N.index_select(0, geometry.target_E)
         virial_G33 = sum_by_graph(0.5 * (pull_E33 + pull_E33.transpose(1, 2)), graph_E, geometry.graphs)
+        virial_G33 = exchange.over_graphs(virial_G33)
         volume_G11 = cell_volumes(cells_G33).to(virial_G33.dtype)[:, None, None]
         periodic = volume_G11 > 0.0
         stress_G33 = torch.where(periodic, virial_G33 / torch.where(periodic, volume_G11, 1.0), torch.nan)
@@ -245,12 +256,12 @@ def cell_volumes(cells_G33: Tensor) -> Tensor:
     return volume_G.abs()
 
 
-def _gradient(energy_G: Tensor, vector_E3: Tensor, *, differentiable: bool) -> Tensor:
-    """dE/dv, zeros where the energy does not depend on any edge."""
-    if not energy_G.requires_grad:
+def _gradient(energy_N: Tensor, vector_E3: Tensor, *, differentiable: bool) -> Tensor:
+    """dE/dv, zeros where the energy does not depend on any edge. Of atoms at hand: a graph's energy may be others' too."""
+    if not energy_N.requires_grad:
         return torch.zeros_like(vector_E3)
     (gradient_E3,) = torch.autograd.grad(
-        energy_G, vector_E3, torch.ones_like(energy_G), create_graph=differentiable, allow_unused=True
+        energy_N, vector_E3, torch.ones_like(energy_N), create_graph=differentiable, allow_unused=True
     )
     return torch.zeros_like(vector_E3) if gradient_E3 is None else gradient_E3
 

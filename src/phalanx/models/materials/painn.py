@@ -43,7 +43,7 @@ class PaiNNBlock(nn.Module):
         assert self.filter.bias is not None
         filter_XC = torch.cat((self.filter.weight, self.filter.bias[:, None]), dim=1)
         edges = (geometry.source_E, radial_EX, geometry.unit_E3)
-        shared = (given_N6C, filter_XC)
+        shared = (geometry.exchange.atoms(given_N6C), filter_XC)
         sums_N4C = sum_messages(_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
         scalar_N1C, vector_N3C = sums_N4C.split((1, 3), dim=1)
         return scalars_NC + scalar_N1C.squeeze(1), vectors_N3C + vector_N3C

@@ -42,6 +42,10 @@ class Piece:
     """The same for each edge."""
     pair_products: float = 0.0
     """The same for each pair of atoms of a structure."""
+    atom_columns: int = 0
+    """Numbers of an atom that its messages carry: what `Exchange.atoms` is given."""
+    edge_columns: int = 0
+    """Numbers of an edge that go into messages of other edges: what `Exchange.edges` is given."""
 
     @property
     def parameters(self) -> int:
@@ -55,7 +59,9 @@ def embedding_piece(config: MaterialsModel) -> Piece:
     if config.body != "dimenet++":
         return Piece((), table)
     ends = Matmul("atom", config.d_model, 2 * config.d_model)
-    return Piece((ends, Matmul("edge", config.n_radial, config.d_model, bias=False)), table)
+    return Piece(
+        (ends, Matmul("edge", config.n_radial, config.d_model, bias=False)), table, atom_columns=config.d_model
+    )
 
 
 def block_piece(config: MaterialsModel, number: int) -> Piece:
@@ -64,7 +70,8 @@ def block_piece(config: MaterialsModel, number: int) -> Piece:
         piece = _mace(config, number)
     else:
         other = {"gin": 1, "gatv2": config.d_model}.get(config.body, 0)
-        piece = Piece(_matmuls(config, number), other)
+        atom, edge = _columns(config)
+        piece = Piece(_matmuls(config, number), other, atom_columns=atom, edge_columns=edge)
     return piece if config.attention is None else _with_attention(config, piece)
 
 
@@ -97,7 +104,17 @@ def _with_attention(config: MaterialsModel, piece: Piece) -> Piece:
         piece.atom_products + (0.0 if softmax else 4.0 * width * (width // config.attention.heads)),
         piece.edge_products,
         4.0 * width if softmax else 0.0,
+        piece.atom_columns,
+        piece.edge_columns,
     )
+
+
+def _columns(config: MaterialsModel) -> tuple[int, int]:
+    """What messages carry of an atom and of an edge; of any body but mace."""
+    c, options = config.d_model, config.dimenet
+    if config.body == "dimenet++":
+        return 0, options.triplet_width + options.angular * options.basis_width
+    return {"egnn": c + 3, "painn": 6 * c}.get(config.body, c), 0
 
 
 def _matmuls(config: MaterialsModel, number: int) -> tuple[Matmul, ...]:
@@ -198,7 +215,7 @@ def _mace(config: MaterialsModel, number: int) -> Piece:
     width = (inside + 1) ** 2
     coupled = 2.0 * components * width * ((options.degree + 1) ** 2 + c)
     tables = rows * c * (kept + sum(map(sum, polynomials)))
-    return Piece(matmuls, tables, atom_products=sum(products), edge_products=coupled)
+    return Piece(matmuls, tables, atom_products=sum(products), edge_products=coupled, atom_columns=width * c)
 
 
 def _monomial_count(degree: int, order: int) -> int:

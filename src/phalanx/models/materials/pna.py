@@ -37,7 +37,7 @@ class PnaBlock(nn.Module):
         """Next features."""
         x_NC = atoms.scalars_NC
         edges = (geometry.source_E, geometry.target_E, geometry.radial_ER, geometry.envelope_E1)
-        shared = (self.source(x_NC), self.target(x_NC), self.edge.weight)
+        shared = (geometry.exchange.atoms(self.source(x_NC)), self.target(x_NC), self.edge.weight)
         sums, extremes = reduce_messages(
             _message, edges, shared, geometry.target_E, geometry.atoms, ("sum", "amax"), geometry.chunk
         )

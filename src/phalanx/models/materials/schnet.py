@@ -27,7 +27,8 @@ class SchNetBlock(nn.Module):
     def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
         """Next features."""
         edges = (geometry.source_E, geometry.radial_ER, geometry.envelope_E1)
-        shared = (self.inward(atoms.scalars_NC) * self.scale, *self.filter.parameters())
+        given_MC = geometry.exchange.atoms(self.inward(atoms.scalars_NC) * self.scale)
+        shared = (given_MC, *self.filter.parameters())
         sums_NC = sum_messages(_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
         change_NC: Tensor = self.update(shifted_softplus(self.outward(sums_NC)))
         return atoms._replace(scalars_NC=atoms.scalars_NC + change_NC)

@@ -14,6 +14,7 @@ class WeatherFamily:
 
     axes = frozenset(("dp_replicate", "dp_shard", "tp", "pp"))
     """Not `cp`: every token attends to every other, and `tp` shares out both heads and tokens between the matrices."""
+    cuts_structures = False
     vanishing: tuple[str, ...] = ()
     position_unit = "tok"
 
@@ -53,6 +54,14 @@ class WeatherFamily:
     def tied(self, run: WeatherRun) -> dict[str, str]:
         """Nothing."""
         return {}
+
+    def branches(self, run: WeatherRun) -> int:
+        """One: all samples pass the same head."""
+        return 1
+
+    def branch_costs(self, run: WeatherRun) -> list[float]:
+        """Of that one."""
+        return [1.0]
 
     def parameter_count(self, run: WeatherRun) -> int:
         """See `sizes`."""

@@ -1,0 +1,126 @@
+"""A training run on three data sets that changes its sub-groups as it goes: losses and errors are those of one rank."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+import yaml
+
+from distributed_ranks import run_ranks
+from materials_runs import SECTIONS, write_molecules
+from phalanx.config.families import MaterialsRun
+from phalanx.config.load import load_run
+from phalanx.data.graphs.prepare import prepare_graphs
+from phalanx.errors import DataError
+from phalanx.layout.multitask import branch_sizes
+from phalanx.layout.resolve import resolve_layout
+from phalanx.models.families import family_of
+from phalanx.train.start import train
+
+STEPS = 2
+"""In each layout."""
+LAYOUTS = [
+    (2, "layout.dp_shard=2", "layout.branch_groups=auto"),
+    (1, "layout.branch_groups=auto"),
+    (2, "layout.dp_replicate=2", "layout.dp_shard=1", "layout.zero=0", "layout.branch_groups=[1,1,0]"),
+]
+SETS = {"small": (20, ["energy", "forces", "charges"]), "bare": (15, ["energy"]), "large": (60, ["energy", "forces"])}
+"""Structures and labels of each data set."""
+UNITS = {"energy": "eV", "forces": "eV/A", "charges": "e"}
+
+
+def write_run(folder: Path) -> Path:
+    """A run file with a branch for each of three sets, prepared."""
+    sections = {name: dict(fields) for name, fields in SECTIONS.items()}
+    sources = []
+    for seed, (name, (structures, labels)) in enumerate(SETS.items()):
+        write_molecules(folder / f"{name}.npz", structures, seed)
+        units = {label: UNITS[label] for label in labels}
+        sources.append({"name": name, "path": str(folder / f"{name}.npz"), "labels": units, "check_units": False})
+    sections["data"] |= {"sources": sources, "prepared": str(folder / "prepared")}
+    sections["model"]["branches"] = [{"name": name, "reference_energies": {"6": -12.0, "8": -16.0}} for name in SETS]
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    prepare_graphs(load_run(path).data, workers=1)
+    return path
+
+
+def train_one_rank(run_file: Path, run_dir: Path, fields: list[str]) -> None:
+    """What `phalanx train` does on each rank."""
+    if dist.is_initialized():
+        rank, size = str(dist.get_rank()), str(dist.get_world_size())
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
+    # The group belongs to those who started the ranks.
+    with patch("phalanx.train.start.leave_process_group"):
+        train(load_run(run_file, fields), run_dir)
+
+
+def results(run_dir: Path) -> tuple[list[tuple[float, float]], list[dict[str, Any]]]:
+    """Losses and gradient norms of all steps, and the last evaluation's errors."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [(row["loss"], row["grad_norm"]) for row in rows], [e for e in events if e["kind"] == "evaluation"][-1][
+        "errors"
+    ]
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("three"))
+
+
+def test_a_run_goes_on_with_other_sub_groups_and_without(run_file: Path) -> None:
+    straight, changing = run_file.parent / "straight", run_file.parent / "changing"
+    train_one_rank(run_file, straight, [f"training.steps={STEPS * len(LAYOUTS)}"])
+    for number, (ranks, *words) in enumerate(LAYOUTS, 1):
+        fields = [f"training.steps={STEPS * number}", *words]
+        if ranks > 1:
+            run_ranks(train_one_rank, ranks, run_file, changing, fields, timeout_s=200.0)
+        else:
+            train_one_rank(run_file, changing, fields)
+    (steps, errors), (expected_steps, expected_errors) = results(changing), results(straight)
+    assert len(steps) == STEPS * len(LAYOUTS)
+    for (loss, norm), (expected_loss, expected_norm) in zip(steps, expected_steps, strict=True):
+        assert (loss, norm) == (pytest.approx(expected_loss, rel=1e-4), pytest.approx(expected_norm, rel=1e-3))
+    for row, expected in zip(errors, expected_errors, strict=True):
+        assert row == {**expected, "mae": pytest.approx(expected["mae"], rel=1e-3), "rmse": row["rmse"]}
+    # What the first steps of the last layout would wait, its sub-groups taken into account.
+    balance = json.loads((changing / "balance.json").read_text())
+    without = balance["by_cost_without_branch_groups"]
+    assert balance["ranks"] == 2 and balance["by_cost"]["wait_mean"] > 2.0 * without["wait_mean"]
+
+
+def test_auto_goes_by_the_cost_of_the_prepared_data(run_file: Path) -> None:
+    run = load_run(run_file, ["layout.branch_groups=auto"])
+    assert isinstance(run, MaterialsRun)
+    costs = []
+    for source, (structures, _) in zip(run.data.sources, SETS.values(), strict=True):
+        index = json.loads((Path(run.data.prepared) / source.name / "manifest.json").read_text())
+        counts = index["splits"]["train"]
+        assert counts["structures"] <= structures
+        costs.append(counts["atoms"] + 0.3 * counts["edges"])
+    assert family_of(run).branch_costs(run) == pytest.approx(costs)
+    assert np.argmax(costs) == 2
+    assert [branch_sizes(run, ranks) for ranks in (1, 2, 3, 8)][:3] == [(), (1, 0, 1), (1, 1, 1)]
+    assert branch_sizes(run, 8)[2] >= 5
+    layout = resolve_layout(load_run(run_file, ["layout.branch_groups=auto", "layout.global_batch=16"]), 8)
+    assert layout.branch_groups == branch_sizes(run, 8) and "branch_groups=[" in str(layout)
+    # As often read as the others, in spite of its size.
+    weights = [f"data.sources.{number}.weight=1" for number in range(3)]
+    weighted = family_of(run).branch_costs(load_run(run_file, weights))
+    assert max(weighted) / min(weighted) < 0.5 * max(costs) / min(costs)
+
+
+def test_sizes_by_cost_need_prepared_data(run_file: Path) -> None:
+    run = load_run(run_file, ["layout.branch_groups=auto", f"data.prepared={run_file.parent / 'nowhere'}"])
+    with pytest.raises(DataError, match="nowhere"):
+        resolve_layout(run, 2)
+    assert resolve_layout(run, 1).branch_groups == ()
