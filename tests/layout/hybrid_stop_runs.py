@@ -26,6 +26,7 @@ from phalanx.layout.recompute import recompute_block
 from phalanx.layout.shard import prepare_microbatch, shard_stage
 from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stage import Stage
 from phalanx.models.initial import InitRule
 from phalanx.models.language.declare import initial_rules, tensor_splits
 from phalanx.models.language.decoder import Decoder
@@ -52,18 +53,16 @@ MODELS = {"llama": LLAMA, "gpt": GPT, "mpt": MPT}
 SAMPLES, LENGTH, SEED = 8, 16, 3
 
 
-class StreamedStage(nn.Module):
+class StreamedStage(Stage):
     """What a family's stage does: positions, dropout of a step, and the summed loss."""
 
-    one_unit = False
-    shares_table = False
-
     def __init__(self, part: Decoder, share: SequenceShare) -> None:
-        super().__init__()
-        self.part = part
-        self.share = share
+        super().__init__(part, 0, share, SEED, LENGTH)
 
-    def forward(self, tokens_BS: Tensor, targets_BS: Tensor, samples_B: Tensor) -> Tensor:
+    def example_input(self, samples: int) -> Tensor:
+        return torch.empty((samples, self.length), dtype=torch.int64)
+
+    def forward(self, tokens_BS: Tensor, targets_BS: Tensor, samples_B: Tensor) -> Tensor:  # type: ignore[override]
         positions = self.share.positions(tokens_BS.shape[1], tokens_BS.device)
         dropout = None
         if self.part.config.dropout:
@@ -137,7 +136,7 @@ def lay_out(
     for block in decoder.blocks:
         recompute_block(block, recompute)
     if mesh.data is not None:
-        shard_stage(stage, mesh.data, dtype, reshard_after_forward=True)  # type: ignore[arg-type]
+        shard_stage(stage, mesh.data, dtype, reshard_after_forward=True)
     decoder.to_empty(device="cpu")
     laid = Laid(mesh, layout, stage, streams, splits, dict(decoder.named_parameters()))
     initialise_parameters(laid.parameters, initial_rules(model), SEED, splits)
