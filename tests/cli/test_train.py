@@ -87,6 +87,22 @@ def test_the_command_ends_when_a_rank_dies(run_file: Path) -> None:
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks), errors
 
 
+def test_ranks_whose_command_was_killed_stop_with_a_checkpoint(run_file: Path) -> None:
+    run_dir = run_file.parent / "orphans"
+    words = ("--nproc", "2", "training.steps=100000", "layout.dp_shard=2", "checkpoint.every=null")
+    process = start(run_file, run_dir, *words)
+    wait_for_steps(run_dir, 3)
+    ranks = children(process.pid)
+    assert len(ranks) == 2
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < deadline, "the ranks go on"
+        time.sleep(0.05)
+    assert len(list((run_dir / "checkpoints").glob("step-*"))) == 1
+
+
 def test_a_stopped_run_goes_on(run_file: Path) -> None:
     run_dir = run_file.parent / "stopped"
     words = ("--nproc", "2", "layout.dp_shard=2", "checkpoint.every=null", "optimizer.schedule=constant")

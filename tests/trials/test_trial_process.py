@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.trials.process import PARENT, Worker, guarded, run_limited
+from phalanx.cluster.parent import PARENT
+from phalanx.trials.process import Worker, guarded, run_limited
 
-CHILD = "import phalanx.trials.process as p, time, os, sys\np.die_with_parent()\n"
+CHILD = "import phalanx.cluster.parent as p, time, os, sys\np.die_with_parent()\n"
 SLEEPS = CHILD + "open(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
 STARTS_ANOTHER = (
     CHILD
@@ -77,7 +78,7 @@ def test_a_foreign_program_is_told_to_quit(tmp_path: Path) -> None:
         "signal.signal(signal.SIGQUIT, lambda *_: sys.exit(open(sys.argv[1], 'w').write('q') - 1))\n"
     )
     starts = (
-        "import os, subprocess, sys\nfrom phalanx.trials.process import PARENT, guarded\n"
+        "import os, subprocess, sys\nfrom phalanx.cluster.parent import PARENT\nfrom phalanx.trials.process import guarded\n"
         "child = subprocess.Popen(guarded(sys.argv[1:]), env={**os.environ, PARENT: str(os.getpid())})\n"
         "print('ready', flush=True)\nchild.wait()\n"
     )

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.cluster.cores import available_cores
+from phalanx.cluster.parent import PARENT
 
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a rank that was told to stop and did so in good order; the others are about to."""
@@ -43,7 +44,7 @@ def launch_ranks(arguments: Sequence[str], world_size: int, module: str = "phala
     """Run `phalanx ARGUMENTS` on `world_size` ranks; returns the exit code of the first rank that failed, or 0.
 
     module: what Python runs in place of `phalanx`. Ctrl-C and SIGTERM reach every rank once; ranks then stop in good order.
-    When a rank fails the others are stopped. No rank outlives the call.
+    When a rank fails the others are stopped. No rank outlives the call. Ranks find this process's number in `parent.PARENT`.
     """
     # The store lives here, as under torchrun: no port is chosen before it is taken, and no rank's end takes it away.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -198,5 +199,6 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        PARENT: str(os.getpid()),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from phalanx.trials.process import die_with_parent
+from phalanx.cluster.parent import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent()

@@ -6,13 +6,11 @@ its parent is gone, however that went.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,13 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-PARENT = "PHALANX_TRIAL_PARENT"
-"""Variable of a trial's process: the parent it must not outlive; empty stands for whoever that is."""
+from phalanx.cluster.parent import PARENT, die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _DYING_S = 15.0
 """Seconds that processes have to end once they were told to."""
-_WATCH_S = 0.2
 _POLL_S = 0.02
 
 
@@ -153,27 +148,6 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have this process get the signal `number` when its parent, which PARENT names, is gone. Nothing without PARENT."""
-    named = os.environ.get(PARENT)
-    if named is None:
-        return
-    parent = int(named) if named else os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    else:
-        threading.Thread(target=_watch, args=(parent, number), name="watch-parent", daemon=True).start()
-    # It may have gone before the system was asked.
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _watch(parent: int, number: signal.Signals) -> None:
-    while os.getppid() == parent:
-        time.sleep(_WATCH_S)
-    os.kill(os.getpid(), number)
 
 
 def guarded(command: Sequence[str]) -> list[str]:

@@ -29,7 +29,6 @@ from phalanx.files import write_atomically
 from phalanx.layout.mesh import Ranks, ranks_from_environment
 from phalanx.train.interrupt import Interrupted
 from phalanx.train.start import train
-from phalanx.trials.process import PARENT
 
 MEMORY_LIMIT = "PHALANX_TRIAL_MEMORY"
 """Variable that holds the most bytes of host memory that a rank may take."""
@@ -64,8 +63,6 @@ def main(arguments: list[str]) -> int:
     """Run a trial, or one rank of it; returns the exit code."""
     what, folder = arguments[0], Path(arguments[1])
     if what == "launch":
-        # The ranks' parent is this process.
-        os.environ[PARENT] = str(os.getpid())
         return launch_ranks(["rank", str(folder)], int(arguments[2]), module="phalanx.trials")
     return _rank(folder)
 
