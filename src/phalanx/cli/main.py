@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from phalanx import __version__
 from phalanx.cli.arguments import examples
 from phalanx.cli.console import print_error
+from phalanx.cluster.parent import die_with_parent
 from phalanx.config.fields import nearest_names
 from phalanx.errors import PhalanxError
 
@@ -208,6 +210,8 @@ app = typer.Typer(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and end the process with its exit code."""
+    # A rank whose launcher was killed is told to stop; training then does so in good order.
+    die_with_parent(signal.SIGTERM)
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,6 @@ import typer
 
 from phalanx.cli.arguments import Overrides, RunFile
 from phalanx.cluster.local_launch import launch_ranks
-from phalanx.cluster.parent import die_with_parent
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
@@ -34,8 +32,6 @@ def train(
     Goes on by itself from the newest whole checkpoint in the run directory. Under torchrun or srun every rank takes its
     part; metrics, logs and checkpoints come out the same.
     """
-    # A rank whose launcher was killed stops in good order, with a checkpoint.
-    die_with_parent(signal.SIGTERM)
     loaded = load_run(run, overrides or [])
     if nproc is not None:
         _start_ranks(loaded, run, overrides or [], run_dir, nproc)
