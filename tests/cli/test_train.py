@@ -95,12 +95,12 @@ def test_ranks_whose_command_was_killed_stop_with_a_checkpoint(run_file: Path) -
     ranks = children(process.pid)
     assert len(ranks) == 2
     process.kill()
-    process.communicate()
+    _, errors = process.communicate()
     deadline = time.monotonic() + 60
     while any(Path(f"/proc/{rank}").exists() for rank in ranks):
         assert time.monotonic() < deadline, "the ranks go on"
         time.sleep(0.05)
-    assert len(list((run_dir / "checkpoints").glob("step-*"))) == 1
+    assert len(list((run_dir / "checkpoints").glob("step-*"))) == 1, errors
 
 
 def test_a_stopped_run_goes_on(run_file: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -11,6 +12,10 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import PhalanxError
+
+ONE_WISH_S = 1.0
+"""Seconds within which a signal that comes again is the same wish. `timeout` sends it to the process and to its group, and
+the end of a parent is told once for each of its threads."""
 
 
 class Interrupted(PhalanxError):
@@ -22,10 +27,14 @@ class Interrupted(PhalanxError):
 
 
 class StopRequest:
-    """Turns the first SIGINT or SIGTERM into a wish to stop after the current step; a second one stops at once."""
+    """Turns the first SIGINT or SIGTERM into a wish to stop after the current step; a second one stops at once.
+
+    Signals within `ONE_WISH_S` seconds of the first are the same wish.
+    """
 
     def __init__(self) -> None:
         self.signal_number = 0
+        self._asked_at = 0.0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -39,8 +48,12 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
-        self.signal_number = number
-        signal.signal(number, self._previous[number])
+        now = time.monotonic()
+        if not self.signal_number:
+            self.signal_number, self._asked_at = number, now
+        elif now - self._asked_at >= ONE_WISH_S:
+            signal.signal(number, self._previous[number])
+            signal.raise_signal(number)
 
     def agreed(self, device: torch.device) -> int:
         """The signal that any rank was sent, or 0; the same answer on every rank."""

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from phalanx.files import write_atomically
-from phalanx.train.interrupt import Interrupted
+from phalanx.train.interrupt import ONE_WISH_S, Interrupted
 from phalanx.trials.optuna_sampler import distribution
 from phalanx.trials.process import Ended, Worker
 from phalanx.trials.storage import Study, save_outcome
@@ -32,8 +32,6 @@ _ORDERLY_S = 300.0
 """Seconds that trials have to write a checkpoint once they were asked to stop."""
 _FIRST_START_S = 10.0
 """Seconds from starting a process to its first step, before any is known."""
-_ONE_WISH_S = 1.0
-"""Seconds within which a signal that comes again is the same wish: `timeout` sends it to the process and to its group."""
 _CONTEXT = 0.6e9
 """Bytes of an accelerator that a process takes beside its tensors: context, libraries, the allocator's gaps."""
 _BEFORE_SAMPLES = 4
@@ -117,7 +115,7 @@ class Tuner:
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._signal and now - self._asked_at > _ONE_WISH_S:
+        if self._signal and now - self._asked_at > ONE_WISH_S:
             raise KeyboardInterrupt
         self._signal, self._asked_at = number, now
 
