@@ -6,15 +6,11 @@ Words and markup are in `ensemble.html`, looks in `page.css`, `plan.css` and `en
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
-from phalanx import __version__
 from phalanx.report import ensemble_charts
 from phalanx.report.page_parts import Tile
+from phalanx.report.template import render
 from phalanx.report.text import number, percent
 
 Row = dict[str, Any]
@@ -23,13 +19,14 @@ _LEVELS = ("0.5", "0.68", "0.9", "0.95")
 
 def render_ensemble(facts: Row) -> str:
     """The page as text. facts: what `phalanx ensemble --json` prints of the ensemble."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     if facts["family"] == "weather":
-        return _forecasts(environment, facts)
+        return _forecasts(facts)
     if facts["family"] == "language":
-        return _losses(environment, facts)
+        return _losses(facts)
     labels = [_in_unit(label) for label in facts["labels"]]
-    return environment.from_string(_asset("ensemble.html")).render(
+    return render(
+        "ensemble.html",
+        ("page.css", "plan.css", "ensemble.css"),
         title=f"{len(facts['members'])} members, {facts['family']}",
         facts=facts,
         tiles=list(_tiles(labels)),
@@ -39,15 +36,15 @@ def render_ensemble(facts: Row) -> str:
         errors=ERRORS,
         uncertainties=UNCERTAINTIES,
         labels=labels,
-        version=__version__,
-        style=Markup(_asset("page.css") + _asset("plan.css") + _asset("ensemble.css")),
     )
 
 
-def _forecasts(environment: Environment, facts: Row) -> str:
+def _forecasts(facts: Row) -> str:
     rows = facts["forecasts"]
     variables = list(dict.fromkeys(row["variable"] for row in rows))
-    return environment.from_string(_asset("ensemble_weather.html")).render(
+    return render(
+        "ensemble_weather.html",
+        ("page.css", "plan.css", "ensemble.css"),
         title=f"{len(facts['members'])} members, weather",
         facts=facts,
         panels=[
@@ -55,13 +52,13 @@ def _forecasts(environment: Environment, facts: Row) -> str:
         ],
         columns=FORECASTS,
         rows=rows,
-        version=__version__,
-        style=Markup(_asset("page.css") + _asset("plan.css") + _asset("ensemble.css")),
     )
 
 
-def _losses(environment: Environment, facts: Row) -> str:
-    return environment.from_string(_asset("ensemble_language.html")).render(
+def _losses(facts: Row) -> str:
+    return render(
+        "ensemble_language.html",
+        ("page.css", "plan.css", "ensemble.css"),
         title=f"{len(facts['members'])} members, language",
         facts=facts,
         tiles=[
@@ -69,8 +66,6 @@ def _losses(environment: Environment, facts: Row) -> str:
             Tile("best", "Best member", f"{facts['best_member_loss']:.4f}", "nats/token", ""),
             Tile("perplexity", "Perplexity of the mean", number(facts["perplexity"])),
         ],
-        version=__version__,
-        style=Markup(_asset("page.css") + _asset("plan.css") + _asset("ensemble.css")),
     )
 
 
@@ -186,7 +181,3 @@ def _candidates(facts: Row) -> list[Row]:
         for row in facts["candidates"]
     ]
     return sorted(rows, key=lambda row: (row["place"] or len(rows) + 1, row["validation_error"]))
-
-
-def _asset(name: str) -> str:
-    return resources.files("phalanx.report").joinpath(name).read_text(encoding="utf-8")

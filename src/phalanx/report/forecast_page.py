@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from phalanx import __version__
 from phalanx.evaluate.forecast import FieldMap, Forecasts, LoadedForecaster
 from phalanx.evaluate.forecast_table import ScoreRow, skill_by_lead
 from phalanx.report.page_parts import Tile
@@ -23,6 +20,7 @@ from phalanx.report.png import colours as coloured
 from phalanx.report.run_log import FloatArray
 from phalanx.report.scale import Scale, value_scale
 from phalanx.report.svg import WIDTH, Drawing, along, svg, text, value_axis
+from phalanx.report.template import render
 from phalanx.report.text import number, short
 
 _LEFT, _TOP, _TALL = 90, 14, 330
@@ -51,9 +49,10 @@ class Picture:
 
 def render_forecasts(loaded: LoadedForecaster, found: Forecasts) -> str:
     """The page as text."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     rows = {name: [row for row in found.rows if row.variable == name] for name in _names(found.rows)}
-    return environment.from_string(_asset("forecast.html")).render(
+    return render(
+        "forecast.html",
+        ("page.css", "plan.css", "forecast.css"),
         title=loaded.where.parent.parent.resolve().name,
         where=str(loaded.where),
         step=loaded.step,
@@ -65,8 +64,6 @@ def render_forecasts(loaded: LoadedForecaster, found: Forecasts) -> str:
         number=lambda value: "–" if value is None else number(value),
         percent=lambda share: f"{share:+.0%}".replace("-", "−") if np.isfinite(share) else "–",
         maps=[(one, _pictures(one)) for one in found.maps],
-        version=__version__,
-        style=Markup(_asset("page.css") + _asset("plan.css") + _asset("forecast.css")),
     )
 
 
@@ -146,7 +143,3 @@ def _pictures(one: FieldMap) -> list[Picture]:
 
 def _picture(title: str, values: FloatArray, low: float, high: float, anchors: Any) -> Picture:
     return Picture(title, data_address(coloured(values, low, high, anchors)), number(low), number(high))
-
-
-def _asset(name: str) -> str:
-    return resources.files("phalanx.report").joinpath(name).read_text(encoding="utf-8")

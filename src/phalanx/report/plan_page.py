@@ -5,18 +5,14 @@ Words and markup are in `plan.html`, looks in `page.css` and `plan.css`, drawing
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
-from phalanx import __version__
 from phalanx.plan.budget import COMPUTING_SHARE, WAITING_SHARE
 from phalanx.plan.facts import Row, hybrid_words, plan_facts
 from phalanx.plan.plan import Plan
 from phalanx.report import plan_charts
 from phalanx.report.page_parts import Tile
+from phalanx.report.template import render
 from phalanx.report.text import count, duration, number, percent
 
 GIB = 2**30
@@ -30,8 +26,9 @@ def render_plan(plan: Plan) -> str:
     stages = models.stage_memory(run, best.candidates)
     bars = models.timeline(run, best.candidates)
     causes = facts["layouts"][0]["time_by_cause_s"]
-    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    return environment.from_string(_asset("plan.html")).render(
+    return render(
+        "plan.html",
+        ("page.css", "plan.css"),
         title=_title(plan),
         facts=facts,
         subtitle=_subtitle(plan, facts),
@@ -45,8 +42,6 @@ def render_plan(plan: Plan) -> str:
         why=[_why(row) for row in facts["why"]],
         hybrid=hybrid_words(facts) if facts["hybrid_break_even"] else "",
         budget=_budget(facts["budget"]),
-        version=__version__,
-        style=Markup(_asset("page.css") + _asset("plan.css")),
     )
 
 
@@ -142,7 +137,3 @@ def _budget(budget: Row) -> str:
         f" Energy assumes that a device draws {COMPUTING_SHARE:g} of its board power while it works and "
         f"{WAITING_SHARE:g} while it waits."
     )
-
-
-def _asset(name: str) -> str:
-    return resources.files("phalanx.report").joinpath(name).read_text(encoding="utf-8")

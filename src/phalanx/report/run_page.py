@@ -9,14 +9,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from phalanx import __version__
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import write_atomically
 from phalanx.report import page_parts
@@ -24,6 +21,7 @@ from phalanx.report.chart import PLOT_HEIGHT, PLOT_WIDTH, Chart, draw
 from phalanx.report.run_charts import FORMATS, Readout, readout, run_charts
 from phalanx.report.run_log import RunLog
 from phalanx.report.summary import Summary, summarise
+from phalanx.report.template import asset, render
 from phalanx.report.text import count, duration, number
 
 
@@ -60,11 +58,12 @@ def write_page(log: RunLog, out: Path | None = None) -> Path:
 def render_page(log: RunLog, summary: Summary) -> str:
     """The page as text."""
     run = run_charts(log)
-    script, style = _asset("page.js"), _asset("page.css")
+    script = asset("page.js")
     state, label = page_parts.status(log, summary)
     figures = readout(run)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False, keep_trailing_newline=True)
-    return environment.from_string(_asset("page.html")).render(
+    return render(
+        "page.html",
+        ("page.css",),
         name=log.run_dir.resolve().name,
         headline=_headline(summary),
         state={"name": state, "label": label},
@@ -83,13 +82,11 @@ def render_page(log: RunLog, summary: Summary) -> str:
         config=page_parts.config_text(log),
         summary=summary,
         event_count=len(log.events),
-        version=__version__,
         plot_width=PLOT_WIDTH,
         plot_height=PLOT_HEIGHT,
         readout=script_json(_readout_value(figures)),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        style=Markup(style),
     )
 
 
@@ -135,7 +132,3 @@ def script_json(value: object) -> Markup:
     """
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
-
-
-def _asset(name: str) -> str:
-    return resources.files("phalanx.report").joinpath(name).read_text(encoding="utf-8")

@@ -5,15 +5,11 @@ Words and markup are in `search.html`, looks in `page.css`, `plan.css` and `sear
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
-from phalanx import __version__
 from phalanx.report import search_charts
 from phalanx.report.page_parts import Tile
+from phalanx.report.template import render
 from phalanx.report.text import duration, percent
 
 _GIB = 2**30
@@ -22,9 +18,10 @@ Row = dict[str, Any]
 
 def render_search(facts: Row) -> str:
     """The page as text. facts: what `phalanx search --json` prints."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     planned, measured = facts["planned"], facts["measured"]
-    return environment.from_string(_asset("search.html")).render(
+    return render(
+        "search.html",
+        ("page.css", "plan.css", "search.css"),
         title=f"{facts['model']} on {facts['devices']:,} devices",
         facts=facts,
         tiles=_tiles(facts),
@@ -34,8 +31,6 @@ def render_search(facts: Row) -> str:
         effects=None if planned is None else search_charts.effects(planned),
         importance=None if measured is None else search_charts.importance(measured),
         interactions=[] if planned is None else [search_charts.interaction(pair) for pair in planned["interactions"]],
-        version=__version__,
-        style=Markup(_asset("page.css") + _asset("plan.css") + _asset("search.css")),
     )
 
 
@@ -74,7 +69,3 @@ def _tiles(facts: Row) -> list[Tile]:
         planned = "" if best["planned_s"] is None else f"planned: {duration(best['planned_s'])}"
         tiles.insert(0, Tile("best", "Best step", duration(best["step_s"]), "", planned))
     return tiles
-
-
-def _asset(name: str) -> str:
-    return resources.files("phalanx.report").joinpath(name).read_text(encoding="utf-8")

@@ -5,15 +5,11 @@ Words and markup are in `tune.html`, looks in `page.css`, `plan.css` and `search
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
-from phalanx import __version__
 from phalanx.report import search_charts, tune_charts
 from phalanx.report.page_parts import Tile
+from phalanx.report.template import render
 from phalanx.report.text import duration, number, percent
 
 _GIB = 2**30
@@ -43,11 +39,12 @@ DEVICES: tuple[tuple[str, Any], ...] = (
 
 def render_tune(facts: Row) -> str:
     """The page as text. facts: what `phalanx tune --json` prints."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     by_number = {row["number"]: row for row in facts["trials"]}
     rest = [row for row in facts["trials"] if row["number"] not in facts["order"]]
     importance = facts["importance"]
-    return environment.from_string(_asset("tune.html")).render(
+    return render(
+        "tune.html",
+        ("page.css", "plan.css", "search.css"),
         title=f"{facts['model']}: least {facts['metric']}",
         facts=facts,
         tiles=_tiles(facts),
@@ -59,8 +56,6 @@ def render_tune(facts: Row) -> str:
         rungs=tune_charts.rungs(facts["stopped"]),
         timeline=tune_charts.timeline(facts["devices"]),
         importance=None if importance is None else search_charts.importance(importance),
-        version=__version__,
-        style=Markup(_asset("page.css") + _asset("plan.css") + _asset("search.css")),
     )
 
 
@@ -94,7 +89,3 @@ def _beside(facts: Row) -> str:
     if without is None or not any(devices["packing"]):
         return words
     return f"{words}; without packing {percent(without['idle'])}, simulated"
-
-
-def _asset(name: str) -> str:
-    return resources.files("phalanx.report").joinpath(name).read_text(encoding="utf-8")
