@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from phalanx.ensemble.calibrate import Fitted, Kind, calibrate, conformal_part
-from phalanx.ensemble.document import EnsembleFile, LabelEntry, MemberEntry, relative
+from phalanx.ensemble.document import EnsembleFile, LabelEntry, entries
 from phalanx.ensemble.materials import member_residuals
 from phalanx.ensemble.members import Member, require_alike
 from phalanx.ensemble.residuals import FloatArray, Residuals
@@ -125,16 +125,7 @@ class Built:
 
     def document(self, folder: Path) -> EnsembleFile:
         """What is written into `folder`."""
-        members = [
-            MemberEntry(
-                run=relative(one.path, folder),
-                checkpoint=relative(one.checkpoint, folder),
-                step=one.step,
-                weight=weight,
-                score=one.score,
-            )
-            for one, weight in zip(self.members, self.chosen.weights, strict=True)
-        ]
+        members = entries(self.members, self.chosen.weights, folder)
         labels = [
             LabelEntry(
                 source=one.source,

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from phalanx.ensemble.calibrate import Calibration, Conformal
+from phalanx.ensemble.members import Member
 from phalanx.errors import CheckpointError
 from phalanx.files import write_atomically
 
@@ -103,8 +105,21 @@ def member_checkpoints(folder: Path, document: EnsembleFile) -> list[Path]:
     return found
 
 
-def relative(path: Path, folder: Path) -> str:
-    """`path` as seen from `folder`."""
+def entries(members: Sequence[Member], weights: Sequence[float], folder: Path) -> list[MemberEntry]:
+    """What `folder` says of these members."""
+    return [
+        MemberEntry(
+            run=_relative(one.path, folder),
+            checkpoint=_relative(one.checkpoint, folder),
+            step=one.step,
+            weight=weight,
+            score=one.score,
+        )
+        for one, weight in zip(members, weights, strict=True)
+    ]
+
+
+def _relative(path: Path, folder: Path) -> str:
     return os.path.relpath(path.resolve(), folder.resolve())
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from phalanx.config.schema import LanguageRun
 from phalanx.data.language.batches import TokenBatch
 from phalanx.data.language.open import open_source
-from phalanx.ensemble.document import EnsembleFile, MemberEntry, relative
+from phalanx.ensemble.document import EnsembleFile, entries
 from phalanx.ensemble.members import Member, require_alike
 from phalanx.ensemble.share import ALONE, Share
 from phalanx.errors import ConfigError, DataError
@@ -67,16 +67,7 @@ class LanguageEnsemble:
 
     def document(self, folder: Path) -> EnsembleFile:
         """What is written into `folder`."""
-        members = [
-            MemberEntry(
-                run=relative(one.path, folder),
-                checkpoint=relative(one.checkpoint, folder),
-                step=one.step,
-                weight=1.0 / len(self.members),
-                score=one.score,
-            )
-            for one in self.members
-        ]
+        members = entries(self.members, [1.0 / len(self.members)] * len(self.members), folder)
         return EnsembleFile(family="language", members=members, facts=self.facts())
 
 

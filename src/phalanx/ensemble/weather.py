@@ -19,7 +19,7 @@ from phalanx.config.families import WeatherRun
 from phalanx.data.fields.field_set import FieldSet
 from phalanx.data.fields.samples import Cases, FieldReader
 from phalanx.data.fields.windows import SplitName
-from phalanx.ensemble.document import EnsembleFile, MemberEntry, relative
+from phalanx.ensemble.document import EnsembleFile, entries
 from phalanx.ensemble.members import Member, require_alike
 from phalanx.ensemble.share import ALONE, Share
 from phalanx.errors import ConfigError
@@ -75,16 +75,7 @@ class ForecastEnsemble:
 
     def document(self, folder: Path) -> EnsembleFile:
         """What is written into `folder`."""
-        members = [
-            MemberEntry(
-                run=relative(one.path, folder),
-                checkpoint=relative(one.checkpoint, folder),
-                step=one.step,
-                weight=1.0 / len(self.members),
-                score=one.score,
-            )
-            for one in self.members
-        ]
+        members = entries(self.members, [1.0 / len(self.members)] * len(self.members), folder)
         return EnsembleFile(family="weather", members=members, facts=self.facts())
 
 
