@@ -26,7 +26,7 @@ quickstart: .venv/installed
 	$(PHALANX) report $(RUN_DIR)
 
 test: lint .venv/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: .venv/dev
 	$(BIN)/ruff check src tests benchmarks

@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import pytest
 
+from command_line import Call, Outcome
 from phalanx.cli.main import run
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Outcome]
 
 
 @pytest.fixture

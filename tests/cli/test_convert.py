@@ -12,7 +12,7 @@ from small_models import GPT, LLAMA, READER, huggingface_config, random_decoder,
 from token_data import write_token_folder
 
 if TYPE_CHECKING:
-    from conftest import Call
+    from command_line import Call
 
 
 def test_there_and_back(call: Call, tmp_path: Path) -> None:

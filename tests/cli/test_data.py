@@ -15,7 +15,7 @@ from foreign_tokens import write_megatron, write_tokens
 from token_data import write_token_folder
 
 if TYPE_CHECKING:
-    from conftest import Call
+    from command_line import Call
 
 PREPARE = ("--vocab-size", "257", "--validation-fraction", "0.1", "--workers", "1")
 

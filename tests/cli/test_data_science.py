@@ -15,7 +15,7 @@ from phalanx.data.fields.field_set import FieldSet
 from weather_runs import write_weather_run
 
 if TYPE_CHECKING:
-    from conftest import Call
+    from command_line import Call
 
 
 def test_structures_are_prepared_and_the_units_that_fit_them_said(call: Call, tmp_path: Path) -> None:

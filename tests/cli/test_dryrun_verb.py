@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from conftest import Call
+
+from command_line import Call
 
 RUN_FILE = """
 model: {n_layers: 4, d_model: 32, n_heads: 8, n_kv_heads: 4, d_ff: 64, vocab_size: 61, max_positions: 32}

@@ -19,7 +19,7 @@ from phalanx.ensemble.build import Wanted
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from conftest import Call
+    from command_line import Call
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from phalanx.data.graphs.prepare import prepare_graphs
 from phalanx.train.start import train
 
 if TYPE_CHECKING:
-    from conftest import Call
+    from command_line import Call
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from small_models import LLAMA, huggingface_config, random_decoder, save_hugging
 from token_data import write_run_file, write_token_folder
 
 if TYPE_CHECKING:
-    from conftest import Call
+    from command_line import Call
 
 
 @pytest.fixture(scope="module")

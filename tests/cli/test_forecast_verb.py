@@ -13,7 +13,7 @@ from phalanx.cli.main import run
 from weather_runs import write_weather_run
 
 if TYPE_CHECKING:
-    from conftest import Call
+    from command_line import Call
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from terminal import run_in_terminal
 from small_models import READER, huggingface_config, random_decoder, save_huggingface, save_run
 
 if TYPE_CHECKING:
-    from conftest import Call
+    from command_line import Call
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Call
 
+from command_line import Call
 from phalanx.verify import check
 
 RUN_FILE = """

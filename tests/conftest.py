@@ -1,0 +1,27 @@
+"""The order of test files: what takes longest begins first, so that no core waits for another at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+_LONGEST_FIRST = (
+    "verify/test_parity.py",
+    "verify/test_weather_parity.py",
+    "cli/test_search.py",
+    "cost/test_check.py",
+    "cli/test_tune.py",
+    "cost/test_dryrun.py",
+    "cli/test_train.py",
+    "verify/test_streamed_parity.py",
+    "train/test_layout_resume.py",
+    "verify/test_materials_parity.py",
+    "cost/test_dryrun_weather.py",
+)
+_PLACE = {name: place for place, name in enumerate(_LONGEST_FIRST)}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort by file alone: tests of a file keep their order, and files that are not named follow in theirs."""
+    items.sort(key=lambda item: _PLACE.get(Path(*item.path.parts[-2:]).as_posix(), len(_PLACE)))
