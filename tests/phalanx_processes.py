@@ -6,6 +6,7 @@ What only the start of a command can show is tested with the command itself (`te
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import tempfile
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,6 +86,25 @@ def finish(words: Sequence[str], ranks: int = 1, timeout_s: float = 300.0) -> st
     code, errors = start(words, ranks).finish(timeout_s)
     assert code == 0, errors[-3000:]
     return errors
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run directory tells of a run."""
+
+    steps: list[tuple[float, float]]
+    """Loss and gradient norm of each."""
+    evaluations: list[dict[str, Any]]
+    """Events, in their order."""
+
+
+def train(run_file: Path, run_dir: Path, steps: int, ranks: int, *words: str) -> Trained:
+    """Train up to `steps` in a run directory, which may hold the beginning."""
+    finish(["train", str(run_file), "--run-dir", str(run_dir), f"training.steps={steps}", *words], ranks)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return Trained([(row["loss"], row["grad_norm"]) for row in rows], [e for e in events if e["kind"] == "evaluation"])
 
 
 def _run(words: tuple[str, ...], place: dict[str, str], outputs: tuple[Path, Path]) -> None:

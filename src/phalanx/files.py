@@ -1,9 +1,11 @@
-"""Writing files so that a reader, or a crash, never meets half of one."""
+"""Writing files so that a reader, or a crash, never meets half of one, and what JSON files can hold."""
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -18,3 +20,12 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def finite(value: Any) -> Any:
+    """The same plain value with null for numbers that JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

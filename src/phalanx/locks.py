@@ -136,7 +136,7 @@ class FolderLock:
 
     def _alive(self, owner: Owner, descriptor: int, *, exclusive: bool) -> bool:
         if owner.host == socket.gethostname():
-            return not exclusive and owner.pid != os.getpid() and _process_exists(owner.pid)
+            return not exclusive and owner.pid != os.getpid() and process_exists(owner.pid)
         logger.warning(
             "%s names process %d on host %s; watching %.0f s for a sign of life",
             self.path,
@@ -186,7 +186,8 @@ def _write_owner(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
-def _process_exists(pid: int) -> bool:
+def process_exists(pid: int) -> bool:
+    """Whether a process of this host has this number, whoever's it is."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 import yaml
 
-from distributed_ranks import run_ranks
 from materials_runs import SECTIONS, write_molecules
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
@@ -22,7 +17,7 @@ from phalanx.errors import DataError
 from phalanx.layout.multitask import branch_sizes
 from phalanx.layout.resolve import resolve_layout
 from phalanx.models.families import family_of
-from phalanx.train.start import train
+from phalanx_processes import train
 
 STEPS = 2
 """In each layout."""
@@ -52,26 +47,6 @@ def write_run(folder: Path) -> Path:
     return path
 
 
-def train_one_rank(run_file: Path, run_dir: Path, fields: list[str]) -> None:
-    """What `phalanx train` does on each rank."""
-    if dist.is_initialized():
-        rank, size = str(dist.get_rank()), str(dist.get_world_size())
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
-    # The group belongs to those who started the ranks.
-    with patch("phalanx.train.start.leave_process_group"):
-        train(load_run(run_file, fields), run_dir)
-
-
-def results(run_dir: Path) -> tuple[list[tuple[float, float]], list[dict[str, Any]]]:
-    """Losses and gradient norms of all steps, and the last evaluation's errors."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    return [(row["loss"], row["grad_norm"]) for row in rows], [e for e in events if e["kind"] == "evaluation"][-1][
-        "errors"
-    ]
-
-
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("three"))
@@ -79,16 +54,12 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_goes_on_with_other_sub_groups_and_without(run_file: Path) -> None:
     straight, changing = run_file.parent / "straight", run_file.parent / "changing"
-    train_one_rank(run_file, straight, [f"training.steps={STEPS * len(LAYOUTS)}"])
+    whole = train(run_file, straight, STEPS * len(LAYOUTS), 1)
     for number, (ranks, *words) in enumerate(LAYOUTS, 1):
-        fields = [f"training.steps={STEPS * number}", *words]
-        if ranks > 1:
-            run_ranks(train_one_rank, ranks, run_file, changing, fields, timeout_s=200.0)
-        else:
-            train_one_rank(run_file, changing, fields)
-    (steps, errors), (expected_steps, expected_errors) = results(changing), results(straight)
-    assert len(steps) == STEPS * len(LAYOUTS)
-    for (loss, norm), (expected_loss, expected_norm) in zip(steps, expected_steps, strict=True):
+        found = train(run_file, changing, STEPS * number, ranks, *words)
+    errors, expected_errors = (run.evaluations[-1]["errors"] for run in (found, whole))
+    assert len(found.steps) == STEPS * len(LAYOUTS)
+    for (loss, norm), (expected_loss, expected_norm) in zip(found.steps, whole.steps, strict=True):
         assert (loss, norm) == (pytest.approx(expected_loss, rel=1e-4), pytest.approx(expected_norm, rel=1e-3))
     for row, expected in zip(errors, expected_errors, strict=True):
         assert row == {**expected, "mae": pytest.approx(expected["mae"], rel=1e-3), "rmse": row["rmse"]}

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.train.interrupt import ONE_WISH_S, StopRequest
+from phalanx.cluster.parent import ONE_WISH_S
+from phalanx.train.interrupt import StopRequest
 
 
 @pytest.fixture

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-import phalanx_processes
+from phalanx_processes import train
 from token_data import write_run_file, write_token_folder
 
 LAYOUTS = [
@@ -35,24 +34,16 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run_file(folder / "run.yaml", write_token_folder(folder / "data"))
 
 
-def train(run_file: Path, run_dir: Path, steps: int, ranks: int, *words: str) -> list[str]:
-    """Train up to `steps`; returns the lines of metrics.jsonl without what depends on time."""
-    words = ("--run-dir", str(run_dir), f"training.steps={steps}", *COMMON, *words)
-    phalanx_processes.finish(["train", str(run_file), *words], ranks)
-    return (run_dir / "metrics.jsonl").read_text().splitlines()
-
-
-def curve(lines: list[str]) -> list[tuple[float, float]]:
-    rows = [json.loads(line) for line in lines]
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    return [(row["loss"], row["grad_norm"]) for row in rows]
+def curve(run_file: Path, run_dir: Path, steps: int, ranks: int, *words: str) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step up to `steps`."""
+    return train(run_file, run_dir, steps, ranks, *COMMON, *words).steps
 
 
 def test_a_run_goes_through_layouts_as_if_nothing_had_happened(run_file: Path) -> None:
-    straight = curve(train(run_file, run_file.parent / "straight", STEPS * len(LAYOUTS), 1))
+    straight = curve(run_file, run_file.parent / "straight", STEPS * len(LAYOUTS), 1)
     run_dir = run_file.parent / "matrix"
     for number, (ranks, *words) in enumerate(LAYOUTS, 1):
-        found = curve(train(run_file, run_dir, STEPS * number, ranks, *words))
+        found = curve(run_file, run_dir, STEPS * number, ranks, *words)
     for (loss, norm), (expected_loss, expected_norm) in zip(found, straight, strict=True):
         assert loss == pytest.approx(expected_loss, abs=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-4)
@@ -60,7 +51,7 @@ def test_a_run_goes_through_layouts_as_if_nothing_had_happened(run_file: Path) -
 
 def test_the_same_layout_goes_on_to_the_same_bits(run_file: Path) -> None:
     ranks, words = 4, ("layout.tp=2", "layout.pp=2")
-    straight = curve(train(run_file, run_file.parent / "whole", 6, ranks, *words))
+    straight = curve(run_file, run_file.parent / "whole", 6, ranks, *words)
     run_dir = run_file.parent / "parts"
-    train(run_file, run_dir, 3, ranks, *words)
-    assert curve(train(run_file, run_dir, 6, ranks, *words)) == straight
+    curve(run_file, run_dir, 3, ranks, *words)
+    assert curve(run_file, run_dir, 6, ranks, *words) == straight

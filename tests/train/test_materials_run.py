@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from distributed_ranks import run_ranks
 from materials_runs import write_materials_run
 from phalanx.config.load import load_run
 from phalanx.data.graphs.prepare import prepare_graphs
@@ -20,34 +15,11 @@ from phalanx.errors import DataError
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
 from phalanx.train.inputs import open_inputs
-from phalanx.train.start import train as start_training
+from phalanx_processes import Trained, train
 
 LAYOUTS = [(2, "layout.dp_shard=2"), (1,), (2, "layout.dp_replicate=2", "layout.dp_shard=1", "layout.zero=0")]
 STEPS = 3
 """In each layout."""
-
-
-def train(run_file: Path, run_dir: Path, steps: int, ranks: int, *words: str) -> tuple[list[Any], list[Any]]:
-    """Train up to `steps`; returns losses and gradient norms, and the events of evaluations."""
-    fields = [f"training.steps={steps}", *words]
-    if ranks > 1:
-        run_ranks(train_one_rank, ranks, run_file, run_dir, fields, timeout_s=200.0)
-    else:
-        train_one_rank(run_file, run_dir, fields)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    return [(row["loss"], row["grad_norm"]) for row in rows], [e for e in events if e["kind"] == "evaluation"]
-
-
-def train_one_rank(run_file: Path, run_dir: Path, fields: list[str]) -> None:
-    """What `phalanx train` does on each rank."""
-    if dist.is_initialized():
-        rank, size = str(dist.get_rank()), str(dist.get_world_size())
-        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
-    # The group belongs to those who started the ranks.
-    with patch("phalanx.train.start.leave_process_group"):
-        start_training(load_run(run_file, fields), run_dir)
 
 
 @pytest.fixture(scope="module")
@@ -58,39 +30,39 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def straight(run_file: Path) -> tuple[list[Any], list[Any]]:
+def straight(run_file: Path) -> Trained:
     return train(run_file, run_file.parent / "straight", STEPS * len(LAYOUTS), 1, f"evaluation.every={STEPS}")
 
 
-def test_a_checkpoint_is_bound_to_no_layout(run_file: Path, straight: tuple[list[Any], list[Any]]) -> None:
+def test_a_checkpoint_is_bound_to_no_layout(run_file: Path, straight: Trained) -> None:
     run_dir = run_file.parent / "matrix"
     for number, (ranks, *words) in enumerate(LAYOUTS, 1):
-        losses, evaluations = train(run_file, run_dir, STEPS * number, ranks, *words)
-    for (loss, norm), (expected_loss, expected_norm) in zip(losses, straight[0], strict=True):
+        found = train(run_file, run_dir, STEPS * number, ranks, *words)
+    for (loss, norm), (expected_loss, expected_norm) in zip(found.steps, straight.steps, strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-4)
         assert norm == pytest.approx(expected_norm, rel=1e-3)
     balance = json.loads((run_dir / "balance.json").read_text())
     assert balance["ranks"] == 2 and balance["by_cost"]["steps"] == balance["by_number"]["steps"] == 100
     assert balance["by_cost"]["wait_mean"] < 0.3 * balance["by_number"]["wait_mean"]
-    assert len(evaluations) == len(LAYOUTS)
-    for found, expected in zip(evaluations, straight[1], strict=True):
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
-        assert found["structures"] == expected["structures"] == 12
-        for row, wanted in zip(found["errors"], expected["errors"], strict=True):
+    assert len(found.evaluations) == len(LAYOUTS)
+    for scored, expected in zip(found.evaluations, straight.evaluations, strict=True):
+        assert scored["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert scored["structures"] == expected["structures"] == 12
+        for row, wanted in zip(scored["errors"], expected["errors"], strict=True):
             assert row == {**wanted, "mae": pytest.approx(wanted["mae"], rel=1e-3), "rmse": row["rmse"]}
             assert row["rmse"] == pytest.approx(wanted["rmse"], rel=1e-3)
 
 
-def test_the_same_layout_goes_on_to_the_same_bits(run_file: Path, straight: tuple[list[Any], list[Any]]) -> None:
+def test_the_same_layout_goes_on_to_the_same_bits(run_file: Path, straight: Trained) -> None:
     run_dir = run_file.parent / "parts"
     train(run_file, run_dir, 4, 1)
-    assert train(run_file, run_dir, STEPS * len(LAYOUTS), 1)[0] == straight[0]
+    assert train(run_file, run_dir, STEPS * len(LAYOUTS), 1).steps == straight.steps
 
 
-def test_training_lowers_the_loss_and_the_errors(straight: tuple[list[Any], list[Any]]) -> None:
-    losses = [loss for loss, _ in straight[0]]
+def test_training_lowers_the_loss_and_the_errors(straight: Trained) -> None:
+    losses = [loss for loss, _ in straight.steps]
     assert sum(losses[-3:]) < 0.6 * sum(losses[:3])
-    first, last = (event["errors"] for event in (straight[1][0], straight[1][-1]))
+    first, last = (event["errors"] for event in (straight.evaluations[0], straight.evaluations[-1]))
     assert [(row["source"], row["quantity"], row["unit"]) for row in last] == [
         ("toy", "energy", "eV/atom"),
         ("toy", "forces", "eV/A"),
@@ -100,11 +72,9 @@ def test_training_lowers_the_loss_and_the_errors(straight: tuple[list[Any], list
     assert last[1]["mae"] < first[1]["mae"] and all(row["mae"] <= row["rmse"] for row in last)
 
 
-def test_a_budget_of_memory_changes_how_a_step_is_cut_and_not_what_it_gives(
-    run_file: Path, straight: tuple[list[Any], list[Any]]
-) -> None:
-    losses, _ = train(run_file, run_file.parent / "budget", 3, 1, "data.microbatch_cost=30")
-    for (loss, norm), (expected_loss, expected_norm) in zip(losses, straight[0], strict=False):
+def test_a_budget_of_memory_changes_how_a_step_is_cut_and_not_what_it_gives(run_file: Path, straight: Trained) -> None:
+    found = train(run_file, run_file.parent / "budget", 3, 1, "data.microbatch_cost=30")
+    for (loss, norm), (expected_loss, expected_norm) in zip(found.steps, straight.steps, strict=False):
         assert (loss, norm) == (pytest.approx(expected_loss, rel=1e-4), pytest.approx(expected_norm, rel=1e-3))
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import phalanx_processes
 from phalanx.config.families import WeatherRun
 from phalanx.config.load import load_run
 from phalanx.data.fields.field_set import FieldSet
 from phalanx.errors import DataError
 from phalanx.train.weather import require_grid
+from phalanx_processes import Trained, train
 from weather_runs import write_weather_run
 
 LAYOUTS = [
@@ -25,50 +23,40 @@ STEPS = 2
 """In each layout."""
 
 
-def train(run_file: Path, run_dir: Path, steps: int, ranks: int, *words: str) -> tuple[list[Any], list[Any]]:
-    """Train up to `steps`; returns losses and gradient norms, and the events of evaluations."""
-    words = ("--run-dir", str(run_dir), f"training.steps={steps}", *words)
-    phalanx_processes.finish(["train", str(run_file), *words], ranks)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    return [(row["loss"], row["grad_norm"]) for row in rows], [e for e in events if e["kind"] == "evaluation"]
-
-
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_weather_run(tmp_path_factory.mktemp("weather"))
 
 
 @pytest.fixture(scope="module")
-def straight(run_file: Path) -> tuple[list[Any], list[Any]]:
+def straight(run_file: Path) -> Trained:
     return train(run_file, run_file.parent / "straight", STEPS * len(LAYOUTS), 1, f"evaluation.every={STEPS}")
 
 
-def test_a_checkpoint_is_bound_to_no_layout(run_file: Path, straight: tuple[list[Any], list[Any]]) -> None:
+def test_a_checkpoint_is_bound_to_no_layout(run_file: Path, straight: Trained) -> None:
     run_dir = run_file.parent / "matrix"
     for number, (ranks, *words) in enumerate(LAYOUTS, 1):
-        losses, evaluations = train(run_file, run_dir, STEPS * number, ranks, *words)
-    for (loss, norm), (expected_loss, expected_norm) in zip(losses, straight[0], strict=True):
+        found = train(run_file, run_dir, STEPS * number, ranks, *words)
+    for (loss, norm), (expected_loss, expected_norm) in zip(found.steps, straight.steps, strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-4)
-    assert len(evaluations) == len(LAYOUTS)
-    for found, expected in zip(evaluations, straight[1], strict=True):
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
-        assert found["forecasts"] == expected["forecasts"] == 10
-        for score, wanted in zip(found["scores"], expected["scores"], strict=True):
+    assert len(found.evaluations) == len(LAYOUTS)
+    for scored, expected in zip(found.evaluations, straight.evaluations, strict=True):
+        assert scored["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert scored["forecasts"] == expected["forecasts"] == 10
+        for score, wanted in zip(scored["scores"], expected["scores"], strict=True):
             assert score.pop("variable") == wanted["variable"]
             assert score == pytest.approx({k: v for k, v in wanted.items() if k != "variable"}, rel=1e-4, abs=1e-4)
 
 
-def test_the_same_layout_goes_on_to_the_same_bits(run_file: Path, straight: tuple[list[Any], list[Any]]) -> None:
+def test_the_same_layout_goes_on_to_the_same_bits(run_file: Path, straight: Trained) -> None:
     run_dir = run_file.parent / "parts"
     train(run_file, run_dir, 3, 1)
-    assert train(run_file, run_dir, STEPS * len(LAYOUTS), 1)[0] == straight[0]
+    assert train(run_file, run_dir, STEPS * len(LAYOUTS), 1).steps == straight.steps
 
 
-def test_evaluation_scores_every_variable_and_lead_time(straight: tuple[list[Any], list[Any]]) -> None:
-    scores = straight[1][-1]["scores"]
+def test_evaluation_scores_every_variable_and_lead_time(straight: Trained) -> None:
+    scores = straight.evaluations[-1]["scores"]
     assert {(s["variable"], s["lead_hours"]) for s in scores} == {
         (name, lead) for name in ("z500", "t850", "u10") for lead in (6, 12, 24)
     }

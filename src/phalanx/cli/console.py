@@ -6,14 +6,17 @@ With `--json` a verb prints exactly one JSON object, through `print_json`, and n
 from __future__ import annotations
 
 import json
-import math
 import sys
 import textwrap
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+
+from phalanx.errors import PhalanxError
+from phalanx.files import finite, write_atomically
 
 UNWRAPPED = 1000
 """Columns for output that no terminal shows: lines stay whole for grep and for files."""
@@ -28,7 +31,15 @@ def output() -> Console:
 
 def print_json(value: dict[str, Any]) -> None:
     """Print one JSON object. Numbers that JSON cannot hold (NaN, infinities) become null."""
-    print(json.dumps(_finite(value), indent=2, allow_nan=False))
+    print(json.dumps(finite(value), indent=2, allow_nan=False))
+
+
+def write_file(file: Path, text: str) -> None:
+    """Write what the command line asked for. Raises PhalanxError where the file cannot be written."""
+    try:
+        write_atomically(file, text)
+    except OSError as error:
+        raise PhalanxError(f"cannot write {file}: {error.strerror}; name another file") from error
 
 
 def print_error(text: str) -> None:
@@ -74,11 +85,3 @@ def _wrapped(line: str, width: int, hanging: str = "  ") -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     ) or [""]
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

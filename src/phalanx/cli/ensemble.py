@@ -13,7 +13,7 @@ import torch
 import typer
 
 from phalanx.cli.arguments import Json
-from phalanx.cli.console import output, print_json
+from phalanx.cli.console import output, print_json, write_file
 from phalanx.cli.ensemble_words import print_ensemble
 from phalanx.cli.inference import Device, progress_bar
 from phalanx.cluster.cores import available_cores
@@ -29,7 +29,6 @@ from phalanx.ensemble.members import Member, open_member
 from phalanx.ensemble.share import Share
 from phalanx.ensemble.training import Recipe, train_side_by_side
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.files import write_atomically
 from phalanx.layout.mesh import Ranks, join_process_group, leave_process_group, ranks_from_environment
 from phalanx.report.ensemble_page import render_ensemble
 
@@ -300,7 +299,7 @@ def _start_ranks(
 def _write(built: Built | ForecastEnsemble | LanguageEnsemble, out: Path, page: Path, *, as_json: bool) -> None:
     facts = built.facts()
     built.document(out).write(out)
-    write_atomically(page, render_ensemble(facts))
+    write_file(page, render_ensemble(facts))
     if as_json:
         print_json({"ensemble": str(out / ENSEMBLE), "report": str(page), **facts})
         return

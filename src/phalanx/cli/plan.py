@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli.arguments import Json
-from phalanx.cli.console import output, print_json
+from phalanx.cli.console import output, print_json, write_file
 from phalanx.cli.plan_check import check_facts, print_check
 from phalanx.cli.plan_options import (
     Best,
@@ -37,8 +37,7 @@ from phalanx.config.schema import Layout, Run
 from phalanx.cost.enumerate import CHOSEN
 from phalanx.cost.family import require_planned
 from phalanx.cost.profile import load_profile, profile_beside, profile_for
-from phalanx.errors import ConfigError, PhalanxError
-from phalanx.files import write_atomically
+from phalanx.errors import ConfigError
 from phalanx.plan.budget import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES, Reliability
 from phalanx.plan.cost_models import CostModels
 from phalanx.plan.facts import plan_facts
@@ -117,17 +116,9 @@ def _write_all(made: Plan, run: Path | None, html: Path | None) -> dict[str, str
     written: dict[str, str] = {}
     for kind, file, text in (("run", run, _run_file), ("html", html, render_plan)):
         if file is not None:
-            _write(file, text(made))
+            write_file(file, text(made))
             written[kind] = str(file)
     return written
-
-
-def _write(file: Path, text: str) -> None:
-    """Raises PhalanxError where the file cannot be written."""
-    try:
-        write_atomically(file, text)
-    except OSError as error:
-        raise PhalanxError(f"cannot write {file}: {error.strerror}; name another file") from error
 
 
 def _print(made: Plan, written: dict[str, str], cluster: str) -> None:

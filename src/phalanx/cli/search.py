@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from phalanx.cli.arguments import Json, complete_override
-from phalanx.cli.console import output, print_json
+from phalanx.cli.console import output, print_json, write_file
 from phalanx.cli.search_words import progress, search_lines
 from phalanx.cluster.machine import described_names, load_machine
 from phalanx.config.families import require_language
@@ -20,7 +20,6 @@ from phalanx.config.search import Search
 from phalanx.cost.enumerate import CHOSEN
 from phalanx.cost.profile import load_profile, profile_for
 from phalanx.errors import PhalanxError
-from phalanx.files import write_atomically
 from phalanx.plan.cost_models import CostModels
 from phalanx.plan.judge import Planner, Task
 from phalanx.report.search_page import render_search
@@ -78,7 +77,7 @@ def search(
     written = {}
     for kind, file, text in (("run", write, done.run_text), ("html", html, lambda: render_search(facts))):
         if file is not None:
-            _write(file, text())
+            write_file(file, text())
             written[kind] = str(file)
     if json:
         print_json(facts | {"written": written})
@@ -113,14 +112,6 @@ def _run_search(asked: _Asked, where: str, path: Path, **options: Any) -> Any:
     except ImportError as error:
         raise PhalanxError(f'phalanx search needs {error.name}: pip install "phalanx-train[search]"') from None
     return run_search(asked.planner, asked.task, asked.search, where, path, tell=progress, **options)
-
-
-def _write(file: Path, text: str) -> None:
-    """Raises PhalanxError where the file cannot be written."""
-    try:
-        write_atomically(file, text)
-    except OSError as error:
-        raise PhalanxError(f"cannot write {file}: {error.strerror}; name another file") from error
 
 
 def as_override(word: str) -> str:

@@ -8,13 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from phalanx.cli.arguments import Json, Overrides
-from phalanx.cli.console import output, print_json
+from phalanx.cli.console import output, print_json, write_file
 from phalanx.cli.tune_words import progress, tune_lines
 from phalanx.cluster.machine import described_names, load_machine
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.files import write_atomically
 
 
 def tune(
@@ -110,19 +109,11 @@ def _write_files(folder: Path, facts: dict[str, Any], write: Path | None, html: 
     if write is not None:
         from phalanx.tune.best import best_run_text  # noqa: PLC0415
 
-        _write(write, best_run_text(folder, facts))
+        write_file(write, best_run_text(folder, facts))
         written["run"] = str(write)
     if html is not None:
         from phalanx.report.tune_page import render_tune  # noqa: PLC0415
 
-        _write(html, render_tune(facts))
+        write_file(html, render_tune(facts))
         written["html"] = str(html)
     return written
-
-
-def _write(file: Path, text: str) -> None:
-    """Raises PhalanxError where the file cannot be written."""
-    try:
-        write_atomically(file, text)
-    except OSError as error:
-        raise PhalanxError(f"cannot write {file}: {error.strerror}; name another file") from error

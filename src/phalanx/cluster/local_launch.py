@@ -21,15 +21,13 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.cluster.cores import available_cores
-from phalanx.cluster.parent import PARENT
+from phalanx.cluster.parent import ONE_WISH_S, PARENT
 
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a rank that was told to stop and did so in good order; the others are about to."""
 _BAD_USAGE = 2
 """Exit code of a command that found its own arguments or run file wrong, as every rank then does."""
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_ONE_WISH_S = 1.0
-"""Seconds within which a signal that comes again is the same wish: `timeout` sends it to the process and to its group."""
 _ORDERLY_S = 600.0
 """Seconds that the others have once one rank stopped in good order: one of them may still write the checkpoint."""
 _LAST_WORDS_S = 2.0
@@ -164,7 +162,7 @@ class _Ranks:
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         again = number == self._asked
-        if again and now - self._asked_at < _ONE_WISH_S:
+        if again and now - self._asked_at < ONE_WISH_S:
             return
         self._insisted = self._insisted or again
         self._asked, self._asked_at = number, now

@@ -1,4 +1,7 @@
-"""Processes that do not outlive the one that started them, however that one ends. Loads nothing that takes time."""
+"""Parents and children among processes: children that do not outlive their parent, and one wish that comes several times.
+
+Loads nothing that takes time.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,10 @@ import time
 
 PARENT = "PHALANX_PARENT"
 """Variable of a process: the number of the parent it must not outlive; empty stands for whoever that is."""
+
+ONE_WISH_S = 1.0
+"""Seconds within which a signal that comes again is the same wish. `timeout` sends it to the process and to its group, and
+the end of a parent is told once for each of its threads."""
 
 _PR_SET_PDEATHSIG = 1
 _WATCH_S = 0.2

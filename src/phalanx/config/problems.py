@@ -111,12 +111,13 @@ def _missing_problems(
     missing: dict[FieldPath, list[str]], misspelt: set[str | None], values: Value, kind: type[Run]
 ) -> Iterator[Problem]:
     for parent, leaves in missing.items():
-        names = [name for leaf in leaves if (name := dotted((*parent, leaf))) not in misspelt]
+        paths = [path for leaf in leaves if dotted(path := (*parent, leaf)) not in misspelt]
+        names = [dotted(path) for path in paths]
         if parent == ():
             yield from (Problem((), _missing_section(name, kind)) for name in names)
         elif names:
-            advice = _advice([(*parent, leaf) for leaf in leaves if dotted((*parent, leaf)) in names], values, kind)
-            yield Problem(parent, f"{_and(names)} {'is' if len(names) == 1 else 'are'} missing: {advice}")
+            verb = "is" if len(names) == 1 else "are"
+            yield Problem(parent, f"{_and(names)} {verb} missing: {_advice(paths, values, kind)}")
 
 
 def _missing_section(name: str, kind: type[Run]) -> str:

@@ -6,7 +6,6 @@ Paths are kept relative to the file's folder, so that ensemble and runs may move
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from phalanx.ensemble.calibrate import Calibration, Conformal
 from phalanx.ensemble.members import Member
 from phalanx.errors import CheckpointError
-from phalanx.files import write_atomically
+from phalanx.files import finite, write_atomically
 
 ENSEMBLE = "ensemble.json"
 
@@ -121,12 +120,3 @@ def entries(members: Sequence[Member], weights: Sequence[float], folder: Path) -
 
 def _relative(path: Path, folder: Path) -> str:
     return os.path.relpath(path.resolve(), folder.resolve())
-
-
-def finite(value: Any) -> Any:
-    """The same plain value with null for numbers that JSON cannot hold."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,11 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.cluster.parent import ONE_WISH_S
 from phalanx.errors import PhalanxError
-
-ONE_WISH_S = 1.0
-"""Seconds within which a signal that comes again is the same wish. `timeout` sends it to the process and to its group, and
-the end of a parent is told once for each of its threads."""
 
 
 class Interrupted(PhalanxError):

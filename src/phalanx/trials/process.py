@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cluster.parent import PARENT, die_with_parent
+from phalanx.locks import process_exists
 
 _DYING_S = 15.0
 """Seconds that processes have to end once they were told to."""
@@ -41,22 +42,11 @@ class Worker:
 
     def alive(self) -> bool:
         """Whether it runs; to be asked on its own host."""
-        return _exists(self.pid) and _started(self.pid) == self.started
+        return process_exists(self.pid) and _started(self.pid) == self.started
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        # It is another user's.
-        return True
-    return True
 
 
 def _started(pid: int) -> str:

@@ -13,8 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from phalanx.cluster.parent import ONE_WISH_S
 from phalanx.files import write_atomically
-from phalanx.train.interrupt import ONE_WISH_S, Interrupted
+from phalanx.train.interrupt import Interrupted
 from phalanx.trials.optuna_sampler import distribution
 from phalanx.trials.process import Ended, Worker
 from phalanx.trials.storage import Study, save_outcome
