@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.conftest import Call
+from command_line import Call
 from phalanx.calibrate import effort
 from phalanx.cli import calibrate as verb
 from phalanx.cost.profile import CONSTANTS, load_profile

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.conftest import Call
+from command_line import Call
 from config.run_text import RUN
 from phalanx.config.load import load_run, parse_run
 from phalanx.config.presets import preset_names

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.conftest import Call
+from command_line import Call
 
 RUN = """\
 model: {n_layers: 2, d_model: 64, n_heads: 8, d_ff: 128, vocab_size: 256, max_positions: 64}

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from cli.conftest import Call
 from cli.terminal import ROOT, run_in_terminal, start
+from command_line import Call
 from phalanx import __version__
 from phalanx.cli import main
 from phalanx.cli.console import print_error, print_json, short_count

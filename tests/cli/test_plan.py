@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.conftest import Call
+from command_line import Call
 from phalanx.cli.plan_words import plan_lines
 from phalanx.cluster.machine import load_machine
 from phalanx.config.load import load_run

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from cli.conftest import Call
+from command_line import Call
 from report.run_dirs import write_lines, write_run
 
 

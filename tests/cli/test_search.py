@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from cli.conftest import Call
+from command_line import Call
 from phalanx.config.load import load_run
 from phalanx.layout.resolve import resolve_layout
 from report.pages import Page
 from token_data import write_run_file, write_token_folder
+from trial_processes import trial_processes, wait_for
 
 RUN = """\
 model: {n_layers: 8, d_model: 2048, n_heads: 16, d_ff: 8192, vocab_size: 32000, max_positions: 2048, mlp: gelu}
@@ -96,32 +97,11 @@ def start(file: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, text=True, env=environment, **pipes)
 
 
-def trial_processes(folder: Path) -> list[int]:
-    """Processes whose command names the folder of the study's trials."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                command = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if str(folder).encode() in command and b"phalanx.trials\0" in command:
-                found.append(int(entry.name))
-    return found
-
-
-def wait_for(process: subprocess.Popen[str], what: Any) -> None:
-    deadline = time.monotonic() + 200
-    while not what():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.02)
-
-
 def test_a_real_search_that_is_killed_and_goes_on(real: Path) -> None:
     trials = real.parent / "s.log.trials"
     first = start(real)
     # Killed while the ranks of the second trial run: the first one has ended.
-    wait_for(first, lambda: (trials / "1").exists() and len(trial_processes(trials / "1")) == 3)
+    wait_for(first, lambda: (trials / "1").exists() and len(trial_processes(trials / "1")) == 3, 200)
     ranks = trial_processes(trials)
     first.send_signal(signal.SIGKILL)
     first.communicate()

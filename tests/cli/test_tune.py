@@ -7,20 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cli.conftest import Call
+from command_line import Call
 from materials_runs import write_materials_run
 from phalanx.config.load import load_run
 from phalanx.data.graphs.prepare import prepare_graphs
 from phalanx.tune.study import finished_trials
 from report.pages import Page
 from token_data import write_run_file, write_token_folder
+from trial_processes import trial_processes, wait_for
 
 LANGUAGE = """
 tune:
@@ -49,28 +48,6 @@ def start(file: Path, out: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([*command, "--json"], text=True, env=environment, **pipes)
 
 
-def wait_for(process: subprocess.Popen[str] | None, what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 400
-    while not what():
-        ended = process is not None and process.poll() is not None
-        assert not ended and time.monotonic() < deadline, process and process.communicate()
-        time.sleep(0.02)
-
-
-def trial_processes(folder: Path) -> list[int]:
-    """Processes whose command names the folder of the study's parts."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                command = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if str(folder).encode() in command and b"phalanx.trials\0" in command:
-                found.append(int(entry.name))
-    return found
-
-
 def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -81,10 +58,10 @@ def test_a_study_that_is_killed_goes_on(tmp_path: Path, call: Call) -> None:
     out = tmp_path / "study"
     first = start(file, out)
     # Killed while the second trial runs: the first one has its score.
-    wait_for(first, lambda: len(list((out / "trials").glob("*/run.yaml"))) == 2)
+    wait_for(first, lambda: len(list((out / "trials").glob("*/run.yaml"))) == 2, 400)
     first.send_signal(signal.SIGKILL)
     first.communicate()
-    wait_for(None, lambda: not trial_processes(out))
+    wait_for(None, lambda: not trial_processes(out), 400)
     scored = finished_trials(out)
     assert len(scored) == 1 and (scored[0].run_dir / "checkpoints").exists()
     second = start(file, out)
