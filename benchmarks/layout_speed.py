@@ -41,6 +41,8 @@ CASES: dict[str, list[str]] = {
     "pp2-fsdp2": ["pp=2", "dp_shard=2", "microbatch=1", "schedule=1f1b"],
     "cp2-fsdp2": ["cp=2", "dp_shard=2", "microbatch=2"],
     "cp2-fsdp2-all-to-all": ["cp=2", "dp_shard=2", "microbatch=2", "context=all_to_all"],
+    "stream": ["dp_shard=N", "microbatch=2", "gather=stream"],
+    "tp2-fsdp2-stream": ["tp=2", "dp_shard=2", "microbatch=4", "gather=stream"],
     "one": ["dp_shard=1", "microbatch=1"],
 }
 
@@ -153,12 +155,12 @@ def main() -> None:
             folder = Path(scratch) / case
             results.append(measure(case, options, folder, log))
             print_row(results[-1])
+            document = {"date": datetime.now(UTC).isoformat(), "python": platform.python_version(), "results": results}
+            options.out.write_text(json.dumps(document, indent=1) + "\n")
             if options.profile:
                 options.profile.mkdir(parents=True, exist_ok=True)
                 for trace in folder.glob("profile*/*rank*0*"):
                     trace.rename(options.profile / f"{case}-{trace.name}")
-    document = {"date": datetime.now(UTC).isoformat(), "python": platform.python_version(), "results": results}
-    options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def print_row(result: dict[str, Any]) -> None:

@@ -5,9 +5,10 @@ reference models on the same splits.
 
 Every model of one data set trains for `--minutes` of time in steps on one device; the one of three branches for
 `--minutes-together` (by default as long as the three alone). Ours goes through `phalanx train`: a short run tells how long
-a step takes, and so how many steps fit; the learning rate falls over just these. References (`rivals/graph_run.py`) get the
-same splits, batch, optimizer and loss weights, and their learning rate falls over the same time. Errors come from the whole
-test split at the end. Started again with the same --work, what is done is not done again, and a run broken off goes on.
+a step takes, and so how many steps fit, recording and compiling included; the learning rate falls over just these.
+References (`rivals/graph_run.py`) get the same splits, batch, optimizer and loss weights, and their learning rate falls over
+the same time. Errors come from the whole test split at the end. Started again with the same --work, what is done is not
+done again, and a run broken off goes on.
 `--tiny` tries everything out on a CPU.
 """
 
@@ -28,8 +29,8 @@ from phalanx.config.load import load_run
 from phalanx.models.materials.sizes import parameter_count
 
 QUIET = ["evaluation.every=null", "evaluation.samples=1", "data.verify=false", "training.tensorboard=false"]
-PILOT, SETTLED = 60, 20
-"""Steps of the short run, and how many of them do not count."""
+PILOT, SETTLED = 200, 40
+"""Steps of the short run, and how many of them count once, not again and again."""
 
 
 def ours(file: Path, name: str, minutes: float, work: Path, overrides: list[str]) -> dict[str, Any]:
@@ -71,8 +72,9 @@ def steps_that_fit(file: Path, run_dir: Path, minutes: float, words: list[str]) 
     short = [f"training.steps={PILOT}", "optimizer.warmup_steps=1", "checkpoint.last=false", "training.resume=never"]
     if not (run_dir / "metrics.jsonl").exists() or len(metrics(run_dir)) < PILOT:
         phalanx("train", str(file), "--run-dir", str(run_dir), *words, *short)
-    # The mean: steps differ in size, and now and then one is slow.
-    return max(PILOT, int(60.0 * minutes / statistics.fmean(row["step_seconds"] for row in metrics(run_dir)[SETTLED:])))
+    seconds = [row["step_seconds"] for row in metrics(run_dir)]
+    # The first steps record or compile what later ones run. The mean: steps differ in size, and now and then one is slow.
+    return max(PILOT, int((60.0 * minutes - sum(seconds[:SETTLED])) / statistics.fmean(seconds[SETTLED:])))
 
 
 def reference(file: Path, model: str, name: str, work: Path, arguments: argparse.Namespace) -> dict[str, Any]:

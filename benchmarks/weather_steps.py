@@ -1,93 +1,185 @@
-"""Some steps of a weather run in one layout, on all ranks of torchrun: the part of `weather_layouts.py` that runs there."""
+"""Some steps of weather runs in one layout after another, on all ranks of torchrun: the part of `weather_layouts.py` that
+runs there.
+
+All cases share one process group, since starting ranks takes longer than most cases. What could stand in the way of the
+next case is taken down between them: compiled programs, tensors, buffers that peers read. Where memory is left over all
+the same, the ranks stop and are started anew. A case that fails on one rank would leave the others waiting: the process
+ends at once, and the launcher ends the others.
+"""
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import gc
 import json
+import os
 import statistics
+import sys
 import time
+import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from exposed_communication import communication
-from phalanx.cluster.device import choose_device
+from phalanx import compat
+from phalanx.cluster.device import choose_device, synchronize
+from phalanx.config.families import WeatherRun
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
+from phalanx.cost.memory_trace import StepTrace
+from phalanx.data.fields.batches import FieldBatch
 from phalanx.files import write_atomically
 from phalanx.layout.apply import Applied, apply_layout
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.family import family_layout
+from phalanx.layout.hybrid_stop import Streamed
+from phalanx.layout.hybrid_stop_copies import CopyRing
 from phalanx.layout.hybrid_stop_transport import Ring
 from phalanx.layout.memory import state_bytes
-from phalanx.layout.mesh import build_mesh, join_process_group, leave_process_group, ranks_from_environment
+from phalanx.layout.mesh import (
+    Groups,
+    Mesh,
+    Ranks,
+    build_mesh,
+    join_process_group,
+    leave_process_group,
+    ranks_from_environment,
+)
 from phalanx.layout.peer_copies import choose_peer_copies
+from phalanx.layout.place import place_of
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.train.checkpoint import materialise_optimizer_state
-from phalanx.train.step import build_step
+from phalanx.train.step import TrainStep, build_step
 
 GIB = 2**30
+LEFT_OVER_GIB = 16.0
+"""More than contexts, libraries and communicators take between cases: something was not let go."""
+Case = dict[str, Any]
+Found = dict[str, Any]
 
 
 def main() -> None:
-    """Time some steps, and profile one more. Rank 0 writes what it found."""
+    """Run the cases of a file in order. Rank 0 writes what it found in case N to N.json, a rank that fails why."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_file", type=Path)
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--result", type=Path, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--skip", type=int, required=True)
-    parser.add_argument("--room-gib", type=float, required=True)
-    parser.add_argument("--profile-step", action="store_true")
-    options = parser.parse_intermixed_args()
-    run = load_run(options.run_file, options.words)
+    parser.add_argument("folder", type=Path, help="holds cases.json; results are written here")
+    parser.add_argument("--end", type=float, required=True, help="when all must be over, in seconds since 1970")
+    parser.add_argument("--case-seconds", type=float, required=True, help="no case takes longer")
+    parser.add_argument("--room-gib", type=float, required=True, help="memory that ranks on the CPU are said to have")
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args()
     ranks = ranks_from_environment()
-    layout = resolve_layout(run, ranks.world_size, ranks.ranks_per_node)
-    device = choose_device(run.cluster.device, ranks.local_rank)
-    if device.type == "cpu" and options.room_gib and state_bytes(run, layout).total > options.room_gib * GIB:
-        raise MemoryError("out of memory: the state of the model is larger than --room-gib")
+    device = choose_device(options.device, ranks.local_rank)
     join_process_group(ranks, device)
-    found = _steps(run, layout, device, options)
-    if ranks.first:
-        write_atomically(options.result, json.dumps(found))
+    groups: Groups = {}
+    for number, case in enumerate(json.loads((options.folder / "cases.json").read_text())):
+        if number and _agreed_most(_used_gib(device)) > LEFT_OVER_GIB:
+            print(f"{_used_gib(device):.1f} GiB left over before {case['name']}", flush=True)
+            break
+        # Every rank by itself, with the stacks it was in: nobody has to find out which rank hangs.
+        faulthandler.dump_traceback_later(max(1.0, min(options.case_seconds, options.end - time.time())), exit=True)
+        begin = time.monotonic()
+        try:
+            found = run_case(options, case, ranks, device, groups)
+        except Exception as error:
+            _give_up(options.folder / f"failed-{ranks.rank}.json", error)
+        found |= {"wall_seconds": time.monotonic() - begin}
+        if ranks.first:
+            write_atomically(options.folder / f"{number}.json", json.dumps(found))
+        _let_go(device)
+    faulthandler.cancel_dump_traceback_later()
     leave_process_group()
 
 
-def _steps(run: Run, layout: ResolvedLayout, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    mesh = build_mesh(layout, device)
+def _give_up(file: Path, error: Exception) -> None:
+    traceback.print_exc()
+    text = f"{type(error).__name__}: {error}"
+    full = "out of memory" in text.lower()
+    write_atomically(file, json.dumps({"out_of_memory": full, "error": text.splitlines()[:6]}))
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _let_go(device: torch.device) -> None:
+    """Free what the last case held, and start the next one's peak from there."""
+    # Programs are compiled for fixed shapes as long as they have seen no others.
+    torch.compiler.reset()
+    gc.collect()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+
+
+def _used_gib(device: torch.device) -> float:
+    if device.type == "cpu":
+        return 0.0
+    free, total = torch.get_device_module(device).mem_get_info()
+    return float(total - free) / GIB
+
+
+def _agreed_most(value: float) -> float:
+    most = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return float(most)
+
+
+def run_case(options: argparse.Namespace, case: Case, ranks: Ranks, device: torch.device, groups: Groups) -> Found:
+    """Time the steps of one case; profile one more and measure gathered weights where it asks for that."""
+    run = load_run(options.run_file, case["words"])
+    assert isinstance(run, WeatherRun)
+    layout = resolve_layout(run, ranks.world_size, ranks.ranks_per_node)
+    if device.type == "cpu" and state_bytes(run, layout).total > options.room_gib * GIB:
+        raise MemoryError("out of memory: the state of the model is larger than --room-gib")
+    mesh = build_mesh(layout, device, groups)
     attention = _agreed_attention(run, layout, device)
     copies = choose_peer_copies(run, layout, mesh, device)
-    applied = apply_layout(run, layout, mesh, device, attention, copies)
+    applied = apply_layout(run, layout, mesh, device, attention, copies, fill=case["fill"])
+    if not case["fill"]:
+        with torch.no_grad():
+            for parameter in applied.parameters.values():
+                place_of(parameter).local.zero_()
+        applied.refresh()
     step = build_step(run, applied, device)
     materialise_optimizer_state(step.optimizer)
-    most = _watch_weights(applied.stream.ring) if applied.stream is not None else None
-    batch = family_layout(run).example_batch(run, layout.samples_per_rank, device)
-    seconds: list[float] = []
+    handed_out = None if applied.stream is None else _watch_weights(applied.stream.ring)
+    batch = random_fields(run, layout, mesh, device)
+    built = _memory(applied, copies, device)
+    gathered = exposed = None
     with attention.active():
-        for number in range(1, options.steps + 1):
-            _wait(device)
-            begin = time.perf_counter()
-            step.run(number, batch)
-            _wait(device)
-            seconds.append(time.perf_counter() - begin)
-        exposed = None
-        if device.type != "cpu" and options.profile_step:
-            exposed = communication(lambda: step.run(options.steps + 1, batch))
-    memory_peak = None
-    if device.type != "cpu":
-        memory_peak = (torch.get_device_module(device).max_memory_allocated() + _peer_bytes(applied, copies)) / GIB
+        seconds, losses = timed_steps(step, batch, case["steps"], device)
+        peak = _memory(applied, copies, device)
+        if case["profile"]:
+            gathered = None if handed_out is None else gathered_weights(applied, device, handed_out)
+            if device.type != "cpu":
+                exposed = communication(lambda: step.enqueue(case["steps"] + 1, batch), keep=ranks.first)
+    kept = seconds[min(case["skip"], len(seconds) - 1) :]
+    median = statistics.median(kept)
     return {
-        "step_seconds": statistics.median(seconds[min(options.skip, len(seconds) - 1) :]),
-        "step_seconds_all": seconds,
-        "memory_gib": memory_peak,
+        "step_seconds": median,
+        "samples_per_second": layout.global_batch / median,
+        "tokens_per_second": layout.global_batch * run.model.n_tokens / median,
+        "step_seconds_all": [round(value, 6) for value in seconds],
+        "losses": losses,
+        "memory_gib": peak and _agreed_most(peak["peak"]),
+        "memory_gib_rank_0": peak,
+        "memory_gib_before_steps": built,
+        "device_used_gib": _used_gib(device),
         "communication": exposed,
-        "streamed_weights_peak_bytes": None if most is None else most[0],
+        "gathered_weights": gathered,
         "attention": attention.name,
+        "attention_milliseconds": attention.milliseconds,
+        "peer_copies": copies is not None,
+        "compiled": applied.compiled,
         "torch": torch.__version__,
     }
 
@@ -95,25 +187,110 @@ def _steps(run: Run, layout: ResolvedLayout, device: torch.device, options: argp
 def _agreed_attention(run: Run, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
     """Rank 0's choice: ranks that time kernels by themselves might differ."""
     names = ("sdpa", "cudnn", "flash", "efficient", "math")
-    place = torch.zeros(1, dtype=torch.int64, device=device)
+    place = torch.zeros(1, dtype=torch.int64)
+    milliseconds: dict[str, float] = {}
     if dist.get_rank() == 0:
-        place.fill_(names.index(family_layout(run).choose_attention(run, layout, device).name))
+        choice = family_layout(run).choose_attention(run, layout, device)
+        place.fill_(names.index(choice.name))
+        milliseconds = choice.milliseconds
     dist.broadcast(place, 0)
-    return AttentionChoice(names[int(place)])
+    return AttentionChoice(names[int(place)], milliseconds)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
+def random_fields(run: WeatherRun, layout: ResolvedLayout, mesh: Mesh, device: torch.device) -> FieldBatch:
+    """This rank's samples: each is random, and a function of its number, so that all layouts see the same global batch."""
+    count = layout.samples_per_rank
+    batch = cast(FieldBatch, family_layout(run).example_batch(run, count, device))
+    first = mesh.data_rank * count
+    for row in range(count):
+        random = torch.Generator(device).manual_seed(first + row)
+        batch.fields[row].normal_(generator=random)
+        batch.targets[row].normal_(generator=random)
+    batch.lead_hours.fill_(24.0)
+    return replace(batch, sample_indices=batch.sample_indices + first)
 
 
-def _peer_bytes(applied: Applied, copies: Any) -> int:
+def timed_steps(
+    step: TrainStep, batch: FieldBatch, count: int, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Seconds and losses of `count` steps one after another, as training runs them: the host does not wait in between."""
+    marks: list[Any] = []
+    results = []
+    synchronize(device)
+    for number in range(count + 1):
+        if device.type == "cpu":
+            marks.append(time.perf_counter())
+        else:
+            marks.append(torch.get_device_module(device).Event(enable_timing=True))
+            marks[-1].record()
+        if number < count:
+            results.append(step.enqueue(number + 1, batch))
+    synchronize(device)
+    seconds = [b - a if device.type == "cpu" else a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
+    return seconds, [float(result[0]) for result in results]
+
+
+def _memory(applied: Applied, copies: Any, device: torch.device) -> dict[str, float] | None:
+    """GiB on this rank: tensors at most, with the buffers that peers read, and these alone."""
+    if device.type == "cpu":
+        return None
     ring = None if applied.stream is None else applied.stream.ring
-    return int(copies.bytes if copies is not None else 0) + int(getattr(ring, "bytes", 0))
+    buffers = int(copies.bytes if copies is not None else 0) + int(getattr(ring, "bytes", 0))
+    peak = compat.memory_statistics(device)["peak"] - compat.SymmetricBuffer.allocated
+    return {"peak": (peak + buffers) / GIB, "peer_buffers": buffers / GIB}
+
+
+# --- gathered weights of streamed chains ------------------------------------------------------------------------------
+
+
+def gathered_weights(applied: Applied, device: torch.device, handed_out: list[int]) -> Found:
+    """Bytes of gathered weights on this rank, measured in two ways; see `weather_layouts` for what is promised.
+
+    handed_out: the most that the ring gave out at a time in the steps before. growth: what the memory of this device grows
+    by while the largest chain runs forward on one token a rank, beside which its weights are all there is; `buffers` that
+    peers read lie outside the allocator and are there all the time. measured: growth + buffers.
+    """
+    assert applied.stream is not None
+    ring = applied.stream.ring
+    chains = [module for stage in applied.stages for module in stage.modules() if isinstance(module, Streamed)]
+    largest = max(chains, key=lambda module: module.chain.plan.largest_chunk)
+    width = largest.matrices()[0].shape[1]
+    token = torch.zeros((1, applied.mesh.tp.size, width), dtype=applied.stages[0].part.dtype, device=device)
+    growth = _growth(lambda: largest.chain.value(largest, token, ()), largest.matrices(), device)
+    # The ring counts what it gives out, but the copies' ring has a pool beneath that, and only the pool sees it all.
+    buffers = ring._weights.bytes if isinstance(ring, CopyRing) else 0
+    if buffers and device.type == "cpu":
+        growth = 0  # buffers of ranks on the CPU are files, whose views would count as new memory
+    return {
+        "handed_out": None if isinstance(ring, CopyRing) else handed_out[0],
+        "growth": growth,
+        "buffers": buffers,
+        "measured": growth + buffers,
+        "measured_most": int(_agreed_most(growth + buffers)),
+    }
+
+
+def _growth(run: Callable[[], Any], there: Iterable[torch.Tensor], device: torch.device) -> int:
+    """The most bytes more than before while `run` runs without gradients. there: tensors that it reads."""
+    with torch.no_grad():
+        if device.type == "cpu":
+            with StepTrace().watching() as trace:
+                seen = [tensor.detach() for tensor in there]
+                trace.begin()
+                before = trace.now
+                run()
+                del seen
+            return trace.peak - before
+        synchronize(device)
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        run()
+        synchronize(device)
+        return torch.accelerator.max_memory_allocated() - before
 
 
 def _watch_weights(ring: Ring) -> list[int]:
-    """Most bytes of streamed weights that are alive at a time, in a list of one entry that grows."""
+    """Most bytes of streamed weights that the ring has given out at a time, in a list of one entry that grows."""
     most, alive = [0], [0]
     hand_out: Callable[[int, torch.Tensor], torch.Tensor] = ring.weights
 

@@ -71,7 +71,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "source two has nothing that the model learns (energy, forces), so it would train nothing",
     ),
     "recompute": ({"layout__recompute": "selective"}, "layout.recompute=selective is for matmuls of blocks"),
-    "compile": ({"training__compile": True}, "training.compile=true compiles blocks, which then have no second deriv"),
+    "compile": (
+        {"training__compile": True, "layout__recompute": "full"},
+        "training.compile=true makes one program of a whole step, which cannot be with layout.recompute=full",
+    ),
     "precision": ({"layout__precision": "fp16"}, "layout.precision=fp16 scales the loss against underflow"),
     "attention": ({"training__attention": "flash"}, "training.attention=flash chooses among kernels without second"),
 }

@@ -51,6 +51,24 @@ def verify_all(world: int) -> dict[tuple[str, str], list[Verdict]]:
     return verdicts
 
 
+def verify_recorded(world: int) -> list[Verdict]:
+    """On one of `world` ranks: steps run as programs on padded batches, as they are recorded on accelerators."""
+    groups: Groups = {}
+    run = run_of("painn", world)
+    with patch("phalanx.layout.materials._records", return_value=True):
+        # Of the blocks' activations a program tells nothing.
+        verifier = Verifier(run, torch.device("cpu"), steps=2, activations=False, groups=groups)
+        return [verifier.verify(layout) for layout in cases("painn", world)]
+
+
+def test_recorded_steps_compute_the_same_in_every_layout() -> None:
+    found = run_ranks(verify_recorded, 2, 2, timeout_s=600.0)[0]
+    assert [verdict.layout for verdict in found if not verdict.passed] == []
+    assert len(found) == len(LAYOUTS[2])
+    # Rounding differs, or nothing was recorded.
+    assert all(max(check.error for check in verdict.checks) > 0.0 for verdict in found)
+
+
 @pytest.fixture(scope="module")
 def verdicts() -> dict[tuple[int, str, str], list[Verdict]]:
     return {

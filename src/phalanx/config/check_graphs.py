@@ -83,10 +83,11 @@ def _training(run: MaterialsRun) -> Iterator[Problem]:
             "full computes again",
             "layout.recompute=full",
         )
-    if run.training.compile is True:
+    obstacle = one_program_obstacle(run)
+    if run.training.compile is True and obstacle is not None:
         yield Problem(
             ("training", "compile"),
-            "training.compile=true compiles blocks, which then have no second derivative to train forces with",
+            f"training.compile=true makes one program of a whole step, which cannot be with {obstacle}",
             "training.compile=auto",
         )
     if run.layout.precision == "fp16":
@@ -102,6 +103,18 @@ def _training(run: MaterialsRun) -> Iterator[Problem]:
             f"atoms uses none of them",
             "training.attention=auto",
         )
+
+
+def one_program_obstacle(run: MaterialsRun) -> str | None:
+    """The field because of which forward pass, forces and backward pass cannot be one program of fixed shapes, if any."""
+    if run.model.body == "dimenet++":
+        # It pairs edges that meet: how many, only the data tell.
+        return "model.body=dimenet++"
+    if run.model.attention is not None:
+        return "model.attention"
+    if run.layout.recompute != "none":
+        return f"layout.recompute={run.layout.recompute}"
+    return None if run.layout.cp in (1, "auto") else f"layout.cp={run.layout.cp}"
 
 
 def _labels_of(source: GraphSource, field: str) -> set[str]:

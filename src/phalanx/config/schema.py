@@ -162,7 +162,8 @@ class Training(Section):
     init_from: str | None = None
     """Checkpoint whose weights a new run starts from, at step 0 with fresh optimizer state."""
     compile: bool | Literal["auto"] = "auto"
-    """torch.compile for each block; auto compiles on accelerators and not on CPU."""
+    """torch.compile for each block; auto compiles on accelerators and not on CPU. Of materials: a whole training step as
+    one program, which auto records there and true also compiles."""
     attention: Literal["auto", "sdpa", "cudnn", "flash", "efficient", "math", "flex", "flash4"] = "auto"
     """Attention kernel; auto measures those that can run this shape on this device and takes the fastest."""
     loss_chunk_tokens: PositiveInt | Literal["auto"] = "auto"

@@ -97,7 +97,9 @@ def apply_layout(
         stream = Stream(mesh.shards, mesh.replicas, mesh.cp, ring)
     groups = branch_groups(layout)
     branches = None if groups is None else groups.of_rank(mesh.data_rank).branches
-    building = Building(run, device, attention, SequenceShare(mesh.cp, mesh.tp, layout.context), branches, stream)
+    share = SequenceShare(mesh.cp, mesh.tp, layout.context)
+    gathered = layout.zero == 3 and mesh.shards.size > 1
+    building = Building(run, device, attention, share, branches, stream, gathered)
     build = _Builder(building, family.tied(run))
     compiled = compiles(run, layout, device)
     stages: list[Stage] = []
@@ -178,9 +180,11 @@ def _compile(stage: Stage) -> None:
 
 def compiles(run: Run, layout: ResolvedLayout, device: torch.device) -> bool:
     """Whether blocks are compiled: as the run file says, and for `auto` on accelerators wherever the schedule allows it."""
+    if not family_layout(run).compiles_blocks:
+        return False
     if run.training.compile == "auto":
         whole = layout.gather == "layer" and not _splits_backward(layout)
-        return device.type != "cpu" and whole and family_layout(run).compiles_blocks
+        return device.type != "cpu" and whole
     return run.training.compile
 
 

@@ -42,6 +42,7 @@ class Executor:
         for stage in self.applied.stages:
             stage.train()
             stage.step = step
+            stage.scale = scale
         if "train" in self._cold:
             self._warm_up_training(next(iter(batch.split(self.layout.accumulation))))
         if self.applied.pipeline is not None:

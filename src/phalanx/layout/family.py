@@ -37,6 +37,8 @@ class Building:
     """Branches whose heads this rank holds (`layout.multitask`); None for all."""
     stream: Stream | None = None
     """Streams the matrices of blocks, where the layout asks for it; see `layout.hybrid_stop.stream_matrices`."""
+    gathered: bool = False
+    """Whether parameters are shared out and gathered when they are used."""
 
 
 class FamilyLayout(Protocol):

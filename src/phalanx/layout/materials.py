@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx.config.check_graphs import one_program_obstacle
 from phalanx.config.families import MaterialsRun
 from phalanx.data.batch import Batch
 from phalanx.data.graphs.batches import GraphBatch
@@ -18,6 +19,7 @@ from phalanx.layout.graph_parallel_batch import Cutting, GraphShare, cut_batch
 from phalanx.layout.graph_parallel_stream import cutting_of
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
+from phalanx.layout.recorded_step import StepRecorder
 from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
@@ -46,6 +48,8 @@ class MaterialsStage(Stage):
         self.cutting = cutting
         self.one_unit = part.config.energy is not None
         """Forces may be asked for (`layout.shard` says what that means)."""
+        self.recorder: StepRecorder | None = None
+        """Runs training's micro-batches as one program each, where they are recorded."""
 
     def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Any) -> Tensor:
         """See `Stage`. x: int64 atomic numbers [N]. inputs: those of `MaterialsNetwork.forward`; and at will
@@ -58,6 +62,9 @@ class MaterialsStage(Stage):
             inputs["source_G"] = torch.zeros_like(source_G)
         if sources is not None:
             return self._measured(x, source_G, sources, inputs)
+        if self.recorder is not None and self.training and len(source_G):
+            del inputs["exchange"], inputs["max_atoms"]
+            return self.recorder.losses({"species_N": x, **inputs}, list(self.part.parameters()), self.scale)
         losses: Tensor = self.part(x, **inputs)
         return losses
 
@@ -103,7 +110,7 @@ class MaterialsLayout:
     """See `layout.family.FamilyLayout`."""
 
     compiles_blocks = False
-    """A compiled block has no second derivative."""
+    """A compiled block has no second derivative; a step is recorded or compiled as a whole (`layout.recorded_step`)."""
 
     def build(self, building: Building, part: ModelPart) -> tuple[nn.Module, TensorSplits]:
         """The whole network: nothing is split."""
@@ -122,11 +129,39 @@ class MaterialsLayout:
         cutting = cutting_of(run, building.share.cp)
         stage = MaterialsStage(part, index, building.share, run.training.seed, cutting)
         stage.keeps_branches = building.branches is not None
+        if _records(building):
+            stage.one_unit = True
+            first = 0 if building.branches is None else building.branches.start
+            stage.recorder = StepRecorder(
+                lambda: self._twin(building, part),
+                source=first,
+                cutoff=run.model.cutoff,
+                compiled=run.training.compile is True,
+            )
         return stage
+
+    def _twin(self, building: Building, part: MaterialsNetwork) -> nn.Module:
+        """A second network of the same kind on the device."""
+        twin, _ = self.build(building, part.part)
+        dtypes = {parameter.dtype for parameter in part.parameters()}
+        assert len(dtypes) == 1
+        return twin.to(dtypes.pop()).to_empty(device=building.device)
 
     def choose_attention(self, run: MaterialsRun, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
         """Nothing to choose: attention among atoms is written out in operations that have second derivatives."""
         return AttentionChoice("sdpa")
+
+
+def _records(building: Building) -> bool:
+    """Whether training runs as recorded programs: as asked for, and by `auto` on accelerators wherever it can be."""
+    run: MaterialsRun = building.run
+    if building.share.cp.size > 1 or one_program_obstacle(run) is not None:
+        return False
+    if run.training.compile == "auto":
+        # Of a model without forces, blocks are gathered one by one; a program needs all parameters at once.
+        sharded = building.gathered and run.model.energy is None
+        return building.device.type != "cpu" and not (sharded or run.training.deterministic)
+    return run.training.compile
 
 
 LAYOUT = MaterialsLayout()

@@ -40,6 +40,8 @@ class Stage(nn.Module, ABC):
         """Joins the parameters that compute with the masters, where the two differ."""
         self.step: int | None = None
         """Optimizer step, which dropout depends on; None leaves dropout out."""
+        self.scale: Tensor | float = 1.0
+        """What the losses are multiplied by before their gradient is formed."""
 
     @abstractmethod
     def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Tensor) -> Tensor:

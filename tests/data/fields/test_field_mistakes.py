@@ -184,6 +184,25 @@ def test_units_that_change_from_one_file_to_the_next(tmp_path: Path) -> None:
     assert "off by about 273.15, as between kelvin and degrees Celsius" in message
 
 
+@pytest.mark.parametrize(("scale", "fits"), [(1 / 3.5, True), (1 / 9.80665, False)])
+def test_files_of_two_seasons_may_spread_further_apart_than_those_of_one(
+    tmp_path: Path, scale: float, fits: bool
+) -> None:
+    dataset(HOURS[:120]).to_netcdf(tmp_path / "a.nc")
+    other = dataset(HOURS[120:])
+    other["z500"] = 54000.0 + scale * (other["z500"] - 54000.0)
+    other.to_netcdf(tmp_path / "b.nc")
+    if fits:
+        FieldSet(field_data(tmp_path))
+        # The same spread within the very days of the first file is none of a season.
+        other["time"] = dataset(HOURS[:120])["time"]
+        other.to_netcdf(tmp_path / "b.nc")
+        splits = {"train": {"first": "step 0", "last": "step 119"}}
+        assert "z500 has mean" in refused(DataError, tmp_path / "a.nc", tmp_path / "b.nc", splits=splits)
+    else:
+        assert "z500 has mean" in refused(DataError, tmp_path)
+
+
 def test_units_other_than_those_of_the_statistics(tmp_path: Path) -> None:
     dataset(HOURS).to_netcdf(tmp_path / "a.nc")
     FieldSet(field_data(tmp_path / "a.nc")).statistics.write(tmp_path / "statistics.json")

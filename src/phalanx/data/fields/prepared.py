@@ -124,9 +124,14 @@ class PreparedStore(FieldStore):
     def fill(self, out: Float32Array, frames: Int64Array, variables: Sequence[int]) -> None:
         """Write the fields of these frames to `out`, [n, len(variables), H, W]."""
         columns = [self._columns[variable] for variable in variables]
+        # Neighbours in a frame lie in one piece.
+        together = columns == list(range(columns[0], columns[0] + len(columns)))
         shards = np.searchsorted(self._starts, frames, side="right") - 1
         for row, (frame, shard) in enumerate(zip(frames.tolist(), shards.tolist(), strict=True)):
             stored = self._shards[shard][frame - self.segments[shard].first]
+            if together:
+                out[row] = stored[columns[0] : columns[-1] + 1]
+                continue
             for position, column in enumerate(columns):
                 out[row, position] = stored[column]
         for position, variable in enumerate(variables):
