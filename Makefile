@@ -14,10 +14,12 @@ RUN_DIR ?= runs/quickstart
 JOBS ?= auto
 
 BIN := .venv/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+# What pip would do on one core; the few files that are no Python of this version are left as they are.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 PHALANX := $(BIN)/phalanx
 
-.PHONY: quickstart test lint install clean
+.PHONY: quickstart test lint style types units install clean
 
 quickstart: .venv/installed
 	$(PHALANX) data prepare python-stdlib --out data/python-stdlib --vocab-size 2048 --validation-fraction 0.02
@@ -25,13 +27,21 @@ quickstart: .venv/installed
 	$(PHALANX) generate $(RUN_DIR) --prompt "def " --tokens 120 --temperature 0.7 --seed 1
 	$(PHALANX) report $(RUN_DIR)
 
-test: lint .venv/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+# Types are checked beside the tests: the one takes a single core, and the others wait for each other now and then.
+test: style
+	$(MAKE) --no-print-directory --jobs 2 --keep-going types units
 
-lint: .venv/dev
+lint: style types
+
+style: .venv/dev
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
+
+types: .venv/dev
 	$(BIN)/mypy
+
+units: .venv/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 install: .venv/installed
 
@@ -39,12 +49,14 @@ install: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
 	$(PIP) -c constraints.txt -e .
+	$(COMPILE)
 	touch $@
 
 .venv/dev: .venv/installed
 	$(PIP) -c constraints.txt -e ".[dev]"
 	$(BIN)/python -c "import triton" 2>/dev/null || \
 		$(PIP) "$(TRITON); sys_platform == 'linux' and platform_machine == 'x86_64'"
+	$(COMPILE)
 	touch $@
 
 clean:

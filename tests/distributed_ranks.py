@@ -1,10 +1,41 @@
-"""`phalanx.cluster.local_ranks` with the modules that tests import loaded in advance as well."""
+"""`phalanx.cluster.local_ranks` with the modules that tests import loaded in advance as well.
 
+A process has one fork server, and what is loaded there in advance is decided when it starts. So there is one list, with all
+that ranks of any test use: else each of them would load it again.
+"""
+
+import gc
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from phalanx.cluster import local_ranks
 
-_PRELOADED = ("pytest", *local_ranks.PRELOADED)
+PRELOADED = (
+    "pytest",
+    *local_ranks.PRELOADED,
+    "e3nn.o3",
+    "phalanx.cli.main",
+    "phalanx.cli.train",
+    "phalanx.cost.dryrun",
+    "phalanx.train.language",
+    "phalanx.train.materials",
+    "phalanx.train.weather",
+    "phalanx.verify.check",
+    "phalanx.verify.language",
+    "phalanx.verify.materials",
+    "phalanx.verify.weather",
+)
 
-run_ranks = partial(local_ranks.run_ranks, preload=_PRELOADED)
-fork_server = partial(local_ranks.fork_server, _PRELOADED)
+fork_server = partial(local_ranks.fork_server, PRELOADED)
+
+
+def run_ranks(work: Callable[..., Any], world_size: int, *arguments: Any, **options: Any) -> list[Any]:
+    """See `local_ranks.run_ranks`."""
+    return local_ranks.run_ranks(_frozen, world_size, work, *arguments, preload=PRELOADED, **options)
+
+
+def _frozen(work: Callable[..., Any], *arguments: Any) -> Any:
+    # What modules hold is not looked through for garbage: dry runs collect it several times each.
+    gc.freeze()
+    return work(*arguments)

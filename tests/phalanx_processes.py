@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,17 +20,8 @@ from typing import Any
 
 import torch
 
+from distributed_ranks import fork_server
 from phalanx.cli.main import main
-from phalanx.cluster import local_ranks
-
-_PRELOADED = (
-    "pytest",
-    "phalanx.cli.main",
-    "phalanx.cli.train",
-    "phalanx.train.language",
-    "phalanx.models.language.family",
-    *local_ranks.PRELOADED,
-)
 
 
 @dataclass(frozen=True)
@@ -75,7 +67,7 @@ def start(words: Sequence[str], ranks: int = 1) -> Command:
     for rank in range(ranks):
         place = {} if ranks == 1 else _place(rank, ranks, port)
         outputs = (Path(folder.name, f"out-{rank}"), Path(folder.name, f"err-{rank}"))
-        process = local_ranks.fork_server(_PRELOADED).Process(target=_run, args=(tuple(words), place, outputs))
+        process = fork_server().Process(target=_run, args=(tuple(words), place, outputs))
         process.start()
         started.append(process)
     return Command(tuple(started), folder)
@@ -112,7 +104,8 @@ def _run(words: tuple[str, ...], place: dict[str, str], outputs: tuple[Path, Pat
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)
         os.close(descriptor)
-    os.environ.update(place)
+    # What the command starts itself finds the same sources.
+    os.environ.update({**place, "PYTHONPATH": os.pathsep.join(sys.path)})
     torch.set_num_threads(1)
     main(words)
 

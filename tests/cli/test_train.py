@@ -1,4 +1,8 @@
-"""`phalanx train --nproc`: ranks of one machine, started, stopped and failing as one command."""
+"""`phalanx train --nproc`: ranks of one machine, started, stopped and failing as one command.
+
+Ranks that it starts are interpreters of their own in every test. So is the command itself where the way it starts and ends
+is what is tested; elsewhere it comes from the fork server.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+import phalanx_processes
+from phalanx_processes import Command
 from token_data import write_run_file, write_token_folder
 
 COMMAND = [sys.executable, "-m", "phalanx", "train"]
@@ -23,7 +29,11 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run_file(folder / "run.yaml", write_token_folder(folder / "data"))
 
 
-def start(run_file: Path, run_dir: Path, *words: str) -> subprocess.Popen[str]:
+def start(run_file: Path, run_dir: Path, *words: str) -> Command:
+    return phalanx_processes.start(["train", str(run_file), "--run-dir", str(run_dir), *words])
+
+
+def start_interpreter(run_file: Path, run_dir: Path, *words: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
         [*COMMAND, str(run_file), "--run-dir", str(run_dir), *words],
@@ -33,11 +43,6 @@ def start(run_file: Path, run_dir: Path, *words: str) -> subprocess.Popen[str]:
         text=True,
         env=environment,
     )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, errors = process.communicate(timeout=120)
-    return process.returncode, errors
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -55,20 +60,20 @@ def wait_for_steps(run_dir: Path, steps: int) -> None:
         time.sleep(0.05)
 
 
-def children(pid: int) -> list[int]:
+def children(pid: int | None) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_ranks_train_as_one_does(run_file: Path) -> None:
     one, two = run_file.parent / "one", run_file.parent / "two"
-    assert finish(start(run_file, one, "training.steps=8"))[0] == 0
-    code, errors = finish(start(run_file, two, "training.steps=8", "--nproc", "2", "layout.tp=2"))
+    assert start(run_file, one, "training.steps=8").finish()[0] == 0
+    code, errors = start(run_file, two, "training.steps=8", "--nproc", "2", "layout.tp=2").finish()
     assert code == 0, errors
     assert losses(two) == pytest.approx(losses(one), abs=1e-5)
 
 
 def test_an_illegal_layout_is_refused_once(run_file: Path) -> None:
-    code, errors = finish(start(run_file, run_file.parent / "illegal", "--nproc", "3", "layout.tp=3"))
+    code, errors = start(run_file, run_file.parent / "illegal", "--nproc", "3", "layout.tp=3").finish()
     assert code == 2
     assert errors.count("error:") == 1
     assert "layout.tp=3 does not divide model.n_heads" in errors
@@ -77,12 +82,12 @@ def test_an_illegal_layout_is_refused_once(run_file: Path) -> None:
 
 def test_the_command_ends_when_a_rank_dies(run_file: Path) -> None:
     run_dir = run_file.parent / "dies"
-    process = start(run_file, run_dir, "--nproc", "2", "training.steps=100000", "layout.dp_shard=2")
+    command = start(run_file, run_dir, "--nproc", "2", "training.steps=100000", "layout.dp_shard=2")
     wait_for_steps(run_dir, 3)
-    ranks = children(process.pid)
+    ranks = children(command.ranks[0].pid)
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
-    code, errors = finish(process)
+    code, errors = command.finish()
     assert code != 0
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks), errors
 
@@ -90,7 +95,7 @@ def test_the_command_ends_when_a_rank_dies(run_file: Path) -> None:
 def test_ranks_whose_command_was_killed_stop_with_a_checkpoint(run_file: Path) -> None:
     run_dir = run_file.parent / "orphans"
     words = ("--nproc", "2", "training.steps=100000", "layout.dp_shard=2", "checkpoint.every=null")
-    process = start(run_file, run_dir, *words)
+    process = start_interpreter(run_file, run_dir, *words)
     wait_for_steps(run_dir, 3)
     ranks = children(process.pid)
     assert len(ranks) == 2
@@ -106,13 +111,14 @@ def test_ranks_whose_command_was_killed_stop_with_a_checkpoint(run_file: Path) -
 def test_a_stopped_run_goes_on(run_file: Path) -> None:
     run_dir = run_file.parent / "stopped"
     words = ("--nproc", "2", "layout.dp_shard=2", "checkpoint.every=null", "optimizer.schedule=constant")
-    process = start(run_file, run_dir, "training.steps=100000", *words)
+    process = start_interpreter(run_file, run_dir, "training.steps=100000", *words)
     wait_for_steps(run_dir, 3)
     process.send_signal(signal.SIGTERM)
-    code, errors = finish(process)
+    _, errors = process.communicate(timeout=120)
+    code = process.returncode
     assert code == 128 + signal.SIGTERM, errors
     assert "checkpoint written; the same command goes on from there" in errors
     done = len(losses(run_dir))
-    code, errors = finish(start(run_file, run_dir, f"training.steps={done + 3}", *words))
+    code, errors = start(run_file, run_dir, f"training.steps={done + 3}", *words).finish()
     assert code == 0, errors
     assert len(losses(run_dir)) == done + 3

@@ -1,6 +1,7 @@
 """Where a trial's processes begin: `python -m phalanx.trials launch|rank FOLDER`, see `trials.rank`.
 
 They are tied to their parent before anything else: importing torch takes seconds, in which who started it may be killed.
+What starts the ranks loads no more than that takes: the trainer would be as many seconds again, in every trial.
 """
 
 from __future__ import annotations
@@ -12,4 +13,8 @@ from phalanx.cluster.parent import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent()
-    sys.exit(import_module("phalanx.trials.rank").main(sys.argv[1:]))
+    what, folder, *ranks = sys.argv[1:]
+    if what == "launch":
+        launch_ranks = import_module("phalanx.cluster.local_launch").launch_ranks
+        sys.exit(launch_ranks(["rank", folder], int(*ranks), module="phalanx.trials"))
+    sys.exit(import_module("phalanx.trials.rank").main(folder))

@@ -1,7 +1,8 @@
 """A trial's own processes: `python -m phalanx.trials launch|rank FOLDER`.
 
-`launch` starts the ranks on this machine; `rank` is one of them, started by that or by srun. A rank trains the run file in
-FOLDER with the real trainer, all of it or up to some step, and leaves there what it measured, or why it could not.
+`launch` starts the ranks on this machine (see `trials.__main__`); `rank` is one of them, started by that or by srun. A rank
+trains the run file in FOLDER with the real trainer, all of it or up to some step, and leaves there what it measured, or why
+it could not.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import torch
 
 from phalanx import compat
 from phalanx.cluster.device import choose_device
-from phalanx.cluster.local_launch import launch_ranks
 from phalanx.config.load import load_run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import write_atomically
@@ -59,15 +59,9 @@ class Part:
         return cls(**json.loads(file.read_text())) if file.exists() else None
 
 
-def main(arguments: list[str]) -> int:
-    """Run a trial, or one rank of it; returns the exit code."""
-    what, folder = arguments[0], Path(arguments[1])
-    if what == "launch":
-        return launch_ranks(["rank", str(folder)], int(arguments[2]), module="phalanx.trials")
-    return _rank(folder)
-
-
-def _rank(folder: Path) -> int:
+def main(folder_name: str) -> int:
+    """Run one rank of the trial in this folder; returns the exit code."""
+    folder = Path(folder_name)
     # Asked to say where it stands, a rank that hangs writes its stacks and ends, without a core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.register(signal.SIGQUIT, chain=True)
