@@ -292,6 +292,7 @@ def test_derived_costs_are_the_traced_ones(changes: dict[str, Any], compiled: bo
     traced = parts._part_costs(parts._trace("block", chosen, 4), Scale())
     derived = part_costs("block", chosen, 4)
     assert derived.costs == traced.costs
+    assert derived.costs.operations == traced.costs.operations
     assert derived.shared == traced.shared
 
 
@@ -303,6 +304,7 @@ def test_a_compiled_loss_of_any_number_of_tokens_is_the_traced_one(tp: int, monk
     monkeypatch.setattr("phalanx.cost.compiled._unlike_rows", lambda tensors: len(tensors[0]))
     traced = parts._part_costs(parts._trace.__wrapped__("head", chosen, 2), Scale())
     assert derived.costs == traced.costs
+    assert derived.costs.operations == traced.costs.operations
 
 
 # --- parameters --------------------------------------------------------------------------------------------------------
@@ -339,3 +341,11 @@ def test_parameters_say_whether_tensor_parallel_ranks_hold_them_alike() -> None:
     alike = {parameter.name for parameter in part.parameters if not parameter.split}
     assert alike == {"blocks.0.attention_norm.weight", "blocks.0.mlp_norm.weight"}
     assert part.largest_parameter.shape == (2 * WIDE.ff_size // 4, WIDE.d_model)
+
+
+@pytest.mark.parametrize("model", [LLAMA, MPT])
+def test_streamed_blocks_in_a_ring_compute_what_whole_ones_do(model: LanguageModel) -> None:
+    chosen = setting(model, length=32, cp=2, compile=False)
+    whole, streamed = (part_costs("block", replace(chosen, streamed=ranks), 2) for ranks in (1, 4))
+    assert streamed.chains
+    assert streamed.costs.flops("forward") == whole.costs.flops("forward") > 0

@@ -119,6 +119,15 @@ def test_where_time_goes_is_where_the_layout_says(steps: Steps) -> None:
     assert np.array_equal(seconds[:, StepCause.DATA] > 0, layouts.data_ranks * layouts.cp > 1)
 
 
+def test_layouts_take_as_long_beside_others_as_alone(steps: Steps) -> None:
+    together = _seconds(steps)
+    for place in range(len(steps)):
+        alone = _seconds(steps_of_run(RUN, MANY.take([place]), MACHINE, EAGER))
+        np.testing.assert_allclose(together[place], alone[0], rtol=1e-12)
+    twice = _seconds(Steps.joined_up([steps, steps.take(np.array([7, 1, 5]))]))
+    np.testing.assert_allclose(twice, together[[*range(len(steps)), 7, 1, 5]], rtol=1e-12)
+
+
 def test_zero_3_gathers_more_than_zero_1(steps: Steps) -> None:
     seconds = _seconds(steps)[:, StepCause.DATA]
     assert seconds[1] > seconds[2] > seconds[3]

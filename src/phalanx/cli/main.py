@@ -6,6 +6,7 @@ because torch is loaded only by the verbs that compute.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -257,7 +258,12 @@ def phalanx(
 
 def _load(verb: Verb) -> Any:
     module, _, attribute = verb.target.partition(":")
-    target = getattr(import_module(module), attribute)
+    # What imports make stays for good: the collector would look through it again and again, for a sixth of their time.
+    gc.disable()
+    try:
+        target = getattr(import_module(module), attribute)
+    finally:
+        gc.enable()
     if not isinstance(target, typer.Typer):
         function, target = target, typer.Typer(add_completion=False, rich_markup_mode=None)
         target.command(name=verb.name, context_settings=app.info.context_settings)(function)

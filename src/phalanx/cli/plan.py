@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +98,24 @@ def plan(
         reliability=Reliability(mtbf_hours, restart_minutes, checkpoint_gb_s),
     )
     task = Task(loaded, devices or planner.machine.node.devices, _fixed(loaded, words, everything=fix))
-    made = fit_plan(planner, task, wishes) if fit else make_plan(planner, task, wishes)
+    with _libraries_at_rest():
+        made = fit_plan(planner, task, wishes) if fit else make_plan(planner, task, wishes)
     written = _write_all(made, write, html)
     if json:
         print_json(plan_facts(made) | {"written": written})
     else:
         _print(made, written, cluster)
+
+
+@contextlib.contextmanager
+def _libraries_at_rest() -> Iterator[None]:
+    """Let the garbage collector leave alone what is there already: else tracing makes it look through all of PyTorch again
+    and again."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _planner(cluster: str, profile: str | None, p_fits: float) -> Planner:

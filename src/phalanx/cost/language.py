@@ -13,7 +13,7 @@ from phalanx.cost.accelerator import core_attention, fused_rms_norm
 from phalanx.cost.family import MODEL_PARTS, Kernel, PartName, Setting
 from phalanx.cost.recorder import Recorder
 from phalanx.layout.context import split_context
-from phalanx.layout.hybrid_stop import Stream, stream_matrices
+from phalanx.layout.hybrid_stop import Stream, Streamed, stream_matrices
 from phalanx.layout.language import LanguageStage, loss_chunk_tokens
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.share import SequenceShare
@@ -79,6 +79,8 @@ def build_stage(name: PartName, setting: Setting, share: SequenceShare, stream: 
         _without_bias(part)
     elif stream is not None:
         _with_one_bias(part)
+    if name == "block" and stream is not None:
+        _with_slopes_of_chunks(part)
     stage = LanguageStage(part.to(dtype), 0, share, seed=0, length=setting.length)
     stage.step = 1
     return stage
@@ -107,6 +109,20 @@ def _with_one_bias(part: Decoder) -> None:
         made: Any = build(*arguments, **keywords)
         bias = getattr(made, "bias", None)
         return made if bias is None else made._replace(bias=bias[:, :1])
+
+    part.attention_context = context
+
+
+def _with_slopes_of_chunks(part: Decoder) -> None:
+    """As many slopes for a ring as the heads of all chunks, of which a chain that is traced has its own number."""
+    build = part.attention_context
+    chain = next(m.chain for m in part.modules() if isinstance(m, Streamed) and isinstance(m, Attention))
+    each = part.config.n_heads // part.config.kv_heads
+
+    def context(*arguments: Any, **keywords: Any) -> Any:
+        made: Any = build(*arguments, **keywords)
+        slopes = getattr(made, "slopes_H", None)
+        return made if slopes is None else made._replace(slopes_H=slopes.new_empty(chain.plan.units * each))
 
     part.attention_context = context
 

@@ -175,7 +175,10 @@ def _shared_out(part: PartCosts, shards: int, elsewhere: Collection[str]) -> tup
 
 
 def _waiting(block: PartCosts) -> int:
-    """Gradients of the results of matrices and norms, which those of the weights are made from."""
+    """Gradients of the results of matrices and norms, which those of the weights are made from; 0 of streamed blocks, whose
+    gradients never come apart."""
+    if block.chains:
+        return 0
     results = (op.bytes_written for op in block.costs.operations if op.kind == "matmul" and op.phase == "forward")
     return sum(results) + 2 * block.costs.output_bytes
 

@@ -67,28 +67,13 @@ def holdings(candidates: Candidates, n_layers: int, costs: tuple[float, float]) 
     """
     counted = _as_many_as_matter(candidates)
     first, inverse = distinct([candidates.pp, candidates.schedule, candidates.stages_per_rank, counted])
-    found = [
-        _worst(
-            rank_holdings(
-                SCHEDULES[candidates.schedule[p]],
-                int(candidates.pp[p]),
-                int(candidates.stages_per_rank[p]),
-                int(counted[p]),
-                n_layers,
-                costs,
-            )
-        )
-        for p in first
-    ]
-    most = max(len(each.rank) for each in found)
-    result = []
-    for place in range(most):
-        columns = {
-            field.name: np.asarray([getattr(each, field.name)[min(place, len(each.rank) - 1)] for each in found])
-            for field in fields(Holdings)
-        }
-        result.append(Holdings(**columns).take(inverse))
-    return result
+    columns = [candidates.schedule, candidates.pp, candidates.stages_per_rank, counted]
+    keys = np.stack(columns, axis=1)[first].tolist()
+    found = [_worst(SCHEDULES[name], *sizes, n_layers, costs) for name, *sizes in keys]
+    most = max(map(len, found))
+    # By rank, field and candidate.
+    table = np.stack([ranks[np.minimum(np.arange(most), len(ranks) - 1)] for ranks in found], axis=2)
+    return [Holdings(*place[:, inverse]) for place in table]
 
 
 def _as_many_as_matter(candidates: Candidates) -> npt.NDArray[np.int64]:
@@ -167,10 +152,17 @@ def stage_flight(schedule: str, pp: int, stages_per_rank: int, microbatches: int
     return np.asarray(cycles * together + np.clip(rest - turn * together, 0, together)), waiting
 
 
-def _worst(ranks: Holdings) -> Holdings:
-    columns = np.stack([getattr(ranks, field.name) for field in fields(Holdings) if field.name != "rank"], 1)
+@cache
+def _worst(
+    schedule: str, pp: int, stages_per_rank: int, microbatches: int, n_layers: int, costs: tuple[float, float]
+) -> FloatArray:
+    """The fields of `rank_holdings` for those ranks that may be the worst, [ranks, fields]."""
+    ranks = rank_holdings(schedule, pp, stages_per_rank, microbatches, n_layers, costs)
+    every = np.stack([getattr(ranks, field.name) for field in fields(Holdings)], 1)
+    assert fields(Holdings)[0].name == "rank"
+    columns = every[:, 1:]
     keep: list[int] = []
     for place in np.argsort(-columns.sum(axis=1), kind="stable").tolist():
         if not (columns[keep] >= columns[place]).all(axis=1).any():
             keep.append(place)
-    return ranks.take(np.asarray(sorted(keep)))
+    return np.asarray(every[sorted(keep)])

@@ -92,9 +92,14 @@ class OperationTable:
     @classmethod
     def of(cls, rows: Sequence[Sequence[float]]) -> OperationTable:
         """From one tuple a row, in the order of the fields; `times` is 1 where it is left out."""
-        names = [field.name for field in fields(cls)]
-        rows = [row if len(row) == len(names) else (*row, 1) for row in rows]
-        columns = np.asarray(rows, np.float64).reshape(-1, len(names)).T
+        count = len(fields(cls))
+        rows = [row if len(row) == count else (*row, 1) for row in rows]
+        return cls.of_matrix(np.asarray(rows, np.float64).reshape(-1, count))
+
+    @classmethod
+    def of_matrix(cls, rows: Floats) -> OperationTable:
+        """From an array of [operations, fields]."""
+        names, columns = [field.name for field in fields(cls)], rows.T
         kinds = {"weight": np.bool_, "single": np.bool_, "flops": np.float64, "bytes": np.float64}
         return cls(
             **{name: column.astype(kinds.get(name, np.int64)) for name, column in zip(names, columns, strict=True)}

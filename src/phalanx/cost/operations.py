@@ -127,7 +127,7 @@ class Scale:
         return replace(x, bytes=self(x.bytes // itemsize) * itemsize)
 
 
-_MATMUL = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+_MATMUL = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 """Matmuls, and the position of their first factor."""
 _ATTENTION = "_scaled_dot_product_"
 """How the names of fused attention kernels begin."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 
 import numpy as np
 
@@ -88,20 +89,20 @@ def part_operations(name: PartName, setting: Setting, microbatch: int, software:
 
 def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], software: Software) -> Parts:
     """The parts in `wanted`: name, setting, samples of a micro-batch."""
-    rows = [
-        row
-        for number, (name, setting, microbatch) in enumerate(wanted)
-        for row in operation_rows(
-            number,
-            part_operations(name, setting, microbatch, software),
-            software,
-            setting.tp,
-            biased=_biased(setting),
-        )
-    ]
+    rows = [_rows_of(*part, software) for part in wanted]
     tp, cp = (np.array([getattr(setting, axis) for _, setting, _ in wanted], np.int64) for axis in ("tp", "cp"))
     work = [max(software.host_work, EAGER.host_work) if s.streamed > 1 else software.host_work for _, s, _ in wanted]
-    return Parts(OperationTable.of(rows), tp, cp, np.array(work))
+    together = np.concatenate(rows)
+    together[:, 0] = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
+    return Parts(OperationTable.of_matrix(together), tp, cp, np.array(work))
+
+
+@cache
+def _rows_of(name: PartName, setting: Setting, microbatch: int, software: Software) -> Floats:
+    """The operations of one part, as part 0, [operations, fields of an OperationTable]."""
+    operations = part_operations(name, setting, microbatch, software)
+    rows = operation_rows(0, operations, software, setting.tp, biased=_biased(setting))
+    return np.asarray(rows, np.float64).reshape(-1, len(fields(OperationTable)))
 
 
 def _biased(setting: Setting) -> bool:

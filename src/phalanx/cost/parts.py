@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from phalanx.compat_compiler import JointGraph, joint_graph
+from phalanx.config.model import LanguageModel
 from phalanx.cost.accelerator import ring_operations
+from phalanx.cost.chunked_head import Chunks, chunked_costs, shown_setting
 from phalanx.cost.compiled import Argument, compiled_timeline, fused_steps
 from phalanx.cost.family import (
     PartName,
@@ -73,16 +75,17 @@ class PartCosts:
 def part_costs(name: PartName, setting: Setting, microbatch: int) -> PartCosts:
     """Costs of a part for micro-batches of `microbatch` samples.
 
-    A block is traced once for one sample and once for any other number: its sizes are exact multiples. Tracing takes a
-    few tenths of a second; of a compiled block the choices of recompute share most of it.
+    A part is traced once for one sample and once for any other number: its sizes are exact multiples. Tracing a block takes
+    a few tenths of a second; of a compiled one the choices of recompute share most of it.
     """
     if name != "block":
         setting = _whole(setting)
-        traced = _trace(name, setting, microbatch)
-        return _part_costs(traced, Scale())
-    samples = 1 if microbatch == 1 else _unlike_sizes(replace(_whole(setting), tp=1, cp=1))
+    alike = replace(_whole(setting), tp=1, cp=1) if name == "block" else setting
+    samples = 1 if microbatch == 1 else _unlike_sizes(name, alike)
     if setting.streamed > 1:
         return _streamed_costs(setting, Scale(samples, microbatch))
+    if name == "head" and isinstance(setting.model, LanguageModel):
+        return _head_costs(setting, samples, microbatch)
     return _part_costs(_trace(name, setting, samples), Scale(samples, microbatch))
 
 
@@ -92,6 +95,8 @@ class _Traced:
     parameters: tuple[PartParameter, ...]
     shared: tuple[int, ...]
     """Buffers."""
+    chunks: tuple[int, ...] = ()
+    """Of a head whose loss goes over chunks of tokens: steps of the forward pass when the loss of each begins."""
 
 
 def _whole(setting: Setting) -> Setting:
@@ -112,11 +117,33 @@ _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
 
 
 @cache
-def _unlike_sizes(setting: Setting) -> int:
-    """A number of samples that no size of a block is a multiple of, so that what it divides is known to grow with it."""
-    part = build_stage("block", setting).part
-    sizes = {setting.length, *(size for parameter in part.parameters() for size in parameter.shape)}
-    return next(prime for prime in _PRIMES if all(size % prime for size in sizes))
+def _unlike_sizes(name: PartName, setting: Setting) -> int:
+    """A number of samples that no size of a part is a multiple of, so that what it divides is known to grow with it."""
+    return next(prime for prime in _PRIMES if all(size % prime for size in _sizes(name, setting)))
+
+
+@cache
+def _sizes(name: PartName, setting: Setting) -> frozenset[int]:
+    """Sizes that do not depend on the micro-batch: of parameters, and of one sample of what the part is called with."""
+    stage = build_stage(name, setting)
+    shapes = [parameter.shape for parameter in stage.part.parameters()]
+    shapes += [tensor.shape[1:] for tensor in example_batch(name, stage, setting, 1).values()]
+    return frozenset([setting.length, *(size for shape in shapes for size in shape)])
+
+
+def _head_costs(setting: Setting, samples: int, microbatch: int) -> PartCosts:
+    """Costs of a head whose loss goes over chunks of tokens. samples: to be traced where one chunk holds them all."""
+    wanted = Chunks.of(setting, microbatch)
+    if wanted.count == 1:
+        return _part_costs(_trace("head", replace(setting, chunk_tokens=_ALL), samples), Scale(samples, microbatch))
+    sizes = _sizes("head", replace(setting, chunk_tokens=_ALL))
+    shown = wanted.shown(setting.tp, sizes)
+    traced = _trace("head", shown_setting(setting, shown), shown.samples)
+    return PartCosts(chunked_costs(traced.timeline, traced.chunks, shown, wanted), traced.parameters, ())
+
+
+_ALL = 2**62
+"""Tokens of a chunk that holds all of any micro-batch."""
 
 
 @cache
@@ -236,6 +263,7 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing 
         recorder.hold(parameter, "given")
     blocks = list(stage.part.blocks)
     shared: list[int] = []
+    chunks: list[int] = []
     run: Callable[[], Tensor]
     if blocks:
         (block,) = blocks
@@ -254,8 +282,7 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing 
         for key, tensor in batch.items():
             if key != "x":
                 recorder.hold(tensor, "given", key)
-        if setting.compile:
-            _fuse_loss(stage, recorder)
+        chunks = _watch_loss(stage, recorder, fused=setting.compile)
 
         def run() -> Tensor:
             result: Tensor = stage(**batch)
@@ -267,7 +294,7 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing 
     if not stage.part.part.first:
         # What the embedding is called with are samples, which are there all the time.
         recorder.timeline.kept.append(number)
-    return _Traced(recorder.timeline, named, tuple(sorted(set(shared))))
+    return _Traced(recorder.timeline, named, tuple(sorted(set(shared))), tuple(chunks))
 
 
 def _run(recorder: Recorder, run: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> None:
@@ -295,15 +322,19 @@ def _mark(block: nn.Module, recorder: Recorder) -> None:
     block.__class__ = type(f"Recorded{kind.__name__}", (kind,), {"forward": forward})
 
 
-def _fuse_loss(stage: Stage, recorder: Recorder) -> None:
-    """Let the loss of a chunk of tokens run as the compiler fuses it."""
-    if not stage.part.part.last:
-        return
-    kernel = getattr(stage.part.head, "loss_kernel", None)
+def _watch_loss(stage: Stage, recorder: Recorder, *, fused: bool) -> list[int]:
+    """Note how many steps there are when the loss of each chunk of tokens begins. fused: let it run as the compiler fuses
+    it."""
+    begun: list[int] = []
+    kernel = getattr(stage.part.head, "loss_kernel", None) if stage.part.part.last else None
     if kernel is None:
-        return
+        return begun
 
-    def fused(logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool) -> Any:
+    def watched(logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool) -> Any:
+        begun.append(len(recorder.timeline.forward))
+        if not fused:
+            return kernel(logits_NV, targets_N, z_loss, with_grad)
         return fused_steps(lambda x, y: kernel(x, y, z_loss, with_grad), (logits_NV, targets_N), recorder)
 
-    stage.part.head.loss_kernel = fused
+    stage.part.head.loss_kernel = watched
+    return begun

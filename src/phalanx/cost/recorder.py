@@ -151,9 +151,7 @@ class Recorder(TorchDispatchMode):
             step.matmul, step.attention = matmul_of(name, args), attention_of(func, args, keywords)
             if kind in ("pointwise", "reduction"):
                 step.work = [max(tensor.numel() for tensor in (*reads, *writes))]
-            elif kind == "lookup":
-                # A lookup touches the rows it finds, not the table.
-                reads = [tensor for tensor in reads if tensor.numel() <= writes[0].numel()]
+            step.rows_of_tables = kind == "lookup"
         self.add(step, reads, writes)
         if kind == "free":
             step.writes = []

@@ -165,19 +165,20 @@ def _sources(table: ScheduleTable) -> IntArray:
 def _groups(table: ScheduleTable, waits_for: IntArray) -> Iterator[IntArray]:
     """One action of every rank that can go on, again and again; asserts that some rank always can."""
     ranks, each = table.kind.shape
-    done = np.zeros(ranks * each + 1, dtype=np.bool_)
-    done[-1] = True
+    none, never = ranks * each, ranks * each + 1
+    done = np.zeros(ranks * each + 2, dtype=np.bool_)
+    done[none] = True
     # A column past the last action, which nothing fulfils, holds the ranks that are through.
-    waiting = np.concatenate([waits_for, np.full((ranks, 1), ranks * each)], axis=1)
-    next_action = np.zeros(ranks, dtype=np.int64)
-    rows = np.arange(ranks)
+    waiting = np.concatenate([waits_for, np.full((ranks, 1), never)], axis=1).ravel()
+    coming = np.arange(ranks) * (each + 1)
     left = ranks * each
     while left:
-        ready = rows[done[waiting[rows, next_action]] & (next_action < each)]
+        ready = np.flatnonzero(done.take(waiting.take(coming)))
         assert len(ready), f"{table.schedule}: ranks wait for each other for ever"
-        group = ready * each + next_action[ready]
+        # Rows are shorter by one without that column.
+        group = coming.take(ready) - ready
         done[group] = True
-        next_action[ready] += 1
+        coming[ready] += 1
         left -= len(group)
         yield group
 
@@ -194,7 +195,7 @@ class _Costs:
 
     def duration(self, actions: slice) -> FloatArray:
         """Computing time of these actions, [actions, candidates]."""
-        return self.compute[self.program.column[actions]]
+        return self.compute.take(self.program.column[actions], axis=0)
 
     def lots(self, size: int) -> Iterator[_Costs]:
         """The same for `size` candidates at a time."""
@@ -231,12 +232,11 @@ def _run(program: _Program, costs: _Costs) -> FloatArray:
     in_advance = program.table.stages_per_rank > 1
     for first, stop in pairwise(program.bounds):
         group = slice(first, stop)
-        mine, theirs = end[program.before[group]], end[program.source[group]]
+        mine, theirs = end.take(program.before[group], axis=0), end.take(program.source[group], axis=0)
         if waits and in_advance:
-            theirs += costs.transfer[program.link[group]]
+            theirs += costs.transfer.take(program.link[group], axis=0)
         np.maximum(mine, theirs, out=mine)
         if waits and not in_advance:
-            mine += costs.transfer[program.link[group]]
-        mine += costs.duration(group)
-        end[group] = mine
+            mine += costs.transfer.take(program.link[group], axis=0)
+        np.add(mine, costs.duration(group), out=end[group])
     return end

@@ -7,8 +7,10 @@ passes over its part of the parameters. `step_exact` simulates the pipeline inst
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,13 +66,27 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class Busiest:
-    """What the rank that computes longest holds, and its times. Arrays of [layouts]."""
+class Held:
+    """What a rank holds of the model. Arrays of [layouts]."""
 
     blocks: Floats
     embedding: Floats
     """1 where it holds the embedding, else 0."""
     head: Floats
+
+    def of_parts(self, steps: Steps, column: Floats) -> Floats:
+        """What it has of something in all its parts together, [layouts]. column: of each part."""
+        return np.asarray(
+            self.blocks * column[steps.block]
+            + self.embedding * column[steps.embedding]
+            + self.head * column[steps.head]
+        )
+
+
+@dataclass(frozen=True)
+class Busiest(Held):
+    """The rank that computes longest, and its times. Arrays of [layouts]."""
+
     forward: Floats
     """Seconds of one micro-batch."""
     backward: Floats
@@ -85,32 +101,23 @@ def closed_form(
     layouts, count = steps.layouts, steps.layouts.accumulation
     constants = in_training(constants, profile)
     busiest = busiest_rank(steps, times)
-    seconds = np.zeros((len(steps), len(StepCause)))
+    seconds = np.zeros((len(StepCause), len(steps)))
     causes = times.seconds.sum(axis=1)
     for cause in Cause:
-        each = causes[:, cause]
-        seconds[:, cause] = count * (
-            busiest.blocks * each[steps.block]
-            + busiest.embedding * each[steps.embedding]
-            + busiest.head * each[steps.head]
-        )
-    weight = (
-        busiest.blocks * times.weight[steps.block]
-        + busiest.embedding * times.weight[steps.embedding]
-        + busiest.head * times.weight[steps.head]
-    )
-    bubble, transfer = _pipeline(steps, busiest, weight, constants)
-    seconds[:, StepCause.BUBBLE], seconds[:, StepCause.TRANSFER] = bubble * profile.pipeline_ramp, transfer
+        if np.any(causes[:, cause]):
+            seconds[cause] = count * busiest.of_parts(steps, causes[:, cause])
+    bubble, transfer = _pipeline(steps, busiest, busiest.of_parts(steps, times.weight), constants)
+    seconds[StepCause.BUBBLE], seconds[StepCause.TRANSFER] = bubble * profile.pipeline_ramp, transfer
     data = DataParallel.of(steps, times, profile, constants, software)
-    seconds[:, StepCause.DATA] = data.exposed(steps, busiest)
+    seconds[StepCause.DATA] = data.exposed(steps, busiest)
     held = parameters_held(steps)
     mine = held / layouts.shards
-    seconds[:, StepCause.OPTIMIZER] = mine * software.optimizer_bytes / profile.optimizer_b_s
+    seconds[StepCause.OPTIMIZER] = mine * software.optimizer_bytes / profile.optimizer_b_s
     # Gradients of further micro-batches are added to what is there, unless they are reduced first.
     added = np.where((layouts.zero < 2) | ~np.bool_(software.overlap), held, mine) * (2 + 2 * software.reduce_bytes)
-    seconds[:, StepCause.MEMORY] += (count - 1) * added / profile.memory_b_s
-    seconds[:, StepCause.REST] = profile.step_s + 4 * mine / profile.memory_b_s
-    return StepTimes(seconds)
+    seconds[StepCause.MEMORY] += (count - 1) * added / profile.memory_b_s
+    seconds[StepCause.REST] = profile.step_s + 4 * mine / profile.memory_b_s
+    return StepTimes(seconds.T)
 
 
 def parameters_held(steps: Steps) -> Floats:
@@ -125,28 +132,25 @@ def parameters_held(steps: Steps) -> Floats:
 def busiest_rank(steps: Steps, times: PartTimes) -> Busiest:
     """The rank that computes longest, of each layout."""
     both = times.seconds.sum(axis=2)
-    block, embedding, head = both[steps.block], both[steps.embedding], both[steps.head]
+    whole, layers = both.sum(axis=1), steps.layers
     apart = 1.0 - steps.joined
-    one, end, start = block.sum(axis=1), head.sum(axis=1), embedding.sum(axis=1)
-    ends = np.stack(
-        [
-            steps.layers.first * one + start + steps.joined * end,
-            steps.layers.last * one + apart * end,
-            steps.layers.other * one,
-        ]
+    one, end, start = whole[steps.block], whole[steps.head], whole[steps.embedding]
+    first = layers.first * one + start + steps.joined * end
+    last = layers.last * one + apart * end
+    other = layers.other * one
+    is_first = first >= np.maximum(last, other)
+    is_last = ~is_first & (last >= other)
+    held = Held(
+        blocks=np.where(is_first, layers.first, np.where(is_last, layers.last, layers.other)),
+        embedding=is_first.astype(np.float64),
+        head=np.where(is_first, steps.joined, apart * is_last),
     )
-    which = np.argmax(ends, axis=0)
-    blocks = np.choose(which, [steps.layers.first, steps.layers.last, steps.layers.other])
-    with_embedding = (which == 0).astype(np.float64)
-    with_head = np.where(which == 0, steps.joined, np.where(which == 1, apart, 0.0))
-    forward, backward = (
-        blocks * block[:, way] + with_embedding * embedding[:, way] + with_head * head[:, way] for way in Way
-    )
+    forward, backward = (held.of_parts(steps, both[:, way]) for way in Way)
     pp = steps.layouts.pp
-    everything = steps.layers.mean * pp * one + start + end
+    everything = layers.mean * pp * one + start + end
     mine = forward + backward
     others = np.where(pp > 1, (everything - mine) / (np.maximum(pp - 1, 1) * mine), 1.0)
-    return Busiest(blocks, with_embedding, with_head, forward, backward, others)
+    return Busiest(held.blocks, held.embedding, held.head, forward, backward, others)
 
 
 def _pipeline(steps: Steps, busiest: Busiest, weight: Floats, constants: Constants) -> tuple[Floats, Floats]:
@@ -169,6 +173,39 @@ def _pipeline(steps: Steps, busiest: Busiest, weight: Floats, constants: Constan
 
 
 @dataclass(frozen=True)
+class _OfEach:
+    """Seconds of one kind of exchange for each part. Arrays of [layouts]."""
+
+    block: Floats
+    embedding: Floats
+    head: Floats
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """Seconds of what goes around the ring for a streamed block. Arrays of [layouts]."""
+
+    weights: Floats
+    """All chunks, once around."""
+    gradients: Floats
+    """To where they belong."""
+    own: Floats
+    """What must have come before the first product."""
+    summed: Floats
+    """Replicas adding up what stays."""
+
+
+@dataclass(frozen=True)
+class _Exchanges:
+    """Seconds of everything that data-parallel ranks exchange, alone; None where no layout does."""
+
+    gather: _OfEach
+    scatter: _OfEach
+    summed: _OfEach | None
+    ring: _Ring | None
+
+
+@dataclass(frozen=True)
 class DataParallel:
     """What data-parallel ranks exchange for each part, and what of it shows. Arrays of [layouts], seconds."""
 
@@ -185,9 +222,10 @@ class DataParallel:
         cls, steps: Steps, times: PartTimes, profile: Profile, constants: Constants, software: Software
     ) -> DataParallel:
         """For these steps."""
-        both = times.seconds.sum(axis=2)[steps.block]
+        both = times.seconds.sum(axis=2)
         copied = (steps.shards.nodes == 1) & (steps.shards.size > 1) & software.copy_engines
-        return cls(profile, software, constants, (both[:, Way.FORWARD], both[:, Way.BACKWARD]), copied)
+        block = (both[:, Way.FORWARD][steps.block], both[:, Way.BACKWARD][steps.block])
+        return cls(profile, software, constants, block, copied)
 
     def exposed(self, steps: Steps, busiest: Busiest) -> Floats:
         """Seconds a step."""
@@ -197,54 +235,76 @@ class DataParallel:
             return self._afterwards(steps, busiest)
         layouts, count = steps.layouts, steps.layouts.accumulation
         forward, backward = self.block
-        each = (steps.block_parameters - steps.streams.parameters, steps.embedding_parameters, steps.head_parameters)
-        gather, gather_embedding, gather_head = (self._gather(steps, parameters) for parameters in each)
-        scatter, scatter_embedding, scatter_head = (self._scatter(steps, parameters) for parameters in each)
+        exchanges = self._exchanges(steps)
+        gather, scatter = exchanges.gather, exchanges.scatter
         three = layouts.zero == 3
-        again = np.where(three & (layouts.reshard_after_forward | self.software.reshard), gather, 0.0)
-        gathers = np.select([three, layouts.zero > 0], [count, 1], 0)
+        again = np.where(three & (layouts.reshard_after_forward | self.software.reshard), gather.block, 0.0)
+        gathers = np.where(three, count, layouts.zero > 0)
         scatters = np.where(layouts.zero >= 2, count, 1)
         # Nothing runs yet behind which the first gathers could hide, and nothing is left behind the last reductions.
         seconds = gathers * (
-            busiest.blocks * self._shown(gather, forward)
-            + busiest.embedding * gather_embedding
-            + gather
-            + busiest.head * self._shown(gather_head, forward)
+            busiest.blocks * self._shown(gather.block, forward)
+            + busiest.embedding * gather.embedding
+            + gather.block
+            + busiest.head * self._shown(gather.head, forward)
         )
-        seconds = seconds + scatters * (
-            busiest.blocks * self._shown(scatter + again, backward)
-            + busiest.embedding * scatter_embedding
-            + busiest.head * self._shown(scatter_head, backward)
+        behind = scatter.block + again
+        shown = self._shown(behind, backward)
+        seconds += scatters * (
+            busiest.blocks * shown
+            + busiest.embedding * scatter.embedding
+            + busiest.head * self._shown(scatter.head, backward)
         )
-        if np.any(steps.replicas.size > 1):
-            summed, summed_embedding, summed_head = (self._sum(steps, parameters) for parameters in each)
-            seconds = (
-                seconds
-                + busiest.embedding * summed_embedding
-                + busiest.blocks
-                * (self._shown(scatter + again + summed, backward) - self._shown(scatter + again, backward))
+        if (summed := exchanges.summed) is not None:
+            seconds += (
+                busiest.embedding * summed.embedding
+                + busiest.blocks * (self._shown(behind + summed.block, backward) - shown)
+                + busiest.head * self._shown(summed.head, backward)
             )
-            seconds = seconds + busiest.head * self._shown(summed_head, backward)
-        return seconds + self._streaming(steps, busiest) + self._straggling(steps, busiest)
+        if (ring := exchanges.ring) is not None:
+            seconds += self._streaming(steps, busiest, ring)
+        return seconds + self._straggling(steps, busiest)
 
-    def _streaming(self, steps: Steps, busiest: Busiest) -> Floats:
+    def _exchanges(self, steps: Steps) -> _Exchanges:
+        """What exchanges take, computed once for all layouts that are alike in it."""
+        first = np.zeros(int(steps.alike.max()) + 1, np.int64)
+        first[steps.alike] = np.arange(len(steps))
+        few = steps.take(first)
+        one = replace(self, copied=self.copied[first])
+        parameters = (few.block_parameters - few.streams.parameters, few.embedding_parameters, few.head_parameters)
+
+        def of_each(seconds: Callable[[Steps, Floats], Floats]) -> _OfEach:
+            return _OfEach(*(seconds(few, held)[steps.alike] for held in parameters))
+
+        ring = one._ring(few) if np.any(few.streams.parameters) else None
+        return _Exchanges(
+            of_each(one._gather),
+            of_each(one._scatter),
+            of_each(one._sum) if np.any(few.replicas.size > 1) else None,
+            None if ring is None else _Ring(*(getattr(ring, field.name)[steps.alike] for field in fields(_Ring))),
+        )
+
+    def _ring(self, steps: Steps) -> _Ring:
+        streams, width = steps.streams, self.software.gather_bytes
+        chunk = width * streams.sent / np.maximum(streams.messages, 1)
+        return _Ring(
+            weights=streams.messages * self._message(steps, chunk),
+            gradients=self._exchange(
+                steps, all_to_all(width * streams.parameters, steps.shards, self.constants), width * streams.parameters
+            ),
+            # A chunk that several ranks hold together is there before its products begin.
+            own=np.where(streams.own > 0, self._message(steps, width * streams.own), 0.0),
+            summed=all_reduce(self.software.reduce_bytes * streams.piece, steps.replicas, self.constants),
+        )
+
+    def _streaming(self, steps: Steps, busiest: Busiest, ring: _Ring) -> Floats:
         """What shows of the chunks that go around the ring beside the products: weights forward; weights, and again those
         that recompute needs, and gradients backward. Replicas add up once, beside nothing."""
-        streams, width = steps.streams, self.software.gather_bytes
-        if not np.any(streams.parameters):
-            return np.zeros(len(steps))
-        chunk = width * streams.sent / np.maximum(streams.messages, 1)
-        weights = streams.messages * self._message(steps, chunk)
-        gradients = self._exchange(
-            steps, all_to_all(width * streams.parameters, steps.shards, self.constants), width * streams.parameters
-        )
-        # A chunk that several ranks hold together is there before its products begin.
-        own = np.where(streams.own > 0, self._message(steps, width * streams.own), 0.0)
+        streams = steps.streams
         forward, backward = (streams.busy * each for each in self.block)
-        passes = own * (2 + streams.again) + self._shown(weights, forward)
-        passes = passes + self._shown((1 + streams.again) * weights + gradients, backward)
-        summed = all_reduce(self.software.reduce_bytes * streams.piece, steps.replicas, self.constants)
-        shown = busiest.blocks * (steps.layouts.accumulation * passes + summed)
+        passes = ring.own * (2 + streams.again) + self._shown(ring.weights, forward)
+        passes += self._shown((1 + streams.again) * ring.weights + ring.gradients, backward)
+        shown = busiest.blocks * (steps.layouts.accumulation * passes + ring.summed)
         return np.where(streams.parameters > 0, shown, 0.0)
 
     def _message(self, steps: Steps, size: Floats) -> Floats:
@@ -271,7 +331,9 @@ class DataParallel:
 
     def _shown(self, exchange: Floats, computing: Floats) -> Floats:
         hidden = np.minimum(exchange, self.profile.hidden * computing)
-        slowdown = np.where(self.copied, self.profile.copy_slowdown, self.profile.slowdown)
+        slowdown: Any = self.profile.slowdown
+        if np.any(self.copied):
+            slowdown = np.where(self.copied, self.profile.copy_slowdown, slowdown)
         return np.asarray(exchange - hidden + slowdown * hidden)
 
     def _gather(self, steps: Steps, parameters: Floats) -> Floats:

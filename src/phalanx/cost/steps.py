@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from phalanx.cluster.machine import Machine
 from phalanx.cluster.topology import Placement, join, place
 from phalanx.cost.candidates import CONTEXTS, RECOMPUTES, SCHEDULES, Candidates
 from phalanx.cost.family import PartName, Setting, cost_family
 from phalanx.cost.operation_time import Floats, Ints
-from phalanx.cost.part_time import Parts, parts_of
+from phalanx.cost.part_time import Parts, at, parts_of
 from phalanx.cost.parts import PartCosts, part_costs
 from phalanx.cost.software import Software
 from phalanx.cost.stage_layers import split
@@ -102,6 +104,9 @@ class Steps:
     embedding_parameters: Floats
     head_parameters: Floats
     streams: Streams
+    alike: Ints
+    """Layouts with the same number have the same parts of the model, and shards and replicas that lie alike: their
+    data-parallel ranks exchange the same."""
     hidden_bytes: Floats
     """Activations of one micro-batch between two stages, on one rank."""
     shards: Placement
@@ -113,13 +118,37 @@ class Steps:
     def __len__(self) -> int:
         return len(self.layouts)
 
+    def take(self, which: Ints) -> Steps:
+        """Those at these positions."""
+        values: dict[str, object] = {"parts": self.parts}
+        for field in fields(self):
+            column = getattr(self, field.name)
+            if isinstance(column, Candidates | Streams):
+                values[field.name] = column.take(which)
+            elif isinstance(column, Placement):
+                values[field.name] = at(column, which)
+            elif isinstance(column, RankLayers):
+                values[field.name] = RankLayers(
+                    **{each.name: getattr(column, each.name)[which] for each in fields(column)}
+                )
+            elif field.name != "parts":
+                values[field.name] = column[which]
+        return Steps(**values)  # type: ignore[arg-type]
+
     @classmethod
     def joined_up(cls, several: Sequence[Steps]) -> Steps:
         """The steps of several lists, one after the other."""
         starts = np.cumsum([0, *(steps.parts.count for steps in several)])
+        kinds = np.cumsum([0, *(int(steps.alike.max(initial=-1)) + 1 for steps in several)])
         moved = [
-            replace(steps, embedding=steps.embedding + start, block=steps.block + start, head=steps.head + start)
-            for steps, start in zip(several, starts, strict=False)
+            replace(
+                steps,
+                embedding=steps.embedding + start,
+                block=steps.block + start,
+                head=steps.head + start,
+                alike=steps.alike + kind,
+            )
+            for steps, start, kind in zip(several, starts, kinds, strict=False)
         ]
         values: dict[str, object] = {"parts": Parts.joined([steps.parts for steps in several])}
         for field in fields(cls):
@@ -155,7 +184,9 @@ def steps_of(
     plain = replace(setting, compile=setting.compile and software.compiled)
     if not software.chunked_loss:
         plain = replace(plain, chunk_tokens=_WHOLE)
-    distinct, which = _distinct(np.stack(_keys(layouts), axis=1))
+    keys = _keys(layouts)
+    first, which = _distinct(keys)
+    distinct = np.stack([key[first] for key in keys], axis=1)
     settings = [_setting_at(plain, key, chunk_tokens) for key in distinct.tolist()]
     wanted = [(name, one, size) for one, size in settings for name in _PARTS]
     sizes, blocks = _part_sizes(settings, software)
@@ -167,6 +198,10 @@ def steps_of(
     width = setting.model.d_model * (4 if setting.precision == "fp32" else 2)
     shards = layouts.shards
     world = layouts.world_size
+    shards_lie, like_shards = _placed(machine, shards, layouts.tp)
+    replicas_lie, like_replicas = _placed(machine, layouts.data_ranks * layouts.cp // shards, layouts.tp * shards)
+    pipelines_lie, _ = _placed(machine, layouts.pp, world // layouts.pp)
+    _, like_parts = _distinct([layouts.tp, layouts.cp, layouts.streamed, alone])
     return Steps(
         layouts=layouts,
         parts=parts_of(wanted, software),
@@ -179,10 +214,11 @@ def steps_of(
         embedding_parameters=counts[:, 0],
         head_parameters=counts[:, 2] - np.where(alone, counts[:, 3], 0.0),
         streams=Streams.of(blocks, distinct[:, 3], _drops(setting)).take(which),
+        alike=_distinct([like_parts, like_shards, like_replicas])[1],
         hidden_bytes=samples * positions * width / split,
-        shards=_placed(machine, shards, layouts.tp),
-        replicas=_placed(machine, layouts.data_ranks * layouts.cp // shards, layouts.tp * shards),
-        pipeline=_placed(machine, layouts.pp, world // layouts.pp),
+        shards=shards_lie,
+        replicas=replicas_lie,
+        pipeline=pipelines_lie,
     )
 
 
@@ -230,12 +266,12 @@ _WHOLE = 2**40
 def rank_layers(setting: Setting, layouts: Candidates, software: Software) -> tuple[RankLayers, Floats]:
     """(blocks of the ranks, 1 where the first rank holds the head too) of each layout."""
     schedule = np.where(layouts.pp > 1, layouts.schedule, 0)
-    distinct, which = _distinct(np.stack([layouts.pp, layouts.stages_per_rank, schedule], axis=1))
+    keys = [layouts.pp, layouts.stages_per_rank, schedule]
+    rows, which = _distinct(keys)
     extra = (0.0, 0.0) if software.even_stages else cost_family(setting.model).relative_block_costs(setting)
     blocks = setting.model.n_layers
-    table = np.asarray(
-        [_layers_of(blocks, extra, pp, each, SCHEDULES[name] == "zbv") for pp, each, name in distinct.tolist()]
-    )
+    distinct = zip(*(key[rows].tolist() for key in keys), strict=True)
+    table = np.asarray([_layers_of(blocks, extra, pp, each, SCHEDULES[name] == "zbv") for pp, each, name in distinct])
     first, last, other, joined = table[which].T
     return RankLayers(first, last, other, setting.model.n_layers / layouts.pp), joined
 
@@ -254,30 +290,41 @@ def _layers_of(
     return ranks[0], ranks[-1], ranks[1:-1].max(initial=0.0), 0.0
 
 
-def _distinct(keys: Ints) -> tuple[Ints, Ints]:
-    """(distinct rows, which of them each row is); quick for a million rows of small numbers."""
-    code = np.zeros(len(keys), np.int64)
-    for column in keys.T:
-        code = code * (int(column.max(initial=0)) + 1) + column
-    highest = int(code.max(initial=0))
+def _distinct(columns: Sequence[npt.NDArray[Any]]) -> tuple[Ints, Ints]:
+    """(positions of distinct rows, which of them each row is); quick for a million rows of small numbers."""
+    code, span = np.zeros(len(columns[0]), np.int64), 1
+    for column in columns:
+        number, size = column, int(column.max(initial=0)) + 1
+        if span * size > _TABLE:
+            first, code = _distinct_numbers(code)
+            span = len(first)
+        if span * size > _TABLE:
+            first, number = _distinct_numbers(column)
+            size = len(first)
+        code, span = code * size + number, span * size
+    return _distinct_numbers(code)
+
+
+def _distinct_numbers(column: npt.NDArray[Any]) -> tuple[Ints, Ints]:
+    highest = int(column.max(initial=0))
     if highest > _TABLE:
-        _, first, which = np.unique(code, return_index=True, return_inverse=True)
-        return keys[first], which
+        _, first, which = np.unique(column, return_index=True, return_inverse=True)
+        return first, which
     place = np.full(highest + 1, -1, np.int64)
-    place[code] = np.arange(len(code))
+    column = column.astype(np.int64, copy=False)
+    place[column] = np.arange(len(column))
     used = np.flatnonzero(place >= 0)
-    found = keys[place[used]]
+    first = place[used]
     place[used] = np.arange(len(used))
-    return found, place[code]
+    return first, place[column]
 
 
-_TABLE = 10_000_000
+_TABLE = 100_000
 """Numbers up to which a table over all of them is quicker than sorting."""
 
 
-def _placed(machine: Machine, size: Ints, stride: Ints) -> Placement:
-    """`place`, computed once for each distinct pair."""
+def _placed(machine: Machine, size: Ints, stride: Ints) -> tuple[Placement, Ints]:
+    """`place`, computed once for each distinct pair; and which of those each one is."""
     stride = np.where(size > 1, stride, 1)
-    distinct, which = _distinct(np.stack([size, stride], axis=1))
-    found = place(machine, distinct[:, 0], distinct[:, 1])
-    return Placement(**{field.name: getattr(found, field.name)[which] for field in fields(found)})
+    first, which = _distinct([size, stride])
+    return at(place(machine, size[first], stride[first]), which), which

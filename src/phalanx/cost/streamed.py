@@ -197,15 +197,11 @@ def streamed_costs(
 ) -> Costs:
     """Costs of a traced block whose chains are `chains`."""
     wanted = tuple(Scale(traced, len(chain.plan.units_of(0))) for traced, chain in zip(units, chains, strict=True))
-    costs = timeline.costs(ChunkScale(scale.traced, scale.wanted, wanted))
     times: list[int] = []
     for backward, steps in enumerate((timeline.forward, timeline.backward)):
         each = [1] * len(steps)
         for of_backward, chain, begin, end in ring.middles:
             if of_backward is bool(backward):
                 each[begin:end] = [chains[chain].plan.chunks - 2] * (end - begin)
-        times += [count for count, step in zip(each, steps, strict=True) if step.kind != "free"]
-    operations = tuple(
-        op if count == 1 else replace(op, times=count) for op, count in zip(costs.operations, times, strict=True)
-    )
-    return replace(costs, operations=operations)
+        times += each
+    return timeline.costs(ChunkScale(scale.traced, scale.wanted, wanted), times)

@@ -6,8 +6,9 @@ PyTorch beyond its dtypes. Counts are of elements in the traced micro-batch; a `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -61,6 +62,8 @@ class Step:
     """Buffers freed after it has run."""
     reuses: list[int] = field(default_factory=list)
     """Those among them whose memory its results take over while it runs."""
+    rows_of_tables: bool = False
+    """Whether what it reads more of than it writes is a table, of which it finds rows."""
     work: list[int] = field(default_factory=list)
     """Elements of each pointwise operation or reduction in it."""
     matmul: Matmul | None = None
@@ -101,8 +104,6 @@ class Kept:
 class Costs:
     """What one part of a model costs one rank for one micro-batch, forward and backward."""
 
-    operations: tuple[Operation, ...]
-    """In the order they run; collectives among them."""
     kept: tuple[Kept, ...]
     """Held between forward and backward. The part's input is in it where backward needs it, its result never: that is the
     next part's input."""
@@ -116,6 +117,12 @@ class Costs:
     """Most bytes held at once in backward: what is kept (input among it), incoming gradient, temporaries and gradients."""
     gradient_bytes: int
     """Gradients of whole parameters, in the format they are computed in, at the end of backward."""
+    list_operations: Callable[[], tuple[Operation, ...]] = field(compare=False, repr=False)
+
+    @cached_property
+    def operations(self) -> tuple[Operation, ...]:
+        """In the order they run; collectives among them. Listed when first asked for: most layouts' memory says enough."""
+        return self.list_operations()
 
     @property
     def kept_bytes(self) -> int:
@@ -157,23 +164,28 @@ class Timeline:
         self.buffers.append(Buffer(name, elements, itemsize, role))
         return len(self.buffers) - 1
 
-    def costs(self, scale: Scale) -> Costs:
-        """Costs in the micro-batch that `scale` leads to."""
+    def costs(self, scale: Scale, times: Sequence[int] = ()) -> Costs:
+        """Costs in the micro-batch that `scale` leads to. times: how often each step runs, forward and backward; once each
+        where it is empty."""
         output = set(self.output)
         kept = [self.buffers[number] for number in self.kept if number not in output]
         held = sum(buffer.bytes(scale) for buffer in kept)
         incoming = sum(self._sizes(self._numbers("incoming"), scale))
         gradients = set(self.gradients)
-        steps = [*self.forward, *self.backward]
         return Costs(
-            operations=tuple(self._operation(s, gradients, scale) for s in steps if s.kind != "free"),
             kept=tuple(Kept("input" if b.role == "input" else b.name, b.bytes(scale)) for b in kept),
             input_bytes=sum(self._sizes(self._numbers("input"), scale)),
             output_bytes=sum(self._sizes(output, scale)),
             forward_peak=self._peak(self.forward, 0, scale),
             backward_peak=self._peak(self.backward, held + incoming, scale),
             gradient_bytes=sum(self._sizes(gradients, scale)),
+            list_operations=lambda: self._operations(gradients, scale, times),
         )
+
+    def _operations(self, gradients: set[int], scale: Scale, times: Sequence[int]) -> tuple[Operation, ...]:
+        steps = [*self.forward, *self.backward]
+        each = zip(steps, times or [1] * len(steps), strict=True)
+        return tuple(self._operation(step, gradients, scale, count) for step, count in each if step.kind != "free")
 
     def _numbers(self, role: Role) -> list[int]:
         return [number for number, buffer in enumerate(self.buffers) if buffer.role == role]
@@ -190,7 +202,7 @@ class Timeline:
             now -= sum(self._sizes(step.drops, scale)) - reused
         return peak
 
-    def _operation(self, step: Step, gradients: set[int], scale: Scale) -> Operation:
+    def _operation(self, step: Step, gradients: set[int], scale: Scale, times: int) -> Operation:
         assert step.kind != "free"
         collective = step.collective
         return Operation(
@@ -199,13 +211,21 @@ class Timeline:
             phase=step.phase,
             dtype=step.dtype,
             flops=step.flops(scale),
-            bytes_read=self._accessed(step.reads, scale),
+            bytes_read=self._read(step, scale),
             bytes_written=self._accessed(step.writes, scale),
             matmul=None if step.matmul is None else scale.matmul(step.matmul),
             attention=None if step.attention is None else scale.attention(step.attention),
             collective=None if collective is None else scale.collective(collective, step.dtype.itemsize),
             weight_gradient=any(access.buffer in gradients for access in step.writes),
+            times=times,
         )
+
+    def _read(self, step: Step, scale: Scale) -> int:
+        reads = step.reads
+        if step.rows_of_tables:
+            # A lookup touches the rows it finds, not the table.
+            reads = [read for read in reads if scale(read.elements) <= scale(step.writes[0].elements)]
+        return self._accessed(reads, scale)
 
     def _accessed(self, accesses: list[Access], scale: Scale) -> int:
         return sum(scale(access.elements) * self.buffers[access.buffer].itemsize for access in accesses)
