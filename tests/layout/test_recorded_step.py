@@ -12,8 +12,13 @@ from torch import Tensor
 from phalanx.compat_program import traced_program
 from phalanx.config.families import MaterialsRun
 from phalanx.layout import recorded_step
+from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.family import Building
 from phalanx.layout.init import initialise_parameters
+from phalanx.layout.materials import LAYOUT, MaterialsStage
+from phalanx.layout.mesh import Axis
 from phalanx.layout.recorded_step import StepRecorder
+from phalanx.layout.share import SequenceShare
 from phalanx.models.families import family_of
 from phalanx.models.materials.network import MaterialsNetwork
 from phalanx.verify.materials import VERIFICATION
@@ -21,7 +26,9 @@ from phalanx.verify.materials import VERIFICATION
 BODIES = ("gin", "pna", "gatv2", "cgcnn", "schnet", "egnn", "painn", "mace")
 
 
-def run_of(body: str, **model: Any) -> MaterialsRun:
+def run_of(
+    body: str, layout: dict[str, Any] | None = None, training: dict[str, Any] | None = None, **model: Any
+) -> MaterialsRun:
     heads: dict[str, Any] = {
         "energy": {"force_weight": 10.0, "stress_weight": 3.0},
         "charges": {},
@@ -34,9 +41,9 @@ def run_of(body: str, **model: Any) -> MaterialsRun:
         {
             "model": {"family": "materials", "body": body, **size, **narrow, **heads, **model},
             "data": {"sources": [{"name": "any", "path": "nowhere"}], "prepared": "nowhere", "cutoff": 3.0},
-            "layout": {"global_batch": 4, "microbatch": 1, "precision": "fp64"},
+            "layout": {"global_batch": 4, "microbatch": 1, "precision": "fp64", **(layout or {})},
             "optimizer": {"lr": 0.01},
-            "training": {"steps": 2},
+            "training": {"steps": 2, **(training or {})},
         }
     )
 
@@ -151,3 +158,33 @@ def test_what_is_compiled_is_the_same_function(monkeypatch: pytest.MonkeyPatch) 
         # A copy from host memory would wait for the device, which a recording cannot.
         assert isinstance(one._program, torch.fx.GraphModule)
         assert not any("lift_fresh" in str(node.target) for node in one._program.graph.nodes)
+
+
+WHEN = {
+    "accelerator": (run_of("painn"), "cuda", 1, False, True),
+    "cpu": (run_of("painn"), "cpu", 1, False, False),
+    "cpu, asked for": (run_of("painn", training={"compile": True}), "cpu", 1, False, True),
+    "not wanted": (run_of("painn", training={"compile": False}), "cuda", 1, False, False),
+    "deterministic": (run_of("painn", training={"deterministic": True}), "cuda", 1, False, False),
+    "pairs of edges": (run_of("dimenet++"), "cuda", 1, False, False),
+    "global attention": (run_of("painn", attention={"heads": 2}), "cuda", 1, False, False),
+    "recompute": (run_of("painn", layout={"recompute": "full"}), "cuda", 1, False, False),
+    "atoms over ranks": (run_of("painn"), "cuda", 2, False, False),
+    "sharded, one unit": (run_of("painn"), "cuda", 1, True, True),
+    "sharded by block": (run_of("painn", energy=None), "cuda", 1, True, False),
+}
+
+
+@pytest.mark.parametrize("name", WHEN)
+def test_steps_are_recorded_where_they_can_be(name: str) -> None:
+    run, device, cp, gathered, wanted = WHEN[name]
+    share = SequenceShare(Axis("cp", 0, cp), Axis("tp"), "ring")
+    choice = AttentionChoice("sdpa")
+    building = Building(run, torch.device(device), choice, share, gathered=gathered)
+    with torch.device("meta"):
+        part = MaterialsNetwork(run.model)
+    stage = LAYOUT.stage(building, part, 0)
+    assert isinstance(stage, MaterialsStage)
+    assert (stage.recorder is not None) == wanted
+    # A program needs all parameters at once.
+    assert stage.one_unit == (wanted or run.model.energy is not None)

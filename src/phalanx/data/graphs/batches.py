@@ -16,7 +16,8 @@ from phalanx.data.graphs.order import Located
 from phalanx.data.graphs.ragged import Int64Array, offsets
 from phalanx.data.graphs.shards import LABEL_DTYPES, PreparedSource
 
-_PER_ATOM = ("species_N", "positions_N3", "graph_N", "forces_N3", "charges_N", "atom_properties_NP")
+PER_ATOM = ("species_N", "positions_N3", "graph_N", "forces_N3", "charges_N", "atom_properties_NP")
+"""Fields of a batch with a row for each atom; those of `edges_2E` and `_PER_EDGE` are edges', of others structures'."""
 _PER_EDGE = ("shifts_E3",)
 _FIELDS = {
     "energy": "energy_G",
@@ -145,7 +146,7 @@ class GraphBatch:
             elif name == "graph_N":
                 changed[name] = value[atoms] - first
             else:
-                changed[name] = value[atoms if name in _PER_ATOM else edges if name in _PER_EDGE else graphs]
+                changed[name] = value[atoms if name in PER_ATOM else edges if name in _PER_EDGE else graphs]
         return replace(
             self, **changed, atoms=self.atoms[graphs], edges=self.edges[graphs], graphs_by_part=(last - first,)
         )

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_PER_ATOM = ("species_N", "positions_N3", "graph_N", "forces_N3", "charges_N", "atom_properties_NP")
+from phalanx.data.graphs.batches import PER_ATOM
+
 _PER_EDGE = ("edges_2E", "shifts_E3")
 _WITHOUT_LABELS = ("positions_N3", "shifts_E3", "cells_G33", "total_charge_G")
 _BEYOND = 1.25
@@ -77,7 +78,7 @@ def rows_of(name: str, tensor: Tensor, sizes: BatchSizes, *, behind: bool) -> Se
 
 
 def _rows(name: str, sizes: BatchSizes) -> int:
-    return sizes.edges if name in _PER_EDGE else sizes.atoms if name in _PER_ATOM else sizes.graphs
+    return sizes.edges if name in _PER_EDGE else sizes.atoms if name in PER_ATOM else sizes.graphs
 
 
 def _spare_atoms(edges: int) -> int:
