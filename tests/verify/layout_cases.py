@@ -73,11 +73,12 @@ def covering(layouts: list[ResolvedLayout]) -> list[ResolvedLayout]:
 def cases(model: str, world: int) -> list[ResolvedLayout]:
     """The layouts to verify `model` in on `world` ranks."""
     layouts = list(every_layout(run_of(model, world, "fp64"), world))
-    return [_in_few_microbatches(layout, model) for layout in (layouts if world == 2 else covering(layouts))]
+    others = model == "mpt"
+    return [in_few_microbatches(layout, others=others) for layout in (layouts if world == 2 else covering(layouts))]
 
 
-def _in_few_microbatches(layout: ResolvedLayout, model: str) -> ResolvedLayout:
-    """The samples of a rank in a first, a last and, for one model, other micro-batches, and as many as bring every schedule
-    to its steady state. Where samples are left over, micro-batches hold several."""
-    wanted = max(4 if model == "mpt" else 2, 2 * layout.pp if layout.pp > 1 else 1)
+def in_few_microbatches(layout: ResolvedLayout, *, others: bool) -> ResolvedLayout:
+    """The samples of a rank in a first, a last and, with `others`, further micro-batches, and as many as bring every
+    schedule to its steady state. Where samples are left over, micro-batches hold several."""
+    wanted = max(4 if others else 2, 2 * layout.pp if layout.pp > 1 else 1)
     return replace(layout, microbatch=max(1, layout.samples_per_rank // wanted))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from layout_cases import in_few_microbatches
 
 from phalanx.config.families import WeatherRun
 from phalanx.layout.resolve import every_layout, resolve_layout
@@ -87,11 +88,7 @@ def cases(model: str, world: int) -> list[ResolvedLayout]:
     """The layouts to verify `model` in on `world` ranks: all on two ranks, those of `CHOSEN` on more."""
     chosen = [fields for fields in CHOSEN.get(world, []) if model != "rollout" or "pp" not in fields]
     layouts = [resolve_layout(run_of(model, world, **fields), world) for fields in chosen]
-    return [_in_few_microbatches(layout, model) for layout in layouts or every_layout(run_of(model, world), world)]
-
-
-def _in_few_microbatches(layout: ResolvedLayout, model: str) -> ResolvedLayout:
-    """The samples of a rank in a first, a last and, for one model, other micro-batches, and as many as bring every schedule
-    to its steady state. Where samples are left over, micro-batches hold several."""
-    wanted = max(4 if model == "rollout" else 2, 2 * layout.pp if layout.pp > 1 else 1)
-    return replace(layout, microbatch=max(1, layout.samples_per_rank // wanted))
+    return [
+        in_few_microbatches(layout, others=model == "rollout")
+        for layout in layouts or every_layout(run_of(model, world), world)
+    ]

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from phalanx.cluster.collectives import Constants, all_gather, all_reduce, all_to_all, reduce_scatter, send
 from phalanx.cluster.machine import Machine
-from phalanx.cluster.topology import Placement, place
+from phalanx.cluster.topology import place
 from phalanx.cost.family import PartName, Setting
 from phalanx.cost.operation_time import (
     Cause,
@@ -34,6 +35,10 @@ from phalanx.cost.software import EAGER, Software
 
 _TOGETHER = 6.0
 """How sharply the slower of host and device decides: the power of a mean of both."""
+
+
+Columns = TypeVar("Columns")
+"""A dataclass of arrays that have a row for each of the same things."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,7 @@ def _collective_seconds(parts: Parts, machine: Machine, constants: Constants) ->
     return seconds
 
 
-def at(places: Placement, which: Ints) -> Placement:
-    """Those placements at these positions."""
-    return Placement(**{field.name: getattr(places, field.name)[which] for field in fields(places)})
+def at(columns: Columns, which: Ints) -> Columns:
+    """Of a dataclass of arrays, [rows], the rows at these positions."""
+    names = (field.name for field in fields(cast(Any, columns)))
+    return type(columns)(**{name: getattr(columns, name)[which] for name in names})

@@ -8,7 +8,7 @@ passes over its part of the parameters. `step_exact` simulates the pipeline inst
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -281,7 +281,7 @@ class DataParallel:
             of_each(one._gather),
             of_each(one._scatter),
             of_each(one._sum) if np.any(few.replicas.size > 1) else None,
-            None if ring is None else _Ring(*(getattr(ring, field.name)[steps.alike] for field in fields(_Ring))),
+            None if ring is None else at(ring, steps.alike),
         )
 
     def _ring(self, steps: Steps) -> _Ring:

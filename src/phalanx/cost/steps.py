@@ -125,12 +125,8 @@ class Steps:
             column = getattr(self, field.name)
             if isinstance(column, Candidates | Streams):
                 values[field.name] = column.take(which)
-            elif isinstance(column, Placement):
+            elif isinstance(column, Placement | RankLayers):
                 values[field.name] = at(column, which)
-            elif isinstance(column, RankLayers):
-                values[field.name] = RankLayers(
-                    **{each.name: getattr(column, each.name)[which] for each in fields(column)}
-                )
             elif field.name != "parts":
                 values[field.name] = column[which]
         return Steps(**values)  # type: ignore[arg-type]

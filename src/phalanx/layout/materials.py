@@ -63,7 +63,6 @@ class MaterialsStage(Stage):
         if sources is not None:
             return self._measured(x, source_G, sources, inputs)
         if self.recorder is not None and self.training and len(source_G):
-            del inputs["exchange"], inputs["max_atoms"]
             return self.recorder.losses({"species_N": x, **inputs}, list(self.part.parameters()), self.scale)
         losses: Tensor = self.part(x, **inputs)
         return losses

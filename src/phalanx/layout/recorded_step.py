@@ -27,7 +27,6 @@ _LEAST_USED = 0.75
 """Share of a recording's edges below which a smaller recording is made."""
 _MOST = {False: 12, True: 3}
 """Recordings there may be, by whether they are compiled, which takes a minute each."""
-
 _WARM_UP = 2
 """Runs before a recording, in which libraries allocate what they keep."""
 
@@ -49,8 +48,9 @@ class StepRecorder:
     def losses(self, inputs: Mapping[str, Any], parameters: Sequence[Tensor], scale: Tensor | float) -> Tensor:
         """Summed losses [T] of one micro-batch.
 
-        inputs: what the network's `forward` takes, by name. parameters: the present ones, in the order of the twin's. The
-        losses' gradient must be `scale`, a number or one a task: gradients of the parameters are computed for that.
+        inputs: what the network's `forward` takes, by name; only tensors are used. parameters: the present ones, in the
+        order of the twin's. The losses' gradient must be `scale`, a number or one a task: gradients of the parameters are
+        computed for that.
         """
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
         recording = self._fitting(sizes_of(tensors), tensors, scale)
