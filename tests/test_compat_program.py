@@ -1,11 +1,14 @@
-"""Compiling a function that contains a derivative, on the CPU."""
+"""Compiling a function that contains a derivative, for arguments of several sizes, on the CPU."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
-from phalanx.compat_program import compiled_program
+from phalanx.compat_program import SizedProgram
+
+ROWS = [("rows", 0), None]
 
 
 def slope_and_its_gradient(x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -17,9 +20,26 @@ def slope_and_its_gradient(x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_derivatives_are_part_of_the_program() -> None:
-    x, factor = torch.linspace(-1.0, 2.0, 7, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64)
-    program = compiled_program(slope_and_its_gradient, (x, factor))
-    for given in (x, x.flip(0) * 0.5):
+    x, factor = torch.linspace(-1.0, 2.0, 7, dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64)
+    program = SizedProgram(slope_and_its_gradient, (x, factor), ROWS).compile()
+    for rows in (7, 3, 50):
+        assert program.holds_for({"rows": rows})
+        given = torch.linspace(-1.0, 2.0, rows, dtype=torch.float64)
         slope, curvature = program(given, factor)
         torch.testing.assert_close(slope, 6.0 * given.square())
         torch.testing.assert_close(curvature, 144.0 * given.pow(3))
+
+
+def test_a_program_knows_for_which_sizes_it_holds() -> None:
+    def halves(x: Tensor, factor: Tensor) -> Tensor:
+        return x.repeat(1 + x.shape[0] // 10) * factor if x.shape[0] > 5 else x.sum() * factor
+
+    x, factor = torch.ones(20), torch.tensor([2.0])
+    program = SizedProgram(halves, (x, factor), ROWS)
+    assert program.holds_for({"rows": 6}) and not program.holds_for({"rows": 5})
+    assert program(torch.ones(31), factor).shape == (124,)
+
+
+def test_sizes_that_differ_only_by_name_are_told_apart() -> None:
+    with pytest.raises(AssertionError, match="two sizes"):
+        SizedProgram(torch.add, (torch.ones(4), torch.ones(4)), [("rows", 0), ("columns", 0)])

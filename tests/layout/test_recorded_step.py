@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.compat_program import traced_program
+from phalanx.compat_program import SizedProgram
 from phalanx.config.families import MaterialsRun
 from phalanx.layout import recorded_step
 from phalanx.layout.attention import AttentionChoice
@@ -118,7 +118,7 @@ def test_atoms_that_stand_for_none_stay_small(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_few_recordings_serve_batches_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_step, "_MOST", {False: 3})
+    monkeypatch.setattr(recorded_step, "_MOST", 3)
     run = run_of("gin")
     net = network(run)
     recorder = StepRecorder(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=False)
@@ -145,19 +145,24 @@ def test_a_number_scales_all_tasks_alike() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
 
 
-def test_what_is_compiled_is_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("body", ("painn", "pna"))
+def test_one_program_serves_batches_of_all_sizes(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph that the compiler is given; tests/test_compat_program.py compiles one."""
-    monkeypatch.setattr(recorded_step, "compiled_program", traced_program)
-    run = run_of("painn")
+    monkeypatch.setattr(SizedProgram, "compile", lambda program: program)
+    run = run_of(body)
     net = network(run)
     recorder = StepRecorder(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=True)
     scale = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
-    for step in (1, 2):
-        compare(net, recorder, inputs_of(run, step, 8), scale)
-    for one in recorder._recordings:
-        # A copy from host memory would wait for the device, which a recording cannot.
-        assert isinstance(one._program, torch.fx.GraphModule)
-        assert not any("lift_fresh" in str(node.target) for node in one._program.graph.nodes)
+    programs = []
+    for step, structures in ((1, 12), (2, 24), (3, 5)):
+        compare(net, recorder, inputs_of(run, step, structures), scale)
+        assert recorder._step is not None
+        programs.append(recorder._step.program)
+    assert len(recorder._recordings) == 3
+    assert programs == [programs[0]] * 3
+    assert isinstance(programs[0], SizedProgram)
+    # A copy from host memory would wait for the device, which a recording cannot.
+    assert not any("lift_fresh" in str(node.target) for node in programs[0].graph.graph.nodes)
 
 
 WHEN = {

@@ -36,7 +36,9 @@ class BatchSizes:
         graphs, atoms, edges = (
             -int(-size * (1.0 + margin) // 16) * 16 for size in (self.graphs + 1, self.atoms, self.edges)
         )
-        return BatchSizes(graphs, atoms + _spare_atoms(edges), edges)
+        atoms += _spare_atoms(edges)
+        # A program that is traced with sizes that are equal would take them to be one.
+        return BatchSizes(graphs, atoms + 1 if atoms in (graphs, edges) else atoms, edges)
 
     def holds(self, other: BatchSizes) -> bool:
         """Whether a batch of these sizes fits, with what must stand behind it."""
@@ -69,6 +71,13 @@ def empty_batch(like: Mapping[str, Tensor], room: BatchSizes, *, source: int, cu
     return found
 
 
+def varying_size(name: str) -> tuple[str, int]:
+    """Which of `BatchSizes` changes the shape of a batch's tensor, and the dimension that has that size."""
+    if name in _PER_EDGE:
+        return "edges", 1 if name == "edges_2E" else 0
+    return "atoms" if name in PER_ATOM else "graphs", 0
+
+
 def rows_of(name: str, tensor: Tensor, sizes: BatchSizes, *, behind: bool) -> Sequence[Tensor]:
     """The parts of a padded tensor that a batch of `sizes` fills, or those behind it; contiguous, none empty."""
     count = _rows(name, sizes)
@@ -78,7 +87,8 @@ def rows_of(name: str, tensor: Tensor, sizes: BatchSizes, *, behind: bool) -> Se
 
 
 def _rows(name: str, sizes: BatchSizes) -> int:
-    return sizes.edges if name in _PER_EDGE else sizes.atoms if name in PER_ATOM else sizes.graphs
+    count: int = getattr(sizes, varying_size(name)[0])
+    return count
 
 
 def _spare_atoms(edges: int) -> int:

@@ -36,7 +36,7 @@ class AtomEmbedding(nn.Module):
         scalars_NC: Tensor = self.elements(geometry.species_N, geometry.radial_ER.dtype)
         if not self.vectors:
             return Atoms(scalars_NC)
-        return Atoms(scalars_NC, scalars_NC.new_zeros((len(scalars_NC), 3, self.vectors)))
+        return Atoms(scalars_NC, scalars_NC.new_zeros((scalars_NC.shape[0], 3, self.vectors)))
 
 
 class Body(NamedTuple):

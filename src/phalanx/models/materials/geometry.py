@@ -51,7 +51,7 @@ class Geometry(NamedTuple):
     @property
     def atoms(self) -> int:
         """Number of atoms."""
-        return len(self.graph_N)
+        return self.graph_N.shape[0]
 
 
 class Triplets(NamedTuple):

@@ -198,7 +198,7 @@ def conserved(
     charges_N: Tensor, total_G: Tensor | None, graph_N: Tensor, atoms_G: Tensor, exchange: Exchange = ALONE
 ) -> Tensor:
     """Charges shifted, equally in a graph, so that they add up to `total_G` (None: 0). atoms_G: all atoms of each graph."""
-    graphs = len(atoms_G)
+    graphs = atoms_G.shape[0]
     excess_G = exchange.over_graphs(sum_by_graph(charges_N, graph_N, graphs))
     if total_G is not None:
         excess_G = excess_G - total_G.to(excess_G.dtype)
@@ -209,7 +209,7 @@ def dipole_of_charges(
     charges_N: Tensor, positions_N3: Tensor, graph_N: Tensor, atoms_G: Tensor, exchange: Exchange = ALONE
 ) -> Tensor:
     """Sum of charge times position about the mean position of the atoms, [G, 3]: so it never depends on the origin."""
-    graphs, positions = len(atoms_G), positions_N3.to(charges_N.dtype)
+    graphs, positions = atoms_G.shape[0], positions_N3.to(charges_N.dtype)
     mean_G3 = exchange.over_graphs(sum_by_graph(positions, graph_N, graphs)) / atoms_G.clamp(min=1)[:, None]
     moments_N3 = charges_N[:, None] * (positions - mean_G3.index_select(0, graph_N))
     return exchange.over_graphs(sum_by_graph(moments_N3, graph_N, graphs))

@@ -106,7 +106,7 @@ class MaterialsNetwork(nn.Module):
             forces=self._learns("force_weight") and forces_N3 is not None,
             stress=self._learns("stress_weight") and stress_G33 is not None,
         )
-        atoms_G = exchange.atoms_by_graph(graph_N, len(cells_G33))
+        atoms_G = exchange.atoms_by_graph(graph_N, cells_G33.shape[0])
         return summed_losses(
             self.config, self.units, predicted, labels, branch_G=source_G, graph_N=graph_N, atoms_G=atoms_G
         )
@@ -189,7 +189,7 @@ class MaterialsNetwork(nn.Module):
             species_N,
             graph_N,
             dtype=self.dtype,
-            graphs=len(cells_G33),
+            graphs=cells_G33.shape[0],
             max_atoms=max_atoms,
             chunk=self.edge_chunk,
             exchange=exchange,
