@@ -17,7 +17,7 @@ from phalanx.cost.memory_fit import BESIDE, GIB, communicators, device_bytes, fi
 from phalanx.cost.memory_model import Kernels, RankMemory, memory, rank_memory
 from phalanx.cost.memory_moments import MOMENTS
 from phalanx.cost.memory_published import published_peak
-from phalanx.cost.memory_stages import stage_flight
+from phalanx.cost.memory_stages import _worst, rank_holdings, stage_flight
 from phalanx.cost.published import PublishedRun
 from phalanx.cost.schedule_table import schedule_table
 from phalanx.layout.resolve import resolve_layout
@@ -205,3 +205,19 @@ def test_other_frameworks_keep_whole_logits_and_activations_between_blocks() -> 
     assert model is not None
     assert alone > logits + 18 * parameter_count(model)
     assert published_peak(published("unheard of", 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "each", "count"),
+    [("1f1b", 8, 1, 32), ("gpipe", 4, 1, 6), ("interleaved_1f1b", 4, 3, 8), ("zbv", 6, 2, 24), ("1f1b", 1, 1, 2)],
+)
+def test_ranks_are_left_out_only_where_another_holds_as_much_of_everything(
+    schedule: str, pp: int, each: int, count: int
+) -> None:
+    kept = _worst(schedule, pp, each, count, 50, (0.3, 1.7))
+    every = rank_holdings(schedule, pp, each, count, 50, (0.3, 1.7))
+    columns = np.stack([getattr(every, field.name) for field in fields(every)], 1)
+    assert (columns[kept[:, 0].astype(int)] == kept).all() and (np.diff(kept[:, 0]) > 0).all()
+    as_much = (kept[:, None, 1:] >= columns[None, :, 1:]).all(axis=2)
+    assert as_much.any(axis=0).all()
+    assert as_much[:, kept[:, 0].astype(int)].sum() == len(kept)

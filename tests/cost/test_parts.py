@@ -289,7 +289,7 @@ def test_exchanged_heads_travel_as_queries_keys_values_and_results(compiled: boo
 )
 def test_derived_costs_are_the_traced_ones(changes: dict[str, Any], compiled: bool) -> None:
     chosen = setting(compile=compiled, **{"model": WIDE, **changes})
-    traced = parts._part_costs(parts._trace("block", chosen, 4), Scale())
+    traced = parts._part_costs(parts._trace(parts._Trace("block", chosen, 4)), Scale())
     derived = part_costs("block", chosen, 4)
     assert derived.costs == traced.costs
     assert derived.costs.operations == traced.costs.operations
@@ -300,9 +300,9 @@ def test_derived_costs_are_the_traced_ones(changes: dict[str, Any], compiled: bo
 def test_a_compiled_loss_of_any_number_of_tokens_is_the_traced_one(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # 512 tokens in chunks of 192: two whole ones, and one of 128.
     chosen = setting(compile=True, tp=tp, chunk_tokens=192)
-    derived = parts._part_costs(parts._trace("head", chosen, 2), Scale())
+    derived = parts._part_costs(parts._trace(parts._Trace("head", chosen, 2)), Scale())
     monkeypatch.setattr("phalanx.cost.compiled._unlike_rows", lambda tensors: len(tensors[0]))
-    traced = parts._part_costs(parts._trace.__wrapped__("head", chosen, 2), Scale())
+    traced = parts._part_costs(parts._trace_now(parts._Trace("head", chosen, 2)), Scale())
     assert derived.costs == traced.costs
     assert derived.costs.operations == traced.costs.operations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import re
@@ -37,9 +38,11 @@ from phalanx.cluster.machine import load_machine, machine_names
 from phalanx.config.load import load_run
 from phalanx.config.override import parse_overrides
 from phalanx.config.schema import Layout, Run
+from phalanx.cost.compiled import load_compiler
 from phalanx.cost.enumerate import CHOSEN
 from phalanx.cost.family import require_planned
 from phalanx.cost.profile import load_profile, profile_beside, profile_for
+from phalanx.cost.second_process import second_process
 from phalanx.errors import ConfigError
 from phalanx.plan.budget import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES, Reliability
 from phalanx.plan.cost_models import CostModels
@@ -98,7 +101,7 @@ def plan(
         reliability=Reliability(mtbf_hours, restart_minutes, checkpoint_gb_s),
     )
     task = Task(loaded, devices or planner.machine.node.devices, _fixed(loaded, words, everything=fix))
-    with _libraries_at_rest():
+    with _libraries_at_rest(), second_process(load_compiler):
         made = fit_plan(planner, task, wishes) if fit else make_plan(planner, task, wishes)
     written = _write_all(made, write, html)
     if json:
@@ -110,7 +113,8 @@ def plan(
 @contextlib.contextmanager
 def _libraries_at_rest() -> Iterator[None]:
     """Let the garbage collector leave alone what is there already: else tracing makes it look through all of PyTorch again
-    and again."""
+    and again. Likewise when this process ends, which takes more than a second otherwise."""
+    atexit.register(gc.freeze)
     gc.freeze()
     try:
         yield

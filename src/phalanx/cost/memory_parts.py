@@ -17,7 +17,7 @@ import numpy.typing as npt
 from phalanx.config.schema import Run
 from phalanx.cost.candidates import Candidates, Ints
 from phalanx.cost.family import Kernel, PartName, Setting, setting_of
-from phalanx.cost.parts import PartCosts, part_costs
+from phalanx.cost.parts import PartCosts, part_costs, trace_ahead
 from phalanx.models.families import family_of
 
 FloatArray = npt.NDArray[np.float64]
@@ -95,6 +95,7 @@ class ModelBytes:
 _TRACED = ("tp", "cp", "context", "recompute", "microbatch", "streamed")
 """What the costs of parts depend on."""
 _SIZES = ("kept", "forward", "backward")
+_PARTS: tuple[PartName, ...] = ("embedding", "block", "head")
 
 
 def model_bytes(
@@ -106,15 +107,18 @@ def model_bytes(
     """
     first, inverse = distinct([getattr(candidates, name) for name in _TRACED])
 
-    def traced(position: int) -> dict[PartName, PartCosts]:
+    def setting_at(position: int) -> tuple[Setting, int]:
+        """The setting of a candidate, and samples of its micro-batch."""
         layout = candidates.layout(position)
         again = run.model_copy(
             update={"layout": run.layout.model_copy(update={"recompute": candidates.recompute_of(position)})}
         )
         setting = setting_of(again, layout, attention=attention, compiled=compiled)
-        return _costs(replace(setting, peer_copies=peer_copies and setting.streamed > 1), layout.microbatch)
+        return replace(setting, peer_copies=peer_copies and setting.streamed > 1), layout.microbatch
 
-    costs = [traced(int(position)) for position in first]
+    settings = [setting_at(int(position)) for position in first]
+    trace_ahead((name, *one) for one in settings for name in _PARTS)
+    costs = [_costs(*one) for one in settings]
     tied = family_of(run).tied(run)
     shards = np.where(candidates.zero > 0, candidates.dp_shard * candidates.cp, 1)
     # A shared table is there once where one rank has both ends of the model.
@@ -150,8 +154,7 @@ def model_bytes(
 
 @cache
 def _costs(setting: Setting, microbatch: int) -> dict[PartName, PartCosts]:
-    names: tuple[PartName, ...] = ("embedding", "block", "head")
-    return {name: part_costs(name, setting, microbatch) for name in names}
+    return {name: part_costs(name, setting, microbatch) for name in _PARTS}
 
 
 def _part_size(part: PartCosts, name: str) -> int:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from phalanx.cost.candidates import SCHEDULES, Candidates
 from phalanx.cost.memory_parts import distinct
 from phalanx.cost.stage_layers import split
-from phalanx.layout.pipeline import rank_of_stage
+from phalanx.layout.pipeline import stages_of_rank
 from phalanx.layout.spec import ZERO_BUBBLE, ResolvedLayout
 
 FloatArray = npt.NDArray[np.float64]
@@ -96,10 +96,7 @@ def rank_holdings(
     """What every pipeline rank holds, arrays of [ranks]."""
     layout = ResolvedLayout(global_batch=1, pp=pp, schedule=schedule, stages_per_rank=stages_per_rank)
     layers = np.asarray(split(n_layers, layout.n_stages, *costs), np.float64)
-    # By rank and by turn: the stages of a rank in the order of the model.
-    stage = np.zeros((pp, stages_per_rank), np.int64)
-    for number in range(layout.n_stages):
-        stage[rank_of_stage(layout, number), number // pp] = number
+    stage = np.asarray([stages_of_rank(layout, rank) for rank in range(pp)])
     flight, waiting = stage_flight(schedule, pp, stages_per_rank, microbatches)
     first, last = stage == 0, stage == layout.n_stages - 1
     held = layers[stage]
@@ -161,8 +158,8 @@ def _worst(
     every = np.stack([getattr(ranks, field.name) for field in fields(Holdings)], 1)
     assert fields(Holdings)[0].name == "rank"
     columns = every[:, 1:]
-    keep: list[int] = []
-    for place in np.argsort(-columns.sum(axis=1), kind="stable").tolist():
-        if not (columns[keep] >= columns[place]).all(axis=1).any():
-            keep.append(place)
-    return np.asarray(every[sorted(keep)])
+    # What holds at least as much of everything comes before, in this order.
+    order = np.argsort(-columns.sum(axis=1), kind="stable")
+    columns = columns[order]
+    as_much = (columns[:, None] >= columns[None]).all(axis=2)
+    return np.asarray(every[np.sort(order[~np.triu(as_much, 1).any(axis=0)])])

@@ -6,7 +6,7 @@ of any size: nothing is allocated, no process group is made. `part_costs` is wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -31,7 +31,16 @@ from phalanx.cost.family import (
 )
 from phalanx.cost.operations import Scale
 from phalanx.cost.recorder import Recorder
-from phalanx.cost.streamed import ChainSize, SilentRing, chain_sizes, streamed_costs, traced_setting, traced_stage
+from phalanx.cost.second_process import SharedMemo
+from phalanx.cost.streamed import (
+    ChainSize,
+    Middle,
+    SilentRing,
+    chain_sizes,
+    streamed_costs,
+    traced_setting,
+    traced_stage,
+)
 from phalanx.cost.timeline import Costs, Kept, Timeline
 from phalanx.layout.recompute import recompute_block, recompute_policy
 from phalanx.layout.stage import Stage
@@ -78,15 +87,30 @@ def part_costs(name: PartName, setting: Setting, microbatch: int) -> PartCosts:
     A part is traced once for one sample and once for any other number: its sizes are exact multiples. Tracing a block takes
     a few tenths of a second; of a compiled one the choices of recompute share most of it.
     """
-    if name != "block":
-        setting = _whole(setting)
-    alike = replace(_whole(setting), tp=1, cp=1) if name == "block" else setting
-    samples = 1 if microbatch == 1 else _unlike_sizes(name, alike)
-    if setting.streamed > 1:
-        return _streamed_costs(setting, Scale(samples, microbatch))
-    if name == "head" and isinstance(setting.model, LanguageModel):
-        return _head_costs(setting, samples, microbatch)
-    return _part_costs(_trace(name, setting, samples), Scale(samples, microbatch))
+    trace = _needed(name, setting, microbatch)
+    traced, scale = _trace(trace), Scale(trace.samples, microbatch)
+    if trace.shown:
+        return _streamed_costs(setting, traced, scale)
+    if traced.chunks and trace.setting.chunk_tokens < _ALL:
+        shown, wanted = Chunks.of(trace.setting, trace.samples), Chunks.of(setting, microbatch)
+        return PartCosts(chunked_costs(traced.timeline, traced.chunks, shown, wanted), traced.parameters, ())
+    return _part_costs(traced, scale)
+
+
+def trace_ahead(wanted: Iterable[tuple[PartName, Setting, int]]) -> None:
+    """Trace what the costs of these parts need, half of it in the second process if there is one: name, setting, samples."""
+    _trace.compute([_needed(*part) for part in wanted])
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """A part that is traced."""
+
+    name: PartName
+    setting: Setting
+    samples: int
+    shown: tuple[int, ...] = ()
+    """Of a streamed block: chunks of each chain."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +121,36 @@ class _Traced:
     """Buffers."""
     chunks: tuple[int, ...] = ()
     """Of a head whose loss goes over chunks of tokens: steps of the forward pass when the loss of each begins."""
+    middles: tuple[Middle, ...] = ()
+    """Of a streamed block; see `SilentRing`."""
+    units: tuple[int, ...] = ()
+    """Of a chunk of each chain."""
+
+
+@cache
+def _needed(name: PartName, setting: Setting, microbatch: int) -> _Trace:
+    """What is traced to know the costs of a part."""
+    if name != "block":
+        setting = _whole(setting)
+    alike = replace(_whole(setting), tp=1, cp=1) if name == "block" else setting
+    samples = 1 if microbatch == 1 else _unlike_sizes(name, alike)
+    if name == "embedding":
+        # It computes no loss, and nothing that would be compiled.
+        return _Trace(name, replace(setting, compile=False, chunk_tokens=_ALL), samples)
+    if setting.streamed > 1:
+        traced, shown = traced_setting(setting)
+        return _Trace(name, traced, samples, shown)
+    if name == "head" and isinstance(setting.model, LanguageModel):
+        whole, wanted = replace(setting, chunk_tokens=_ALL), Chunks.of(setting, microbatch)
+        if wanted.count == 1:
+            return _Trace(name, whole, samples)
+        few = wanted.shown(setting.tp, _sizes(name, whole))
+        return _Trace(name, shown_setting(setting, few), few.samples)
+    return _Trace(name, setting, samples)
+
+
+_ALL = 2**62
+"""Tokens of a chunk that holds all of any micro-batch."""
 
 
 def _whole(setting: Setting) -> Setting:
@@ -131,36 +185,44 @@ def _sizes(name: PartName, setting: Setting) -> frozenset[int]:
     return frozenset([setting.length, *(size for shape in shapes for size in shape)])
 
 
-def _head_costs(setting: Setting, samples: int, microbatch: int) -> PartCosts:
-    """Costs of a head whose loss goes over chunks of tokens. samples: to be traced where one chunk holds them all."""
-    wanted = Chunks.of(setting, microbatch)
-    if wanted.count == 1:
-        return _part_costs(_trace("head", replace(setting, chunk_tokens=_ALL), samples), Scale(samples, microbatch))
-    sizes = _sizes("head", replace(setting, chunk_tokens=_ALL))
-    shown = wanted.shown(setting.tp, sizes)
-    traced = _trace("head", shown_setting(setting, shown), shown.samples)
-    return PartCosts(chunked_costs(traced.timeline, traced.chunks, shown, wanted), traced.parameters, ())
+def _trace_now(trace: _Trace) -> _Traced:
+    """Trace a part."""
+    if trace.shown:
+        stage, ring, units = traced_stage(trace.setting, trace.shown, trace.samples)
+        return replace(
+            _trace_eager(stage, trace.setting, trace.samples, ring), middles=tuple(ring.middles), units=units
+        )
+    stage = build_stage(trace.name, trace.setting)
+    if _compiled(trace):
+        return _trace_compiled(stage, trace.setting, trace.samples)
+    return _trace_eager(stage, trace.setting, trace.samples)
 
 
-_ALL = 2**62
-"""Tokens of a chunk that holds all of any micro-batch."""
+def _compiled(trace: _Trace) -> bool:
+    return trace.name == "block" and trace.setting.compile and not trace.shown
 
 
-@cache
-def _trace(name: PartName, setting: Setting, samples: int) -> _Traced:
-    stage = build_stage(name, setting)
-    if name == "block" and setting.compile:
-        return _trace_compiled(stage, setting, samples)
-    return _trace_eager(stage, setting, samples)
+def _graph_of(trace: _Trace) -> Hashable:
+    """What traces of compiled blocks share that differ in recompute alone; None of all others."""
+    return replace(trace, setting=replace(trace.setting, recompute="none")) if _compiled(trace) else None
 
 
-def _streamed_costs(setting: Setting, scale: Scale) -> PartCosts:
+def _effort(trace: _Trace, first: bool) -> int:
+    """About what tracing takes, in hundredths of a second. first: of those with the same graph."""
+    if _compiled(trace):
+        return 50 if first else 8
+    return 2 if trace.name == "embedding" else 8
+
+
+_trace = SharedMemo(_trace_now, _graph_of, _effort, unprepared=50)
+
+
+def _streamed_costs(setting: Setting, traced: _Traced, scale: Scale) -> PartCosts:
     """Costs of a streamed block."""
     chains = chain_sizes(setting)
-    traced, ring, units = _trace_streamed(*traced_setting(setting), scale.traced)
     names = frozenset(name for chain in chains for name in chain.names)
     return PartCosts(
-        streamed_costs(traced.timeline, ring, units, chains, scale),
+        streamed_costs(traced.timeline, traced.middles, traced.units, chains, scale),
         _block_parameters(_whole(setting), names),
         _kept_together(traced, scale),
         chains,
@@ -172,14 +234,6 @@ def _block_parameters(setting: Setting, streamed: frozenset[str]) -> tuple[PartP
     """Those of a block, with what is `streamed` marked."""
     found = part_parameters(build_stage("block", setting), setting)
     return tuple(replace(parameter, streamed=parameter.name in streamed) for parameter in found)
-
-
-@cache
-def _trace_streamed(
-    setting: Setting, shown: tuple[int, ...], samples: int
-) -> tuple[_Traced, SilentRing, tuple[int, ...]]:
-    stage, ring, units = traced_stage(setting, shown, samples)
-    return _trace_eager(stage, setting, samples, ring), ring, units
 
 
 # --- compiled blocks ---------------------------------------------------------------------------------------------------

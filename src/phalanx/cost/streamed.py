@@ -9,7 +9,7 @@ rank of the ring always has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -78,6 +78,10 @@ def _chain_sizes(setting: Setting) -> tuple[ChainSize, ...]:
     return tuple(found)
 
 
+Middle = tuple[bool, int, int, int]
+"""Steps of the chunk in the middle of a chain: (of the backward pass, chain, first step, step behind the last)."""
+
+
 class SilentRing(Ring):
     """Sends nothing. Notes which recorded steps belong to the chunk in the middle of a chain."""
 
@@ -86,8 +90,7 @@ class SilentRing(Ring):
         super().__init__(shards)
         self.beside = beside
         self.recorder: Recorder | None = None
-        self.middles: list[tuple[bool, int, int, int]] = []
-        """(of the backward pass, chain, first step, step behind the last)."""
+        self.middles: list[Middle] = []
         self.order: dict[int, int] = {}
         """Number of each chain, by the identity of its plan."""
 
@@ -193,14 +196,14 @@ class ChunkScale(Scale):
 
 
 def streamed_costs(
-    timeline: Timeline, ring: SilentRing, units: tuple[int, ...], chains: tuple[ChainSize, ...], scale: Scale
+    timeline: Timeline, middles: Sequence[Middle], units: Sequence[int], chains: Sequence[ChainSize], scale: Scale
 ) -> Costs:
-    """Costs of a traced block whose chains are `chains`."""
+    """Costs of a traced block whose chains are `chains`. middles, units: of what was traced."""
     wanted = tuple(Scale(traced, len(chain.plan.units_of(0))) for traced, chain in zip(units, chains, strict=True))
     times: list[int] = []
     for backward, steps in enumerate((timeline.forward, timeline.backward)):
         each = [1] * len(steps)
-        for of_backward, chain, begin, end in ring.middles:
+        for of_backward, chain, begin, end in middles:
             if of_backward is bool(backward):
                 each[begin:end] = [chains[chain].plan.chunks - 2] * (end - begin)
         times += each

@@ -6,7 +6,7 @@ PyTorch beyond its dtypes. Counts are of elements in the traced micro-batch; a `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -69,14 +69,6 @@ class Step:
     matmul: Matmul | None = None
     attention: Attention | None = None
     collective: Collective | None = None
-
-    def flops(self, scale: Scale) -> int:
-        """Floating-point operations it executes."""
-        if self.matmul is not None:
-            return scale.matmul(self.matmul).flops
-        if self.attention is not None:
-            return scale.attention(self.attention).flops
-        return sum(scale(elements) for elements in self.work)
 
     def scaled(self, scale: Scale) -> Step:
         """The same in the micro-batch that `scale` leads to."""
@@ -167,18 +159,21 @@ class Timeline:
     def costs(self, scale: Scale, times: Sequence[int] = ()) -> Costs:
         """Costs in the micro-batch that `scale` leads to. times: how often each step runs, forward and backward; once each
         where it is empty."""
-        output = set(self.output)
-        kept = [self.buffers[number] for number in self.kept if number not in output]
-        held = sum(buffer.bytes(scale) for buffer in kept)
-        incoming = sum(self._sizes(self._numbers("incoming"), scale))
-        gradients = set(self.gradients)
+        output, gradients = set(self.output), set(self.gradients)
+        sizes = [buffer.bytes(scale) for buffer in self.buffers]
+        kept = [
+            Kept("input" if self.buffers[number].role == "input" else self.buffers[number].name, sizes[number])
+            for number in self.kept
+            if number not in output
+        ]
+        incoming = sum(sizes[number] for number in self._numbers("incoming"))
         return Costs(
-            kept=tuple(Kept("input" if b.role == "input" else b.name, b.bytes(scale)) for b in kept),
-            input_bytes=sum(self._sizes(self._numbers("input"), scale)),
-            output_bytes=sum(self._sizes(output, scale)),
-            forward_peak=self._peak(self.forward, 0, scale),
-            backward_peak=self._peak(self.backward, held + incoming, scale),
-            gradient_bytes=sum(self._sizes(gradients, scale)),
+            kept=tuple(kept),
+            input_bytes=sum(sizes[number] for number in self._numbers("input")),
+            output_bytes=sum(sizes[number] for number in output),
+            forward_peak=_peak(self.forward, 0, sizes),
+            backward_peak=_peak(self.backward, sum(part.bytes for part in kept) + incoming, sizes),
+            gradient_bytes=sum(sizes[number] for number in gradients),
             list_operations=lambda: self._operations(gradients, scale, times),
         )
 
@@ -190,32 +185,26 @@ class Timeline:
     def _numbers(self, role: Role) -> list[int]:
         return [number for number, buffer in enumerate(self.buffers) if buffer.role == role]
 
-    def _sizes(self, numbers: Iterable[int], scale: Scale) -> list[int]:
-        return [self.buffers[number].bytes(scale) for number in numbers]
-
-    def _peak(self, steps: list[Step], before: int, scale: Scale) -> int:
-        now = peak = before
-        for step in steps:
-            reused = sum(self._sizes(step.reuses, scale))
-            now += sum(self._sizes(step.makes, scale)) - reused
-            peak = max(peak, now)
-            now -= sum(self._sizes(step.drops, scale)) - reused
-        return peak
-
     def _operation(self, step: Step, gradients: set[int], scale: Scale, times: int) -> Operation:
         assert step.kind != "free"
-        collective = step.collective
+        matmul, attention, collective = step.matmul, step.attention, step.collective
+        if matmul is not None:
+            matmul = scale.matmul(matmul)
+        if attention is not None:
+            attention = scale.attention(attention)
+        if collective is not None:
+            collective = scale.collective(collective, step.dtype.itemsize)
         return Operation(
             name=step.name,
             kind=step.kind,
             phase=step.phase,
             dtype=step.dtype,
-            flops=step.flops(scale),
+            flops=_flops(matmul, attention, step.work, scale),
             bytes_read=self._read(step, scale),
             bytes_written=self._accessed(step.writes, scale),
-            matmul=None if step.matmul is None else scale.matmul(step.matmul),
-            attention=None if step.attention is None else scale.attention(step.attention),
-            collective=None if collective is None else scale.collective(collective, step.dtype.itemsize),
+            matmul=matmul,
+            attention=attention,
+            collective=collective,
             weight_gradient=any(access.buffer in gradients for access in step.writes),
             times=times,
         )
@@ -228,4 +217,32 @@ class Timeline:
         return self._accessed(reads, scale)
 
     def _accessed(self, accesses: list[Access], scale: Scale) -> int:
-        return sum(scale(access.elements) * self.buffers[access.buffer].itemsize for access in accesses)
+        count, buffers = 0, self.buffers
+        for access in accesses:
+            count += scale(access.elements) * buffers[access.buffer].itemsize
+        return count
+
+
+def _flops(matmul: Matmul | None, attention: Attention | None, work: Sequence[int], scale: Scale) -> int:
+    """Floating-point operations of a step."""
+    if matmul is not None:
+        return matmul.flops
+    return sum(scale(elements) for elements in work) if attention is None else attention.flops
+
+
+def _peak(steps: Sequence[Step], before: int, sizes: Sequence[int]) -> int:
+    """Most bytes at once. before: held when the steps begin. sizes: of buffers."""
+    now = peak = before
+    for step in steps:
+        reused = 0
+        for number in step.reuses:
+            reused += sizes[number]
+        for number in step.makes:
+            now += sizes[number]
+        now -= reused
+        if now > peak:
+            peak = now
+        for number in step.drops:
+            now -= sizes[number]
+        now += reused
+    return peak

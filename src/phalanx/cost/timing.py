@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,11 +16,13 @@ from phalanx.cost.operation_time import Floats, Way
 from phalanx.cost.part_time import PartTimes, in_training, part_times
 from phalanx.cost.profile import Profile
 from phalanx.cost.schedule_table import table_of
+from phalanx.cost.second_process import compute, deal
 from phalanx.cost.simulate import StageTimes, makespans
 from phalanx.cost.software import EAGER, OURS, Software
 from phalanx.cost.stage_layers import split
 from phalanx.cost.step_time import StepCause, StepTimes, closed_form
 from phalanx.cost.steps import Steps, steps_of
+from phalanx.layout.spec import ResolvedLayout
 from phalanx.models.families import family_of
 
 
@@ -79,21 +81,54 @@ def with_simulated_pipelines(
     columns = (both[:, Way.FORWARD], both[:, Way.BACKWARD], times.weight)
     alike: dict[tuple[int, ...], list[int]] = {}
     for row in np.flatnonzero(layouts.pp > 1).tolist():
-        key = (layouts.schedule[row], layouts.pp[row], layouts.stages_per_rank[row], layouts.accumulation[row])
-        alike.setdefault(tuple(map(int, key)), []).append(row)
-    for rows in alike.values():
-        table = table_of(layouts.layout(rows[0]))
-        blocks = split(run.model.n_layers, table.n_stages, *family_of(run).block_costs(run))
+        sizes = (layouts.schedule[row], layouts.pp[row], layouts.stages_per_rank[row], layouts.accumulation[row])
+        alike.setdefault(tuple(map(int, sizes)), []).append(row)
+    # What a simulation takes follows from the actions of a rank more than from the ranks.
+    dealt = deal({key: key[2] * key[3] * (key[1] + _OVERHEAD) for key in alike})
+    pipelines: tuple[list[_Pipelines], list[_Pipelines]] = ([], [])
+    for key, rows in alike.items():
+        layout = layouts.layout(rows[0])
+        blocks = split(run.model.n_layers, layout.n_stages, *family_of(run).block_costs(run))
         forward, backward, weight = (_of_stages(steps, rows, column, blocks) for column in columns)
-        # Each layout twice, without transfers and with them, and all in one simulation.
-        forward, backward, weight = (np.concatenate([stage, stage]) for stage in (forward, backward, weight))
-        transfer = np.concatenate([np.zeros(len(rows)), sent[rows]])[:, None]
-        alone, together = np.split(makespans(table, StageTimes(forward, backward, weight, transfer)), 2)
-        busiest = (forward + backward)[: len(rows), table.stages_of_rank].sum(axis=2).max(axis=1)
-        ramp = alone - layouts.accumulation[rows] * busiest
-        seconds[rows, StepCause.BUBBLE] = ramp * profile.pipeline_ramp
-        seconds[rows, StepCause.TRANSFER] = together - alone
+        pipelines[dealt[key]].append(_Pipelines(layout, rows, forward, backward, weight, sent[rows]))
+    here, there = pipelines
+    for one, (ramp, transfer) in zip((*here, *there), compute(_simulated, here, there), strict=True):
+        seconds[one.rows, StepCause.BUBBLE] = ramp * profile.pipeline_ramp
+        seconds[one.rows, StepCause.TRANSFER] = transfer
     return StepTimes(seconds)
+
+
+_OVERHEAD = 64
+"""Ranks whose actions take as long as a step of the simulation takes by itself."""
+
+
+@dataclass(frozen=True)
+class _Pipelines:
+    """Pipelines of one kind."""
+
+    layout: ResolvedLayout
+    """Of one of them."""
+    rows: list[int]
+    """Which layouts they are."""
+    forward: Floats
+    """Seconds of each stage, [rows, stages]; so the next two."""
+    backward: Floats
+    weight: Floats
+    sent: Floats
+    """Seconds of a transfer, [rows]."""
+
+
+def _simulated(pipelines: _Pipelines) -> tuple[Floats, Floats]:
+    """(seconds in which pipelines fill and drain, those of transfers), [rows]."""
+    table = table_of(pipelines.layout)
+    # Each layout twice, without transfers and with them, and all in one simulation.
+    stages = (pipelines.forward, pipelines.backward, pipelines.weight)
+    forward, backward, weight = (np.concatenate([stage, stage]) for stage in stages)
+    transfer = np.concatenate([np.zeros(len(pipelines.rows)), pipelines.sent])[:, None]
+    alone, together = np.split(makespans(table, StageTimes(forward, backward, weight, transfer)), 2)
+    each = pipelines.forward + pipelines.backward
+    busiest = each[:, table.stages_of_rank].sum(axis=2).max(axis=1)
+    return alone - pipelines.layout.accumulation * busiest, together - alone
 
 
 def _of_stages(steps: Steps, rows: list[int], column: Floats, blocks: Sequence[int]) -> Floats:

@@ -1,0 +1,171 @@
+"""A second process that computes beside this one: a copy of it, so that it has loaded what this one has.
+
+It lives as long as the context in which it is wanted, and only ever saves time: whatever it cannot do, this process does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Generic, TypeVar
+
+Task = TypeVar("Task")
+Key = TypeVar("Key", bound=Hashable)
+Result = TypeVar("Result")
+
+_second: Connection | None = None
+"""To the second process, while there is one."""
+
+
+@contextlib.contextmanager
+def second_process(prepare: Callable[[], object]) -> Iterator[None]:
+    """Have a second process in here, where there is a core for it and this one may be copied.
+
+    prepare: what it does until it is asked for something.
+    """
+    global _second
+    if _second is not None or not _can_copy():
+        yield
+        return
+    mine, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_serve, args=(theirs, mine, prepare), daemon=True)
+    with warnings.catch_warnings():
+        # Threads that numeric libraries start when they are loaded hold no locks.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            process.start()
+            _second = mine
+        except OSError:
+            # No memory or no number for another process.
+            mine.close()
+    theirs.close()
+    try:
+        yield
+    finally:
+        _dismiss()
+        if process.pid is not None:
+            process.kill()
+            process.join()
+
+
+def compute(function: Callable[[Task], Result], here: Sequence[Task], there: Sequence[Task]) -> list[Result]:
+    """The results of `here`, computed by this process, then those of `there`, computed by the second one meanwhile.
+
+    Raises what `function` raises. `function` is one of a module, `there` and its results can be pickled.
+    """
+    second = _second
+    if second is None or not there:
+        return [function(task) for task in (*here, *there)]
+    with contextlib.suppress(OSError):
+        second.send((function, there))
+    try:
+        results = [function(task) for task in here]
+    except BaseException:
+        # Nobody is left to take the answer that is on its way.
+        _dismiss()
+        raise
+    try:
+        results += second.recv()
+    except (EOFError, OSError):
+        # What ended the second process may be a task's own failure, which is raised here then.
+        _dismiss()
+        results += [function(task) for task in there]
+    return results
+
+
+class SharedMemo(Generic[Key, Result]):
+    """A slow function's results, each computed once, by either process."""
+
+    def __init__(
+        self,
+        function: Callable[[Key], Result],
+        group: Callable[[Key], Hashable],
+        effort: Callable[[Key, bool], int],
+        unprepared: int = 0,
+    ) -> None:
+        """group: tasks of one group share work that each process would have to do anew; None stands alone. effort: what a
+        task takes, and whether it is the first of its group. unprepared: what this process's first group takes besides."""
+        self.function = function
+        self.known: dict[Key, Result] = {}
+        self._group = group
+        self._effort = effort
+        self._unprepared = unprepared
+        self._owners: dict[Hashable, int] = {}
+        """The process that did the common work of a group: 0 for this one, 1 for the second."""
+
+    def __call__(self, task: Key) -> Result:
+        """Its result."""
+        if task not in self.known:
+            self.compute([task])
+        return self.known[task]
+
+    def compute(self, tasks: Iterable[Key]) -> None:
+        """Compute those that are not known yet, in both processes at once."""
+        missing = [task for task in dict.fromkeys(tasks) if task not in self.known]
+        here, there = self._dealt(missing) if _second else (missing, [])
+        self.known.update(zip((*here, *there), compute(self.function, here, there), strict=True))
+
+    def _dealt(self, tasks: Sequence[Key]) -> tuple[list[Key], list[Key]]:
+        """(tasks for this process, tasks for the second one): groups go where they are known, what takes longest first."""
+        lots: dict[Hashable, list[Key]] = {}
+        for task in tasks:
+            group = self._group(task)
+            lots.setdefault(task if group is None else group, []).append(task)
+        owned = {name: self._owners[name] for name in lots if name in self._owners}
+        efforts = {
+            name: sum(self._effort(task, name not in owned and place == 0) for place, task in enumerate(lot))
+            for name, lot in lots.items()
+        }
+        begins = any(map(self._group, tasks)) and 0 not in self._owners.values()
+        dealt = deal(efforts, owned, self._unprepared if begins else 0)
+        self._owners |= {name: place for name, place in dealt.items() if self._group(lots[name][0]) is not None}
+        here, there = ([task for name in lots if dealt[name] == place for task in lots[name]] for place in (0, 1))
+        return here, there
+
+
+def deal(efforts: dict[Any, int], owned: dict[Any, int] | None = None, besides: int = 0) -> dict[Any, int]:
+    """Which of two processes does what, 0 or 1, so that both take about equally long.
+
+    owned: where that is settled. besides: what the first one has to do besides.
+    """
+    dealt = dict(owned or {})
+    sums = [sum(efforts[name] for name, place in dealt.items() if place == each) for each in (0, 1)]
+    sums[0] += besides
+    for name in sorted((name for name in efforts if name not in dealt), key=lambda name: -efforts[name]):
+        dealt[name] = int(sums[1] < sums[0])
+        sums[dealt[name]] += efforts[name]
+    return dealt
+
+
+def _dismiss() -> None:
+    global _second
+    if _second is not None:
+        _second.close()
+    _second = None
+
+
+def _serve(connection: Connection, other: Connection, prepare: Callable[[], object]) -> None:
+    """The second process: answers until nobody asks any more, or a task fails."""
+    global _second
+    _second = None
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    other.close()
+    with contextlib.suppress(Exception):
+        prepare()
+        while True:
+            function, tasks = connection.recv()
+            connection.send([function(task) for task in tasks])
+
+
+def _can_copy() -> bool:
+    """Whether there is a second core, and no other thread of ours that a copy of the process would lack."""
+    if sys.platform != "linux" or threading.active_count() > 1:
+        return False
+    return len(os.sched_getaffinity(0)) > 1
