@@ -20,6 +20,7 @@ from phalanx.plan.least_memory import gathered_bytes, least_bytes
 from phalanx.plan.models import Floats, Memory, Models, Times
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 SIMULATED = 256
 """Layouts, best by the closed form first, whose schedule is simulated."""
@@ -156,18 +157,24 @@ class Planner:
         """
         peak, p_fits = np.full(len(candidates), np.nan), np.zeros(len(candidates))
         possible = least_bytes(run, candidates) <= self.models.device_bytes
-        split = (candidates.tp << 40) + (candidates.cp << 20) + (candidates.streamed << 2) + candidates.context
+        alike = (candidates.tp << 40) + (candidates.cp << 20) + (candidates.streamed << 2) + candidates.context
+        names, split = np.unique(alike, return_inverse=True)
         order = -candidates.recompute
-        hopeless: list[tuple[int, int, int]] = []
+        hopeless: list[tuple[Bools, int, int]] = []
         for microbatch in np.unique(candidates.microbatch).tolist():
             for recompute in np.unique(order).tolist():
                 wave = possible & (candidates.microbatch == microbatch) & (order == recompute)
-                worse = [s for s, m, r in hopeless if microbatch % m == 0 and recompute >= r]
-                for lot in _lots(np.flatnonzero(wave & ~np.isin(split, worse))):
+                worse = np.zeros(len(names), bool)
+                for splits, m, r in hopeless:
+                    if microbatch % m == 0 and recompute >= r:
+                        worse |= splits
+                for lot in _lots(np.flatnonzero(wave & ~worse[split])):
                     found = self.models.memory(run, candidates.take(lot))
                     peak[lot], p_fits[lot] = found.peak, found.p_fits
-                fits = np.unique(split[wave & (p_fits >= self.least_p)])
-                hopeless += [(s, microbatch, recompute) for s in np.setdiff1d(split[wave], fits).tolist()]
+                tried, fits = np.zeros((2, len(names)), bool)
+                tried[split[wave]] = True
+                fits[split[wave & (p_fits >= self.least_p)]] = True
+                hopeless.append((tried & ~fits, microbatch, recompute))
         return peak, p_fits
 
     def _seconds(self, run: Run, candidates: Candidates) -> Floats:
