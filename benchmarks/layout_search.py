@@ -5,7 +5,8 @@
 
 `engines` compares the engines of `phalanx search` for the 175B GPT on 1,024 GCDs of Frontier: same space, same truths, same
 trials; the quality of a search is the true speed of its best trial over that of the fastest layout that truly fits.
-DeepHyper is compared where its package is installed. `published` takes the space that Dash et al. searched
+DeepHyper is compared where its package is installed; `--engine knows` is one that knows how truths are drawn, though not
+which one was, to see how much a better belief could gain. `published` takes the space that Dash et al. searched
 (arXiv:2312.12705) and says which parameter matters most, as the planner sees it.
 """
 
@@ -16,15 +17,17 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib import metadata
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.special import ndtr
 
 from phalanx.cluster.machine import load_machine
 from phalanx.config.families import require_language
@@ -37,10 +40,18 @@ from phalanx.layout.recompute import Recompute
 from phalanx.models.language.sizes import model_flops_per_token
 from phalanx.plan.cost_models import CostModels
 from phalanx.plan.judge import Planner, Task
-from phalanx.search.engines import Engine, make_engine
+from phalanx.search.belief import Belief, above
+from phalanx.search.engines import Engine, Proposal, make_engine
 from phalanx.search.prior import Prior, planned_space
 from phalanx.search.sensitivity import interactions, shapley_effects
-from phalanx.search.simulated import Errors, SimulatedRunner, Truth, draw_truth
+from phalanx.search.simulated import (
+    MEMORY_CHOICES,
+    SHARED_CHOICES,
+    Errors,
+    SimulatedRunner,
+    Truth,
+    draw_truth,
+)
 from phalanx.search.space import Space
 from phalanx.trials.importance import measured_importance
 from phalanx.trials.trial import Trial, best_of
@@ -59,6 +70,80 @@ model on published runs (6.5%); or each layout on its own, which nothing can be 
 NEAR = 1.2
 """Layouts within so much of the best expected time are near it."""
 _TRIES = 3
+KNOWS = "knows"
+_REACH = 1.4
+"""Layouts whose expected time is within so much of the best may be proposed by the engine that knows."""
+
+
+@dataclass(frozen=True)
+class KnowingEngine:
+    """Expected improvement for one who knows how large the errors of truths are and what shares them."""
+
+    space: Space
+    prior: Prior
+    errors: Errors
+
+    @cached_property
+    def near(self) -> Any:
+        """Points that may be proposed."""
+        likely = self.prior.margin > -3 * self.errors.memory
+        return np.flatnonzero(likely & (self.prior.seconds < _REACH * self.prior.seconds.min()))
+
+    @cached_property
+    def covariances(self) -> tuple[Any, Any]:
+        """Of the logarithms of (time, memory) at `near`."""
+        errors, linear = self.errors, self.prior.sensitivity
+        size = np.sqrt((linear**2).sum(axis=1).mean())
+        linear = linear[self.near] / size
+        own = (1 - errors.constants - errors.choices) * np.eye(len(self.near))
+        time_parts = errors.constants * linear @ linear.T + errors.choices * self._shared(SHARED_CHOICES) + own
+        memory_parts = 0.8 * self._shared(MEMORY_CHOICES) + 0.2 * np.eye(len(self.near))
+        return errors.time**2 * time_parts, errors.memory**2 * memory_parts
+
+    def _shared(self, groups: tuple[tuple[str, ...], ...]) -> Any:
+        place = {one.name: number for number, one in enumerate(self.space.parameters)}
+        total = np.zeros((len(self.near), len(self.near)))
+        for group in groups:
+            codes = self.space.codes[self.near][:, [place[name] for name in group]]
+            _, which = np.unique(codes, axis=0, return_inverse=True)
+            total += which.reshape(-1)[:, None] == which.reshape(-1)[None, :]
+        return total / len(groups)
+
+    def propose(self, trials: Sequence[Trial], taken: set[str]) -> Proposal | None:
+        """The point near the best that promises most."""
+        place = {int(point): number for number, point in enumerate(self.near)}
+        found = [(place[point], trial) for trial in trials if (point := self.space.find(trial.values)) is not None]
+        good = [(point, trial) for point, trial in found if trial.good]
+        seconds, peak, margin = (one[self.near] for one in (self.prior.seconds, self.prior.peak, self.prior.margin))
+        of_time, of_memory = self.covariances
+        times = [(point, float(np.log(trial.value / seconds[point])), 0.005**2) for point, trial in good]
+        shift, spread = _given(of_time, times)
+        needs = [
+            (point, float(np.log(trial.outcome.memory_bytes / peak[point])), 0.003**2)
+            for point, trial in good
+            if trial.outcome is not None and trial.outcome.memory_bytes
+        ]
+        for point in (point for point, trial in found if not trial.good):
+            need, uncertain = _given(of_memory, needs)
+            needs.append((point, *above(float(need[point]), float(uncertain[point]), float(margin[point]))))
+        need, uncertain = _given(of_memory, needs)
+        belief = Belief(np.log(seconds) + shift, spread, ndtr((margin - need) / uncertain))
+        best = best_of(list(trials))
+        first = np.log(np.maximum(belief.fits, 1e-12)) - belief.log_seconds
+        value = first if best is None else belief.improvement(best.value)
+        value[[point for point, _ in found]] = -np.inf
+        return Proposal(int(self.near[int(np.argmax(value))]))
+
+
+def _given(covariance: Any, seen: list[tuple[int, float, float]]) -> tuple[Any, Any]:
+    """(mean, standard deviation) after (point, value, variance of its noise) were seen."""
+    if not seen:
+        return np.zeros(len(covariance)), np.sqrt(np.diag(covariance))
+    points, values, noise = (np.array(column) for column in zip(*seen, strict=True))
+    across = covariance[:, points]
+    weights = across @ np.linalg.inv(across[points] + np.diag(noise))
+    variance = np.diag(covariance) - np.einsum("nm,nm->n", weights, across)
+    return weights @ values, np.sqrt(np.maximum(variance, 1e-10))
 
 
 def machine_models() -> tuple[LanguageRun, Planner, CostModels]:
@@ -94,11 +179,15 @@ def quality(space: Space, truth: Truth, trials: list[Trial]) -> float:
     return truth.best_seconds() / float(truth.seconds[point])
 
 
-def compare(name: str, space: Space, prior: Prior, truths: list[Truth], most: int) -> dict[str, Any]:
-    """One engine on all truths."""
+def compare(
+    name: str, space: Space, prior: Prior, truths: dict[int, Truth], most: int, errors: Errors
+) -> dict[str, Any]:
+    """One engine on all truths, by their seeds. errors: how these were drawn, for the engine that knows."""
     start, rows = time.perf_counter(), []
-    for seed, truth in enumerate(truths):
-        trials = follow(make_engine(name, space, prior, seed=seed, stop_gain=0.0), space, truth, seed, most)
+    knows = KnowingEngine(space, prior, errors)
+    for seed, truth in truths.items():
+        engine = knows if name == KNOWS else make_engine(name, space, prior, seed=seed, stop_gain=0.0)
+        trials = follow(engine, space, truth, seed, most)
         good = [sum(trial.good for trial in trials[:count]) for count in AT if count <= most]
         gains = [trial.note.get("expected_gain") for trial in trials]
         stop = next(
@@ -140,18 +229,19 @@ def engines(options: argparse.Namespace) -> dict[str, Any]:
     }
     for kind in options.truth or list(TRUTHS):
         errors = TRUTHS[kind]
-        truths = [draw_truth(space, prior, models, run, seed, errors) for seed in range(options.seeds)]
-        off = [np.log(truth.seconds / prior.seconds) for truth in truths]
+        seeds = range(options.first_seed, options.first_seed + options.seeds)
+        truths = {seed: draw_truth(space, prior, models, run, seed, errors) for seed in seeds}
+        off = [np.log(truth.seconds / prior.seconds) for truth in truths.values()]
         rows = []
         for name in options.engine:
-            rows.append(compare(name, space, prior, truths, options.trials))
+            rows.append(compare(name, space, prior, truths, options.trials, errors))
             shown = "  ".join(f"{count}: {100 * cell['mean']:.1f}%" for count, cell in rows[-1]["table"].items())
             print(f"{kind:10} {name:12} {shown}", file=sys.stderr, flush=True)
         found["truths"][kind] = {
             "errors": asdict(errors),
             "rms_error": float(np.sqrt(np.mean(np.square(off)))),
             "spread_near_best": float(np.mean([one[near].std() for one in off])),
-            "fitting": float(np.mean([truth.fits.mean() for truth in truths])),
+            "fitting": float(np.mean([truth.fits.mean() for truth in truths.values()])),
             "engines": rows,
         }
     return found
@@ -258,6 +348,7 @@ def main() -> None:
     parser.add_argument("what", choices=("engines", "published"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--engine", action="append")
     parser.add_argument("--truth", action="append", choices=list(TRUTHS))

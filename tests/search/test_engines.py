@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,6 +48,15 @@ def _values(space: Space, name: str) -> np.ndarray[tuple[int], np.dtype[np.float
     one = space.parameters[place]
     values = np.arange(len(one.values)) if not one.ordered else np.asarray(one.values)
     return values[space.codes[:, place]].astype(np.float64)
+
+
+def _alike(space: Space, values: dict[str, Any]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Points with these values."""
+    found = np.ones(len(space), bool)
+    for place, one in enumerate(space.parameters):
+        if one.name in values:
+            found &= space.codes[:, place] == one.values.index(values[one.name])
+    return found
 
 
 def truth_of(space: Space, prior: Prior, seed: int) -> Truth:
@@ -141,6 +152,36 @@ def test_out_of_memory_teaches_about_neighbours(space: Space, prior: Prior) -> N
     roomy = Outcome(OK, value=1.0, memory_bytes=float(prior.peak[near] * 0.9))
     good = believer.after([Trial(0, space.key(near), space.values(near), "test", roomy)])
     assert good.fits[near] > 0.95 and good.fits[alike].mean() > before.fits[alike].mean()
+
+
+def test_a_slow_kernel_says_more_of_itself_than_of_its_neighbours(space: Space, prior: Prior) -> None:
+    """Errors change abruptly: the next micro-batch is thought to have little more than half of the error, not nearly all."""
+    flat = replace(prior, sensitivity=np.zeros_like(prior.sensitivity))
+    here = int(np.flatnonzero(_alike(space, {"tp": 2, "pp": 2, "microbatch": 2}))[0])
+    slow = Outcome(OK, value=1.1 * float(flat.seconds[here]))
+    belief = Believer(space, flat).after([Trial(0, space.key(here), space.values(here), "test", slow)])
+    shift = belief.log_seconds - np.log(flat.seconds)
+    chosen = {one.name: one.values[space.codes[here, place]] for place, one in enumerate(space.parameters)}
+    (beside,) = np.flatnonzero(_alike(space, {**chosen, "microbatch": 4})).tolist()
+    other = _alike(space, {name: chosen[name] for name in ("tp", "microbatch", "recompute")})
+    assert shift[here] > 0.08
+    assert 0.3 * shift[here] < shift[beside] < 0.65 * shift[here]
+    assert shift[other].min() > 0.3 * shift[here]
+
+
+def test_one_layout_that_fits_promises_little_for_another_kind(space: Space, prior: Prior) -> None:
+    """One needs just the memory that was expected: alike ones are then likelier to fit, others hardly."""
+    believer = Believer(space, prior)
+    chosen = {"tp": 1, "pp": 4, "cp": 1, "zero": 1, "microbatch": 4, "recompute": "none"}
+    other = {**chosen, "tp": 2, "pp": 2, "zero": 3, "microbatch": 8}
+    (here,) = np.flatnonzero(_alike(space, chosen)).tolist()
+    far = _alike(space, other)
+    assert far.any() and np.allclose(prior.margin[far], prior.margin[here])
+    fits = Outcome(OK, value=1.0, memory_bytes=float(prior.peak[here]))
+    after = believer.after([Trial(0, space.key(here), space.values(here), "test", fits)]).fits
+    rise = after - believer.after([]).fits
+    assert rise[here] > 0.07
+    assert 0 < rise[far].max() < 0.4 * rise[here]
 
 
 def test_constants_are_learned_from_few_trials(space: Space, prior: Prior) -> None:

@@ -4,7 +4,8 @@ The logarithm of the measured over the expected time is taken to be normal, and 
 
 - an error of each of a few constants, which shifts a point by the share of its time that the constant governs (matmul rate,
   exposed collectives, bubble ...): a Bayesian update of the calibration, linear for errors of some percent;
-- a smooth function of the layout, for what the time model lacks: a Gaussian process over logarithms of degrees;
+- a function of the layout, for what the time model lacks: a Gaussian process over logarithms of degrees, in part smooth and
+  in part another value for each combination, as kernels and protocols change abruptly;
 - the effect of each knob's value, which the planner knows nothing of;
 - an error of the point's own.
 
@@ -39,10 +40,16 @@ _OFFSETS = (0.03, 1.0)
 """Standard deviation of what is common to all points and no constant explains: little, or all (another device's profile)."""
 _PLAIN = (1.0, 0.1, 0.6, 0.03)
 """What is taken of these, in the same order, until there are trials enough to tell."""
+_PLAIN_MEMORY = (1.0, 0.2, 0.2, 0.03)
+"""The same of memory, of which less is common to all layouts: a trial that fits promises little for one of another kind."""
+_ABRUPT = 0.5
+"""Of the squared error that layouts alike share, the part that only those with the very same choices do."""
 _ENOUGH = 7
 _LEAST_SPREAD = 0.1
 """However well a profile fits the runs it was fitted to: calibrated ones are off by 10% (root mean square) over published
 runs of models that ran in four layouts or more, and a search is about layouts that nobody ran."""
+_SAME_PLACE = 1e-6
+"""Squared distance below which two places are one."""
 _KNOB = 0.05
 """Standard deviation of a knob's effect on the logarithm of time."""
 _NOISE = 0.01
@@ -95,7 +102,7 @@ class Believer:
         """What is believed after these trials; those of points that the space does not have are left out."""
         found = [(point, trial) for trial in trials if (point := self.space.find(trial.values)) is not None]
         good = [(point, trial) for point, trial in found if trial.good]
-        times = Errors(self._constants, self._areas, self._knobs, max(self.prior.spread, _LEAST_SPREAD), _NOISE)
+        times = Errors(self._constants, self._areas, self._knobs, max(self.prior.spread, _LEAST_SPREAD), _NOISE, _PLAIN)
         points = np.array([point for point, _ in good], np.int64)
         seen = np.array([math.log(trial.value / self.prior.seconds[point]) for point, trial in good])
         error, spread = times.given(points, seen)
@@ -105,7 +112,8 @@ class Believer:
 
     def _memory(self, found: Sequence[tuple[int, Trial]]) -> tuple[Floats, Floats]:
         """(mean, standard deviation) of the logarithm of needed over expected memory, [points]."""
-        errors = Errors(np.ones((len(self.space), 1)), self._areas, self._knobs, _MEMORY, _MEMORY_NOISE)
+        common = np.ones((len(self.space), 1))
+        errors = Errors(common, self._areas, self._knobs, _MEMORY, _MEMORY_NOISE, _PLAIN_MEMORY)
         known = [
             (point, math.log(trial.outcome.memory_bytes / self.prior.peak[point]))
             for point, trial in found
@@ -118,7 +126,7 @@ class Believer:
         for point, trial in found:
             if trial.outcome is None or trial.outcome.cause != "out_of_memory":
                 continue
-            mean, variance = _above(float(need[point]), float(spread[point]), float(self.prior.margin[point]))
+            mean, variance = above(float(need[point]), float(spread[point]), float(self.prior.margin[point]))
             points, values = np.append(points, point), np.append(values, mean)
             errors = errors.with_noise(len(points) - 1, variance)
             need, spread = errors.given(points, values)
@@ -168,11 +176,13 @@ class Errors:
     constants: Floats
     """[points, constants]: linear."""
     areas: list[Floats]
-    """Places in each area: smooth."""
+    """Places in each area: smooth, and one value for each place."""
     knobs: Floats
     """[points, values]: linear, of fixed size."""
     spread: float
     noise: float
+    plain: tuple[float, float, float, float]
+    """Sizes of the parts until there are trials enough to tell, as `_sum` takes them."""
     further_noise: tuple[tuple[int, float], ...] = ()
     """(position of an observation, its variance) where that is not `noise`."""
 
@@ -183,18 +193,18 @@ class Errors:
     def given(self, points: Ints, values: Floats) -> tuple[Floats, Floats]:
         """(mean, standard deviation) at all points after `values` were seen at `points`."""
         if not len(points):
-            return np.zeros(len(self.constants)), np.sqrt(self._variance(_PLAIN))
+            return np.zeros(len(self.constants)), np.sqrt(self._variance(self.plain))
         noise = np.full(len(points), self.noise**2)
         for position, variance in self.further_noise:
             noise[position] = variance
         linear = self.constants @ self.constants[points].T
-        smooth = sum((_near(area, area[points]) for area in self.areas), np.zeros(linear.shape)) / len(self.areas)
+        alike = sum((_alike(area, area[points]) for area in self.areas), np.zeros(linear.shape)) / len(self.areas)
         knobs = self.knobs @ self.knobs[points].T
         same = (np.arange(len(linear))[:, None] == points[None, :]).astype(np.float64)
-        parts = (linear, smooth, knobs, same)
+        parts = (linear, alike, knobs, same)
         seen = tuple(part[points] for part in parts)
-        best, fitted = -math.inf, _PLAIN
-        few = [(*_PLAIN[:3], offset) for offset in _OFFSETS]
+        best, fitted = -math.inf, self.plain
+        few = [(*self.plain[:3], offset) for offset in _OFFSETS]
         for chosen in itertools.product(_SCALES, _OWN, _CONSTANTS, _OFFSETS) if len(points) >= _ENOUGH else few:
             likelihood = _likelihood(self._sum(seen, chosen) + np.diag(noise), values)
             # Large sizes explain anything: they have to explain much better.
@@ -211,9 +221,9 @@ class Errors:
         """Covariance of [constants, areas, knobs, same point] parts."""
         scale, own, constants, offset = chosen
         size = (scale * self.spread) ** 2
-        linear, smooth, knobs, same = parts
+        linear, alike, knobs, same = parts
         shared = size * (1 - own)
-        total = shared * (constants * linear + (1 - constants) * smooth) + _KNOB**2 * knobs + own * size * same
+        total = shared * (constants * linear + (1 - constants) * alike) + _KNOB**2 * knobs + own * size * same
         return np.asarray(total + offset**2)
 
     def _variance(self, chosen: tuple[float, ...]) -> Floats:
@@ -222,9 +232,11 @@ class Errors:
         return self._sum((linear, ones, knobs, ones), chosen)
 
 
-def _near(left: Floats, right: Floats) -> Floats:
+def _alike(left: Floats, right: Floats) -> Floats:
+    """Correlation of errors at places of an area, [left, right]: 1 at one place, and falling off from less beside it."""
     squares = (left**2).sum(axis=1)[:, None] + (right**2).sum(axis=1)[None, :] - 2 * left @ right.T
-    return np.asarray(np.exp(-0.5 * np.maximum(squares, 0.0)))
+    # Degrees that differ are 0.003 apart at the least; rounding leaves much less of those that do not.
+    return np.asarray((1 - _ABRUPT) * np.exp(-0.5 * np.maximum(squares, 0.0)) + _ABRUPT * (squares < _SAME_PLACE))
 
 
 def _likelihood(covariance: Floats, values: Floats) -> float:
@@ -233,7 +245,7 @@ def _likelihood(covariance: Floats, values: Floats) -> float:
     return float(-0.5 * white @ white - np.log(np.diag(factor)).sum())
 
 
-def _above(mean: float, spread: float, least: float) -> tuple[float, float]:
+def above(mean: float, spread: float, least: float) -> tuple[float, float]:
     """(value, variance) of a figure that, seen with that noise, leaves what a normal distribution is above `least`."""
     distance = (least - mean) / spread
     hazard = math.exp(-0.5 * distance**2 - 0.5 * math.log(2 * math.pi) - float(log_ndtr(-distance)))

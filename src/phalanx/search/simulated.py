@@ -21,14 +21,14 @@ from phalanx.search.prior import Prior, with_constants
 from phalanx.search.space import LAYOUT, Space
 from phalanx.trials.trial import OK, Outcome, Trial
 
-_SHARED_CHOICES = (
+SHARED_CHOICES = (
     ("tp", "microbatch"),
     ("pp", "schedule", "stages_per_rank"),
     ("zero", "reshard_after_forward", "dp_replicate"),
     ("recompute", "microbatch"),
 )
 """Fields whose combinations have an error in common: kernels, schedules, protocols."""
-_MEMORY_CHOICES = (("tp", "microbatch", "recompute"), ("pp", "schedule", "zero", "reshard_after_forward"))
+MEMORY_CHOICES = (("tp", "microbatch", "recompute"), ("pp", "schedule", "zero", "reshard_after_forward"))
 _REPEAT = 0.005
 """Standard deviation of the logarithm of one trial beside another of the same layout."""
 
@@ -69,11 +69,11 @@ def draw_truth(
     assert own >= 0
     shift = _mixed(
         (errors.constants, _constants(space, models, run, random)),
-        (errors.choices, _choices(space, _SHARED_CHOICES, random)),
+        (errors.choices, _choices(space, SHARED_CHOICES, random)),
         (own, random.standard_normal(len(space))),
     )
     need = _mixed(
-        (0.8, _choices(space, _MEMORY_CHOICES, random)),
+        (0.8, _choices(space, MEMORY_CHOICES, random)),
         (0.2, random.standard_normal(len(space))),
     )
     need *= errors.memory
