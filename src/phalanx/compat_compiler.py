@@ -18,6 +18,7 @@ from torch._functorch.aot_autograd import aot_function
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.dialect.common.cse_pass import CSEPass, get_CSE_banned_ops
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
@@ -68,7 +69,7 @@ class JointGraph:
                     arguments = fx.node.map_arg(node.args, lambda argument: argument.meta.get("val"))
                     node.meta["recompute"] = policy(node.target, arguments)
                 node.meta["ac_graph_id"] = 0
-        with _no_random_state(), _unwritten():
+        with _no_random_state(), _light_deduplication(), _unwritten():
             forward, backward = partitioners.min_cut_rematerialization_partition(
                 module, self.inputs, compiler="inductor", **self.options
             )
@@ -99,6 +100,27 @@ def _no_random_state() -> Iterator[None]:
         yield
     finally:
         partitioners.functionalize_rng_ops = original
+
+
+@contextlib.contextmanager
+def _light_deduplication() -> Iterator[None]:
+    """Divide graphs with the pass for equal operations that does not load all of the compiler for a question about writes
+    in place, which joint graphs do not have."""
+    original = partitioners.fx_graph_cse
+    partitioners.fx_graph_cse = _without_repeats
+    try:
+        yield
+    finally:
+        partitioners.fx_graph_cse = original
+
+
+def _without_repeats(fx_g: fx.Graph) -> fx.Graph:
+    found: Any = CSEPass(_NEVER_EQUAL)(fx.GraphModule({}, fx_g))
+    graph: fx.Graph = found.graph_module.graph
+    return graph
+
+
+_NEVER_EQUAL = get_CSE_banned_ops() | {torch.ops.aten.empty}
 
 
 def _unwritten() -> contextlib.AbstractContextManager[None]:
