@@ -5,8 +5,8 @@
 Accounted: what `phalanx plan` says of this run on one device, all of it counted from the run file and the traced model.
 State: parameters, working copy, gradients and optimizer state alone (`layout.memory`). Activations, measured on one
 micro-batch by itself: what its forward pass leaves allocated, and the most that its forward and backward pass together hold
-beyond gradients that exist already. Found: the allocator's peak over whole steps of two micro-batches with the optimizer, and
-how far what stays allocated grows over `--steps` steps.
+beyond gradients that exist already. Found: the allocator's peak over whole steps of two micro-batches with the optimizer,
+and how far what stays allocated grows over `--steps` steps.
 """
 
 from __future__ import annotations
