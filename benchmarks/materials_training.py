@@ -5,7 +5,8 @@ reference models on the same splits.
 
 Every model of one data set trains for `--minutes` of time in steps on one device; the one of three branches for
 `--minutes-together` (by default as long as the three alone). Ours goes through `phalanx train`: a short run tells how long
-a step takes, and so how many steps fit, recording and compiling included; the learning rate falls over just these.
+a step takes, and so how many steps fit, recording and compiling included; the learning rate falls over just these. Where
+steps are compiled there are two short runs: the second finds kernels on disk, as the run itself does.
 References (`rivals/graph_run.py`) get the same splits, batch, optimizer and loss weights, and their learning rate falls over
 the same time. Errors come from the whole test split at the end. Started again with the same --work, what is done is not
 done again, and a run broken off goes on.
@@ -70,9 +71,11 @@ def ours(file: Path, name: str, minutes: float, work: Path, overrides: list[str]
 def steps_that_fit(file: Path, run_dir: Path, minutes: float, words: list[str]) -> int:
     """How many steps take `minutes`, by a short run."""
     short = [f"training.steps={PILOT}", "optimizer.warmup_steps=1", "checkpoint.last=false", "training.resume=never"]
-    if not (run_dir / "metrics.jsonl").exists() or len(metrics(run_dir)) < PILOT:
-        phalanx("train", str(file), "--run-dir", str(run_dir), *words, *short)
-    seconds = [row["step_seconds"] for row in metrics(run_dir)]
+    last = run_dir / ("1" if "training.compile=true" in words else "0")
+    for each in sorted({run_dir / "0", last}):
+        if not (each / "metrics.jsonl").exists() or len(metrics(each)) < PILOT:
+            phalanx("train", str(file), "--run-dir", str(each), *words, *short)
+    seconds = [row["step_seconds"] for row in metrics(last)]
     # The first steps record or compile what later ones run. The mean: steps differ in size, and now and then one is slow.
     return max(PILOT, int((60.0 * minutes - sum(seconds[:SETTLED])) / statistics.fmean(seconds[SETTLED:])))
 
@@ -129,6 +132,7 @@ def main() -> None:
     parser.add_argument(
         "--set", nargs="*", default=[], dest="overrides", help="overrides of our runs: section.field=value"
     )
+    parser.add_argument("--batch", type=int, help="structures a step of each model of one set; 32, and 16 with --tiny")
     parser.add_argument("--tiny", action="store_true", help="narrow models and batches of 16, to try it out on a CPU")
     arguments = parser.parse_args()
     arguments.hydragnn = arguments.hydragnn and arguments.hydragnn.resolve()
@@ -137,7 +141,7 @@ def main() -> None:
     config = three_sources(arguments.molecules, work / "graphs")
     smaller = TINY if arguments.tiny else {}
     config["model"] |= smaller
-    config["layout"]["global_batch"] = 16 if arguments.tiny else 32
+    config["layout"]["global_batch"] = arguments.batch or (16 if arguments.tiny else 32)
     prepare(config, work)
     results = []
     for name in arguments.sets:

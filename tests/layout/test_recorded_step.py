@@ -145,11 +145,10 @@ def test_a_number_scales_all_tasks_alike() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("body", ("painn", "pna"))
-def test_one_program_serves_batches_of_all_sizes(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_program_serves_batches_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph that the compiler is given; tests/test_compat_program.py compiles one."""
     monkeypatch.setattr(SizedProgram, "compile", lambda program: program)
-    run = run_of(body)
+    run = run_of("painn")
     net = network(run)
     recorder = StepRecorder(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=True)
     scale = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
