@@ -111,6 +111,16 @@ def test_bytes_over_the_node_boundary() -> None:
     assert sum(t.crossing_in_all for t in unknown.traffic) == 0.0
 
 
+def test_norms_are_computed_again_by_the_kernel_that_computed_them_first() -> None:
+    def activations(recompute: str) -> int:
+        run = run_with({"model.norm": "rmsnorm", "data.sequence_length": 64}, recompute=recompute, global_batch=1)
+        report = dry_run(run, resolve_layout(run, 1), 0, train_step, accelerator=True, devices_per_node=None)
+        return report.categories["activations"]
+
+    # Operations that are chosen one by one have to come in the same order again.
+    assert 0 < activations("full") < activations("selective") < activations("none")
+
+
 def test_attention_keeps_what_the_accelerators_kernel_keeps() -> None:
     run = run_with({"model.positions": "alibi", "data.sequence_length": 64}, dp_shard=2, global_batch=2)
     kernels = {}
