@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
+from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -56,7 +57,8 @@ class SizedProgram:
 
     def compile(self) -> SizedProgram:
         """Fuse operations into kernels of the arguments' device; of the same numbers up to rounding."""
-        with torch.no_grad():
+        # Kernels are cached all the same; some versions fail to look this cache up, and warn of it.
+        with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
             self._program = torch._inductor.compile(self.graph, self._examples)
         return self
 
