@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from phalanx.files import write_atomically
-from planner_validation import CASES, RUN_FILE, Case, measure, overrides
+from planner_validation import CASES, RUN_FILE, Case, add_options, measure, overrides
 
 GIB = 2**30
 CHOSEN = (
@@ -68,14 +68,7 @@ def save(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
 def main() -> None:
     """Run dry, write, run, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=1, help="devices here; cases that need more are left out")
-    parser.add_argument("--data", default="data/text", help="prepared data, see `phalanx data prepare`")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=100.0, help="seconds a case may take")
-    parser.add_argument("--minutes", type=float, default=60.0, help="after this no case is begun")
-    parser.add_argument("--predict-only", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU, whose allocator counts nothing")
-    parser.add_argument("--out", type=Path, required=True)
+    add_options(parser, steps=3, timeout=100.0)
     options = parser.parse_args()
     options.skip = 1
     rows: list[dict[str, Any]] = json.loads(options.out.read_text())["cases"] if options.out.exists() else []

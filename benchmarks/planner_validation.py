@@ -284,21 +284,26 @@ def print_row(row: dict[str, Any]) -> None:
     print(f"{row['case']:95} {'   '.join(words)}   {measured['wall_seconds']:5.0f} s", flush=True)
 
 
+def add_options(parser: argparse.ArgumentParser, *, steps: int, timeout: float) -> None:
+    """Options of benchmarks that predict these cases and then run them."""
+    parser.add_argument("--devices", type=int, default=4, help="devices here; cases that need more are left out")
+    parser.add_argument("--data", default="data/text", help="prepared data, see `phalanx data prepare`")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--timeout", type=float, default=timeout, help="seconds a case may take")
+    parser.add_argument("--minutes", type=float, default=60.0, help="after this no case is begun")
+    parser.add_argument("--predict-only", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")
+    parser.add_argument("--out", type=Path, required=True)
+
+
 def main() -> None:
     """Predict, write, run, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", required=True, help="measured profile, from phalanx calibrate")
     parser.add_argument("--cluster", default="h200-x4", help="description of this machine")
-    parser.add_argument("--devices", type=int, default=4, help="devices here; cases that need more are left out")
-    parser.add_argument("--data", default="data/text", help="prepared data, see `phalanx data prepare`")
     parser.add_argument("--case", action="append", default=[], help="only cases whose name holds this; may be repeated")
-    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--skip", type=int, default=4)
-    parser.add_argument("--timeout", type=float, default=150.0, help="seconds a case may take")
-    parser.add_argument("--minutes", type=float, default=60.0, help="after this no case is begun")
-    parser.add_argument("--predict-only", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")
-    parser.add_argument("--out", type=Path, required=True)
+    add_options(parser, steps=8, timeout=150.0)
     options = parser.parse_args()
     named = load_profile(options.profile)
     machine = plain_machine("CPU", options.devices) if options.tiny else load_machine(options.cluster)

@@ -11,7 +11,7 @@ from torch._dynamo.source import ConstantSource
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 
 class SizedProgram:
@@ -26,29 +26,25 @@ class SizedProgram:
         arguments: Sequence[Tensor],
         varying: Sequence[tuple[str, int] | None],
     ) -> None:
-        """function: gives tensors or tuples of them. arguments: an example of what it takes, tensors of at least one
-        dimension (the tracer takes others for numbers that the program may depend on); only their shapes count.
-        varying: of each argument the name of the size that may change, and the dimension that has it; None where all is
-        fixed. Sizes of different names must differ in the example."""
+        """function: gives tensors or tuples of them. arguments: an example of what it takes, contiguous; only their shapes
+        and formats count. varying: of each argument the name of the size that may change, and the dimension that has it;
+        None where all is fixed."""
         shapes = ShapeEnv()
         mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
         self._conditions = shapes.guards
         self._symbols: dict[str, Any] = {}
         self._examples: list[Tensor | int | torch.SymInt | None] = []
-        for number, (argument, varies) in enumerate(zip(arguments, varying, strict=True)):
-            assert argument.dim() > 0
-            dynamic = [DimDynamic.STATIC] * argument.dim()
+        for argument, varies in zip(arguments, varying, strict=True):
+            sizes: list[Any] = list(argument.shape)
             if varies is not None:
-                # Equal sizes become one symbol: those of one name are known to stay equal.
-                dynamic[varies[1]] = DimDynamic.DUCK
-            context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
-            example = mode.from_tensor(argument, source=ConstantSource(f"argument_{number}"), symbolic_context=context)
-            if varies is not None:
-                assert argument.shape[varies[1]] > 1, "a size of 0 or 1 is taken to be fixed"
-                size: Any = example.shape[varies[1]]
-                self._symbols[varies[0]] = size.node.expr
-            self._examples.append(example)
-        assert len(set(self._symbols.values())) == len(self._symbols), "two sizes of the example are equal"
+                name, dimension = varies
+                assert sizes[dimension] > 1, "a size of 0 or 1 is taken to be fixed"
+                # One symbol a name: sizes of different names are told apart where they happen to be equal in the example.
+                if name not in self._symbols:
+                    self._symbols[name] = _symbol(shapes, name, sizes[dimension])
+                sizes[dimension] = self._symbols[name]
+            with mode:
+                self._examples.append(torch.empty(sizes, dtype=argument.dtype, device=argument.device))
         trace = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)
         self.graph: fx.GraphModule = trace(*self._examples)
         self.graph.graph.eliminate_dead_code()
@@ -64,9 +60,16 @@ class SizedProgram:
 
     def holds_for(self, sizes: Mapping[str, int]) -> bool:
         """Whether what was assumed of the sizes, to trace and to compile, is so for these."""
-        known = {symbol: sizes[name] for name, symbol in self._symbols.items()}
+        known = {symbol.node.expr: sizes[name] for name, symbol in self._symbols.items()}
         return all(bool(condition.expr.xreplace(known)) for condition in self._conditions)
 
     def __call__(self, *arguments: Tensor) -> Any:
         """What the function gives, of arguments whose sizes it holds for."""
         return self._program(*arguments)
+
+
+def _symbol(shapes: ShapeEnv, name: str, example: int) -> Any:
+    """A size of its own."""
+    source = ConstantSource(name)
+    symbol = shapes.create_symbol(example, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return shapes.create_symintnode(symbol, hint=example, source=source)

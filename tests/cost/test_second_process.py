@@ -20,7 +20,7 @@ TASKS = list(range(20))
 def second(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """There is one, however many cores there are."""
     monkeypatch.setattr(module, "_can_copy", lambda: True)
-    with second_process(lambda: None):
+    with second_process():
         yield
     assert not multiprocessing.active_children()
 
@@ -109,7 +109,6 @@ TRACED_TWICE = """
 import gc
 from dataclasses import replace
 from phalanx.cost import parts, second_process
-from phalanx.cost.compiled import load_compiler
 from phalanx.cost.family import Setting
 from small_models import GPT
 
@@ -118,7 +117,7 @@ second_process._can_copy = lambda: True
 plain = Setting(GPT, 32, tp=2, chunk_tokens=24)
 settings = [replace(plain, recompute="full"), plain, replace(plain, streamed=2, compile=False)]
 wanted = [(name, setting, 3) for setting in settings for name in ("embedding", "block", "head")]
-with second_process.second_process(load_compiler):
+with second_process.second_process():
     parts.trace_ahead(wanted)
     assert second_process._second is not None, "it did not answer"
 both = dict(parts._trace.known)

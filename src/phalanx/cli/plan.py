@@ -38,7 +38,6 @@ from phalanx.cluster.machine import load_machine, machine_names
 from phalanx.config.load import load_run
 from phalanx.config.override import parse_overrides
 from phalanx.config.schema import Layout, Run
-from phalanx.cost.compiled import load_compiler
 from phalanx.cost.enumerate import CHOSEN
 from phalanx.cost.family import require_planned
 from phalanx.cost.profile import load_profile, profile_beside, profile_for
@@ -101,7 +100,7 @@ def plan(
         reliability=Reliability(mtbf_hours, restart_minutes, checkpoint_gb_s),
     )
     task = Task(loaded, devices or planner.machine.node.devices, _fixed(loaded, words, everything=fix))
-    with _libraries_at_rest(), second_process(load_compiler):
+    with _libraries_at_rest(), second_process():
         made = fit_plan(planner, task, wishes) if fit else make_plan(planner, task, wishes)
     written = _write_all(made, write, html)
     if json:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from phalanx.compat_compiler import JointGraph, joint_graph, plain_graph, unseen
+from phalanx.compat_compiler import JointGraph, plain_graph, unseen
 from phalanx.cost.fusion import Kernel, elements, fuse, name_of, source
 from phalanx.cost.operations import Kind, Phase, Scale, attention_of, kind_of, matmul_of
 from phalanx.cost.recorder import Opaque, Recorder, collective_of
@@ -73,12 +73,6 @@ def compiled_timeline(
     timeline.gradients = behind.buffers(parameters)
     _drop(timeline, timeline.backward, set(behind.buffers(gradients)), timeline.kept)
     return timeline
-
-
-def load_compiler() -> None:
-    """Have the compiler load what it loads late, before anything is traced."""
-    joint = joint_graph(lambda x: x * x, [torch.empty(1, device="meta", requires_grad=True)])
-    compiled_timeline(joint, None, [Argument("input", "input")], {}, {})
 
 
 def fused_steps(function: Callable[..., Any], tensors: Sequence[Tensor], recorder: Recorder) -> Any:

@@ -214,7 +214,7 @@ def _effort(trace: _Trace, first: bool) -> int:
     return 2 if trace.name == "embedding" else 8
 
 
-_trace = SharedMemo(_trace_now, _graph_of, _effort, unprepared=50)
+_trace = SharedMemo(_trace_now, _graph_of, _effort)
 
 
 def _streamed_costs(setting: Setting, traced: _Traced, scale: Scale) -> PartCosts:

@@ -25,17 +25,14 @@ _second: Connection | None = None
 
 
 @contextlib.contextmanager
-def second_process(prepare: Callable[[], object]) -> Iterator[None]:
-    """Have a second process in here, where there is a core for it and this one may be copied.
-
-    prepare: what it does until it is asked for something.
-    """
+def second_process() -> Iterator[None]:
+    """Have a second process in here, where there is a core for it and this one may be copied."""
     global _second
     if _second is not None or not _can_copy():
         yield
         return
     mine, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_serve, args=(theirs, mine, prepare), daemon=True)
+    process = multiprocessing.get_context("fork").Process(target=_serve, args=(theirs, mine), daemon=True)
     with warnings.catch_warnings():
         # Threads that numeric libraries start when they are loaded hold no locks.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -88,15 +85,13 @@ class SharedMemo(Generic[Key, Result]):
         function: Callable[[Key], Result],
         group: Callable[[Key], Hashable],
         effort: Callable[[Key, bool], int],
-        unprepared: int = 0,
     ) -> None:
         """group: tasks of one group share work that each process would have to do anew; None stands alone. effort: what a
-        task takes, and whether it is the first of its group. unprepared: what this process's first group takes besides."""
+        task takes, and whether it is the first of its group."""
         self.function = function
         self.known: dict[Key, Result] = {}
         self._group = group
         self._effort = effort
-        self._unprepared = unprepared
         self._owners: dict[Hashable, int] = {}
         """The process that did the common work of a group: 0 for this one, 1 for the second."""
 
@@ -123,21 +118,16 @@ class SharedMemo(Generic[Key, Result]):
             name: sum(self._effort(task, name not in owned and place == 0) for place, task in enumerate(lot))
             for name, lot in lots.items()
         }
-        begins = any(map(self._group, tasks)) and 0 not in self._owners.values()
-        dealt = deal(efforts, owned, self._unprepared if begins else 0)
+        dealt = deal(efforts, owned)
         self._owners |= {name: place for name, place in dealt.items() if self._group(lots[name][0]) is not None}
         here, there = ([task for name in lots if dealt[name] == place for task in lots[name]] for place in (0, 1))
         return here, there
 
 
-def deal(efforts: dict[Any, int], owned: dict[Any, int] | None = None, besides: int = 0) -> dict[Any, int]:
-    """Which of two processes does what, 0 or 1, so that both take about equally long.
-
-    owned: where that is settled. besides: what the first one has to do besides.
-    """
+def deal(efforts: dict[Any, int], owned: dict[Any, int] | None = None) -> dict[Any, int]:
+    """Which of two processes does what, 0 or 1, so that both take about equally long. owned: where that is settled."""
     dealt = dict(owned or {})
     sums = [sum(efforts[name] for name, place in dealt.items() if place == each) for each in (0, 1)]
-    sums[0] += besides
     for name in sorted((name for name in efforts if name not in dealt), key=lambda name: -efforts[name]):
         dealt[name] = int(sums[1] < sums[0])
         sums[dealt[name]] += efforts[name]
@@ -151,14 +141,13 @@ def _dismiss() -> None:
     _second = None
 
 
-def _serve(connection: Connection, other: Connection, prepare: Callable[[], object]) -> None:
+def _serve(connection: Connection, other: Connection) -> None:
     """The second process: answers until nobody asks any more, or a task fails."""
     global _second
     _second = None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     other.close()
     with contextlib.suppress(Exception):
-        prepare()
         while True:
             function, tasks = connection.recv()
             connection.send([function(task) for task in tasks])

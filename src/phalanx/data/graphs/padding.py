@@ -36,9 +36,7 @@ class BatchSizes:
         graphs, atoms, edges = (
             -int(-size * (1.0 + margin) // 16) * 16 for size in (self.graphs + 1, self.atoms, self.edges)
         )
-        atoms += _spare_atoms(edges)
-        # A program that is traced with sizes that are equal would take them to be one.
-        return BatchSizes(graphs, atoms + 1 if atoms in (graphs, edges) else atoms, edges)
+        return BatchSizes(graphs, atoms + _spare_atoms(edges), edges)
 
     def holds(self, other: BatchSizes) -> bool:
         """Whether a batch of these sizes fits, with what must stand behind it."""
