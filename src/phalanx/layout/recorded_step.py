@@ -69,7 +69,7 @@ class StepRecorder:
             self._recordings.remove(max(self._recordings, key=lambda one: one.room.edges))
         device = tensors["species_N"].device
         # The losses' number is that of the tasks, which a plain number does not tell.
-        tasks = (scale.shape if isinstance(scale, Tensor) else ()) or (1,)
+        tasks = scale.shape if isinstance(scale, Tensor) else ()
         factors = torch.zeros(tasks, dtype=torch.float64, device=device)
         room = sizes.room(_MARGIN)
         empty = empty_batch(tensors, room, source=self._source, cutoff=self._cutoff)
