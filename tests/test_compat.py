@@ -1,7 +1,11 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from phalanx import compat
+from phalanx.layout.attention import AttentionChoice
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float32, torch.float64])
@@ -28,3 +32,25 @@ def test_wrappers_leave_no_trace_in_names() -> None:
 
 def test_the_cpu_keeps_no_memory_count() -> None:
     assert compat.memory_statistics(torch.device("cpu")) == {}
+
+
+COMES_FIRST = ("cudnn", "flash4", "efficient")
+"""Choices with which SDPA tries cuDNN before flash attention."""
+
+
+@pytest.mark.parametrize("chosen", ["cudnn", "flash", "efficient", "flash4", "sdpa"])
+def test_parts_of_attention_go_to_cudnn_where_it_was_chosen_and_can(
+    chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query: Any = SimpleNamespace(device=torch.device("cuda", 0), shape=(1, 4, 8, 16))
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *arguments: arguments)
+    for can in (True, False):
+        monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda _, can=can: can)
+        with AttentionChoice(chosen).active():
+            assert compat.prefers_cudnn(query, query, query, True) is (can and chosen in COMES_FIRST)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda _: True)
+    with AttentionChoice("cudnn").active():
+        monkeypatch.setattr(compat, "is_rocm", lambda: True)
+        assert not compat.prefers_cudnn(query, query, query, True)
+        on_cpu = torch.zeros(1, 4, 8, 16)
+        assert not compat.prefers_cudnn(on_cpu, on_cpu, on_cpu, True)

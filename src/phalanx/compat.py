@@ -22,6 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -201,9 +202,24 @@ def attention_kernel(query: Tensor, key: Tensor, value: Tensor, causal: bool) ->
         group = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
         out, log_z = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
-        return out, log_z
-    out, log_z = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)[:2]
-    return out, log_z
+    elif prefers_cudnn(query, key, value, causal):
+        out, log_z = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, causal)[:2]
+    else:
+        out, log_z = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)[:2]
+    return out, log_z.view(out.shape[:-1])
+
+
+def prefers_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
+    """Whether cuDNN's attention covers these tensors and is preferred to PyTorch's own flash attention."""
+    if query.device.type != "cuda" or is_rocm():
+        return False
+    cudnn, flash = (int(backend.value) for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION))
+    order = torch._C._get_sdp_priority_order()
+    if order.index(cudnn) > order.index(flash):
+        return False
+    shared = query.shape[1] != key.shape[1]
+    parameters = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, shared)
+    return bool(torch.backends.cuda.can_use_cudnn_attention(parameters))
 
 
 def attention_kernel_gradients(
@@ -225,6 +241,14 @@ def attention_kernel_gradients(
     grad_out, out, log_z = grad_out.contiguous(), out.contiguous(), log_z.contiguous()
     # Random state of dropout, which is off: two integers that nothing reads.
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
+    if prefers_cudnn(query, key, value, causal):
+        log_z = log_z.unsqueeze(-1)
+        lengths = (None, None, query.shape[2], key.shape[2])
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            grad_out, query, key, value, out, log_z, unused, unused, None, *lengths, 0.0, causal
+        )
+        grad_query, grad_key, grad_value = grads
+        return grad_query, grad_key, grad_value
     grad_query, grad_key, grad_value = aten._scaled_dot_product_flash_attention_backward(
         grad_out,
         query,

@@ -144,13 +144,31 @@ def test_the_kernel_and_the_formulas_give_the_same_part(kv_heads: int, causal: b
 def test_queries_without_a_key_in_a_part_take_nothing_from_it() -> None:
     query, key, value, _ = Case().inputs()
     nobody = torch.full((1, 1, LENGTH, LENGTH), -torch.inf, dtype=torch.float64)
-    part = attend_part(query, key, value, causal=False, bias=nobody)
-    assert torch.equal(part.out, torch.zeros_like(part.out)) and bool((part.log_z == -torch.inf).all())
-    whole = attend_part(query, key, value, causal=True, bias=None)
-    for joined in (join(whole, part), join(join(None, part), whole)):
-        torch.testing.assert_close(tuple(joined), tuple(whole), **BOUND)
-    twice = join(join(None, part), part)
-    assert torch.equal(twice.out, torch.zeros_like(part.out)) and not bool(twice.log_z.isnan().any())
+
+    def whole() -> Part:
+        return attend_part(query, key, value, causal=True, bias=None)
+
+    def nothing() -> Part:
+        return attend_part(query, key, value, causal=False, bias=nobody)
+
+    assert torch.equal(nothing().out, torch.zeros_like(query)) and bool((nothing().log_z == -torch.inf).all())
+    for joined in (join(whole(), nothing()), join(join(None, nothing()), whole())):
+        torch.testing.assert_close(tuple(joined), tuple(whole()), **BOUND)
+    twice = join(join(None, nothing()), nothing())
+    assert torch.equal(twice.out, torch.zeros_like(query)) and not bool(twice.log_z.isnan().any())
+
+
+def test_a_part_of_some_queries_joins_those_alone() -> None:
+    query, key, value, _ = Case().inputs()
+    late = slice(LENGTH // 2, LENGTH)
+    before = attend_part(query, key, value, causal=True, bias=None)
+    other = attend_part(query[:, :, late], value, key, causal=False, bias=None)
+    expected = join(Part(before.out[:, :, late].clone(), before.log_z[:, :, late].clone()), other)
+    joined = join(attend_part(query, key, value, causal=True, bias=None), other, late)
+    torch.testing.assert_close((joined.out[:, :, late], joined.log_z[:, :, late]), tuple(expected), **BOUND)
+    rest = slice(0, LENGTH // 2)
+    assert torch.equal(joined.out[:, :, rest], before.out[:, :, rest])
+    assert torch.equal(joined.log_z[:, :, rest], before.log_z[:, :, rest])
 
 
 def test_joining_is_wide_whatever_the_format() -> None:

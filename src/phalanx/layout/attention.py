@@ -59,8 +59,11 @@ class AttentionChoice:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Let SDPA prefer this kernel; the others stay behind it for shapes it cannot run."""
-        preferred = _BACKENDS.get(self.name)
+        """Let SDPA prefer this kernel; the others stay behind it for shapes it cannot run.
+
+        What FlashAttention-4 cannot do, such as one part of a ring, is for cuDNN, the fastest but for it.
+        """
+        preferred = _BACKENDS.get("cudnn" if self.name == "flash4" else self.name)
         if preferred is None:
             yield
             return

@@ -39,15 +39,21 @@ def attend_part(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, bias
     return Part((probability @ value.to(scores.dtype)), log_z)
 
 
-def join(total: Part | None, part: Part) -> Part:
-    """Attention to the keys of both."""
+def join(total: Part | None, part: Part, queries: slice = slice(None)) -> Part:
+    """Attention to the keys of both.
+
+    part: of these queries; of all of them where there is no `total` yet. Both may be changed in place.
+    """
     wide = torch.promote_types(part.out.dtype, torch.float32)
     if total is None:
         return Part(part.out.to(wide), part.log_z)
-    log_z = torch.logaddexp(total.log_z, part.log_z)
+    out, before = total.out[:, :, queries], total.log_z[:, :, queries]
+    log_z = torch.logaddexp(before, part.log_z)
     safe = log_z.masked_fill(log_z == -torch.inf, 0.0)
-    old, new = ((p.log_z - safe).exp()[..., None] for p in (total, part))
-    return Part(total.out * old + part.out.to(wide) * new, log_z)
+    old, new = ((z - safe).exp()[..., None] for z in (before, part.log_z))
+    out.mul_(old).addcmul_(part.out.to(wide), new)
+    before.copy_(log_z)
+    return total
 
 
 def part_gradients(

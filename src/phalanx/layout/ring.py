@@ -58,7 +58,7 @@ def attend_along(
                 causal=task.causal,
                 bias=task.bias,
             )
-            total = join(total, _place(part, task.queries, total))
+            total = join(total, part, task.queries)
     assert total is not None
     # Contiguous, as the compiler was told: kernels leave their results in the order of their inputs' dims.
     return total.out.to(query.dtype).contiguous(), total.log_z.contiguous()
@@ -205,18 +205,6 @@ def _tasks(
     if source < rank:
         return [_Task(_ALL, slice(0, length // 2))]
     return [_Task(slice(length // 2, length), _ALL)]
-
-
-def _place(part: Part, queries: slice, total: Part | None) -> Part:
-    """`part` among all queries: those it does not cover meet no key in it."""
-    if queries == _ALL:
-        return part
-    assert total is not None, "the first part is this rank's own, which covers all queries"
-    out = torch.zeros_like(total.out)
-    log_z = torch.full_like(total.log_z, -torch.inf)
-    out[:, :, queries] = part.out.to(out.dtype)
-    log_z[:, :, queries] = part.log_z.to(log_z.dtype)
-    return Part(out, log_z)
 
 
 class Ring:
