@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -39,8 +41,11 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fake_tensors_everywhere() -> Iterator[FakeTensorMode]:
-    """Every tensor made is fake, in PyTorch's parallel code too, which by itself trips over that in three places."""
+def fake_tensors_everywhere(most_sent: int | None = None) -> Iterator[FakeTensorMode]:
+    """Every tensor made is fake, in PyTorch's parallel code too, which by itself trips over that in three places.
+
+    most_sent: messages that a group's transport holds at a time; None: until they are waited for.
+    """
     with contextlib.ExitStack() as stack:
         for name in ("__init__", "__getitem__", "_flatten", "_concatenate", "_unflatten"):
             if name in DeviceMesh.__dict__:
@@ -50,26 +55,45 @@ def fake_tensors_everywhere() -> Iterator[FakeTensorMode]:
         stack.enter_context(unseen_propagation())
         if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
             stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _take_stated_shapes))
+        # One object: PyTorch asks whether an operation is that very function.
+        send = _Transport(most_sent).isend
         for module in (dist, distributed_c10d):
-            stack.enter_context(patch.object(module, "isend", _hold_until_waited))
+            stack.enter_context(patch.object(module, "isend", send))
         yield stack.enter_context(_FakeButMeta(allow_non_fake_inputs=True))
 
 
 _isend = distributed_c10d.isend
 
 
-def _hold_until_waited(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-    """Send, and hold on to what is sent as real transfers do: some schedules wait for them at the end of a step."""
-    return _HoldingWork(_isend(tensor, *arguments, **keywords), tensor)
+class _Transport:
+    """Sends, and holds on to what is sent as real transports do: some schedules wait for it at the end of a step."""
+
+    def __init__(self, most: int | None) -> None:
+        self.most = most
+        self.sent: dict[tuple[int, ...], deque[weakref.ref[_HoldingWork]]] = {}
+        """By ranks of the group; oldest first."""
+
+    def isend(self, tensor: torch.Tensor, *arguments: Any, group: Any = None, **keywords: Any) -> _HoldingWork:
+        keywords["group"] = group
+        work = _HoldingWork(_isend(tensor, *arguments, **keywords), tensor)
+        if self.most is not None:
+            sent = self.sent.setdefault(tuple(dist.get_process_group_ranks(group)), deque())
+            sent.append(weakref.ref(work))
+            if len(sent) > self.most and (oldest := sent.popleft()()) is not None:
+                oldest.arrived()
+        return work
 
 
 class _HoldingWork:
     def __init__(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
         self._work = work
-        self._tensor = tensor
+        self._tensor: torch.Tensor | None = tensor
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
+
+    def arrived(self) -> None:
+        self._tensor = None
 
 
 class _FakeButMeta(FakeTensorMode):

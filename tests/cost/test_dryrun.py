@@ -137,3 +137,15 @@ def dry(name: str, rank: int) -> RankReport:
     """The dry run of a named run on the CPU's kernels."""
     run = run_named(name)
     return dry_run(run, resolve_layout(run, WORLD), rank, train_step, accelerator=False, devices_per_node=None)
+
+
+def test_what_was_sent_goes_when_it_has_arrived_on_accelerators_alone() -> None:
+    def peak(count: int, *, accelerator: bool) -> int:
+        layout = {"pp": 2, "schedule": "interleaved_1f1b", "recompute": "full", "microbatch": 4}
+        run = run_with({"model.d_model": 64}, global_batch=4 * count, **layout)
+        resolved = resolve_layout(run, 2)
+        return dry_run(run, resolved, 0, train_step, accelerator=accelerator, devices_per_node=None).peak
+
+    samples, message = 4 * 2 * 32 * 8, 4 * 32 * 64 * 2
+    assert peak(24, accelerator=True) - peak(12, accelerator=True) == 12 * samples
+    assert peak(24, accelerator=False) - peak(12, accelerator=False) >= 12 * (samples + 2 * message)

@@ -96,13 +96,13 @@ def representative_microbatches(layout: ResolvedLayout) -> tuple[int, int]:
 
     Without a pipeline the first, the last and one in between may all differ. A pipeline holds its most activations after
     2 pp micro-batches in every schedule, with 1F1B after pp. Interleaved schedules take micro-batches in rounds, of pp
-    where pp divides their number.
+    where pp divides their number, and transports may hold another round of messages.
     """
     wanted, pp = layout.accumulation, layout.pp
     if pp == 1:
         few, more = 3, 4
     elif layout.schedule.startswith("interleaved"):
-        few, more = (2 * pp, 3 * pp) if wanted % pp == 0 else (wanted, wanted)
+        few, more = (3 * pp, 4 * pp) if wanted % pp == 0 else (wanted, wanted)
     elif layout.schedule == "zbv":
         few, more = 2 * pp, 2 * pp + 1
     else:

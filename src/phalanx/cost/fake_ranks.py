@@ -11,6 +11,7 @@ from phalanx import compat, compat_fake
 from phalanx.cost.accelerator_norm import fused_norms
 from phalanx.cost.memory_trace import StepTrace
 from phalanx.layout.mesh import Mesh, build_mesh
+from phalanx.layout.pipeline import stages_of_rank
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.models.language.attention import causal_block_mask
 
@@ -31,9 +32,15 @@ def fake_rank(layout: ResolvedLayout, rank: int, *, accelerator: bool) -> Iterat
         # A mask that is kept for the next caller must not be fake then, nor real now.
         causal_block_mask.cache_clear()
         stack.callback(causal_block_mask.cache_clear)
-        stack.enter_context(compat_fake.fake_tensors_everywhere())
+        stack.enter_context(compat_fake.fake_tensors_everywhere(_most_sent(layout, mesh) if accelerator else None))
         if accelerator:
             stack.enter_context(compat.cpu_stands_in())
             stack.enter_context(fused_norms())
         trace = stack.enter_context(StepTrace().watching())
         yield mesh, trace
+
+
+def _most_sent(layout: ResolvedLayout, mesh: Mesh) -> int:
+    """Messages between pipeline stages that NCCL and RCCL hold at a time: a round of micro-batches each way of a stage."""
+    ends = (0, layout.n_stages - 1)
+    return layout.pp * sum(stage != end for stage in stages_of_rank(layout, mesh.pp.rank) for end in ends)

@@ -98,6 +98,7 @@ def memory(
                 [r.take(chunk) for r in ranks],
                 chunk,
                 result,
+                kernels,
                 peer_copies,
             )
     return result
@@ -110,6 +111,7 @@ def _judge(
     ranks: list[Holdings],
     where: Ints,
     result: MemoryEstimates,
+    kernels: Kernels,
     peer_copies: bool,
 ) -> None:
     allocated, rank, moment = (getattr(result, name)[where] for name in ("allocated", "rank", "moment"))
@@ -118,7 +120,7 @@ def _judge(
         # The last one is repeated where a layout has fewer that matter.
         if place and (holds.rank == ranks[place - 1].rank).all():
             continue
-        situation = _situation(run, candidates, parts, holds, peer_copies)
+        situation = _situation(run, candidates, parts, holds, kernels, peer_copies)
         buffers = np.maximum(buffers, peer_buffer_bytes(situation))
         for name, held in moments(situation):
             total = sum(held.values())
@@ -142,8 +144,8 @@ def rank_memory(
     )
     every = np.zeros(layout.pp, np.int64)
     many, parts = one.take(every), parts.take(every)
-    held = dict(moments(_situation(run, many, parts, ranks, peer_copies)))
-    exact = dict(moments(_situation(run, many, parts.unpadded(), ranks, peer_copies)))
+    held = dict(moments(_situation(run, many, parts, ranks, kernels, peer_copies)))
+    exact = dict(moments(_situation(run, many, parts.unpadded(), ranks, kernels, peer_copies)))
     totals = {name: np.broadcast_to(sum(causes.values()), layout.pp) for name, causes in held.items()}
     names = list(totals)
     worst = np.argmax(np.stack(list(totals.values())), axis=0)
@@ -161,7 +163,9 @@ def _parts(run: Run, candidates: Candidates, kernels: Kernels, peer_copies: bool
     return model_bytes(run, candidates, attention=kernels.attention, compiled=kernels.compiled, peer_copies=peer_copies)
 
 
-def _situation(run: Run, candidates: Candidates, parts: ModelBytes, holds: Holdings, peer_copies: bool) -> Situation:
+def _situation(
+    run: Run, candidates: Candidates, parts: ModelBytes, holds: Holdings, kernels: Kernels, peer_copies: bool
+) -> Situation:
     dtype = PRECISIONS[run.layout.precision]
     piped = candidates.pp > 1
     return Situation(
@@ -175,7 +179,9 @@ def _situation(run: Run, candidates: Candidates, parts: ModelBytes, holds: Holdi
         reshard=candidates.reshard_after_forward,
         replicated=candidates.dp_replicate > 1,
         accumulation=candidates.accumulation,
+        ranks=candidates.pp,
         tied=bool(family_of(run).tied(run)),
         samples=candidates.accumulation * candidates.microbatch * cost_family(run.model).sample_bytes(run),
         peer_copies=peer_copies,
+        sends_last=kernels.attention == "cpu",
     )

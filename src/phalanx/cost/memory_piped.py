@@ -153,18 +153,23 @@ def _kept(r: Rank) -> Amount:
     """
     h, sizes = r.h, r.s.sizes
     kept = h.blocks_kept * r.block.kept + h.embeddings_kept * r.embedding.kept + h.stages_kept * sizes.shared
-    return kept + h.handed_on * sizes.hidden - h.received * sizes.block_input + h.waiting * sizes.waiting
+    handed_on = h.handed_on * (1 - h.waits_at_end)
+    return kept + handed_on * sizes.hidden - h.received * sizes.block_input + h.waiting * sizes.waiting
 
 
 def _buffers(r: Rank) -> Amount:
     """What is received and sent.
 
-    Each receiving direction keeps the buffer that others are made like; the last stage's losses keep what it received.
+    Each receiving direction keeps the buffer that others are made like; the last stage's losses keep what it received. With
+    several stages a rank the step waits at its end for all it sent. Where the transport lets go before that, results stay
+    until their backward pass, and gradients until the neighbour had a round of micro-batches to take them in.
     """
     h, count = r.h, r.s.accumulation
     received = h.not_first + h.not_last + h.received + h.head * (count - h.heads_kept)
-    sent = h.keeps_sent * (count * (h.not_last + h.not_first) - h.received)
-    return (received + sent) * r.s.sizes.hidden
+    sent = count * (h.not_last + h.not_first) - h.received
+    if not r.s.sends_last:
+        sent = np.minimum(sent, h.handed_on + r.s.ranks * h.not_first)
+    return (received + h.waits_at_end * sent) * r.s.sizes.hidden
 
 
 def _largest(*parts: PartBytes) -> PartBytes:

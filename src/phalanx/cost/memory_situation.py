@@ -56,15 +56,19 @@ class Situation:
     replicated: Mask
     """Whether other ranks hold the same shards."""
     accumulation: Amount
+    ranks: Amount
+    """Pipeline ranks."""
     tied: bool
     samples: Amount
     """Bytes of the inputs and targets of a step."""
     peer_copies: bool = False
     """Whether what FSDP2 sends and receives lies beside the allocator's memory."""
+    sends_last: bool = False
+    """Whether the transport holds what was sent until it is waited for, as gloo does; NCCL and RCCL let go earlier."""
 
     def take(self, which: Any) -> Situation:
         """Those at these positions."""
-        arrays = ("sharded", "piped", "zero", "reshard", "replicated", "accumulation", "samples")
+        arrays = ("sharded", "piped", "zero", "reshard", "replicated", "accumulation", "ranks", "samples")
         values = {name: getattr(self, name)[which] for name in arrays}
         return replace(self, sizes=self.sizes.take(which), holds=self.holds.take(which), **values)
 

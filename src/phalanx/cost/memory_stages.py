@@ -46,8 +46,8 @@ class Holdings:
     """Stages that receive activations."""
     not_last: FloatArray
     """Stages that receive gradients."""
-    keeps_sent: FloatArray
-    """1 where what is sent to other stages is kept to the end of the step: several stages a rank wait for it there."""
+    waits_at_end: FloatArray
+    """1 where the step waits at its end for what it sends to other stages: with several stages a rank."""
     waiting: FloatArray
     """Blocks whose gradients of weights are still to come after those of their input, each micro-batch counted."""
     split: FloatArray
@@ -111,10 +111,10 @@ def rank_holdings(
         heads_kept=(flight * last).sum(1),
         stages_kept=flight.sum(1),
         received=(flight * ~first).sum(1),
-        handed_on=(flight * ~last).sum(1) * (stages_per_rank == 1),
+        handed_on=(flight * ~last).sum(1),
         not_first=(~first).sum(1).astype(np.float64),
         not_last=(~last).sum(1).astype(np.float64),
-        keeps_sent=np.full(pp, float(stages_per_rank > 1)),
+        waits_at_end=np.full(pp, float(stages_per_rank > 1)),
         waiting=waiting * held.mean(1),
         split=np.full(pp, float(pp > 1 and schedule in ZERO_BUBBLE)),
         again=(flight.sum(1) < microbatches * stages_per_rank).astype(np.float64),
