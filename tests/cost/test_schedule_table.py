@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 from distributed_ranks import run_ranks
 from layout_runs import run_with
+from phalanx.compat import schedule_actions
 from phalanx.cost.bubble import in_flight
-from phalanx.cost.schedule_table import Action, Pass, schedule_table, table_of
+from phalanx.cost.schedule_table import LETTERS, Action, Pass, schedule_table, table_of
 from phalanx.layout.legality import reasons
 from phalanx.layout.mesh import Groups
 from phalanx.layout.pipeline import rank_of_stage, stages_of_rank
@@ -140,7 +141,7 @@ def test_a_table_that_cannot_be_is_noticed(
 ) -> None:
     monkeypatch.setattr("phalanx.cost.schedule_table.schedule_actions", lambda *_: [first_rank, second_rank])
     with pytest.raises(AssertionError, match=complaint):
-        schedule_table.__wrapped__("interleaved_1f1b", 2, 2, 1)
+        schedule_table.__wrapped__("interleaved_zero_bubble", 2, 2, 1)
 
 
 # --- micro-batches in flight -------------------------------------------------------------------------------------------
@@ -169,6 +170,15 @@ def test_closed_forms_count_what_is_in_flight(schedule: str, per_rank: int, pp: 
     formula = in_flight(schedule, pp, per_rank, counts[:, None], np.arange(pp))
     tables = [schedule_table(schedule, pp, per_rank, int(count)).peak_in_flight for count in counts]
     assert formula.tolist() == np.stack(tables).tolist()
+
+
+@pytest.mark.parametrize(("pp", "per_rank"), [(2, 2), (3, 4), (4, 2), (8, 3)])
+def test_the_interleaved_table_is_that_of_pytorch(pp: int, per_rank: int) -> None:
+    for count in legal_counts("interleaved_1f1b", per_rank, pp, 4 * pp):
+        table = schedule_table("interleaved_1f1b", pp, per_rank, count)
+        found = schedule_actions(ScheduleInterleaved1F1B, pp, per_rank, count)
+        expected = np.asarray([[(LETTERS[kind], stage, number) for kind, stage, number in rank] for rank in found])
+        assert np.array_equal(np.stack([table.kind, table.stage, table.microbatch], axis=2), expected), count
 
 
 def test_1f1b_with_fewer_microbatches_than_stages() -> None:

@@ -7,6 +7,7 @@ The function must be importable (defined at the top of a module); what it return
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -92,6 +93,8 @@ def _run_rank(
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(threads)
+    # A rank that dies of a signal leaves its stack on standard error.
+    faulthandler.enable()
     try:
         dist.init_process_group(
             "gloo",

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.layout.recompute import Recompute
-from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.spec import ZERO_BUBBLE, ResolvedLayout
 
 Ints = npt.NDArray[np.int64]
 
@@ -113,6 +113,12 @@ class Candidates:
     def streamed(self) -> Ints:
         """Ranks around which the chunks of blocks go; 1 where blocks are gathered whole."""
         return np.where(self.gather == GATHERS.index("stream"), self.dp_shard * self.cp, 1)
+
+    @cached_property
+    def splits_backward(self) -> Ints:
+        """1 where gradients of inputs and of weights come apart."""
+        zero_bubble = [SCHEDULES.index(name) for name in ZERO_BUBBLE]
+        return ((self.pp > 1) & np.isin(self.schedule, zero_bubble)).astype(np.int64)
 
     @cached_property
     def shards(self) -> Ints:

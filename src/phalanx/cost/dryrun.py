@@ -104,7 +104,7 @@ def representative_microbatches(layout: ResolvedLayout) -> tuple[int, int]:
     elif layout.schedule.startswith("interleaved"):
         few, more = (3 * pp, 4 * pp) if wanted % pp == 0 else (wanted, wanted)
     elif layout.schedule == "zbv":
-        few, more = 2 * pp, 2 * pp + 1
+        few, more = 3 * pp, 3 * pp + 1
     else:
         few, more = pp + 1, pp + 2
     return (few, more) if more < wanted else (wanted, wanted)

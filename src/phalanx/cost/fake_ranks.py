@@ -42,5 +42,6 @@ def fake_rank(layout: ResolvedLayout, rank: int, *, accelerator: bool) -> Iterat
 
 def _most_sent(layout: ResolvedLayout, mesh: Mesh) -> int:
     """Messages between pipeline stages that NCCL and RCCL hold at a time: a round of micro-batches each way of a stage."""
-    ends = (0, layout.n_stages - 1)
-    return layout.pp * sum(stage != end for stage in stages_of_rank(layout, mesh.pp.rank) for end in ends)
+    mine = stages_of_rank(layout, mesh.pp.rank)
+    others = [stage + way for stage in mine for way in (-1, 1)]
+    return layout.pp * sum(0 <= other < layout.n_stages and other not in mine for other in others)

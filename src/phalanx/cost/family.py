@@ -26,6 +26,7 @@ from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.models.kinds import ParameterKind
+from phalanx.models.language.layers import separate_gradients
 from phalanx.models.splits import ModelPart
 
 PartName = Literal["embedding", "block", "head"]
@@ -64,6 +65,12 @@ class Setting:
     """Ranks around which the chunks of a block's matrices go (`layout.gather=stream`); 1: blocks are gathered whole."""
     peer_copies: bool = False
     """Whether streamed chunks lie beside the allocator's memory."""
+    joint_gradients: bool = True
+    """Whether a node of the backward pass may give gradients of inputs and of weights at once."""
+
+    def apart(self) -> Setting:
+        """In a schedule that computes gradients of inputs and of weights apart: blocks are not compiled then."""
+        return replace(self, compile=False, joint_gradients=False)
 
 
 @dataclass(frozen=True)
@@ -169,7 +176,9 @@ def planned_model(run: Run) -> PlannedModel:
 def setting_of(run: Run, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
     """See `CostFamily`."""
     setting = cost_family(run.model).setting_of(run, layout, attention=attention, compiled=compiled)
-    return replace(setting, streamed=layout.shards, compile=False) if layout.gather == "stream" else setting
+    if layout.gather == "stream":
+        setting = replace(setting, streamed=layout.shards, compile=False)
+    return setting.apart() if layout.splits_backward else setting
 
 
 def likely_kernel(run: Run, *, rocm: bool) -> Kernel:
@@ -185,7 +194,10 @@ def loss_chunks(run: Run, degrees: Iterable[int]) -> dict[int, int]:
 
 def build_stage(name: PartName, setting: Setting, stream: Stream | None = None) -> Stage:
     """A stage that consists of one part, as the first rank of every axis has it, with parameters as they are used."""
-    return cost_family(setting.model).build_stage(name, setting, _share(setting), stream)
+    stage = cost_family(setting.model).build_stage(name, setting, _share(setting), stream)
+    if not setting.joint_gradients:
+        separate_gradients(stage)
+    return stage
 
 
 def example_batch(name: PartName, stage: Stage, setting: Setting, samples: int) -> dict[str, Tensor]:

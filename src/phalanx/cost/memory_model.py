@@ -39,7 +39,7 @@ class Kernels:
 
     @classmethod
     def on_accelerators(cls, run: Run, *, rocm: bool = False) -> Kernels:
-        """As `run` runs on accelerators; schedules that cannot be compiled are taken as if they were."""
+        """As `run` runs on accelerators. Layouts that cannot be compiled are known by themselves."""
         return cls(likely_kernel(run, rocm=rocm), run.training.compile in (True, "auto"))
 
 

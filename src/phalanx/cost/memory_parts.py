@@ -92,7 +92,7 @@ class ModelBytes:
         return ModelBytes(**values)
 
 
-_TRACED = ("tp", "cp", "context", "recompute", "microbatch", "streamed")
+_TRACED = ("tp", "cp", "context", "recompute", "microbatch", "streamed", "splits_backward")
 """What the costs of parts depend on."""
 _SIZES = ("kept", "forward", "backward")
 _PARTS: tuple[PartName, ...] = ("embedding", "block", "head")

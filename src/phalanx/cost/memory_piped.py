@@ -160,15 +160,16 @@ def _kept(r: Rank) -> Amount:
 def _buffers(r: Rank) -> Amount:
     """What is received and sent.
 
-    Each receiving direction keeps the buffer that others are made like; the last stage's losses keep what it received. With
+    Each receiving direction keeps the buffer that others are made like; the last stage's losses keep what it received,
+    unless gradients of weights come apart. With
     several stages a rank the step waits at its end for all it sent. Where the transport lets go before that, results stay
     until their backward pass, and gradients until the neighbour had a round of micro-batches to take them in.
     """
     h, count = r.h, r.s.accumulation
-    received = h.not_first + h.not_last + h.received + h.head * (count - h.heads_kept)
-    sent = count * (h.not_last + h.not_first) - h.received
+    received = h.gets + h.gives + h.received + h.head * (count - h.heads_kept) * (1 - h.split)
+    sent = count * (h.gives + h.gets) - h.received
     if not r.s.sends_last:
-        sent = np.minimum(sent, h.handed_on + r.s.ranks * h.not_first)
+        sent = np.minimum(sent, h.handed_on + r.s.ranks * h.gets)
     return (received + h.waits_at_end * sent) * r.s.sizes.hidden
 
 

@@ -41,11 +41,11 @@ class Holdings:
     received: FloatArray
     """Those among them that began with received activations."""
     handed_on: FloatArray
-    """Those among them whose result went to another stage."""
-    not_first: FloatArray
-    """Stages that receive activations."""
-    not_last: FloatArray
-    """Stages that receive gradients."""
+    """Those among them whose result went to another rank."""
+    gets: FloatArray
+    """Stages that receive activations from another rank."""
+    gives: FloatArray
+    """Stages that receive gradients from another rank."""
     waits_at_end: FloatArray
     """1 where the step waits at its end for what it sends to other stages: with several stages a rank."""
     waiting: FloatArray
@@ -99,6 +99,8 @@ def rank_holdings(
     stage = np.asarray([stages_of_rank(layout, rank) for rank in range(pp)])
     flight, waiting = stage_flight(schedule, pp, stages_per_rank, microbatches)
     first, last = stage == 0, stage == layout.n_stages - 1
+    # A stage whose neighbour is on the same rank hands its result over as it is.
+    gets, gives = (_elsewhere(stage, way, layout.n_stages) for way in (-1, 1))
     held = layers[stage]
     return Holdings(
         rank=np.arange(pp, dtype=np.float64),
@@ -110,15 +112,23 @@ def rank_holdings(
         embeddings_kept=(flight * first).sum(1),
         heads_kept=(flight * last).sum(1),
         stages_kept=flight.sum(1),
-        received=(flight * ~first).sum(1),
-        handed_on=(flight * ~last).sum(1),
-        not_first=(~first).sum(1).astype(np.float64),
-        not_last=(~last).sum(1).astype(np.float64),
+        received=(flight * gets).sum(1),
+        handed_on=(flight * gives).sum(1),
+        gets=gets.sum(1).astype(np.float64),
+        gives=gives.sum(1).astype(np.float64),
         waits_at_end=np.full(pp, float(stages_per_rank > 1)),
         waiting=waiting * held.mean(1),
         split=np.full(pp, float(pp > 1 and schedule in ZERO_BUBBLE)),
         again=(flight.sum(1) < microbatches * stages_per_rank).astype(np.float64),
     )
+
+
+def _elsewhere(stage: npt.NDArray[np.int64], way: int, stages: int) -> npt.NDArray[np.bool_]:
+    """Whether the stage before (`way` -1) or behind (1) each of `stage`, [ranks, stages_per_rank], is on another rank."""
+    other = stage + way
+    own = (other[:, :, None] == stage[:, None, :]).any(axis=2)
+    found: npt.NDArray[np.bool_] = (other >= 0) & (other < stages) & ~own
+    return found
 
 
 def stage_flight(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> tuple[FloatArray, FloatArray]:

@@ -155,7 +155,7 @@ _ALL = 2**62
 
 def _whole(setting: Setting) -> Setting:
     """The setting without what neither ends of the model nor shapes of parameters depend on."""
-    return replace(setting, recompute="none", streamed=1, peer_copies=False)
+    return replace(setting, recompute="none", streamed=1, peer_copies=False, joint_gradients=True)
 
 
 def _part_costs(traced: _Traced, scale: Scale) -> PartCosts:

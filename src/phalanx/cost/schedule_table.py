@@ -141,6 +141,8 @@ def schedule_table(schedule: str, pp: int, stages_per_rank: int, microbatches: i
         columns = _one_forward_one_backward(pp, microbatches)
     elif schedule == "gpipe":
         columns = _all_forward_all_backward(pp, microbatches)
+    elif schedule == "interleaved_1f1b":
+        columns = _interleaved(pp, stages_per_rank, microbatches)
     else:
         found = schedule_actions(get_schedule_class(TORCH_SCHEDULES[schedule]), pp, stages_per_rank, microbatches)
         rows = [[(LETTERS[kind], stage, number) for kind, stage, number in rank] for rank in found]
@@ -175,6 +177,25 @@ def _one_forward_one_backward(pp: int, microbatches: int) -> IntArray:
     kind = np.repeat([Pass.FORWARD, Pass.BACKWARD], microbatches)[ordered]
     stage_of_row = np.broadcast_to(np.arange(pp)[:, None], kind.shape)
     return np.stack([kind, stage_of_row, ordered % microbatches])
+
+
+def _interleaved(pp: int, stages_per_rank: int, microbatches: int) -> IntArray:
+    """Interleaved 1F1B (Narayanan et al., arXiv:2104.04473, section 2.2.2) as PyTorch has it: columns as above.
+
+    Micro-batches come in rounds of about pp, of which each stage of a rank takes one after the other. PyTorch's own makes an
+    object of each action, which of thousands of micro-batches takes long; a test holds this to it.
+    """
+    together = microbatches // max(1, microbatches // pp)
+    number = np.arange(stages_per_rank * microbatches)
+    turn = number // together % stages_per_rank
+    microbatch = number // (together * stages_per_rank) * together + number % together
+    most = len(number)
+    ahead = np.minimum((stages_per_rank - 1) * together + 2 * np.arange(pp)[::-1], most)[:, None]
+    slot = np.concatenate([np.broadcast_to(2 * number, (pp, most)), 2 * (number + ahead) + 1], axis=1)
+    ordered = np.argsort(slot, axis=1, kind="stable")
+    kind = np.repeat([Pass.FORWARD, Pass.BACKWARD], most)
+    stage = np.concatenate([turn, stages_per_rank - 1 - turn])[ordered] * pp + np.arange(pp)[:, None]
+    return np.stack([kind[ordered], stage, np.concatenate([microbatch, microbatch])[ordered]])
 
 
 def _same_on_every_rank(pp: int, kind: IntArray, microbatch: IntArray) -> IntArray:

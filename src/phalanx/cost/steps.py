@@ -224,15 +224,25 @@ _PARTS: tuple[PartName, ...] = ("embedding", "block", "head")
 def _keys(layouts: Candidates) -> list[Ints]:
     """What decides how the parts of a model are computed."""
     context = layouts.context * (layouts.cp > 1)
-    return [layouts.tp, layouts.cp, context, layouts.recompute, layouts.microbatch, layouts.streamed]
+    return [
+        layouts.tp,
+        layouts.cp,
+        context,
+        layouts.recompute,
+        layouts.microbatch,
+        layouts.streamed,
+        layouts.splits_backward,
+    ]
 
 
 def _setting_at(plain: Setting, key: Sequence[int], chunk_tokens: Mapping[int, int] | None) -> tuple[Setting, int]:
     """`plain` in layouts with these `_keys`, and samples of a micro-batch."""
-    tp, cp, context, recompute, microbatch, streamed = key
+    tp, cp, context, recompute, microbatch, streamed, apart = key
     one = replace(plain, tp=tp, cp=cp, context=CONTEXTS[context], recompute=RECOMPUTES[recompute], streamed=streamed)
     if streamed > 1:
         one = replace(one, compile=False)
+    if apart:
+        one = one.apart()
     return one if chunk_tokens is None else replace(one, chunk_tokens=chunk_tokens[tp]), microbatch
 
 

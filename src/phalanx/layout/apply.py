@@ -36,11 +36,11 @@ from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.recompute import recompute_block
 from phalanx.layout.shard import shard_stage
 from phalanx.layout.share import SequenceShare
-from phalanx.layout.spec import ZERO_BUBBLE, ResolvedLayout
+from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.layout.working_copy import WorkingCopy
 from phalanx.models.families import family_of
-from phalanx.models.language.layers import GatedLinear
+from phalanx.models.language.layers import separate_gradients
 from phalanx.models.splits import ModelPart
 
 
@@ -110,8 +110,8 @@ def apply_layout(
         stage = family_layout(run).stage(building, model, index)
         for block in () if stage.recomputes else model.blocks:
             recompute_block(block, run.layout.recompute)
-        if _splits_backward(layout):
-            _separate_gradients(model)
+        if layout.splits_backward:
+            separate_gradients(model)
         if compiled:
             _compile(stage)
         if mesh.data is not None:
@@ -183,17 +183,6 @@ def compiles(run: Run, layout: ResolvedLayout, device: torch.device) -> bool:
     if not family_layout(run).compiles_blocks:
         return False
     if run.training.compile == "auto":
-        whole = layout.gather == "layer" and not _splits_backward(layout)
+        whole = layout.gather == "layer" and not layout.splits_backward
         return device.type != "cpu" and whole
     return run.training.compile
-
-
-def _splits_backward(layout: ResolvedLayout) -> bool:
-    """Whether the backward pass runs twice: for the gradients of activations, and later for those of parameters."""
-    return layout.pp > 1 and layout.schedule in ZERO_BUBBLE
-
-
-def _separate_gradients(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, GatedLinear):
-            module.joint_gradients = False

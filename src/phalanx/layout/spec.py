@@ -68,6 +68,11 @@ class ResolvedLayout:
         return self.pp * self.stages_per_rank
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether the backward pass runs twice: for the gradients of activations, and later for those of parameters."""
+        return self.pp > 1 and self.schedule in ZERO_BUBBLE
+
+    @property
     def shards(self) -> int:
         """Ranks that share one copy of what `zero` shares out: gradients of context-parallel ranks are summed anyway."""
         return self.dp_shard * self.cp if self.zero else 1

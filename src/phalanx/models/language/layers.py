@@ -55,6 +55,13 @@ class GatedLinear(Linear):
         return gated_linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype), self.block)
 
 
+def separate_gradients(model: nn.Module) -> None:
+    """Give gradients of inputs and of weights nodes of their own in all of `model`, for passes that ask for one of them."""
+    for module in model.modules():
+        if isinstance(module, GatedLinear):
+            module.joint_gradients = False
+
+
 class Norm(nn.Module):
     """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019) over the last dim, statistics in at least float32."""
 
