@@ -27,7 +27,12 @@ def communication(run: Callable[[], Any], *, keep: bool = True) -> dict[str, flo
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
+        return communication_in(file)
+
+
+def communication_in(trace: Path) -> dict[str, float]:
+    """The same of a profiler's trace of a step, as `training.profile` writes it."""
+    events = json.loads(trace.read_text())["traceEvents"]
     on_device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in e]
     busy: dict[Any, float] = {}
     for event in on_device:

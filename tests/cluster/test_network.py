@@ -34,7 +34,7 @@ def test_every_machine_can_be_planned_for(name: str) -> None:
 
 def test_machines_without_slurm_are_described_but_not_launched_on() -> None:
     plans_only = set(described_names()) - set(machine_names())
-    assert plans_only == {"aac-mi250", "h200-x4", "selene"}
+    assert plans_only == {"aac-mi250", "h200-x4", "h200-x8", "selene"}
     for name in described_names():
         assert (load_machine(name).slurm is None) == (name in plans_only)
     with pytest.raises(ConfigError, match=r"selene is described for plans only.*phalanx train"):
