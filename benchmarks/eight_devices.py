@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from exposed_communication import communication_in
+from layout_speed import QUIET
 from phalanx.calibrate.where import plain_machine
 from phalanx.cluster.machine import Machine, load_machine
 from phalanx.cost.profile import NamedProfile, load_profile
@@ -101,13 +102,7 @@ def words_of(model: str, layout: Layout, layers: int, options: argparse.Namespac
         f"data.sources=[{Path(options.data).resolve()}]",
         f"training.steps={options.steps}",
         f"training.profile={{first: {options.steps}, last: {options.steps}}}",
-        "training.tensorboard=false",
-        "checkpoint.every=null",
-        "checkpoint.last=false",
-        "data.verify=false",
-        "evaluation.every=null",
-        "evaluation.prompt=null",
-        "optimizer.warmup_steps=2",
+        *QUIET,
         f"cluster.devices_per_node={options.devices}",
         *(["training.compile=false", "cluster.device=cpu"] if options.tiny else []),
     ]

@@ -23,6 +23,16 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
+QUIET = (
+    "training.tensorboard=false",
+    "checkpoint.every=null",
+    "checkpoint.last=false",
+    "data.verify=false",
+    "evaluation.every=null",
+    "evaluation.prompt=null",
+    "optimizer.warmup_steps=2",
+)
+"""Overrides of runs of which only steps are wanted."""
 CASES: dict[str, list[str]] = {
     "fsdp-mb1": ["dp_shard=N", "microbatch=1", "reshard_after_forward=false"],
     "fsdp-mb2": ["dp_shard=N", "microbatch=2", "reshard_after_forward=true"],
@@ -59,14 +69,8 @@ def overrides(case: str, options: argparse.Namespace) -> list[str]:
         f"layout.global_batch={options.global_batch or batch}",
         f"data.sources=[{Path(options.data).resolve()}]",
         f"training.steps={options.steps}",
-        "training.tensorboard=false",
-        "checkpoint.every=null",
-        "checkpoint.last=false",
-        "data.verify=false",
-        "evaluation.every=null",
+        *QUIET,
         "evaluation.samples=8",
-        "evaluation.prompt=null",
-        "optimizer.warmup_steps=2",
         *([f"training.profile={{first: {options.steps}, last: {options.steps}}}"] if options.profile else []),
         *options.set,
     ]

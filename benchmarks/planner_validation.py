@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from layout_speed import ROOT, run_with_timeout
+from layout_speed import QUIET, ROOT, run_with_timeout
 from phalanx.calibrate.where import plain_machine
 from phalanx.cluster.device import device_facts
 from phalanx.cluster.machine import Machine, load_machine
@@ -134,13 +134,7 @@ def overrides(case: Case, options: argparse.Namespace) -> list[str]:
         *(f"layout.{word}" for word in case.layout.split()),
         f"layout.global_batch={batch}",
         f"training.steps={options.steps}",
-        "training.tensorboard=false",
-        "checkpoint.every=null",
-        "checkpoint.last=false",
-        "data.verify=false",
-        "evaluation.every=null",
-        "evaluation.prompt=null",
-        "optimizer.warmup_steps=2",
+        *QUIET,
         *(["training.compile=false", "cluster.device=cpu"] if options.tiny else []),
     ]
 

@@ -73,11 +73,10 @@ class _Transport:
         self.sent: dict[tuple[int, ...], deque[weakref.ref[_HoldingWork]]] = {}
         """By ranks of the group; oldest first."""
 
-    def isend(self, tensor: torch.Tensor, *arguments: Any, group: Any = None, **keywords: Any) -> _HoldingWork:
-        keywords["group"] = group
+    def isend(self, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> _HoldingWork:
         work = _HoldingWork(_isend(tensor, *arguments, **keywords), tensor)
         if self.most is not None:
-            sent = self.sent.setdefault(tuple(dist.get_process_group_ranks(group)), deque())
+            sent = self.sent.setdefault(tuple(dist.get_process_group_ranks(keywords.get("group"))), deque())
             sent.append(weakref.ref(work))
             if len(sent) > self.most and (oldest := sent.popleft()()) is not None:
                 oldest.arrived()

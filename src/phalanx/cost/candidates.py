@@ -19,6 +19,7 @@ from phalanx.layout.spec import ZERO_BUBBLE, ResolvedLayout
 Ints = npt.NDArray[np.int64]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
+ZERO_BUBBLE_SCHEDULES = [SCHEDULES.index(name) for name in ZERO_BUBBLE]
 CONTEXTS = ("ring", "all_to_all")
 GATHERS = ("layer", "stream")
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -117,8 +118,7 @@ class Candidates:
     @cached_property
     def splits_backward(self) -> Ints:
         """1 where gradients of inputs and of weights come apart."""
-        zero_bubble = [SCHEDULES.index(name) for name in ZERO_BUBBLE]
-        return ((self.pp > 1) & np.isin(self.schedule, zero_bubble)).astype(np.int64)
+        return ((self.pp > 1) & np.isin(self.schedule, ZERO_BUBBLE_SCHEDULES)).astype(np.int64)
 
     @cached_property
     def shards(self) -> Ints:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Run
-from phalanx.cost.candidates import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, Candidates, Ints
+from phalanx.cost.candidates import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, ZERO_BUBBLE_SCHEDULES, Candidates, Ints
 from phalanx.layout.resolve import divisors
 from phalanx.layout.spec import DEGREES, ZERO_BUBBLE
 from phalanx.models.families import family_of
@@ -37,7 +37,6 @@ _SCHEDULE = {name: position for position, name in enumerate(SCHEDULES)}
 _RING, _EXCHANGE = CONTEXTS.index("ring"), CONTEXTS.index("all_to_all")
 _KEEP_ALL = RECOMPUTES.index("none")
 _INTERLEAVED = [_SCHEDULE[name] for name in SCHEDULES if name.startswith("interleaved")]
-_ZERO_BUBBLE = [_SCHEDULE[name] for name in ZERO_BUBBLE]
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ def _shards(rows: Columns, fixed: Fixed) -> Columns:
     # Where nothing is shared out, what a field is fixed to stands for all it could be.
     level |= ~sharded & ("zero" in fixed)
     freed = sharded | ~reshard | ("reshard_after_forward" in fixed)
-    twice = np.isin(rows["schedule"], _ZERO_BUBBLE) & (rows["pp"] > 1) & reshard & several
+    twice = np.isin(rows["schedule"], ZERO_BUBBLE_SCHEDULES) & (rows["pp"] > 1) & reshard & several
     return _take(rows, level & freed & ~twice)
 
 
@@ -193,7 +192,7 @@ def _contexts(run: Run, rows: Columns, fixed: Fixed) -> Columns:
 
 def _recomputes(rows: Columns, fixed: Fixed) -> Columns:
     rows = _cross(rows, {"recompute": [RECOMPUTES.index(name) for name in _among(RECOMPUTES, fixed, "recompute")]})
-    twice = np.isin(rows["schedule"], _ZERO_BUBBLE) & (rows["pp"] > 1)
+    twice = np.isin(rows["schedule"], ZERO_BUBBLE_SCHEDULES) & (rows["pp"] > 1)
     return _take(rows, ~twice | (rows["recompute"] == _KEEP_ALL))
 
 
@@ -202,7 +201,8 @@ def _gathers(run: Run, rows: Columns, fixed: Fixed, limits: Limits) -> Columns:
     rows = _cross(rows, {"gather": [GATHERS.index(name) for name in _among(GATHERS, fixed, "gather")]})
     ranks, piped = rows["dp_shard"] * rows["cp"], rows["pp"] > 1
     able = (rows["zero"] == 3) & (rows["recompute"] != RECOMPUTES.index("selective"))
-    able &= ~((rows["cp"] > 1) & (rows["context"] == _EXCHANGE)) & ~(piped & np.isin(rows["schedule"], _ZERO_BUBBLE))
+    able &= ~((rows["cp"] > 1) & (rows["context"] == _EXCHANGE))
+    able &= ~(piped & np.isin(rows["schedule"], ZERO_BUBBLE_SCHEDULES))
     able &= (run.layout.precision != "fp16") & (run.training.compile is not True) & ("tp" in family_of(run).axes)
     # Of one rank, the one kind stands for both, as with other fields that have no effect.
     able = np.where(ranks > 1, able, "gather" in fixed)

@@ -11,7 +11,7 @@ from phalanx import compat, compat_fake
 from phalanx.cost.accelerator_norm import fused_norms
 from phalanx.cost.memory_trace import StepTrace
 from phalanx.layout.mesh import Mesh, build_mesh
-from phalanx.layout.pipeline import stages_of_rank
+from phalanx.layout.pipeline import from_other_ranks
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.models.language.attention import causal_block_mask
 
@@ -42,6 +42,4 @@ def fake_rank(layout: ResolvedLayout, rank: int, *, accelerator: bool) -> Iterat
 
 def _most_sent(layout: ResolvedLayout, mesh: Mesh) -> int:
     """Messages between pipeline stages that NCCL and RCCL hold at a time: a round of micro-batches each way of a stage."""
-    mine = stages_of_rank(layout, mesh.pp.rank)
-    others = [stage + way for stage in mine for way in (-1, 1)]
-    return layout.pp * sum(0 <= other < layout.n_stages and other not in mine for other in others)
+    return layout.pp * sum(sum(from_other_ranks(layout, mesh.pp.rank, way)) for way in (-1, 1))

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from phalanx.cost.candidates import SCHEDULES, Candidates
 from phalanx.cost.memory_parts import distinct
 from phalanx.cost.stage_layers import split
-from phalanx.layout.pipeline import stages_of_rank
-from phalanx.layout.spec import ZERO_BUBBLE, ResolvedLayout
+from phalanx.layout.pipeline import from_other_ranks, stages_of_rank
+from phalanx.layout.spec import ResolvedLayout
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -99,8 +99,7 @@ def rank_holdings(
     stage = np.asarray([stages_of_rank(layout, rank) for rank in range(pp)])
     flight, waiting = stage_flight(schedule, pp, stages_per_rank, microbatches)
     first, last = stage == 0, stage == layout.n_stages - 1
-    # A stage whose neighbour is on the same rank hands its result over as it is.
-    gets, gives = (_elsewhere(stage, way, layout.n_stages) for way in (-1, 1))
+    gets, gives = (np.asarray([from_other_ranks(layout, rank, way) for rank in range(pp)]) for way in (-1, 1))
     held = layers[stage]
     return Holdings(
         rank=np.arange(pp, dtype=np.float64),
@@ -118,17 +117,9 @@ def rank_holdings(
         gives=gives.sum(1).astype(np.float64),
         waits_at_end=np.full(pp, float(stages_per_rank > 1)),
         waiting=waiting * held.mean(1),
-        split=np.full(pp, float(pp > 1 and schedule in ZERO_BUBBLE)),
+        split=np.full(pp, float(layout.splits_backward)),
         again=(flight.sum(1) < microbatches * stages_per_rank).astype(np.float64),
     )
-
-
-def _elsewhere(stage: npt.NDArray[np.int64], way: int, stages: int) -> npt.NDArray[np.bool_]:
-    """Whether the stage before (`way` -1) or behind (1) each of `stage`, [ranks, stages_per_rank], is on another rank."""
-    other = stage + way
-    own = (other[:, :, None] == stage[:, None, :]).any(axis=2)
-    found: npt.NDArray[np.bool_] = (other >= 0) & (other < stages) & ~own
-    return found
 
 
 def stage_flight(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> tuple[FloatArray, FloatArray]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from phalanx.config.schema import Run
 from phalanx.layout import multitask
-from phalanx.layout.spec import DEGREES, SINGLE_STAGE, ZERO_BUBBLE, ResolvedLayout
+from phalanx.layout.spec import DEGREES, SINGLE_STAGE, ResolvedLayout
 from phalanx.models.families import family_of
 
 Fix = dict[str, int | str | bool]
@@ -93,7 +93,7 @@ def _gather(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
             f"layout.cp={layout.cp}",
             ({"layout.context": "ring"}, whole),
         )
-    if layout.pp > 1 and layout.schedule in ZERO_BUBBLE:
+    if layout.splits_backward:
         yield Reason(
             f"layout.gather=stream gives gradients of inputs and of weights together, layout.schedule={layout.schedule} "
             "asks for them apart",
@@ -187,7 +187,7 @@ def _stages(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
 
 
 def _zero_bubble(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
-    if layout.pp == 1 or layout.schedule not in ZERO_BUBBLE:
+    if not layout.splits_backward:
         return
     name = f"layout.schedule={layout.schedule}"
     if layout.reshard_after_forward and layout.shards * layout.dp_replicate > 1:

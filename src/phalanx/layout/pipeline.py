@@ -98,6 +98,15 @@ def stages_of_rank(layout: ResolvedLayout, rank: int) -> list[int]:
     return [rank + turn * layout.pp for turn in range(layout.stages_per_rank)]
 
 
+def from_other_ranks(layout: ResolvedLayout, rank: int, way: int) -> list[bool]:
+    """Of each stage of `rank`, whether the one before it (`way` -1) or behind it (1) is on another rank.
+
+    A stage whose neighbour is on the same rank hands its result over as it is.
+    """
+    mine = stages_of_rank(layout, rank)
+    return [0 <= stage + way < layout.n_stages and stage + way not in mine for stage in mine]
+
+
 def rank_of_stage(layout: ResolvedLayout, stage: int) -> int:
     """The pipeline rank that holds `stage`."""
     turn, place = divmod(stage, layout.pp)
