@@ -60,10 +60,27 @@ def reference(layout: ResolvedLayout, rank: int) -> dict[str, list[int]]:
     return {**{name: along(name) for name in AXES}, "shards": along(*shared), "replicas": along(*kept), "tie": ends}
 
 
+def meetings() -> list[str]:
+    """Names of the groups whose ranks all meet, as far as this rank calls it, while meshes are built."""
+    found: list[str] = []
+    plain = dist.all_reduce
+
+    def noted(*args: Any, group: dist.ProcessGroup, **named: Any) -> Any:
+        found.append(group.group_desc)
+        return plain(*args, group=group, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", noted)
+        made: Groups = {}
+        for layout in LAYOUTS.values():
+            build_mesh(layout, torch.device("cpu"), made)
+    return found
+
+
 def describe(names: list[str]) -> dict[str, Any]:
     """What this rank sees of each layout, with the sum of the ranks that its groups exchange."""
     made: Groups = {}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"met in": meetings()}
     for name in names:
         mesh = build_mesh(LAYOUTS[name], torch.device("cpu"), made)
         axes = {}
@@ -142,6 +159,13 @@ def test_a_rank_makes_each_of_its_groups_once(seen: list[dict[str, Any]]) -> Non
         # Activations and gradients, from even and from odd ranks, for each pipeline that runs several stages a rank.
         several = {tuple(found[n]["axes"]["pp"]["ranks"]) for n, x in LAYOUTS.items() if x.stages_per_rank > 1}
         assert len(linked) == 4 * len({ranks for ranks in several if len(ranks) > 1})
+
+
+def test_all_ranks_meet_once_in_each_link_before_a_message_goes_over_it(seen: list[dict[str, Any]]) -> None:
+    # Connections are made when a group is first used, by all of its ranks together.
+    for found in seen:
+        links = sorted(link for _, link in found["groups"] if link)
+        assert links and sorted(found["met in"]) == links
 
 
 def test_one_rank_needs_no_group() -> None:

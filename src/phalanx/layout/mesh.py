@@ -197,7 +197,7 @@ def build_mesh(layout: ResolvedLayout, device: torch.device, made: Groups | None
 
     axes = {name: axis(name, name) for name in _ORDER}
     if layout.pp > 1 and layout.schedule not in SINGLE_STAGE:
-        axes["pp"] = replace(axes["pp"], links=_links(axes["pp"], made))
+        axes["pp"] = replace(axes["pp"], links=_links(axes["pp"], device, made))
     shared = ("dp_shard", "cp") if layout.zero else ()
     kept = ("dp_replicate",) if layout.zero else ("dp_replicate", "dp_shard", "cp")
     shards, replicas = axis("shards", *shared), axis("replicas", *kept)
@@ -248,14 +248,20 @@ def _data_mesh(
     )
 
 
-def _links(pp: Axis, made: Groups) -> tuple[dist.ProcessGroup, ...]:
+def _links(pp: Axis, device: torch.device, made: Groups) -> tuple[dist.ProcessGroup, ...]:
     """Groups for activations and for gradients, those sent by even and by odd ranks.
 
     The messages of one group go in order: a rank that waits for its neighbour to take what it sends could not receive
     meanwhile. With these, what a rank sends and what it receives never share a group, where the number of ranks is even.
+
+    NCCL and RCCL connect a group when it is first used, and wait for all of its ranks. In a pipeline of over two ranks the
+    others would be waiting in other groups by then, for ever; so all ranks meet in each group here.
     """
     names = [f"pp {what} of {who} ranks" for what in ("activations", "gradients") for who in ("even", "odd")]
-    return tuple(_group(list(pp.ranks), made, link=name) for name in names)
+    fresh = [name for name in names if (pp.ranks, name) not in made]
+    for name in fresh:
+        dist.all_reduce(torch.zeros(1, device=device), group=_group(list(pp.ranks), made, link=name))
+    return tuple(made[pp.ranks, name] for name in names)
 
 
 def _group(ranks: list[int], made: Groups, link: str = "") -> dist.ProcessGroup:
