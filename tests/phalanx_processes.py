@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -59,23 +59,28 @@ class Command:
         return next((rank.exitcode for rank in self.ranks if rank.exitcode), 0), errors
 
 
-def start(words: Sequence[str], ranks: int = 1) -> Command:
-    """Start `phalanx WORDS`."""
+def start(words: Sequence[str], ranks: int = 1, command: Callable[[Sequence[str]], None] = main) -> Command:
+    """Start `phalanx WORDS`, or another function of these words."""
     folder = tempfile.TemporaryDirectory()
     port = _free_port()
     started = []
     for rank in range(ranks):
         place = {} if ranks == 1 else _place(rank, ranks, port)
         outputs = (Path(folder.name, f"out-{rank}"), Path(folder.name, f"err-{rank}"))
-        process = fork_server().Process(target=_run, args=(tuple(words), place, outputs))
+        process = fork_server().Process(target=_run, args=(command, tuple(words), place, outputs))
         process.start()
         started.append(process)
     return Command(tuple(started), folder)
 
 
-def finish(words: Sequence[str], ranks: int = 1, timeout_s: float = 300.0) -> str:
-    """Run `phalanx WORDS` to its end, which must be a good one; returns what it wrote on stderr."""
-    code, errors = start(words, ranks).finish(timeout_s)
+def finish(
+    words: Sequence[str],
+    ranks: int = 1,
+    timeout_s: float = 300.0,
+    command: Callable[[Sequence[str]], None] = main,
+) -> str:
+    """Run `phalanx WORDS` to its end, which must be a good one; returns what it wrote on stderr. command: see `start`."""
+    code, errors = start(words, ranks, command).finish(timeout_s)
     assert code == 0, errors[-3000:]
     return errors
 
@@ -99,7 +104,9 @@ def train(run_file: Path, run_dir: Path, steps: int, ranks: int, *words: str) ->
     return Trained([(row["loss"], row["grad_norm"]) for row in rows], [e for e in events if e["kind"] == "evaluation"])
 
 
-def _run(words: tuple[str, ...], place: dict[str, str], outputs: tuple[Path, Path]) -> None:
+def _run(
+    command: Callable[[Sequence[str]], None], words: tuple[str, ...], place: dict[str, str], outputs: tuple[Path, Path]
+) -> None:
     for number, path in enumerate(outputs, 1):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)
@@ -107,7 +114,7 @@ def _run(words: tuple[str, ...], place: dict[str, str], outputs: tuple[Path, Pat
     # What the command starts itself finds the same sources.
     os.environ.update({**place, "PYTHONPATH": os.pathsep.join(sys.path)})
     torch.set_num_threads(1)
-    main(words)
+    command(words)
 
 
 def _place(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -7,6 +7,7 @@ whatever their clocks and libraries; which structures a step holds depends on no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from phalanx.train.metrics import RankTimes
 
 _WARM_UP = 3
 """Steps of a process whose times are not taken: allocators and kernels settle."""
+_LAUNCHED = 1
+"""Steps that may have been launched since the one whose results are there (`train.run_ahead`)."""
 _MEMORY = 0.7
 """Weight of earlier fits beside a new one: what was measured three fits ago counts a third."""
 
@@ -49,10 +52,13 @@ class Balancer:
         """Time `stage` from now on."""
         self._clock = ComputeClock(stage, self._device, _sizes)
 
-    def after(self, step: int) -> RankTimes:
-        """What ranks computed and waited in `step`, whose results are there. All ranks call it after every step."""
+    def after(self, step: int) -> Callable[[], RankTimes]:
+        """What ranks computed and waited in `step`, whose results are there. All ranks call it after every step.
+
+        What this gives waits for the other ranks' times, and for steps that were launched by the time of this call.
+        """
         assert self._clock is not None
-        timed = self._clock.take()
+        timed = self._clock.take(step)
         self._steps += 1
         if self._every is not None:
             if self._steps > _WARM_UP:
@@ -85,22 +91,27 @@ class Balancer:
         dist.broadcast(agreed, src=0, group=self._mesh.world)
         values = agreed.cpu().numpy()
         self._fit.state = values[:SUMS].copy()
-        self._stream.use_costs(CostModel(*values[SUMS:].tolist()), first=step + self._stream.reach)
+        self._stream.use_costs(CostModel(*values[SUMS:].tolist()), first=step + _LAUNCHED + self._stream.reach)
 
-    def _waits(self, step: int, timed: list[Timed]) -> RankTimes:
+    def _waits(self, step: int, timed: list[Timed]) -> Callable[[], RankTimes]:
         seconds = [one.seconds for one in timed] if self._each_waits else [sum(one.seconds for one in timed)]
-        mean: Tensor = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        mean: Tensor = torch.tensor(seconds, dtype=torch.float64).to(self._device, non_blocking=True)
         longest = mean.clone()
         dist.all_reduce(mean, group=self._mesh.world)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._mesh.world)
         both = torch.stack((mean.sum() / dist.get_world_size(self._mesh.world), longest.sum()))
-        computed, lasted = both.tolist()
-        return RankTimes(
-            compute_seconds=computed,
-            rank_wait_seconds=lasted - computed,
-            imbalance=lasted / computed if computed else 1.0,
-            imbalance_expected=self._stream.imbalance(step),
-        )
+        expected = self._stream.imbalance(step)
+
+        def times() -> RankTimes:
+            computed, lasted = both.tolist()
+            return RankTimes(
+                compute_seconds=computed,
+                rank_wait_seconds=lasted - computed,
+                imbalance=lasted / computed if computed else 1.0,
+                imbalance_expected=expected,
+            )
+
+        return times
 
 
 def _sizes(species_N: Tensor, inputs: dict[str, Any]) -> tuple[float, ...]:

@@ -35,6 +35,7 @@ class Timed:
 
 @dataclass
 class _Span:
+    step: int
     sizes: Sizes
     start: Any
     end: Any = None
@@ -58,14 +59,16 @@ class ComputeClock:
             if module is stage or isinstance(module, FSDPModule):
                 module.register_forward_pre_hook(self._watch)
 
-    def take(self) -> list[Timed]:
-        """The micro-batches since the last call, in order; the device must have computed them."""
-        spans, self._spans = self._spans, []
+    def take(self, step: int) -> list[Timed]:
+        """The micro-batches of `step`, in order; the device must have computed them. Earlier ones are forgotten."""
+        spans = [span for span in self._spans if span.step == step]
+        self._spans = [span for span in self._spans if span.step > step]
         return [Timed(span.sizes, self._seconds(span)) for span in spans]
 
     def _begin(self, stage: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if stage.training:
-            self._spans.append(_Span(self._sizes(args[0], named), self._now()))
+            assert isinstance(stage.step, int)
+            self._spans.append(_Span(stage.step, self._sizes(args[0], named), self._now()))
 
     def _watch(self, module: nn.Module, _: tuple[Any, ...]) -> None:
         """Whole parameters of this unit are seen here for the first time: their gradients end a micro-batch."""

@@ -6,7 +6,7 @@ A family's module `train.<family>` opens them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -67,8 +67,11 @@ class Inputs:
     def watch(self, applied: Applied) -> None:
         """Learn from what is about to run how to share out samples; by default nothing."""
 
-    def after(self, step: int) -> RankTimes | None:
-        """How evenly ranks computed in `step`, whose results are there. Every rank calls it; by default nothing is known."""
+    def after(self, step: int) -> Callable[[], RankTimes] | None:
+        """How evenly ranks computed in `step`, whose results are there; by default nothing is known.
+
+        Every rank calls it. What it gives waits for other ranks, and for steps that were launched by the time of this call.
+        """
         return None
 
     def state(self) -> dict[str, Any]:

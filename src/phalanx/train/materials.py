@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class GraphInputs(Inputs):
         if self.balancer is not None:
             self.balancer.watch(applied.stages[0])
 
-    def after(self, step: int) -> RankTimes | None:
+    def after(self, step: int) -> Callable[[], RankTimes] | None:
         """See `Inputs.after`."""
         return None if self.balancer is None else self.balancer.after(step)
 

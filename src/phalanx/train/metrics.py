@@ -107,7 +107,6 @@ class StepMeter:
         seconds: float,
         data_wait: float,
         checkpoint_stall: float,
-        ranks: RankTimes | None = None,
     ) -> StepMetrics:
         """Metrics of one step that took `seconds`, those spent on waiting for data and checkpoint included."""
         rate = self.tokens_per_step / seconds
@@ -129,5 +128,4 @@ class StepMeter:
             data_wait_seconds=data_wait,
             checkpoint_stall_seconds=checkpoint_stall,
             updated=result.updated,
-            ranks=ranks,
         )

@@ -22,6 +22,12 @@ class Probes:
         self.rank = rank
         self._profiler: profile | None = None
 
+    def watch(self, step: int) -> bool:
+        """Whether the device must be through with `step` before the next one begins: for what is recorded from or up to
+        there, to be of these steps alone."""
+        windows = (self.profile_window, self.memory_window)
+        return any(window.first - 1 <= step <= window.last for window in windows if window is not None)
+
     def before(self, step: int) -> None:
         """Call before each step."""
         if _first(self.profile_window, step):

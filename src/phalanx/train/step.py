@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,12 @@ class StepResult:
     """2-norm of the gradient before clipping."""
     updated: bool
     """False when non-finite gradients made the step leave the parameters alone."""
+
+    @classmethod
+    def of(cls, found: Sequence[float]) -> StepResult:
+        """From what `TrainStep.enqueue` gives."""
+        loss, norm = found
+        return cls(loss, norm, math.isfinite(loss) and math.isfinite(norm))
 
 
 def build_step(run: Run, applied: Applied, device: torch.device) -> TrainStep:
@@ -66,8 +73,7 @@ class TrainStep:
 
         The update is left out, on all ranks alike, when the loss or the gradient norm is not finite.
         """
-        loss, norm = self.enqueue(step, batch).tolist()
-        return StepResult(loss, norm, math.isfinite(loss) and math.isfinite(norm))
+        return StepResult.of(self.enqueue(step, batch).tolist())
 
     def enqueue(self, step: int, batch: Batch) -> Tensor:
         """The same without waiting for the device: mean loss and gradient norm as they will be, float64 [2]."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from phalanx import __version__
 from phalanx.config.load import dump_run
@@ -20,12 +23,13 @@ from phalanx.train.checkpoint import CheckpointStore, placed_tensors, rng_state
 from phalanx.train.inputs import Inputs
 from phalanx.train.interrupt import Interrupted, StopRequest
 from phalanx.train.logs import Sink, format_duration
-from phalanx.train.metrics import StepMeter, StepMetrics
+from phalanx.train.metrics import RankTimes, StepMeter, StepMetrics
 from phalanx.train.optimizer import set_learning_rate
 from phalanx.train.profile import Probes
+from phalanx.train.run_ahead import RunAhead
 from phalanx.train.run_dir import RunDirectory
 from phalanx.train.schedule import learning_rate
-from phalanx.train.step import TrainStep
+from phalanx.train.step import StepResult, TrainStep
 
 
 @dataclass
@@ -46,6 +50,21 @@ class Parts:
     sinks: list[Sink]
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A step that the device may still compute."""
+
+    step: int
+    lr: float
+    found: Tensor
+    """Loss and gradient norm, and what ranks agree on beside; float64."""
+    began: float
+    data_wait: float
+    """Seconds."""
+    stall: float
+    """Seconds of a checkpoint before."""
+
+
 class Trainer:
     """Trains from `first_step` (the last step already done) to step `until`, by default the run's last one."""
 
@@ -56,6 +75,13 @@ class Trainer:
         self.step = first_step
         self.saved_step = first_step if first_step else -1
         self.stall = 0.0
+        self.run_ahead = RunAhead(parts.device, allowed=parts.device.type != "cpu")
+        self.running: deque[_Running] = deque()
+        self.read_at = 0.0
+        """When the last step's figures were there."""
+        self.seconds = 0.0
+        """Of that step."""
+        self.unlogged: tuple[StepMetrics, Callable[[], RankTimes]] | None = None
         self.probes = Probes(parts.run.training, parts.directory.path, parts.device, parts.ranks.rank)
         self.train_step = parts.step
 
@@ -71,47 +97,84 @@ class Trainer:
         start = time.perf_counter()
         with StopRequest() as stop, self.parts.attention.active():
             for step in range(self.step + 1, self.until + 1):
-                self._one_step(step)
-                signal_number = stop.agreed(self.parts.device)
+                self.running.append(self._launch(step, stop.signal_number))
+                while len(self.running) > self._steps_ahead(step):
+                    self._finish(self.running.popleft())
+                signal_number = stop.agreed(self.parts.device) if not self.running else self.run_ahead.signal_number
                 if signal_number:
+                    self._finish_all()
                     self._stop(signal_number)
+                if not self.running and step < self.until:
+                    self._keep_and_evaluate(step)
             self._evaluate(self.step)
             if self.run.checkpoint.last:
                 self._save(final=True)
         self._event("end", seconds=time.perf_counter() - start)
         self._note(f"trained to step {self.step} in {format_duration(time.perf_counter() - start)}")
 
-    def _one_step(self, step: int) -> None:
+    def _steps_ahead(self, step: int) -> int:
+        """How many steps up to `step`, just launched, may be left for the device to finish."""
+        checkpoint, evaluation = self.run.checkpoint.every, self.run.evaluation.every
+        looked_at = step == self.until or _due(step, checkpoint) or _due(step, evaluation) or self.probes.watch(step)
+        return int(self.run_ahead.ahead and not looked_at)
+
+    def _launch(self, step: int, signal_number: int) -> _Running:
         rate = learning_rate(self.run.optimizer, step, self.run.training.steps)
         set_learning_rate(self.train_step.optimizer, rate)
         self.probes.before(step)
-        start = time.perf_counter()
+        began = time.perf_counter()
         batch = self.parts.inputs.stream.next()
-        wait = time.perf_counter() - start
-        result = self.train_step.run(step, batch)
-        seconds = time.perf_counter() - start + self.stall
-        for path in self.probes.after(step):
+        wait = time.perf_counter() - began
+        found = self.run_ahead.told(self.train_step.enqueue(step, batch), signal_number, self.seconds)
+        stall, self.stall = self.stall, 0.0
+        return _Running(step, rate, found, began, wait, stall)
+
+    def _finish_all(self) -> None:
+        while self.running:
+            self._finish(self.running.popleft())
+
+    def _finish(self, running: _Running) -> None:
+        """Wait for a step and do what follows from it."""
+        result = StepResult.of(self.run_ahead.read(running.found))
+        now = time.perf_counter()
+        # What ran ahead began when the step before it was through.
+        self.seconds = now - max(running.began, self.read_at) + running.stall
+        self.read_at = now
+        for path in self.probes.after(running.step):
             self._note(f"wrote {path}")
         metrics = self.parts.meter.measure(
-            step=step,
+            step=running.step,
             result=result,
-            lr=rate,
-            seconds=seconds,
-            data_wait=wait,
-            checkpoint_stall=self.stall,
-            ranks=self.parts.inputs.after(step),
+            lr=running.lr,
+            seconds=self.seconds,
+            data_wait=running.data_wait,
+            checkpoint_stall=running.stall,
         )
         self.parts.inputs.verification.raise_if_failed()
+        self._log_complete()
         self._check_finite(metrics)
-        self.step = step
-        # The line is on disk before a checkpoint of the same step can be: a resumed run then has no gap.
-        self._log(metrics)
-        self.stall = 0.0
-        if step < self.until:
-            if _due(step, self.run.checkpoint.every):
-                self.stall = self._save()
-            if _due(step, self.run.evaluation.every):
-                self._evaluate(step)
+        self.step = running.step
+        times = self.parts.inputs.after(running.step)
+        if times is None:
+            self._log(metrics)
+        else:
+            self.unlogged = (metrics, times)
+        if not self.running:
+            # The line is on disk before a checkpoint of the same step can be: a resumed run then has no gap.
+            self._log_complete()
+
+    def _log_complete(self) -> None:
+        """Log the step whose times on other ranks were still on their way."""
+        if self.unlogged is not None:
+            metrics, times = self.unlogged
+            self.unlogged = None
+            self._log(replace(metrics, ranks=times()))
+
+    def _keep_and_evaluate(self, step: int) -> None:
+        if _due(step, self.run.checkpoint.every):
+            self.stall = self._save()
+        if _due(step, self.run.evaluation.every):
+            self._evaluate(step)
 
     def _check_finite(self, metrics: StepMetrics) -> None:
         # Under dynamic loss scaling an overflow now and then is how the scale is found.
