@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+
+from phalanx.compat_split_backward import input_gradients
 
 Received = dict[int, tuple[Any, ...]]
 """By micro-batch: what PyTorch notes of each tensor that a stage receives, its buffer among it."""
@@ -39,6 +42,11 @@ class LeanStage(PipelineStage):
         if self.grad_recv_info:
             _repeat(self.grad_recv_info, num_microbatches)
         return result
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # Up to PyTorch 2.11 neighbours greet each other first. Where a schedule turns round they are one rank, and gloo
+        # connects no rank to itself.
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives of a micro-batch's activations, into fresh buffers."""
@@ -72,6 +80,23 @@ class LeanStage(PipelineStage):
         for received in (self.args_recv_info, self.grad_recv_info):
             _drop(received, bwd_chunk_id)
         return result
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """A whole backward pass as PyTorch does it, or one of its two parts, `compat_split_backward`'s."""
+        if backward_type == "full":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if isinstance(self.submod, FSDPModule):
+            # As in every pass of a pipeline: gradients are reduced when the schedule says so.
+            self.submod.set_is_last_backward(False)
+            self.submod.set_reshard_after_backward(False)
+            self.submod.set_requires_gradient_sync(False)
+        if backward_type == "input":
+            outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
+            return input_gradients(outputs, gradients, bwd_kwargs["input_values"], list(self.submod.parameters()))
+        bwd_kwargs["param_groups"].run()
+        return (), None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """The gradients of parameters of a micro-batch, which PyTorch sets without running their hooks."""
