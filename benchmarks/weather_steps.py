@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from exposed_communication import communication
 from phalanx import compat
-from phalanx.cluster.device import choose_device, synchronize
+from phalanx.cluster.device import Moment, choose_device, synchronize
 from phalanx.config.families import WeatherRun
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
@@ -214,20 +214,14 @@ def timed_steps(
     step: TrainStep, batch: FieldBatch, count: int, device: torch.device
 ) -> tuple[list[float], list[float]]:
     """Seconds and losses of `count` steps one after another, as training runs them: the host does not wait in between."""
-    marks: list[Any] = []
-    results = []
+    marks, results = [], []
     synchronize(device)
     for number in range(count + 1):
-        if device.type == "cpu":
-            marks.append(time.perf_counter())
-        else:
-            marks.append(torch.get_device_module(device).Event(enable_timing=True))
-            marks[-1].record()
+        marks.append(Moment(device))
         if number < count:
             results.append(step.enqueue(number + 1, batch))
     synchronize(device)
-    seconds = [b - a if device.type == "cpu" else a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
-    return seconds, [float(result[0]) for result in results]
+    return [end.seconds_since(start) for start, end in pairwise(marks)], [float(result[0]) for result in results]
 
 
 def _memory(applied: Applied, copies: Any, device: torch.device) -> dict[str, float] | None:

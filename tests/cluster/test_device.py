@@ -1,7 +1,15 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from phalanx.cluster.device import (
+    HostCopy,
+    Moment,
     choose_device,
     device_facts,
     device_name,
@@ -10,6 +18,8 @@ from phalanx.cluster.device import (
     measure_matmul_tflops,
 )
 from phalanx.errors import ConfigError
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -93,3 +103,68 @@ def test_without_an_accelerator_auto_is_the_cpu_and_others_are_refused() -> None
 def test_the_matmul_measurement_counts_real_work() -> None:
     rate = measure_matmul_tflops(torch.device("cpu"), torch.float32, size=256)
     assert 1e-4 < rate < 1e3
+
+
+def test_moments_lie_as_far_apart_as_the_clock_says() -> None:
+    start, began = Moment(CPU), time.perf_counter()
+    time.sleep(0.02)
+    end, ended = Moment(CPU), time.perf_counter()
+    end.wait()
+    assert 0.02 <= end.seconds_since(start) <= ended - began + 0.01
+
+
+def test_a_host_copy_gives_the_numbers() -> None:
+    copy = HostCopy(torch.tensor([1.5, 2.0], dtype=torch.float64))
+    assert copy.read() == [1.5, 2.0] and copy.made.seconds_since(copy.made) == 0.0
+
+
+class LaterDevice:
+    """An accelerator that has done nothing yet of what it was given: it does so when an event is waited for."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], object]] = []
+
+    def Event(self, enable_timing: bool) -> LaterDevice:  # noqa: N802
+        assert enable_timing
+        return self
+
+    def record(self) -> None:
+        self.length = len(self.queue)
+
+    def synchronize(self) -> None:
+        for work in self.queue[: self.length]:
+            work()
+
+
+class LaterTensor:
+    """What a host copy asks of a tensor on that device."""
+
+    device = torch.device("cuda")
+    shape, dtype = (1,), torch.float64
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+def test_a_host_copy_waits_for_what_was_launched_before_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    later, done = LaterDevice(), []
+    monkeypatch.setattr(torch, "get_device_module", lambda device: later)
+    plain = torch.empty
+
+    def pinned(shape: Any, dtype: torch.dtype, pin_memory: bool) -> Any:
+        assert pin_memory
+        host = plain(shape, dtype=dtype)
+
+        class Host:
+            def copy_(self, source: LaterTensor, non_blocking: bool) -> None:
+                assert non_blocking
+                later.queue.append(lambda: host.fill_(source.value))
+
+            tolist = staticmethod(host.tolist)
+
+        return Host()
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    copy = HostCopy(LaterTensor(3.0))  # type: ignore[arg-type]
+    later.queue.append(lambda: done.append("launched since"))
+    assert copy.read() == [3.0] and not done

@@ -21,6 +21,7 @@ from torch import Tensor
 import phalanx_processes
 from materials_runs import write_materials_run
 from phalanx.cli.main import main
+from phalanx.cluster.device import HostCopy
 from phalanx.config.load import load_run
 from phalanx.data.graphs.prepare import prepare_graphs
 from phalanx.train import trainer
@@ -39,11 +40,11 @@ class NotedRunAhead(RunAhead):
         super().__init__(device, allowed=True)
         self.file = file
 
-    def told(self, found: Tensor, signal_number: int, seconds: float) -> Tensor:
+    def told(self, found: Tensor, signal_number: int, seconds: float) -> HostCopy:
         self._note("launched")
         return super().told(found, signal_number, seconds)
 
-    def read(self, found: Tensor) -> list[float]:
+    def read(self, found: HostCopy) -> list[float]:
         self._note("read")
         return super().read(found)
 
@@ -108,9 +109,15 @@ def straight(run_file: Path) -> Path:
     return run_dir
 
 
-def test_the_run_is_the_same_to_the_bit(run_file: Path, straight: Path) -> None:
+@pytest.fixture(scope="module")
+def run_dir(run_file: Path) -> Path:
+    """The same, steps launched ahead."""
     run_dir = run_file.parent / "ahead"
     phalanx_processes.finish(words(run_file, run_dir, *SCHEDULE), command=train_ahead)
+    return run_dir
+
+
+def test_the_run_is_the_same_to_the_bit(run_dir: Path, straight: Path) -> None:
     assert figures(run_dir) == figures(straight) and len(rows(run_dir)) == STEPS
     for kind in ("evaluation", "checkpoint"):
         assert events(run_dir, kind) == events(straight, kind) and events(run_dir, kind), kind
@@ -121,10 +128,8 @@ def test_the_run_is_the_same_to_the_bit(run_file: Path, straight: Path) -> None:
     assert ours.keys() == expected.keys() and all(torch.equal(ours[name], value) for name, value in expected.items())
 
 
-def test_a_step_is_launched_before_the_last_is_read_but_for_those_whose_state_is_looked_at(
-    run_file: Path, straight: Path
-) -> None:
-    found = order(run_file.parent / "ahead")
+def test_a_step_is_launched_before_the_last_is_read_but_for_those_whose_state_is_looked_at(run_dir: Path) -> None:
+    found = order(run_dir)
     place = {what: number for number, what in enumerate(found)}
     looked_at = {step for step in range(1, STEPS + 1) if not (step % CHECKPOINTS and step % EVALUATIONS)} | {STEPS}
     # Until the first step is read nobody knows whether steps are short.

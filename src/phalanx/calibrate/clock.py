@@ -6,11 +6,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from phalanx.cluster.device import synchronize
+from phalanx.cluster.device import Moment, synchronize
 
 Call = Callable[[], object]
 
@@ -57,18 +56,16 @@ class Clock:
         return (time.perf_counter() - start) / calls
 
     def _on_device(self, call: Call, calls: int, short: bool) -> float:
-        module: Any = torch.get_device_module(self.device)
-        start, end = (module.Event(enable_timing=True) for _ in range(2))
         if short:
             blocker = _blocker(self.device)
             for _ in range(3):
                 torch.mm(blocker, blocker)
-        start.record()
+        start = Moment(self.device)
         for _ in range(calls):
             call()
-        end.record()
+        end = Moment(self.device)
         synchronize(self.device)
-        return float(start.elapsed_time(end)) / 1e3 / calls
+        return end.seconds_since(start) / calls
 
 
 _blockers: dict[torch.device, torch.Tensor] = {}

@@ -7,9 +7,11 @@ import time
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
 from phalanx.errors import ConfigError
 
@@ -101,6 +103,51 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work queued on `device`; nothing to wait for on the CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+class Moment:
+    """When a device is through with what has been launched on its current stream so far. The CPU is when it is asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._at: float | None = None
+        self._event: Any = None
+        if device.type == "cpu":
+            self._at = time.perf_counter()
+        else:
+            self._event = torch.get_device_module(device).Event(enable_timing=True)
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until it is past."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Between two moments of one device, both past."""
+        if self._at is not None:
+            assert earlier._at is not None
+            return self._at - earlier._at
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+class HostCopy:
+    """Numbers of a device on their way to the host: they can be read when they are there, whatever was launched since.
+
+    A plain copy would be made when it is asked for, behind all that.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+        if values.device.type != "cpu":
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+        self.made = Moment(values.device)
+
+    def read(self) -> list[Any]:
+        """The numbers, once they are there."""
+        self.made.wait()
+        found: list[Any] = self._values.tolist()
+        return found
 
 
 def measure_matmul_tflops(device: torch.device, dtype: torch.dtype, *, size: int | None = None) -> float:

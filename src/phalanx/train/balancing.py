@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.cluster.device import HostCopy
 from phalanx.data.graphs.cost import SUMS, CostFit, CostModel, measured
 from phalanx.data.graphs.stream import GraphBatchStream
 from phalanx.layout.mesh import Mesh
@@ -99,11 +100,11 @@ class Balancer:
         longest = mean.clone()
         dist.all_reduce(mean, group=self._mesh.world)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._mesh.world)
-        both = torch.stack((mean.sum() / dist.get_world_size(self._mesh.world), longest.sum()))
+        both = HostCopy(torch.stack((mean.sum() / dist.get_world_size(self._mesh.world), longest.sum())))
         expected = self._stream.imbalance(step)
 
         def times() -> RankTimes:
-            computed, lasted = both.tolist()
+            computed, lasted = both.read()
             return RankTimes(
                 compute_seconds=computed,
                 rank_wait_seconds=lasted - computed,

@@ -7,7 +7,6 @@ which computes while it is called, by the clock.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from phalanx.cluster.device import Moment
 from phalanx.layout.stage import Stage
 
 Sizes = tuple[float, ...]
@@ -37,8 +37,12 @@ class Timed:
 class _Span:
     step: int
     sizes: Sizes
-    start: Any
-    end: Any = None
+    start: Moment
+    end: Moment | None = None
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.end is None else self.end.seconds_since(self.start)
 
 
 class ComputeClock:
@@ -49,7 +53,7 @@ class ComputeClock:
 
     def __init__(self, stage: Stage, device: torch.device, sizes: Callable[[Any, dict[str, Any]], Sizes]) -> None:
         """sizes: what to note of a micro-batch, from the stage's first input and those by name."""
-        self._events = None if device.type == "cpu" else torch.get_device_module(device)
+        self._device = device
         self._sizes = sizes
         self._spans: list[_Span] = []
         self._watched: set[nn.Parameter] = set()
@@ -63,12 +67,12 @@ class ComputeClock:
         """The micro-batches of `step`, in order; the device must have computed them. Earlier ones are forgotten."""
         spans = [span for span in self._spans if span.step == step]
         self._spans = [span for span in self._spans if span.step > step]
-        return [Timed(span.sizes, self._seconds(span)) for span in spans]
+        return [Timed(span.sizes, span.seconds) for span in spans]
 
     def _begin(self, stage: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if stage.training:
             assert isinstance(stage.step, int)
-            self._spans.append(_Span(stage.step, self._sizes(args[0], named), self._now()))
+            self._spans.append(_Span(stage.step, self._sizes(args[0], named), Moment(self._device)))
 
     def _watch(self, module: nn.Module, _: tuple[Any, ...]) -> None:
         """Whole parameters of this unit are seen here for the first time: their gradients end a micro-batch."""
@@ -86,18 +90,4 @@ class ComputeClock:
     def _end(self, _: Any) -> None:
         # Several units end one after another: the last one counts.
         if self._spans:
-            self._spans[-1].end = self._now()
-
-    def _now(self) -> Any:
-        if self._events is None:
-            return time.perf_counter()
-        event = self._events.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds(self, span: _Span) -> float:
-        if span.end is None:
-            return 0.0
-        if self._events is None:
-            return float(span.end - span.start)
-        return float(span.start.elapsed_time(span.end)) / 1e3
+            self._spans[-1].end = Moment(self._device)

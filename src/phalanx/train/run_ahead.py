@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.cluster.device import HostCopy
+
 SHORT_S = 2.0
 """Steps that take less than this, seconds, are launched ahead."""
 
@@ -31,21 +33,21 @@ class RunAhead:
         self.signal_number = 0
         """That some rank was sent by the time of the last step that was read."""
 
-    def told(self, found: Tensor, signal_number: int, seconds: float) -> Tensor:
-        """A step's figures, float64 [n], with what is to be agreed on behind them; waits for nothing.
+    def told(self, found: Tensor, signal_number: int, seconds: float) -> HostCopy:
+        """A step's figures, float64 [n], with what is to be agreed on behind them, for `read`; waits for nothing.
 
         signal_number: that this rank was sent, or 0. seconds: of the last step that was read.
         """
         if not self.allowed:
-            return found
+            return HostCopy(found)
         note = torch.tensor([signal_number, seconds], dtype=torch.float64).to(self.device, non_blocking=True)
         if dist.is_initialized():
             dist.all_reduce(note, op=dist.ReduceOp.MAX)
-        return torch.cat((found, note))
+        return HostCopy(torch.cat((found, note)))
 
-    def read(self, found: Tensor) -> list[float]:
+    def read(self, found: HostCopy) -> list[float]:
         """The step's own figures, once the device has computed them. Takes up what was agreed on with it."""
-        values: list[float] = found.tolist()
+        values: list[float] = found.read()
         if self.allowed:
             *values, signal_number, seconds = values
             self.signal_number = int(signal_number)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from phalanx import __version__
+from phalanx.cluster.device import HostCopy
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, PhalanxError
@@ -56,8 +56,8 @@ class _Running:
 
     step: int
     lr: float
-    found: Tensor
-    """Loss and gradient norm, and what ranks agree on beside; float64."""
+    found: HostCopy
+    """Loss and gradient norm, and what ranks agree on beside."""
     began: float
     data_wait: float
     """Seconds."""
@@ -77,10 +77,10 @@ class Trainer:
         self.stall = 0.0
         self.run_ahead = RunAhead(parts.device, allowed=parts.device.type != "cpu")
         self.running: deque[_Running] = deque()
-        self.read_at = 0.0
-        """When the last step's figures were there."""
+        self.last: _Running | None = None
+        """The step whose figures were read last, as long as the one behind it was launched before."""
         self.seconds = 0.0
-        """Of that step."""
+        """Of the last step that was read."""
         self.unlogged: tuple[StepMetrics, Callable[[], RankTimes]] | None = None
         self.probes = Probes(parts.run.training, parts.directory.path, parts.device, parts.ranks.rank)
         self.train_step = parts.step
@@ -136,10 +136,12 @@ class Trainer:
     def _finish(self, running: _Running) -> None:
         """Wait for a step and do what follows from it."""
         result = StepResult.of(self.run_ahead.read(running.found))
-        now = time.perf_counter()
-        # What ran ahead began when the step before it was through.
-        self.seconds = now - max(running.began, self.read_at) + running.stall
-        self.read_at = now
+        if self.last is None:
+            self.seconds = time.perf_counter() - running.began + running.stall
+        else:
+            # The device went from the one to the other, whenever the host came to read.
+            self.seconds = running.found.made.seconds_since(self.last.found.made)
+        self.last = running if self.running else None
         for path in self.probes.after(running.step):
             self._note(f"wrote {path}")
         metrics = self.parts.meter.measure(
