@@ -63,6 +63,8 @@ from phalanx.train.step import TrainStep, build_step
 GIB = 2**30
 LEFT_OVER_GIB = 16.0
 """More than contexts, libraries and communicators take between cases: something was not let go."""
+ALLOCATED_GIB = 0.05
+"""The same of tensors alone. They would count in the next case's peak."""
 Case = dict[str, Any]
 Found = dict[str, Any]
 
@@ -82,8 +84,9 @@ def main() -> None:
     join_process_group(ranks, device)
     groups: Groups = {}
     for number, case in enumerate(json.loads((options.folder / "cases.json").read_text())):
-        if number and _agreed_most(_used_gib(device)) > LEFT_OVER_GIB:
-            print(f"{_used_gib(device):.1f} GiB left over before {case['name']}", flush=True)
+        used, allocated = _used_gib(device), _allocated_gib(device)
+        if number and (_agreed_most(used) > LEFT_OVER_GIB or _agreed_most(allocated) > ALLOCATED_GIB):
+            print(f"{used:.1f} GiB in use, {allocated:.2f} allocated before {case['name']}: new ranks", flush=True)
             break
         # Every rank by itself, with the stacks it was in: nobody has to find out which rank hangs.
         faulthandler.dump_traceback_later(max(1.0, min(options.case_seconds, options.end - time.time())), exit=True)
@@ -125,6 +128,10 @@ def _used_gib(device: torch.device) -> float:
         return 0.0
     free, total = torch.get_device_module(device).mem_get_info()
     return float(total - free) / GIB
+
+
+def _allocated_gib(device: torch.device) -> float:
+    return 0.0 if device.type == "cpu" else torch.accelerator.memory_allocated(device) / GIB
 
 
 def _agreed_most(value: float) -> float:
