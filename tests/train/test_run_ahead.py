@@ -132,8 +132,8 @@ def test_a_step_is_launched_before_the_last_is_read_but_for_those_whose_state_is
     found = order(run_dir)
     place = {what: number for number, what in enumerate(found)}
     looked_at = {step for step in range(1, STEPS + 1) if not (step % CHECKPOINTS and step % EVALUATIONS)} | {STEPS}
-    # Until the first step is read nobody knows whether steps are short.
-    looked_at.add(1)
+    # That the first step was short is agreed on with the second.
+    looked_at |= {1, 2}
     for step in range(1, STEPS):
         ahead = place["launched", step + 1] < place["read", step]
         assert ahead is (step not in looked_at), step
@@ -194,4 +194,4 @@ def test_ranks_with_uneven_shares_tell_their_times_in_every_row(tmp_path: Path) 
         assert one["imbalance_expected"] == other["imbalance_expected"]
         assert one["compute_seconds"] > 0.0 and one["rank_wait_seconds"] >= 0.0 and one["imbalance"] >= 1.0
     assert order(tmp_path / "ahead", 0) == order(tmp_path / "ahead", 1)
-    assert order(tmp_path / "ahead").index(("launched", 3)) < order(tmp_path / "ahead").index(("read", 2))
+    assert order(tmp_path / "ahead").index(("launched", 4)) < order(tmp_path / "ahead").index(("read", 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -79,8 +80,8 @@ class Trainer:
         self.running: deque[_Running] = deque()
         self.last: _Running | None = None
         """The step whose figures were read last, as long as the one behind it was launched before."""
-        self.seconds = 0.0
-        """Of the last step that was read."""
+        self.seconds = math.inf
+        """Of the last step that was read; before that no step is known to be short."""
         self.unlogged: tuple[StepMetrics, Callable[[], RankTimes]] | None = None
         self.probes = Probes(parts.run.training, parts.directory.path, parts.device, parts.ranks.rank)
         self.train_step = parts.step

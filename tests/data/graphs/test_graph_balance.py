@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from phalanx.data.graphs import balance
 from phalanx.data.graphs.balance import Division, divide, divide_within, in_turn, longest_first
 from phalanx.data.graphs.balance_report import report, step_balance
 from phalanx.data.graphs.cost import CostFit, CostModel, measured
@@ -65,6 +66,20 @@ def test_serving_many_bins_at_once_is_as_good_as_one_at_a_time(ranks: int) -> No
     costs = uneven(6 * ranks, seed=ranks)
     ours = divide(costs, ranks, 1).loads.max()
     assert ours <= 1.01 * one_at_a_time(costs, ranks).max()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 9), max_size=120), st.integers(2, 70))
+def test_few_bins_and_many_are_served_alike(costs: list[int], bins: int) -> None:
+    each = np.array(costs, dtype=np.int64)
+    order = np.argsort(-each, kind="stable")
+    loads, expected = [0] * bins, [0] * len(costs)
+    for item in order.tolist():
+        expected[item] = loads.index(min(loads))
+        loads[expected[item]] += costs[item]
+    for serve in (balance._one_by_one, balance._many_at_a_time):
+        assert serve(each, order, bins).tolist() == expected, serve
+    assert longest_first(each, bins).tolist() == expected
 
 
 @settings(max_examples=60, deadline=None)

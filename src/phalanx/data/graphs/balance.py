@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heapreplace
 
 import numpy as np
 
@@ -76,14 +77,32 @@ def by_number(costs: Int64Array, ranks: int) -> Int64Array:
 
 
 def longest_first(costs: Int64Array, bins: int) -> Int64Array:
-    """The bin [n] of each item, many at a time.
-
-    As long as no bin that was just served is emptier than the next one, each gets one item: all of them are served at once.
-    """
-    chosen = np.zeros(len(costs), dtype=np.int64)
+    """The bin [n] of each item: the costliest one first, each to the bin that is emptiest then, of equal ones the first."""
     if bins == 1:
-        return chosen
+        return np.zeros(len(costs), dtype=np.int64)
     order = np.argsort(-costs, kind="stable")
+    return _one_by_one(costs, order, bins) if bins < _MANY_BINS else _many_at_a_time(costs, order, bins)
+
+
+_MANY_BINS = 32
+"""From here on it takes less time to serve many bins at once."""
+
+
+def _one_by_one(costs: Int64Array, order: Int64Array, bins: int) -> Int64Array:
+    heap = [(0, number) for number in range(bins)]
+    found = []
+    for cost in costs[order].tolist():
+        load, emptiest = heap[0]
+        found.append(emptiest)
+        heapreplace(heap, (load + cost, emptiest))
+    chosen = np.empty(len(costs), dtype=np.int64)
+    chosen[order] = found
+    return chosen
+
+
+def _many_at_a_time(costs: Int64Array, order: Int64Array, bins: int) -> Int64Array:
+    """As long as no bin that was just served is emptier than the next one, each gets one item: all are served at once."""
+    chosen = np.zeros(len(costs), dtype=np.int64)
     loads = np.zeros(bins, dtype=np.int64)
     place = 0
     while place < len(order):
