@@ -38,7 +38,7 @@ class WeightPass:
         self._groups = groups
         self._arrived: dict[Node, Gradients] = {}
         # Nodes of functions written in Python end with the last thing in C++ that leads to them.
-        self._kept = [get_gradient_edge(output) for output in outputs]
+        self._kept: list[GradientEdge] = [get_gradient_edge(output) for output in outputs]
 
     def listen(self) -> list[Any]:
         """Note from now on what arrives at junctions; returns handles to remove."""
@@ -51,11 +51,14 @@ class WeightPass:
         return note
 
     def run(self) -> None:
-        """Add the gradients of parameters to their `grad`. To be called once."""
+        """Add the gradients of parameters to their `grad`, those next to the inputs first. To be called once."""
         # Between two junctions of one group lie nodes of others, whose own turn must come later.
-        for group in sorted(self._groups, key=lambda group: -len(group.junctions)):
+        for group in sorted(self._groups, key=lambda group: len(group.junctions) == 1):
             self._run_group(group)
-        self._groups, self._arrived, self._kept = [], {}, []
+            for node in group.junctions:
+                self._arrived.pop(node, None)
+            group.junctions.clear()
+        self._groups, self._kept = [], []
 
     def _run_group(self, group: _Group) -> None:
         several = len(group.junctions) > 1
