@@ -12,6 +12,7 @@ from torch import Tensor
 from phalanx.counter_random import (
     CounterDropout,
     DropoutContext,
+    _square_root,
     _tail_values,
     normal_values,
     random_bits,
@@ -70,7 +71,17 @@ def float32_bits(values: Tensor) -> str:
 def test_every_value_of_a_long_stretch_keeps_its_bits() -> None:
     """Central and tail values by the hundred thousand: one checksum of their float64 words and places."""
     words = normal_values(99, torch.arange(200_000)).view(torch.int64)
-    assert int((words * torch.arange(1, 400_000, 2)).sum()) == -6344881498420498416
+    assert int((words * torch.arange(1, 400_000, 2)).sum()) == -6344881498365991386
+
+
+@pytest.mark.parametrize("neighbour", [0, 1, -1])
+def test_square_roots_are_correctly_rounded_wherever_they_start(neighbour: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's are: C's `sqrt` is, by IEEE 754."""
+    x = uniform_values(3, torch.arange(50_000)).mul_(37.0).add_(0.05)
+    expected = torch.tensor([math.sqrt(value) for value in x.tolist()], dtype=torch.float64)
+    start = torch.nextafter(expected, expected + neighbour)
+    monkeypatch.setattr(Tensor, "sqrt", lambda _: start)
+    assert torch.equal(_square_root(x), expected)
 
 
 # --- uniform and normal values -----------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Random numbers that are a function of a counter: no generator state, so nothing depends on who draws first.
 
 The bits come from integer arithmetic and are the same on every device type. Normal values are made from them with float64
-additions, multiplications, divisions and square roots alone, issued as separate kernels: those are correctly rounded by
-IEEE 754 everywhere, where the logarithms and cosines of different devices are not. Uncompiled use of `normal_values` is
+additions, multiplications and divisions alone, issued as separate kernels: those are correctly rounded by IEEE 754
+everywhere, where the logarithms, cosines and even square roots of different devices are not. Uncompiled use of `normal_values` is
 part of that promise (a compiler may contract a product and a sum into one rounding); the dropout below is integer work
 only and may be compiled.
 """
@@ -74,7 +74,7 @@ def normal_values(key: int, counter: Tensor) -> Tensor:
 
 
 def _tail_values(p: Tensor) -> Tensor:
-    distance = _log(torch.minimum(p, 1.0 - p)).neg_().sqrt_()
+    distance = _square_root(_log(torch.minimum(p, 1.0 - p)).neg_())
     values = _ratio(distance - 1.6, _MIDDLE)
     # One value in 36 billion.
     far = torch.nonzero(distance > 5.0, as_tuple=True)
@@ -93,6 +93,21 @@ def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
     for coefficient in coefficients[1:-1]:
         total.add_(coefficient).mul_(x)
     return total.add_(coefficients[-1])
+
+
+def _square_root(x: Tensor) -> Tensor:
+    """The correctly rounded square root of float64 `x`, of about 1.
+
+    PyTorch's of the CPU is MKL's, whose last bit depends on the processor. One step of Newton's method from there, with
+    the exact remainder x - root^2 by Dekker's product (1971), ends at the same value from either neighbour.
+    """
+    root = x.sqrt()
+    square = root * root
+    high = root * (2.0**27 + 1.0)
+    high = high - (high - root)
+    low = root - high
+    lost = (high * high - square).add_((high * low).mul_(2.0)).add_(low * low)
+    return (x - square).sub_(lost).div_(root * 2.0).add_(root)
 
 
 def _log(x: Tensor) -> Tensor:
