@@ -11,7 +11,8 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Gradients = tuple[Tensor | None, ...]
+Hook = Callable[[Gradients], Gradients | None]
+"""Told what arrives at a node; what it gives, if anything, takes its place."""
 
 
 @dataclass
@@ -40,15 +43,16 @@ class WeightPass:
         # Nodes of functions written in Python end with the last thing in C++ that leads to them.
         self._kept: list[GradientEdge] = [get_gradient_edge(output) for output in outputs]
 
-    def listen(self) -> list[Any]:
-        """Note from now on what arrives at junctions; returns handles to remove."""
-        return [node.register_prehook(self._noting(node)) for group in self._groups for node in group.junctions]
+    def listening(self) -> AbstractContextManager[None]:
+        """Note in here what arrives at junctions."""
 
-    def _noting(self, node: Node) -> Any:
-        def note(gradients: Gradients) -> None:
-            self._arrived[node] = gradients
+        def noting(node: Node) -> Hook:
+            def note(gradients: Gradients) -> None:
+                self._arrived[node] = gradients
 
-        return note
+            return note
+
+        return _before({node: noting(node) for group in self._groups for node in group.junctions})
 
     def run(self) -> None:
         """Add the gradients of parameters to their `grad`, those next to the inputs first. To be called once."""
@@ -71,8 +75,7 @@ class WeightPass:
         if not starts:
             return
         # What arrives at a junction holds what came from the ones above it: it must not come once more.
-        handles = [node.register_prehook(self._held(node)) for node in group.junctions if several]
-        try:
+        with _before({node: self._held(node) for node in group.junctions if several}):
             found: Gradients = torch.autograd.grad(
                 [edge for edge, _ in starts],
                 [get_gradient_edge(self._parameters[number]) for number in group.parameters],
@@ -80,15 +83,12 @@ class WeightPass:
                 retain_graph=several,
                 allow_unused=True,
             )
-        finally:
-            for handle in handles:
-                handle.remove()
         for number, gradient in zip(group.parameters, found, strict=True):
             if gradient is not None:
                 parameter = self._parameters[number]
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
-    def _held(self, node: Node) -> Any:
+    def _held(self, node: Node) -> Hook:
         return lambda gradients: self._arrived.get(node, gradients)
 
 
@@ -102,31 +102,35 @@ def input_gradients(
 
     gradients: of the outputs; None for ones. The outputs are taken off the graph.
     """
-    rows = [
-        (output, torch.ones_like(output) if gradients is None else gradients[place])
-        for place, output in enumerate(outputs)
-        if output.requires_grad
-    ]
+    places = [place for place, output in enumerate(outputs) if output.requires_grad]
+    reached = [outputs[place] for place in places]
     wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    left = WeightPass([output for output, _ in rows], trained, _groups([output for output, _ in rows], wanted, trained))
-    handles = left.listen()
-    try:
+    left = WeightPass(reached, trained, _groups(reached, wanted, trained))
+    with left.listening():
         found = torch.autograd.grad(
-            [output for output, _ in rows],
+            reached,
             wanted,
-            [gradient for _, gradient in rows],
+            [torch.ones_like(outputs[place]) if gradients is None else gradients[place] for place in places],
             retain_graph=True,
             allow_unused=True,
         )
-    finally:
-        for handle in handles:
-            handle.remove()
-    for output, _ in rows:
+    for output in reached:
         # Whoever holds the output must not hold the graph.
         output.detach_()
     by_input = {id(x): gradient for x, gradient in zip(wanted, found, strict=True)}
     return tuple(by_input.get(id(x)) for x in inputs), left
+
+
+@contextmanager
+def _before(hooks: Mapping[Node, Hook]) -> Iterator[None]:
+    """Call these hooks of nodes in here, each before its node."""
+    handles = [node.register_prehook(hook) for node, hook in hooks.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _groups(outputs: list[Tensor], inputs: list[Tensor], parameters: list[Tensor]) -> list[_Group]:

@@ -22,7 +22,7 @@ class Probes:
         self.rank = rank
         self._profiler: profile | None = None
 
-    def watch(self, step: int) -> bool:
+    def look_at(self, step: int) -> bool:
         """Whether the device must be through with `step` before the next one begins: for what is recorded from or up to
         there, to be of these steps alone."""
         windows = (self.profile_window, self.memory_window)

@@ -116,7 +116,7 @@ class Trainer:
     def _steps_ahead(self, step: int) -> int:
         """How many steps up to `step`, just launched, may be left for the device to finish."""
         checkpoint, evaluation = self.run.checkpoint.every, self.run.evaluation.every
-        looked_at = step == self.until or _due(step, checkpoint) or _due(step, evaluation) or self.probes.watch(step)
+        looked_at = step == self.until or _due(step, checkpoint) or _due(step, evaluation) or self.probes.look_at(step)
         return int(self.run_ahead.ahead and not looked_at)
 
     def _launch(self, step: int, signal_number: int) -> _Running:
