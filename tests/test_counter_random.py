@@ -75,7 +75,9 @@ def test_every_value_of_a_long_stretch_keeps_its_bits() -> None:
 
 
 @pytest.mark.parametrize("neighbour", [0, 1, -1])
-def test_square_roots_are_correctly_rounded_wherever_they_start(neighbour: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_square_roots_are_correctly_rounded_wherever_they_start(
+    neighbour: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Python's are: C's `sqrt` is, by IEEE 754."""
     x = uniform_values(3, torch.arange(50_000)).mul_(37.0).add_(0.05)
     expected = torch.tensor([math.sqrt(value) for value in x.tolist()], dtype=torch.float64)

@@ -2,9 +2,9 @@
 
 The bits come from integer arithmetic and are the same on every device type. Normal values are made from them with float64
 additions, multiplications and divisions alone, issued as separate kernels: those are correctly rounded by IEEE 754
-everywhere, where the logarithms, cosines and even square roots of different devices are not. Uncompiled use of `normal_values` is
-part of that promise (a compiler may contract a product and a sum into one rounding); the dropout below is integer work
-only and may be compiled.
+everywhere, where the logarithms, cosines and even square roots of different devices are not. Uncompiled use of
+`normal_values` is part of that promise (a compiler may contract a product and a sum into one rounding); the dropout below is
+integer work only and may be compiled.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def test_a_layout_that_equals_one_rank(run_file: str, call: Call) -> None:
     assert outcome.code == 0, outcome.err
     lines = outcome.out.splitlines()
     assert lines[0].startswith("2 ranks against one; model: 3 layers, width 32, 4 heads (2 key/value), vocabulary ")
-    assert lines[1].startswith("bound on relative errors: 32 * sqrt(")
+    assert lines[1].startswith("bound on relative errors: 16 * sqrt(")
     assert lines[2].startswith("PASS  tp=2  largest gradient error ")
     assert lines[3] == "1 of 1 layouts compute what one rank computes"
 

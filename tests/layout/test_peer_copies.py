@@ -22,6 +22,7 @@ from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.peer_copies import PeerAllGather, PeerPool, choose_peer_copies
 from phalanx.layout.resolve import resolve_layout
 from phalanx.verify.check import Verdict, Verifier
+from phalanx.verify.reduced import full_run
 from whole_model import CPU, backward, parts_of
 
 LAYOUTS: list[dict[str, object]] = [
@@ -40,7 +41,7 @@ def verify_all() -> list[Verdict]:
     groups: Groups = {}
     verdicts = []
     for words in LAYOUTS:
-        run = run_with({}, precision="fp64", peer_copies=True, **words)
+        run = full_run(run_with(peer_copies=True, **words), "fp64", 3, 4)
         verifier = Verifier(run, CPU, steps=3, activations=False, groups=groups)
         verdicts.append(verifier.verify(resolve_layout(run, 4)))
     return verdicts

@@ -10,6 +10,7 @@ from layout_runs import Fields, refusal, run_with
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import resolve_layout
 from phalanx.verify.check import Verdict, Verifier
+from phalanx.verify.reduced import full_run
 from whole_model import CPU, GPT
 
 LAYOUTS: list[tuple[Fields, dict[str, object]]] = [
@@ -38,7 +39,7 @@ def verify_all() -> list[Verdict]:
         verifier = Verifier(run, CPU, steps=1, activations=True, groups=groups)
         verdicts.append(verifier.verify(resolve_layout(run, 4)))
     for changes, words in LAYOUTS:
-        run = run_with(changes, precision="fp64", gather="stream", **words)
+        run = full_run(run_with(changes, gather="stream", **words), "fp64", 2, 4)
         verifier = Verifier(run, CPU, steps=2, activations=True, groups=groups)
         verdicts.append(verifier.verify(resolve_layout(run, 4)))
     return verdicts

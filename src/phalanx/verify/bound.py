@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-_K = 32.0
+_K = 16.0
 _GROWTH = 1.03
 
 
