@@ -52,7 +52,7 @@ _WIDE = {"model.d_model": "128", "model.n_heads": "8"}
 MODELS = (
     Model("orbit-1b 1 x 8", {"model.preset": "orbit-1b"}, {}, 1, 8, ALL),
     Model("orbit-1b 8 x 2", {"model.preset": "orbit-1b"}, {}, 8, 2, ALL),
-    Model("orbit-10b 1 x 4", {"model.preset": "orbit-10b"}, _WIDE, 1, 4, ("hybrid-layer", "fsdp")),
+    Model("orbit-10b 1 x 4", {"model.preset": "orbit-10b"}, _WIDE, 1, 4, ("hybrid-stream", "hybrid-layer", "fsdp")),
     Model(
         "orbit-10b patch 8 1 x 4",
         {"model.preset": "orbit-10b", "model.patch_size": "8"},
@@ -80,9 +80,8 @@ TINY = {
 }
 
 
-def layouts(devices: int) -> dict[str, str]:
-    """Layouts by name; hybrid ones have half of the devices in each axis, as nearly as may be."""
-    tp = 2 if devices % 2 == 0 else 1
+def layouts(devices: int, tp: int) -> dict[str, str]:
+    """Layouts by name; hybrid ones split matrices over `tp` devices, and shard over the others."""
     hybrid = f"tp={tp} dp_shard={devices // tp}"
     return {
         "fsdp": f"tp=1 dp_shard={devices}",
@@ -213,13 +212,13 @@ def plan_rows(rows: list[Row], options: argparse.Namespace, machine: Machine, na
     known = {row["case"] for row in rows}
     for model in MODELS:
         for name in model.layouts:
-            case, layout = f"{model.name} {name}", layouts(options.devices)[name]
+            case, layout = f"{model.name} {name}", layouts(options.devices, options.tp)[name]
             if case not in known:
                 words = case_words(layout, model, options)
                 predicted = predict(words, options.devices, machine, named)
                 rows.append({"case": case, "last": model.last, "words": words, "predicted": predicted})
     for name in () if options.no_width else ALL:
-        case, layout = f"{name} width", layouts(options.devices)[name]
+        case, layout = f"{name} width", layouts(options.devices, options.tp)[name]
         if case not in known:
             width = widest(layout, options, machine, named)
             near = {
@@ -233,7 +232,7 @@ def break_evens(options: argparse.Namespace, machine: Machine) -> Row:
     """Tokens a device below which Hybrid-STOP sends less than FSDP, by model."""
     found: Row = {}
     for model in MODELS:
-        run = load_run(RUN_FILE, case_words(layouts(options.devices)["hybrid-layer"], model, options))
+        run = load_run(RUN_FILE, case_words(layouts(options.devices, options.tp)["hybrid-layer"], model, options))
         copies = our_software(run, machine).copy_engines
         tp = run.layout.tp
         assert isinstance(tp, int)

@@ -4,12 +4,12 @@
     python benchmarks/weather_layouts.py --out weather_layouts.json --seconds 560
     python benchmarks/weather_layouts.py --tiny --out tiny.json         # a tiny model on CPU ranks: does it all run?
 
-ORBIT-1B (128 x 256 points, 48 variables) on random fields, for FSDP 4, TP 4 and Hybrid-STOP 2 x 2 with gather=layer and
-gather=stream: with one sample a device in a micro-batch (2,048 tokens, below the break-even of FSDP and Hybrid-STOP) and
-with eight (16,384, above it), several micro-batches a step. ORBIT-10B in FSDP and Hybrid-STOP with one sample of 2,048
-tokens or, in patches of 8, of 512. Each case gives samples and tokens per second, the peak memory of the worst rank with
-the buffers that peers read, and how much of the communication nothing ran beside (rank 0, one profiled step). Times lie
-between events on the device: nothing waits for the host between steps.
+ORBIT-1B (128 x 256 points, 48 variables) on random fields, for FSDP 4, TP 4 and Hybrid-STOP 2 x 2 (of eight devices 2 x 4,
+or 4 x 2 by --tp 4) with gather=layer and gather=stream: with one sample a device in a micro-batch (2,048 tokens, below the
+break-even of FSDP and Hybrid-STOP) and with eight (16,384, above it), several micro-batches a step. ORBIT-10B in FSDP and
+Hybrid-STOP with one sample of 2,048 tokens or, in patches of 8, of 512. Each case gives samples and tokens per second, the
+peak memory of the worst rank with the buffers that peers read, and how much of the communication nothing ran beside (rank 0,
+one profiled step). Times lie between events on the device: nothing waits for the host between steps.
 
 The promised peak of gather=stream is 2 P / (T F): two of the K = F chunks of a chain, the one that is computed with and
 the one on its way. P are the parameters of the largest chain of a block on all ranks (MLP: 8 d^2 and a bias), in the format
@@ -241,6 +241,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--profile", help="measured profile, from phalanx calibrate; else the shipped one")
     parser.add_argument("--cluster", default="h200-x4", help="description of this machine")
     parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--tp", type=int, default=2, help="of the hybrid layouts")
     parser.add_argument("--recompute", default="none", choices=["none", "full"])
     parser.add_argument("--steps", type=int, default=11)
     parser.add_argument("--skip", type=int, default=3)

@@ -1,11 +1,13 @@
 """The order of test files: what takes longest begins first, so that no core waits for another at the end.
 
-And what all of them load is not looked through for garbage again: dry runs collect it several times each.
+And what all of them load is not looked through for garbage again: dry runs collect it several times each. Interrupts work,
+also where the tests run in the background of a shell, which lets its jobs and all they start ignore them.
 """
 
 from __future__ import annotations
 
 import gc
+import signal
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,11 @@ _LONGEST_FIRST = (
     "cost/test_dryrun_weather.py",
 )
 _PLACE = {name: place for place, name in enumerate(_LONGEST_FIRST)}
+
+
+def pytest_configure() -> None:
+    """What tests start inherits this."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
