@@ -95,10 +95,16 @@ class _HoldingWork:
         self._tensor = None
 
 
+_ADD_PRODUCT = torch.ops.aten.addmm.dtype_out
+
+
 class _FakeButMeta(FakeTensorMode):
     """Leaves meta tensors as they are until they are given memory: modules cannot exchange fake parameters for others."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ADD_PRODUCT:
+            # PyTorch 2.11 decomposes it as if it were the overload without a format.
+            return kwargs["out"]
         device = (kwargs or {}).get("device")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if device is not None:

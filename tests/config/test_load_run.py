@@ -25,6 +25,11 @@ def test_layers() -> None:
     assert run.data.sources == [DataSource(path="data/a"), DataSource(path="data/b", weight=2.0)]
 
 
+def test_fields_of_the_layout_need_no_section() -> None:
+    run = parse("tp=2", "layout.tp=4", "microbatch=2", "layout.microbatch=3", "microbatch=1", "zero=1")
+    assert (run.layout.tp, run.layout.microbatch, run.layout.zero) == (4, 1, 1)
+
+
 def test_override_values_are_yaml() -> None:
     run = parse(
         "data.sources=[{path: c}]",

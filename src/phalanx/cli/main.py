@@ -202,7 +202,8 @@ app = typer.Typer(
     name="phalanx",
     cls=_VerbGroup,
     help="Train foundation models on AMD, NVIDIA or plain CPU devices with one program.",
-    epilog="Fields of a run file are changed as section.field=value; phalanx config fields lists them.",
+    epilog="Fields of a run file are changed as section.field=value, those of the layout as field=value (tp=2); "
+    "phalanx config fields lists them.",
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

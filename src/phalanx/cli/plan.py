@@ -37,7 +37,7 @@ from phalanx.cli.plan_words import plan_lines
 from phalanx.cluster.machine import load_machine, machine_names
 from phalanx.config.load import load_run
 from phalanx.config.override import parse_overrides
-from phalanx.config.schema import Layout, Run
+from phalanx.config.schema import Run
 from phalanx.cost.enumerate import CHOSEN
 from phalanx.cost.family import require_planned
 from phalanx.cost.profile import load_profile, profile_beside, profile_for
@@ -88,7 +88,7 @@ def plan(
         raise ConfigError("give a run file and --cluster NAME|FILE, or --check RUNS.csv alone")
     if (devices is None) is not fit:
         raise ConfigError("give --devices N, or --fit for the smallest number that fits (one of the two)")
-    words = [_as_override(word) for word in overrides or []]
+    words = overrides or []
     loaded = load_run(run, words)
     require_planned(loaded.model)
     planner = _planner(cluster, profile, p_fits)
@@ -154,12 +154,6 @@ def _print(made: Plan, written: dict[str, str], cluster: str) -> None:
 def _path(found: str | Path) -> str:
     """A profile's name as it is, or its path so that it cannot be taken for a name."""
     return found if isinstance(found, str) else str(found.absolute())
-
-
-def _as_override(word: str) -> str:
-    """`tp=2` stands for `layout.tp=2`."""
-    name, equals, _ = word.partition("=")
-    return f"layout.{word}" if equals and name in Layout.model_fields else word
 
 
 def _fixed(run: Run, words: list[str], *, everything: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from phalanx.cluster.machine import described_names, load_machine
 from phalanx.config.families import require_language
 from phalanx.config.load import load_run
 from phalanx.config.override import parse_overrides
-from phalanx.config.schema import LanguageRun, Layout
+from phalanx.config.schema import LanguageRun
 from phalanx.config.search import Search
 from phalanx.cost.enumerate import CHOSEN
 from phalanx.cost.profile import load_profile, profile_for
@@ -97,7 +97,6 @@ class _Asked:
 
 
 def _asked(file: Path, cluster: str, devices: int, words: list[str], profile: str | None) -> _Asked:
-    words = [as_override(word) for word in words]
     run = require_language(load_run(file, words), "phalanx search")
     section = run.search
     machine = load_machine(cluster)
@@ -112,12 +111,6 @@ def _run_search(asked: _Asked, where: str, path: Path, **options: Any) -> Any:
     except ImportError as error:
         raise PhalanxError(f'phalanx search needs {error.name}: pip install "phalanx-train[search]"') from None
     return run_search(asked.planner, asked.task, asked.search, where, path, tell=progress, **options)
-
-
-def as_override(word: str) -> str:
-    """`tp=2` stands for `layout.tp=2`."""
-    name, equals, _ = word.partition("=")
-    return f"layout.{word}" if equals and name in Layout.model_fields else word
 
 
 def fixed_fields(run: LanguageRun, words: list[str]) -> dict[str, Any]:

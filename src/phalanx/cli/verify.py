@@ -10,7 +10,6 @@ import typer
 from phalanx.cli.arguments import Json, RunFile, complete_override
 from phalanx.cli.console import output, print_json
 from phalanx.config.load import load_run
-from phalanx.config.schema import Layout
 from phalanx.errors import CheckFailed
 from phalanx.layout.mesh import ranks_from_environment
 from phalanx.verify.check import Verdict
@@ -49,7 +48,7 @@ def verify(
     Starts its own CPU ranks; under torchrun or srun it takes the ranks and devices it finds. Ends with exit code 3 and
     names the first module that differs when the layout computes something else.
     """
-    loaded = load_run(run, [_as_override(word) for word in layout or []])
+    loaded = load_run(run, layout or [])
     options = Options(
         ranks=all_ranks or nproc,
         everything=all_ranks is not None,
@@ -65,12 +64,6 @@ def verify(
         _print_json(outcome) if json else _print(outcome)
     if failed:
         raise CheckFailed(f"{len(failed)} of {len(outcome.verdicts)} layouts differ from one rank: {failed[0].first}")
-
-
-def _as_override(word: str) -> str:
-    """`tp=2` stands for `layout.tp=2`."""
-    name, equals, _ = word.partition("=")
-    return f"layout.{word}" if equals and name in Layout.model_fields else word
 
 
 def _print_json(outcome: Outcome) -> None:

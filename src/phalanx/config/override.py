@@ -1,4 +1,4 @@
-"""Changes on the command line: `section.field=value`, the value written as in a run file."""
+"""Changes on the command line: `section.field=value`, the value written as in a run file; `tp=2` is `layout.tp=2`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ class Override:
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
-    """Read `section.field=value` arguments. Raises ConfigError for those that are not of that form."""
+    """Read `section.field=value` arguments; fields of the layout need no section.
+
+    Raises ConfigError for those that are not of that form.
+    """
     parsed = [_parse(argument) for argument in arguments]
     problems = [item for item in parsed if isinstance(item, Problem)]
     if problems:
@@ -43,6 +46,8 @@ def _parse(argument: str) -> Override | Problem:
         return Problem((), f"{show_value(argument)} is not an override; write section.field=value")
     if not text.strip():
         return Problem((), f"{argument.strip()} has no value; write {argument.strip()}null to unset a field")
+    if f"layout.{name}" in all_fields():
+        name = f"layout.{name}"
     path = tuple(int(part) if part.isdecimal() and len(part) < 6 else part for part in name.split("."))
     field = all_fields().get(name)
     if field is not None and field.is_text and text.strip()[0] not in "'\"":

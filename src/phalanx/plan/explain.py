@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.config.document import dotted
 from phalanx.config.override import parse_overrides
 from phalanx.cost.candidates import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES
 from phalanx.cost.enumerate import CHOSEN
@@ -45,18 +46,18 @@ class Why:
 
 def parse_choice(words: str) -> dict[str, Any]:
     """`tp=8` or `tp=8,pp=4`, each with or without `layout.` in front. Raises ConfigError."""
-    given = [word.strip().removeprefix("layout.") for word in words.split(",") if word.strip()]
+    given = [word.strip() for word in words.split(",") if word.strip()]
     chosen: dict[str, Any] = {}
     for override in parse_overrides(given):
-        (name, *more) = override.path
-        if more or name not in CHOSEN:
+        name = dotted(override.path).removeprefix("layout.")
+        if name not in CHOSEN:
             raise ConfigError(f"{words}: planning does not choose {name}; it chooses {', '.join(CHOSEN)}")
-        value, known = override.value, _NAMES.get(str(name))
+        value, known = override.value, _NAMES.get(name)
         if known is not None and value not in known:
             raise ConfigError(f"{words}: {name} is one of {', '.join(known)}")
         if known is None and (not isinstance(value, int) or isinstance(value, bool) != (name == CHOSEN[-1])):
             raise ConfigError(f"{words}: {name} is {'true or false' if name == CHOSEN[-1] else 'a whole number'}")
-        chosen[str(name)] = value
+        chosen[name] = value
     if not chosen:
         raise ConfigError(f"{words!r} names no choice; write FIELD=VALUE, such as tp=8")
     return chosen
