@@ -180,7 +180,8 @@ def run_rows(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for number, row in enumerate(rows):
             hopeless = (row["predicted"]["p_fits"] or 1.0) < 0.5
-            if "measured" in row or hopeless or time.monotonic() + options.timeout / 2 > end:
+            chosen = not options.case or any(words in row["case"] for words in options.case)
+            if not chosen or "measured" in row or hopeless or time.monotonic() + options.timeout / 2 > end:
                 continue
             folder = Path(scratch) / f"run{number}"
             found = measure(_case(row["devices"]), row["words"], list(range(row["devices"])), options, folder)
@@ -212,6 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", required=True, help="measured profile, from phalanx calibrate")
     parser.add_argument("--cluster", default="h200-x8", help="description of this machine")
+    parser.add_argument("--case", action="append", default=[], help="only cases whose name holds this; may be repeated")
     add_options(parser, steps=8, timeout=150.0)
     parser.set_defaults(devices=8, skip=3)
     options = parser.parse_args()

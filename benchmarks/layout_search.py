@@ -64,9 +64,10 @@ TRUTHS = {
     "constants": Errors(constants=0.80, choices=0.15),
     "published": Errors(constants=0.55, choices=0.35),
     "own": Errors(constants=0.0, choices=0.0),
+    "device": Errors(constants=1.0, choices=0.0),
 }
-"""How the 10% arise: mostly constants of the device; as spread among near-best layouts as the errors of the calibrated
-model on published runs (6.5%); or each layout on its own, which nothing can be learned from."""
+"""How the 10% of time arise: mostly constants of the device; as spread among near-best layouts as the errors of the
+calibrated model on published runs (6.5%); each layout on its own, which nothing can be learned from; or constants alone."""
 NEAR = 1.2
 """Layouts within so much of the best expected time are near it."""
 _TRIES = 3

@@ -48,7 +48,7 @@ class Model:
 
 ALL = ("hybrid-stream", "hybrid-layer", "fsdp", "tp")
 """The youngest first."""
-_WIDE = {"model.d_model": "128", "model.n_heads": "8"}
+_WIDE = {"model.d_model": "256", "model.n_heads": "16"}
 MODELS = (
     Model("orbit-1b 1 x 8", {"model.preset": "orbit-1b"}, {}, 1, 8, ALL),
     Model("orbit-1b 8 x 2", {"model.preset": "orbit-1b"}, {}, 8, 2, ALL),
@@ -67,8 +67,8 @@ TINY = {
     "model.preset": "null",
     "model.family": "weather",
     "model.n_layers": "2",
-    "model.d_model": "64",
-    "model.n_heads": "4",
+    "model.d_model": "128",
+    "model.n_heads": "8",
     "model.n_lat": "8",
     "model.n_lon": "16",
     "model.patch_size": "2",

@@ -256,7 +256,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on CPU ranks")
     options = parser.parse_args()
     if options.tiny:
-        options.room_gib = min(options.room_gib, 0.004)
+        options.room_gib = min(options.room_gib, 0.016)
     return options
 
 

@@ -55,6 +55,9 @@ def fake_tensors_everywhere(most_sent: int | None = None) -> Iterator[FakeTensor
         stack.enter_context(unseen_propagation())
         if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
             stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _take_stated_shapes))
+        if hasattr(_Stage, "_get_init_p2p_neighbors_ops"):
+            # Up to PyTorch 2.11 neighbours greet each other before their first step.
+            stack.enter_context(patch.object(_Stage, "_get_init_p2p_neighbors_ops", lambda _stage: []))
         # One object: PyTorch asks whether an operation is that very function.
         send = _Transport(most_sent).isend
         for module in (dist, distributed_c10d):
@@ -63,6 +66,7 @@ def fake_tensors_everywhere(most_sent: int | None = None) -> Iterator[FakeTensor
 
 
 _isend = distributed_c10d.isend
+_Stage = pipelining_stage._PipelineStageBase
 
 
 class _Transport:

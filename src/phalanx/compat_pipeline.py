@@ -44,9 +44,9 @@ class LeanStage(PipelineStage):
         return result
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # Up to PyTorch 2.11 neighbours greet each other first. Where a schedule turns round they are one rank, and gloo
-        # connects no rank to itself.
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+        # Up to PyTorch 2.11 neighbours greet each other first, so that all ranks of a group are there when it is connected.
+        # Links are connected already; and where a schedule turns round a neighbour is the rank itself.
+        return [] if self.link_of is not None else super()._get_init_p2p_neighbors_ops()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives of a micro-batch's activations, into fresh buffers."""

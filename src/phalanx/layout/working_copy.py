@@ -37,7 +37,6 @@ class WorkingCopy:
             if parameter.grad is not None:
                 self._move_gradient(parameter)
 
-    @torch.no_grad()
     def _move_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         master = self._master_of[id(parameter)]
