@@ -168,6 +168,8 @@ def test_reader_that_goes_away() -> None:
         ("phalanx tr", ["train"]),
         ("phalanx config check run.yaml layout.recompute=s", ["layout.recompute=selective"]),
         ("phalanx config check run.yaml layout.micro", ["layout.microbatch="]),
+        ("phalanx config check run.yaml micro", ["microbatch="]),
+        ("phalanx config check run.yaml recompute=s", ["recompute=selective"]),
         ("phalanx config list llama3-4", ["llama3-405b"]),
     ],
 )

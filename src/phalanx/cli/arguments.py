@@ -8,15 +8,18 @@ from typing import Annotated
 import typer
 
 from phalanx.config.fields import all_fields
+from phalanx.config.override import full_name
 
 
 def complete_override(incomplete: str) -> list[str]:
     """Shell completion of a `section.field=value` argument: the fields, then the words a field accepts."""
     name, equals, begun = incomplete.partition("=")
     if equals:
-        field = all_fields().get(name)
+        field = all_fields().get(full_name(name))
         return [f"{name}={choice}" for choice in (field.choices if field else ()) if choice.startswith(begun)]
-    return [f"{known}=" for known in all_fields() if known.startswith(name) and ".N." not in known]
+    known = [one for one in all_fields() if ".N." not in one]
+    short = [one.removeprefix("layout.") for one in known if one.startswith("layout.")] if name else []
+    return [f"{one}=" for one in [*known, *short] if one.startswith(name)]
 
 
 def examples(*commands: str) -> str:
@@ -29,7 +32,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SECTION.FIELD=VALUE",
-        help="Fields to change, e.g. training.steps=100.",
+        help="Fields to change, e.g. training.steps=100; those of the layout also as tp=2.",
         autocompletion=complete_override,
     ),
 ]

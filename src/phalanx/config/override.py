@@ -19,6 +19,11 @@ class Override:
     value: Value
 
 
+def full_name(name: str) -> str:
+    """The name of a field with its section, which fields of the layout need not have."""
+    return f"layout.{name}" if f"layout.{name}" in all_fields() else name
+
+
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
     """Read `section.field=value` arguments; fields of the layout need no section.
 
@@ -46,8 +51,7 @@ def _parse(argument: str) -> Override | Problem:
         return Problem((), f"{show_value(argument)} is not an override; write section.field=value")
     if not text.strip():
         return Problem((), f"{argument.strip()} has no value; write {argument.strip()}null to unset a field")
-    if f"layout.{name}" in all_fields():
-        name = f"layout.{name}"
+    name = full_name(name)
     path = tuple(int(part) if part.isdecimal() and len(part) < 6 else part for part in name.split("."))
     field = all_fields().get(name)
     if field is not None and field.is_text and text.strip()[0] not in "'\"":
