@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import sys
 import tempfile
 import time
 from datetime import UTC, datetime
@@ -26,7 +24,7 @@ from typing import Any
 
 import torch
 
-from layout_speed import QUIET, ROOT, run_with_timeout
+from layout_speed import QUIET, ROOT, phalanx_command, run_environment, run_with_timeout
 from phalanx.files import write_atomically
 from planner_validation import TINY
 
@@ -60,12 +58,9 @@ def common_words(options: argparse.Namespace) -> list[str]:
 
 def phalanx(words: list[str], options: argparse.Namespace, folder: Path) -> tuple[str, int, float]:
     """Run a command of the program on all devices: output, exit code, seconds. folder: a path among its words."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.devices)]
-    search_path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONPATH": search_path}
-    command = [sys.executable, *launcher, "-m", "phalanx", *words]
+    command = [*phalanx_command(options.devices), *words]
     start = time.monotonic()
-    output, code = run_with_timeout(command, folder, environment, options.timeout)
+    output, code = run_with_timeout(command, folder, run_environment(), options.timeout)
     seconds = time.monotonic() - start
     with options.out.with_suffix(".log").open("a") as log:
         log.write(f"$ {' '.join(command[1:])}\n{output}\n")

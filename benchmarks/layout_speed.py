@@ -78,20 +78,9 @@ def overrides(case: str, options: argparse.Namespace) -> list[str]:
 
 def measure(case: str, options: argparse.Namespace, folder: Path, log: Path) -> dict[str, Any]:
     """Run one case and summarise its metrics."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.nproc)]
-    command = [
-        sys.executable,
-        *(launcher if options.nproc > 1 else []),
-        "-m",
-        "phalanx",
-        "train",
-        str(options.run_file),
-    ]
+    command = [*phalanx_command(options.nproc), "train", str(options.run_file)]
     command += ["--run-dir", str(folder), *overrides(case, options)]
-    search_path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # torchtitan's launcher sets the allocator so too.
-    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONPATH": search_path}
-    output, code = run_with_timeout(command, folder, environment, options.timeout)
+    output, code = run_with_timeout(command, folder, run_environment(), options.timeout)
     with log.open("a") as file:
         file.write(f"$ {' '.join(command)}\n{output}\n")
     if code:
@@ -111,6 +100,18 @@ def measure(case: str, options: argparse.Namespace, folder: Path, log: Path) -> 
         "loss": [row["loss"] for row in rows],
         "machine": json.loads((folder / "machine.json").read_text()),
     }
+
+
+def phalanx_command(ranks: int) -> list[str]:
+    """What starts `phalanx` on so many ranks of this machine, up to the verb."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, *(launcher if ranks > 1 else []), "-m", "phalanx"]
+
+
+def run_environment() -> dict[str, str]:
+    """Of runs that are measured: these sources, and the allocator as torchtitan's launcher sets it, too."""
+    search_path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONPATH": search_path}
 
 
 def run_with_timeout(command: list[str], folder: Path, environment: dict[str, str], seconds: float) -> tuple[str, int]:

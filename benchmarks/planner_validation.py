@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +26,7 @@ from typing import Any
 
 import torch
 
-from layout_speed import QUIET, ROOT, run_with_timeout
+from layout_speed import QUIET, ROOT, phalanx_command, run_environment, run_with_timeout
 from phalanx.calibrate.where import plain_machine
 from phalanx.cluster.device import device_facts
 from phalanx.cluster.machine import Machine, load_machine
@@ -186,15 +184,10 @@ def measure(
     case: Case, words: list[str], devices: list[int], options: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
     """Run one case on these devices of the machine and summarise its metrics."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.devices)]
-    command = [sys.executable, *(launcher if case.devices > 1 else []), "-m", "phalanx", "train", str(RUN_FILE)]
+    command = [*phalanx_command(case.devices), "train", str(RUN_FILE)]
     command += ["--run-dir", str(folder), *words]
     seen = ",".join(map(str, devices))
-    environment = {
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
+    environment = run_environment()
     if not options.tiny:
         environment |= {"CUDA_VISIBLE_DEVICES": seen}
     start = time.monotonic()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -19,12 +18,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from layout_speed import ROOT, phalanx_command, run_environment
+
 sys.path.insert(0, str(ROOT / "src"))
 
-from phalanx.config.load import load_run  # noqa: E402
-from phalanx.layout.memory import state_bytes  # noqa: E402
-from phalanx.layout.resolve import resolve_layout  # noqa: E402
+from phalanx.config.load import load_run
+from phalanx.layout.memory import state_bytes
+from phalanx.layout.resolve import resolve_layout
 
 GIB = 2**30
 
@@ -74,11 +74,8 @@ def overrides(case: str, data: str, steps: int) -> tuple[Path, list[str]]:
 def measure(case: str, data: str, steps: int, skip: int, folder: Path, log: Path) -> dict[str, Any]:
     """Run one case in a process of its own and summarise its metrics."""
     run_file, changes = overrides(case, data, steps)
-    command = [sys.executable, "-m", "phalanx", "train", str(run_file), "--run-dir", str(folder), *changes]
-    search_path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # torchtitan's launcher sets the allocator so too.
-    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONPATH": search_path}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+    command = [*phalanx_command(1), "train", str(run_file), "--run-dir", str(folder), *changes]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=run_environment())
     with log.open("a") as file:
         file.write(f"$ {' '.join(command)}\n{done.stdout}{done.stderr}\n")
     if done.returncode:

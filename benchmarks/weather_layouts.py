@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -41,7 +40,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from layout_speed import ROOT
+from layout_speed import ROOT, run_environment
 from phalanx.calibrate.where import plain_machine
 from phalanx.cluster.machine import load_machine
 from phalanx.cost.profile import load_profile, profile_for
@@ -151,8 +150,7 @@ def run_tasks(tasks: list[Task], options: argparse.Namespace, keep: Callable[[],
             *("--case-seconds", str(options.case_seconds), "--room-gib", str(options.room_gib)),
             *("--device", "cpu" if options.tiny else "auto"),
         ]
-        search_path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, "PYTHONPATH": search_path}
+        environment = run_environment()
         if options.tiny:
             environment["OMP_NUM_THREADS"] = "1"
         log.write(f"$ {' '.join(command)}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import pty
@@ -34,7 +35,9 @@ def run_in_terminal(columns: int, *arguments: str, **settings: str) -> tuple[int
     try:
         while chunk := os.read(ours, 65536):
             shown += chunk
-    except OSError:  # Linux ends a closed terminal with an input/output error
-        pass
+    except OSError as error:
+        # Linux ends a closed terminal so.
+        if error.errno != errno.EIO:
+            raise
     os.close(ours)
     return child.wait(), shown.decode().replace("\r\n", "\n")

@@ -8,7 +8,6 @@ import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from phalanx.cli.arguments import Json
 from phalanx.cli.console import output, print_json, write_file
@@ -36,9 +35,6 @@ from phalanx.cli.plan_options import (
 from phalanx.cli.plan_words import plan_lines
 from phalanx.cluster.machine import load_machine, machine_names
 from phalanx.config.load import load_run
-from phalanx.config.override import parse_overrides
-from phalanx.config.schema import Run
-from phalanx.cost.enumerate import CHOSEN
 from phalanx.cost.family import require_planned
 from phalanx.cost.profile import load_profile, profile_beside, profile_for
 from phalanx.cost.second_process import second_process
@@ -46,7 +42,7 @@ from phalanx.errors import ConfigError
 from phalanx.plan.budget import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES, Reliability
 from phalanx.plan.cost_models import CostModels
 from phalanx.plan.facts import plan_facts
-from phalanx.plan.judge import Planner, Task
+from phalanx.plan.judge import Planner, Task, fixed_fields
 from phalanx.plan.plan import Plan, Wishes, fit_plan, make_plan
 from phalanx.plan.scaling import parse_scale
 from phalanx.plan.write import planned_text
@@ -99,7 +95,7 @@ def plan(
         amount=None if tokens is None else _tokens(tokens),
         reliability=Reliability(mtbf_hours, restart_minutes, checkpoint_gb_s),
     )
-    task = Task(loaded, devices or planner.machine.node.devices, _fixed(loaded, words, everything=fix))
+    task = Task(loaded, devices or planner.machine.node.devices, fixed_fields(loaded, words, everything=fix))
     with _libraries_at_rest(), second_process():
         made = fit_plan(planner, task, wishes) if fit else make_plan(planner, task, wishes)
     written = _write_all(made, write, html)
@@ -154,15 +150,6 @@ def _print(made: Plan, written: dict[str, str], cluster: str) -> None:
 def _path(found: str | Path) -> str:
     """A profile's name as it is, or its path so that it cannot be taken for a name."""
     return found if isinstance(found, str) else str(found.absolute())
-
-
-def _fixed(run: Run, words: list[str], *, everything: bool) -> dict[str, Any]:
-    """The fields of the layout that are not to be chosen: those of the command line, or of the run file as well."""
-    stated = {str(change.path[-1]) for change in parse_overrides(words) if change.path[0] == "layout"}
-    if everything:
-        stated |= run.layout.model_fields_set
-    values = {name: getattr(run.layout, name) for name in CHOSEN if name in stated}
-    return {name: value for name, value in values.items() if value != "auto"}
 
 
 def _tokens(words: str) -> int:

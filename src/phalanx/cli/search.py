@@ -14,14 +14,11 @@ from phalanx.cli.search_words import progress, search_lines
 from phalanx.cluster.machine import described_names, load_machine
 from phalanx.config.families import require_language
 from phalanx.config.load import load_run
-from phalanx.config.override import parse_overrides
-from phalanx.config.schema import LanguageRun
 from phalanx.config.search import Search
-from phalanx.cost.enumerate import CHOSEN
 from phalanx.cost.profile import load_profile, profile_for
 from phalanx.errors import PhalanxError
 from phalanx.plan.cost_models import CostModels
-from phalanx.plan.judge import Planner, Task
+from phalanx.plan.judge import Planner, Task, fixed_fields
 from phalanx.report.search_page import render_search
 
 
@@ -111,10 +108,3 @@ def _run_search(asked: _Asked, where: str, path: Path, **options: Any) -> Any:
     except ImportError as error:
         raise PhalanxError(f'phalanx search needs {error.name}: pip install "phalanx-train[search]"') from None
     return run_search(asked.planner, asked.task, asked.search, where, path, tell=progress, **options)
-
-
-def fixed_fields(run: LanguageRun, words: list[str]) -> dict[str, Any]:
-    """The fields of the layout that the command line gives."""
-    stated = {str(change.path[-1]) for change in parse_overrides(words) if change.path[0] == "layout"}
-    values = {name: getattr(run.layout, name) for name in CHOSEN if name in stated}
-    return {name: value for name, value in values.items() if value != "auto"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from phalanx.cluster.machine import Machine
 from phalanx.config.check import global_batch_samples
+from phalanx.config.override import parse_overrides
 from phalanx.config.schema import LanguageRun, Run
 from phalanx.cost.candidates import Candidates
 from phalanx.cost.enumerate import CHOSEN, Limits, legal_candidates
@@ -28,6 +30,15 @@ WORTH_STREAMING = 0.02
 """Share of a device's memory that a block's parameters and gradients take, gathered, where streaming is considered."""
 _AT_ONCE = 50_000
 """Layouts the models see at a time: few enough for their arrays to stay in the processor's cache."""
+
+
+def fixed_fields(run: Run, words: Sequence[str], *, everything: bool = False) -> dict[str, Any]:
+    """The fields of the layout that are not to be chosen: those of the command line, or of the run file as well."""
+    stated = {str(change.path[-1]) for change in parse_overrides(words) if change.path[0] == "layout"}
+    if everything:
+        stated |= run.layout.model_fields_set
+    values = {name: getattr(run.layout, name) for name in CHOSEN if name in stated}
+    return {name: value for name, value in values.items() if value != "auto"}
 
 
 @dataclass(frozen=True)
