@@ -11,8 +11,9 @@ from phalanx.calibrate.measure import Measurements, measure, of_all_ranks
 from phalanx.calibrate.where import plain_machine
 
 SHORT = replace(
-    PROCESSOR, span_s=0.001, samples=3, matmuls=3, singles=1, attentions=1, traffic=(2**18,), optimizer=(2**12,),
-    exchanged=(2**12, 2**14), copied=(2**14,), blocks=((64, 64, 1),), beside=(64, 4, 2**12),
+    PROCESSOR, span_s=0.001, samples=3, models=((64, 64, 1), (64, 64, 4)), matmuls=3, singles=1, attentions=1,
+    traffic=(2**18,), optimizer=(2**12,), exchanged=(2**12, 2**14), copied=(2**14,),
+    blocks=((64, 64, 1),), beside=(64, 4, 2**12),
 )  # fmt: skip
 
 
@@ -27,7 +28,7 @@ def test_ranks_measure_together_and_agree_on_what_they_found() -> None:
     names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
     timed = {(name, size) for name in names for size in SHORT.exchanged}
     assert {(x.collective, x.size) for x in first.exchanged} == timed | {("copies", size) for size in SHORT.copied}
-    assert all(x.members == 2 and 0 < x.seconds < 10 for x in first.exchanged)
+    assert all(x.members == 2 and x.seconds > 0 for x in first.exchanged)
     assert first.collectives_beside is not None and first.collectives_beside.both > 0
     assert len(first.operations) == 3 + 1 + 2 and len(first.blocks) == 1
     assert any("2 ranks" in words for words in said)

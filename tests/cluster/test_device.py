@@ -106,11 +106,11 @@ def test_the_matmul_measurement_counts_real_work() -> None:
 
 
 def test_moments_lie_as_far_apart_as_the_clock_says() -> None:
-    start, began = Moment(CPU), time.perf_counter()
+    began, start = time.perf_counter(), Moment(CPU)
     time.sleep(0.02)
     end, ended = Moment(CPU), time.perf_counter()
     end.wait()
-    assert 0.02 <= end.seconds_since(start) <= ended - began + 0.01
+    assert 0.02 <= end.seconds_since(start) <= ended - began
 
 
 def test_a_host_copy_gives_the_numbers() -> None:

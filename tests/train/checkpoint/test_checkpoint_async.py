@@ -103,7 +103,7 @@ def test_one_save_at_a_time(root):
     with CheckpointStore(root, keep_last=3) as store:
         gate = hold(store)
         first = store.save(1, small_state(1), {}, asynchronous=True)
-        threading.Timer(0.3, gate.set).start()
+        threading.Timer(1.0, gate.set).start()
         second = store.save(2, small_state(2), {}, asynchronous=True)
         assert first.done and second.stall_seconds > 0.2
         assert [checkpoint.step for checkpoint in store.list()] == [2, 1] and second.done
