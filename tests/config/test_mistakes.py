@@ -10,7 +10,8 @@ from phalanx.errors import ConfigError
 
 LAYOUT_HAS = (
     "dp_replicate, dp_shard, tp, cp, pp, zero, schedule, stages_per_rank, context, tp_across_nodes, microbatch, "
-    "global_batch, recompute, precision, reshard_after_forward, gather, branch_groups and peer_copies"
+    "global_batch, recompute, precision, reshard_after_forward, gather, gather_blocks, gathers_ahead, "
+    "branch_groups and peer_copies"
 )
 SECTIONS = "model, data, layout, optimizer, training, checkpoint, evaluation, cluster, search and tune"
 PRESETS = "(phalanx config list shows them)"

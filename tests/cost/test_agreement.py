@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from dry_layouts import train_step
@@ -83,6 +85,39 @@ def test_several_stages_a_rank_hold_on_accelerators_what_the_code_holds(schedule
     worst = max(ranks, key=lambda rank: rank.allocated)
     found = dry_run(run, layout, worst.rank, train_step, accelerator=True, devices_per_node=None)
     assert worst.allocated == pytest.approx(found.peak, rel=0.02), (worst, found.categories)
+
+
+TOGETHER: list[dict[str, Any]] = [
+    {"dp_shard": 8, "gather_blocks": 2, "recompute": "full"},
+    {"dp_shard": 8, "gather_blocks": 3, "gathers_ahead": 2, "microbatch": 2},
+    {"dp_shard": 4, "tp": 2, "gather_blocks": 4, "reshard_after_forward": False, "recompute": "full"},
+    {"dp_shard": 4, "dp_replicate": 2, "zero": 2, "gather_blocks": 4, "global_batch": 8, "recompute": "full"},
+    {"dp_shard": 8, "gathers_ahead": 3, "recompute": "full"},
+    {"dp_shard": 8, "zero": 1, "gather_blocks": 8, "global_batch": 8, "recompute": "full"},
+    {"dp_shard": 4, "pp": 2, "gather_blocks": 2, "reshard_after_forward": True},
+]
+
+
+@pytest.mark.parametrize("words", TOGETHER, ids=str)
+def test_blocks_gathered_together_hold_what_the_code_holds(words: dict[str, Any]) -> None:
+    run = run_with(SIZES | {"model.n_layers": 8}, **{"global_batch": 16, **words})
+    layout = resolve_layout(run, WORLD)
+    first = rank_memory(run, layout, run.layout.recompute, KERNELS)[0]
+    found = dry_run(run, layout, 0, train_step, accelerator=False, devices_per_node=None)
+    assert first.allocated == pytest.approx(found.peak, rel=0.02), (first, found.moment, found.categories)
+
+
+@pytest.mark.parametrize(("together", "units"), [(1, 4), (2, 2), (3, 2), (9, 1)])
+def test_as_few_exchanges_as_there_are_units(together: int, units: int) -> None:
+    run = run_with(dp_shard=4, global_batch=4, gather_blocks=together)
+    found = dry_run(run, resolve_layout(run, 4), 0, train_step, accelerator=False, devices_per_node=None)
+    counts: dict[str, int] = {}
+    for traffic in found.traffic:
+        if traffic.axis == "dp_shard":
+            counts[traffic.operation] = counts.get(traffic.operation, 0) + traffic.count
+    # Beside the blocks the embedding, and the head, which stays gathered.
+    assert counts["reduce_scatter"] == units + 2, counts
+    assert counts["all_gather"] == 2 * (units + 1) + 1, counts
 
 
 def test_random_layouts_are_of_many_kinds() -> None:

@@ -128,6 +128,20 @@ def test_layouts_take_as_long_beside_others_as_alone(steps: Steps) -> None:
     np.testing.assert_allclose(twice, together[[*range(len(steps)), 7, 1, 5]], rtol=1e-12)
 
 
+def test_larger_units_save_latency_and_show_more_at_the_ends() -> None:
+    layouts = _layouts({"dp_shard": 64, "global_batch": 64, "reshard_after_forward": True})
+    run = RUN.model_copy(update={"layout": RUN.layout.model_copy(update={"gather_blocks": 6})})
+    alone, together = (steps_of_run(one, layouts, MACHINE, EAGER) for one in (RUN, run))
+    assert together.unit.tolist() == [6]
+    slow, quick = (replace(CONSTANTS, launch_s=latency, step_s=0.0, step_across_s=0.0) for latency in (0.01, 0.0))
+    exposed = [[_seconds(one, PROFILE, each)[0, StepCause.DATA] for each in (slow, quick)] for one in (alone, together)]
+    # Two gathers and a reduction of each unit, a gather before the first one; embedding and head are units as before.
+    units = RUN.model.n_layers
+    latencies = [exposed[place][0] - exposed[place][1] for place in range(2)]
+    assert latencies[0] - latencies[1] >= 0.01 * (3 * units - 3 * units / 6) * (1 - PROFILE.hidden)
+    assert exposed[1][1] > exposed[0][1]
+
+
 def test_zero_3_gathers_more_than_zero_1(steps: Steps) -> None:
     seconds = _seconds(steps)[:, StepCause.DATA]
     assert seconds[1] > seconds[2] > seconds[3]

@@ -97,6 +97,11 @@ class Layout(Section):
     gather: Literal["layer", "stream"] = "layer"
     """What a rank gathers of a block's matrices (Hybrid-STOP): its whole tensor-parallel part, or chunk after chunk of it,
     two at a time (least memory; needs zero=3)."""
+    gather_blocks: PositiveInt = 1
+    """Neighbouring blocks of a stage whose parameters are gathered, and gradients reduced, together: fewer and larger
+    messages, for more memory."""
+    gathers_ahead: Annotated[int, Field(ge=1, le=16)] = 1
+    """How many of these gathers are under way ahead of the blocks that compute."""
     branch_groups: Annotated[
         Literal["off", "auto"] | BranchSizes,
         Words("off, auto, or a list of ranks for each branch, as in [2, 1, 1]"),

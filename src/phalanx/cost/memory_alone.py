@@ -6,12 +6,11 @@ See `memory_moments`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 
 import numpy as np
 
 from phalanx.cost.memory_parts import PartBytes
-from phalanx.cost.memory_situation import Amount, Held, Mask, Rank
+from phalanx.cost.memory_situation import Amount, Held, Rank
 
 
 def moments_alone(rank: Rank) -> Iterator[tuple[str, Held]]:
@@ -35,6 +34,8 @@ class _Alone:
         """A table at both ends is gathered for a whole step."""
         self.head_gradient = self.tied * r.s.width * r.embedding.count
         self.table = r.embedding.gathered + self.tied * r.head.gathered
+        self.tail = (r.layers - 1) % r.s.gather_blocks + 1
+        """Blocks of the last unit."""
         # What the last reduction of a micro-batch was sent from goes only when the next one begins.
         self.lasting = r.sent * self.table * (r.early & r.several)
 
@@ -57,8 +58,10 @@ class _Alone:
             r.held(
                 gradients=self.gradients(0, 0) * r.several,
                 activations=embedding.kept + s.sizes.shared + (r.layers - 1) * block.kept + s.sizes.hidden,
-                gathered_parameters=self.gathered(r.layers, ends * r.several + embedding.gathered, block.gathered),
-                gather_buffers=s.sharded * r.received * block.gathered * (r.dropped | ~r.several),
+                gathered_parameters=self.gathered(
+                    r.layers, ends * r.several + embedding.gathered, self.tail * block.gathered
+                ),
+                gather_buffers=s.sharded * r.received * self.tail * block.gathered * (r.dropped | ~r.several),
                 reduce_buffers=self.lasting,
                 part=block.forward,
             ),
@@ -67,6 +70,7 @@ class _Alone:
     def of_the_head(self) -> Iterator[tuple[str, Held]]:
         """The head forward, backward, and its gradients on their way to other ranks."""
         r, s, head = self.r, self.r.s, self.r.head
+        gradients = self.own_gradients(head) * self.untied
         hidden, own = s.sizes.hidden, head.gathered * self.untied
         both = r.embedding.gathered + head.gathered
         yield (
@@ -86,7 +90,7 @@ class _Alone:
                 gradients=self.gradients(0, 0),
                 activations=self.kept + head.kept,
                 gathered_parameters=self.gathered(r.layers, both, own),
-                gather_buffers=self.ahead(r.block),
+                gather_buffers=self.ahead(self.tail * r.block.gathered),
                 reduce_buffers=self.lasting,
                 part=head.backward,
             ),
@@ -97,46 +101,55 @@ class _Alone:
                 gradients=self.gradients(0, 0),
                 activations=self.kept + hidden,
                 gathered_parameters=self.gathered(r.layers, r.embedding.gathered + self.root, 0),
-                gather_buffers=self.ahead(r.block),
-                part=self.own_gradients(head) * self.untied + self.head_gradient,
-                **r.reducing(head.times(self.untied)),
+                gather_buffers=self.ahead(self.tail * r.block.gathered),
+                part=gradients + self.head_gradient,
+                **r.reducing(head, gradients, self.untied),
             ),
         )
 
     def of_the_blocks(self) -> Iterator[tuple[str, Held]]:
-        """The last two blocks and the first backward; what lies between is even."""
-        r, layers, block = self.r, self.r.layers, self.r.block.gathered
-        head = r.head.gathered
-        yield from self._of_a_block("the last block", layers, head * self.untied)
-        before = np.where(layers > 1, block, head)
-        yield from self._of_a_block("the last block but one", np.maximum(1, layers - 1), before)
-        yield from self._of_a_block("the first block", 1, np.where(layers > 1, block, head * self.untied))
+        """The last two units of blocks and the first backward; what lies between is even."""
+        r, layers, unit, tail = self.r, self.r.layers, self.r.unit, self.tail
+        head, block = r.head.gathered, r.block.gathered
+        yield from self._of_a_unit("the last block", layers, tail, head * self.untied)
+        several = layers > tail
+        left = np.where(several, layers - tail, layers)
+        yield from self._of_a_unit("the last block but one", left, unit, np.where(several, tail * block, head))
+        before = np.where(several, np.where(layers > unit + tail, unit, tail) * block, head * self.untied)
+        yield from self._of_a_unit("the first block", unit, unit, before)
 
-    def _of_a_block(self, name: str, left: Amount, before: Amount) -> Iterator[tuple[str, Held]]:
-        """left: blocks that are not done, this one among them. before: parameters of the part reduced before it."""
+    def _of_a_unit(self, name: str, left: Amount, size: Amount, before: Amount) -> Iterator[tuple[str, Held]]:
+        """left: blocks that are not done, those of this unit among them. size: blocks of the unit. before: parameters that
+        were reduced before it."""
         r, s, block = self.r, self.r.s, self.r.block
-        following = _either(left > 1, block, r.embedding.times(self.untied))
+        units = np.minimum(s.gathers_ahead, np.ceil((left - size) / r.unit))
+        following = np.where(left > size, units * r.unit * block.gathered, r.embedding.gathered * self.untied)
         activations = r.embedding.kept + s.sizes.shared + left * block.kept
-        yield (
-            f"backward of {name}",
-            r.held(
-                gradients=self.gradients(r.layers - left, self.untied, coming=1),
-                activations=activations,
-                gathered_parameters=self.gathered(left, self.table, block.gathered),
+        own = self.own_gradients(block)
+
+        def backward(done: Amount) -> Held:
+            """Of the block that comes after so many of the unit."""
+            return r.held(
+                gradients=self.gradients(r.layers - left, self.untied, coming=1 + done),
+                activations=activations - done * block.kept,
+                gathered_parameters=self.gathered(left, self.table, size * block.gathered),
                 gather_buffers=self.ahead(following),
                 reduce_buffers=s.sharded * (r.early | ~r.several | r.whole) * r.sent * before,
-                part=block.backward + self.head_gradient,
-            ),
-        )
+                part=block.backward + self.head_gradient + done * own,
+            )
+
+        yield f"backward of {name}", backward(0)
+        if s.gather_blocks > 1:
+            yield f"backward of all that is gathered with {name}", backward(size - 1)
         yield (
             f"gradients of {name} reduced",
             r.held(
                 gradients=self.gradients(r.layers - left, self.untied),
-                activations=activations - block.kept + s.sizes.hidden,
-                gathered_parameters=self.gathered(left - 1, self.table, 0),
+                activations=activations - size * block.kept + s.sizes.hidden,
+                gathered_parameters=self.gathered(left - size, self.table, 0),
                 gather_buffers=self.ahead(following),
-                part=self.own_gradients(block) + self.head_gradient,
-                **r.reducing(block),
+                part=size * own + self.head_gradient,
+                **r.reducing(block, size * own, size),
             ),
         )
 
@@ -149,14 +162,15 @@ class _Alone:
                 gradients=self.gradients(r.layers, self.untied),
                 activations=embedding.kept,
                 gathered_parameters=self.gathered(0, self.table, embedding.gathered * self.untied),
-                reduce_buffers=s.sharded * r.sent * r.block.gathered,
+                reduce_buffers=s.sharded * r.sent * r.unit * r.block.gathered,
                 part=embedding.backward + self.head_gradient,
             ),
         )
         end = embedding.plus(r.head.times(self.tied))
+        own = self.own_gradients(end)
         yield (
             "gradients of the embedding reduced",
-            r.held(gradients=self.gradients(r.layers, self.untied), part=self.own_gradients(end), **r.reducing(end)),
+            r.held(gradients=self.gradients(r.layers, self.untied), part=own, **r.reducing(end, own)),
         )
         yield "update", r.held(gradients=s.master * r.shard)
 
@@ -166,9 +180,9 @@ class _Alone:
         kept = blocks * r.block.gathered + ends
         return r.s.sharded * r.s.width * np.where(r.dropped, now + self.root, kept)
 
-    def ahead(self, part: PartBytes) -> Amount:
-        """The buffer of the part that is gathered ahead."""
-        return self.r.s.sharded * self.r.dropped * self.r.received * part.gathered
+    def ahead(self, parameters: Amount) -> Amount:
+        """The buffers of what is gathered ahead."""
+        return self.r.s.sharded * self.r.dropped * self.r.received * parameters
 
     def gradients(self, blocks: Amount, with_head: Amount, with_embedding: Amount = 0, coming: int = 0) -> Amount:
         """Gradients added up once this much has been reduced in the last micro-batch.
@@ -185,8 +199,3 @@ class _Alone:
     def own_gradients(self, part: PartBytes) -> Amount:
         """Gradients in the format they are computed in; added up already where they wait for the last micro-batch."""
         return self.r.s.width * part.count * ~self.r.whole
-
-
-def _either(condition: Mask, one: PartBytes, other: PartBytes) -> PartBytes:
-    values = {f.name: np.where(condition, getattr(one, f.name), getattr(other, f.name)) for f in fields(PartBytes)}
-    return PartBytes(**values)

@@ -183,5 +183,7 @@ def _situation(
         tied=bool(family_of(run).tied(run)),
         samples=candidates.accumulation * candidates.microbatch * cost_family(run.model).sample_bytes(run),
         peer_copies=peer_copies,
+        gather_blocks=run.layout.gather_blocks,
+        gathers_ahead=run.layout.gathers_ahead,
         sends_last=kernels.attention == "cpu",
     )

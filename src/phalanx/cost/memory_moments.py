@@ -2,6 +2,7 @@
 
 One arithmetic for a single layout and for a million: every number may be an array. A backward pass frees the activations of
 one block after another while gradients take their place; all of that is even, so only its first and last blocks matter.
+Where several blocks are gathered together, each of these stands for a unit of them.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ MOMENTS = (
     "backward of the head",
     "gradients of the head reduced",
     "backward of the last block",
+    "backward of all that is gathered with the last block",
     "gradients of the last block reduced",
     "backward of the last block but one",
+    "backward of all that is gathered with the last block but one",
     "gradients of the last block but one reduced",
     "backward of the first block",
+    "backward of all that is gathered with the first block",
     "gradients of the first block reduced",
     "next backward of the head",
     "next backward of the last block",
@@ -44,15 +48,17 @@ def moments(situation: Situation) -> Iterator[tuple[str, Held]]:
 def peer_buffer_bytes(situation: Situation) -> Amount:
     """Most bytes of the buffers of `layout.peer_copies`, which lie beside the allocator's memory; 0 without peer copies.
 
-    Gathering takes turns between three buffers of a block's size, one that is read, one that is filled and one that peers
-    may still read, and one for the ends of the model; what is reduced has one of each size. Streamed
+    Gathering takes turns between buffers of a unit's size, one that is read, one that peers may still read and one for each
+    unit that is gathered ahead, and one for the ends of the model; what is reduced has one of each size. Streamed
     chunks and their gradients take turns between two each, all as large as the largest chunk.
     """
     r = Rank(situation)
     if not situation.peer_copies:
         return 0 * r.shard
     ends = r.embedding.gathered + r.head.gathered
-    gathering = situation.width * (3 * r.block.gathered + np.maximum(r.embedding.gathered, r.head.gathered))
+    unit = r.unit * r.block.gathered
+    count = 2 + situation.gathers_ahead
+    gathering = situation.width * (count * unit + np.maximum(r.embedding.gathered, r.head.gathered))
     sent = np.where(r.whole, situation.master, situation.width)
     streaming = situation.width * situation.sizes.ring
-    return (r.sharded_many) * (gathering + sent * (r.block.gathered + ends) + streaming)
+    return (r.sharded_many) * (gathering + sent * (unit + ends) + streaming)

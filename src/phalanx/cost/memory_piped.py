@@ -34,8 +34,9 @@ class _Piped:
         self.unsharded = np.where(r.whole, r.gathered + r.streamed, r.shard)
         self.before = s.master * self.unsharded * (h.again > 0)
         """Gradients of micro-batches before this one."""
-        self.ahead = s.sharded * r.dropped * r.received * r.block.gathered
-        """The buffer of the block that is gathered ahead."""
+        units = np.minimum(s.gathers_ahead, np.maximum(1, np.ceil(h.stage_layers / r.unit) - 1))
+        self.ahead = s.sharded * r.dropped * r.received * units * r.unit * r.block.gathered
+        """The buffers of the blocks that are gathered ahead."""
 
     def held(self, **causes: Amount) -> Held:
         """These and what is held all the time."""
@@ -82,7 +83,9 @@ class _Piped:
             self.held(
                 gradients=np.where(h.again > 0, self.before, s.master * head.count),
                 activations=after_head + waiting,
-                gathered_parameters=self.gathered((1 + h.layers - h.stage_layers) * block.gathered + head.gathered),
+                gathered_parameters=self.gathered(
+                    (r.unit + h.layers - h.stage_layers) * block.gathered + head.gathered
+                ),
                 gather_buffers=self.ahead,
                 part=block.backward,
             ),
@@ -131,16 +134,17 @@ class _Piped:
     def of_the_end(self) -> Iterator[tuple[str, Held]]:
         """Gradients are reduced part by part, then comes the update."""
         r, s = self.r, self.s
-        largest = _largest(r.block, r.embedding, r.head)
+        largest = _largest(r.block.times(r.unit), r.embedding, r.head)
         # Where nothing is shared out, the gradients are gone by the time their copy is divided.
         gone = largest.gathered * (r.whole & (s.sizes.shards == 1))
+        own = s.width * largest.count * ~r.whole * s.sharded
         yield (
             "gradients of the first part reduced",
             self.held(
                 gradients=s.master * (self.unsharded - gone),
                 gathered_parameters=self.gathered(r.gathered),
-                part=s.width * largest.count * ~r.whole * s.sharded,
-                **r.reducing(largest),
+                part=own,
+                **r.reducing(largest, own),
             ),
         )
         yield "update", self.held(gradients=s.master * r.shard)

@@ -1,7 +1,7 @@
 """One rank of each layout as the memory model sees it: what decides what it holds, and amounts that several moments share.
 
-What FSDP2 holds is read from its code (torch 2.11 to 2.13): a block's parameters are gathered while the one before computes,
-and the buffer that gradients were reduced from lives until the next block's are.
+What FSDP2 holds is read from its code (torch 2.11 to 2.13): a unit's parameters are gathered while the one before computes,
+and the buffer that gradients were reduced from lives until the next unit's are. A unit is `layout.gather_blocks` blocks.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ class Situation:
     """Bytes of the inputs and targets of a step."""
     peer_copies: bool = False
     """Whether what FSDP2 sends and receives lies beside the allocator's memory."""
+    gather_blocks: int = 1
+    """Blocks that are gathered and reduced together."""
+    gathers_ahead: int = 1
+    """Units that are gathered while one computes."""
     sends_last: bool = False
     """Whether the transport holds what was sent until it is waited for, as gloo does; NCCL and RCCL let go earlier."""
 
@@ -84,6 +88,8 @@ class Rank:
         self.embedding = s.sizes.embedding.times(h.embedding)
         self.head = s.sizes.head.times(h.head)
         self.has_head = h.head > 0
+        self.unit = np.minimum(s.gather_blocks, h.stage_layers)
+        """Blocks that are gathered together: in all units of a stage but the last, which may be smaller."""
         self.several = s.accumulation > 1
         self.early = s.sharded & (s.zero >= 2) & ~s.piped
         """Gradients are reduced after every micro-batch."""
@@ -115,7 +121,9 @@ class Rank:
         causes["one part's pass"] = causes.pop("part", 0)
         return self.state | {name.replace("_", " "): amount for name, amount in causes.items()}
 
-    def reducing(self, part: PartBytes) -> Held:
-        """What FSDP2 makes to reduce one part's gradients."""
-        reduced = (self.sent + self.added) * part.gathered + self.s.master * part.shard
+    def reducing(self, part: PartBytes, own: Amount, count: Amount = 1) -> Held:
+        """What FSDP2 makes to reduce the gradients of so many of a part together, beside their `own` bytes. These go when
+        all is ready to be sent, before there is room for what arrives."""
+        arriving = count * (self.added * part.gathered + self.s.master * part.shard)
+        reduced = count * self.sent * part.gathered + np.maximum(arriving - own, 0)
         return {"reduce_buffers": self.s.sharded * reduced}

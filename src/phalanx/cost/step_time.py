@@ -176,7 +176,8 @@ def _pipeline(steps: Steps, busiest: Busiest, weight: Floats, constants: Constan
 class _OfEach:
     """Seconds of one kind of exchange for each part. Arrays of [layouts]."""
 
-    block: Floats
+    unit: Floats
+    """Of the blocks that are gathered together."""
     embedding: Floats
     head: Floats
 
@@ -234,31 +235,30 @@ class DataParallel:
         if not self.software.overlap:
             return self._afterwards(steps, busiest)
         layouts, count = steps.layouts, steps.layouts.accumulation
-        forward, backward = self.block
+        forward, backward = (steps.unit * each for each in self.block)
+        units = busiest.blocks / steps.unit
         exchanges = self._exchanges(steps)
         gather, scatter = exchanges.gather, exchanges.scatter
         three = layouts.zero == 3
-        again = np.where(three & (layouts.reshard_after_forward | self.software.reshard), gather.block, 0.0)
+        again = np.where(three & (layouts.reshard_after_forward | self.software.reshard), gather.unit, 0.0)
         gathers = np.where(three, count, layouts.zero > 0)
         scatters = np.where(layouts.zero >= 2, count, 1)
         # Nothing runs yet behind which the first gathers could hide, and nothing is left behind the last reductions.
         seconds = gathers * (
-            busiest.blocks * self._shown(gather.block, forward)
+            units * self._shown(gather.unit, forward)
             + busiest.embedding * gather.embedding
-            + gather.block
+            + gather.unit
             + busiest.head * self._shown(gather.head, forward)
         )
-        behind = scatter.block + again
+        behind = scatter.unit + again
         shown = self._shown(behind, backward)
         seconds += scatters * (
-            busiest.blocks * shown
-            + busiest.embedding * scatter.embedding
-            + busiest.head * self._shown(scatter.head, backward)
+            units * shown + busiest.embedding * scatter.embedding + busiest.head * self._shown(scatter.head, backward)
         )
         if (summed := exchanges.summed) is not None:
             seconds += (
                 busiest.embedding * summed.embedding
-                + busiest.blocks * (self._shown(behind + summed.block, backward) - shown)
+                + units * (self._shown(behind + summed.unit, backward) - shown)
                 + busiest.head * self._shown(summed.head, backward)
             )
         if (ring := exchanges.ring) is not None:
@@ -271,7 +271,8 @@ class DataParallel:
         first[steps.alike] = np.arange(len(steps))
         few = steps.take(first)
         one = replace(self, copied=self.copied[first])
-        parameters = (few.block_parameters - few.streams.parameters, few.embedding_parameters, few.head_parameters)
+        unit = few.unit * (few.block_parameters - few.streams.parameters)
+        parameters = (unit, few.embedding_parameters, few.head_parameters)
 
         def of_each(seconds: Callable[[Steps, Floats], Floats]) -> _OfEach:
             return _OfEach(*(seconds(few, held)[steps.alike] for held in parameters))

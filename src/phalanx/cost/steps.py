@@ -38,6 +38,11 @@ class RankLayers:
     mean: Floats
     """Mean over all ranks."""
 
+    @property
+    def most(self) -> Floats:
+        """Of the rank with most."""
+        return np.maximum(np.maximum(self.first, self.last), self.other)
+
 
 @dataclass(frozen=True)
 class Streams:
@@ -97,6 +102,8 @@ class Steps:
     block: Ints
     head: Ints
     layers: RankLayers
+    unit: Ints
+    """Blocks whose parameters are gathered, and gradients reduced, together."""
     joined: Floats
     """1 where the first pipeline rank holds the head too, else 0."""
     block_parameters: Floats
@@ -105,8 +112,8 @@ class Steps:
     head_parameters: Floats
     streams: Streams
     alike: Ints
-    """Layouts with the same number have the same parts of the model, and shards and replicas that lie alike: their
-    data-parallel ranks exchange the same."""
+    """Layouts with the same number have the same parts of the model, as many gathered together, and shards and replicas
+    that lie alike: their data-parallel ranks exchange the same."""
     hidden_bytes: Floats
     """Activations of one micro-batch between two stages, on one rank."""
     shards: Placement
@@ -170,12 +177,14 @@ def steps_of(
     machine: Machine,
     software: Software,
     chunk_tokens: Mapping[int, int] | None = None,
+    gather_blocks: int = 1,
 ) -> Steps:
     """The steps of `layouts` of one model.
 
     setting: the model and how it is computed; degrees, context exchange and recompute are those of each layout.
-    chunk_tokens: tokens whose logits are held at once, by tensor-parallel degree; else those of `setting`. Raises
-    ConfigError where a group needs links or a network that the description of the machine does not have.
+    chunk_tokens: tokens whose logits are held at once, by tensor-parallel degree; else those of `setting`. gather_blocks:
+    blocks that are gathered together, where a stage has as many. Raises ConfigError where a group needs links or a network
+    that the description of the machine does not have.
     """
     plain = replace(setting, compile=setting.compile and software.compiled)
     if not software.chunked_loss:
@@ -189,6 +198,7 @@ def steps_of(
     counts = sizes[which]
     alone = layouts.pp == 1
     layers, joined = rank_layers(plain, layouts, software)
+    unit = np.minimum(gather_blocks, np.ceil(layers.most / layouts.stages_per_rank).astype(np.int64))
     samples, positions = layouts.microbatch, setting.length // layouts.cp
     split = layouts.tp if software.sequence_parallel else 1
     width = setting.model.d_model * (4 if setting.precision == "fp32" else 2)
@@ -205,12 +215,13 @@ def steps_of(
         block=3 * which + 1,
         head=3 * which + 2,
         layers=layers,
+        unit=unit,
         joined=joined,
         block_parameters=counts[:, 1],
         embedding_parameters=counts[:, 0],
         head_parameters=counts[:, 2] - np.where(alone, counts[:, 3], 0.0),
         streams=Streams.of(blocks, distinct[:, 3], _drops(setting)).take(which),
-        alike=_distinct([like_parts, like_shards, like_replicas])[1],
+        alike=_distinct([like_parts, like_shards, like_replicas, unit])[1],
         hidden_bytes=samples * positions * width / split,
         shards=shards_lie,
         replicas=replicas_lie,

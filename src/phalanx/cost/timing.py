@@ -67,7 +67,7 @@ def steps_of_run(
     kernel = attention or likely_kernel(run, rocm=machine.node.device.startswith("MI"))
     setting = setting_of(run, candidates.layout(0), attention=kernel, compiled=software.compiled)
     chunks = loss_chunks(run, np.unique(candidates.tp).tolist())
-    return steps_of(setting, candidates, machine, software, chunks)
+    return steps_of(setting, candidates, machine, software, chunks, run.layout.gather_blocks)
 
 
 def with_simulated_pipelines(

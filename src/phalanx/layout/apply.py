@@ -115,8 +115,15 @@ def apply_layout(
         if compiled:
             _compile(stage)
         if mesh.data is not None:
-            reshard = layout.reshard_after_forward
-            shard_stage(stage, mesh.data, dtype, reshard_after_forward=reshard, copies=copies)
+            shard_stage(
+                stage,
+                mesh.data,
+                dtype,
+                reshard_after_forward=layout.reshard_after_forward,
+                copies=copies,
+                gather_blocks=run.layout.gather_blocks,
+                gathers_ahead=run.layout.gathers_ahead,
+            )
         masters = build.part(part, master_dtype) if copied else model
         masters.to_empty(device=device)
         named = named_parameters(masters, build.tied)

@@ -22,8 +22,7 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -42,29 +41,33 @@ def shard_stage(
     *,
     reshard_after_forward: bool,
     copies: PeerCopies | None = None,
+    gather_blocks: int = 1,
+    gathers_ahead: int = 1,
 ) -> None:
-    """Shard each block, the embedding, the head and then what is left of `stage`, in place, over [replicas, shards]; or all
-    of it as one unit where the stage asks for that.
+    """Shard blocks, the embedding, the head and then what is left of `stage`, in place, over [replicas, shards]; or all of
+    it as one unit where the stage asks for that.
 
     Streamed matrices (`layout.hybrid_stop`) are shared out already, and heads of branches (`layout.multitask`) have places
     of their own: both stay as they are.
 
     dtype: format in which parameters are gathered and used; gradients are reduced in at least float32. copies: exchanges
-    among the shards, where collectives do not do them.
+    among the shards, where collectives do not do them. gather_blocks: neighbouring blocks that make one unit. gathers_ahead:
+    units that are gathered while one computes.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32), cast_forward_inputs=False
     )
     part = stage.part
     blocks: list[nn.Module] = [] if stage.one_unit else list(part.blocks)
+    units = [blocks[start : start + gather_blocks] for start in range(0, len(blocks), gather_blocks)]
     apart = streamed_parameters(stage) | stage.branch_parameters()
-    for block in blocks:
+    for unit in units:
         fully_shard(
-            block,
+            unit,
             mesh=mesh,
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
-            ignored_params=apart & set(block.parameters()),
+            ignored_params={parameter for block in unit for parameter in block.parameters()} & apart,
         )
     if not (stage.shares_table or stage.one_unit):
         # A shared table stays with the root, which both ends of the model can reach.
@@ -87,11 +90,21 @@ def shard_stage(
         module.set_force_sum_reduction_for_comms(True)
         if copies is not None:
             copies.attach(module)
-    if len(blocks) > 1:
-        for block, following in pairwise(blocks):
-            assert isinstance(block, FSDPModule) and isinstance(following, FSDPModule)
-            block.set_modules_to_forward_prefetch([following])
-            following.set_modules_to_backward_prefetch([block])
+    _gather_ahead([_fsdp(unit[0]) for unit in units], gathers_ahead)
+
+
+def _gather_ahead(units: Sequence[FSDPModule], count: int) -> None:
+    """Gather so many of `units`, each named by one of its modules, while the one before them computes, there and back."""
+    for place, unit in enumerate(units):
+        if following := units[place + 1 : place + 1 + count]:
+            unit.set_modules_to_forward_prefetch(list(following))
+        if before := units[max(0, place - count) : place]:
+            unit.set_modules_to_backward_prefetch(list(reversed(before)))
+
+
+def _fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
 
 
 def prepare_microbatch(stage: Stage, zero: int, *, last: bool) -> None:
