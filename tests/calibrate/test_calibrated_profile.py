@@ -9,6 +9,7 @@ from phalanx.calibrate.blocks import TimedBlock
 from phalanx.calibrate.effort import ACCELERATOR
 from phalanx.calibrate.exchange import Beside, Exchanged
 from phalanx.calibrate.fit import profile_of
+from phalanx.calibrate.host_exchanges import HostExchanges
 from phalanx.calibrate.measure import Measurements, joined
 from phalanx.calibrate.operations import Passed
 from phalanx.calibrate.shapes import setting_of, shapes_for
@@ -125,6 +126,13 @@ def test_blocks_decide_where_they_differ_from_their_operations(measured: Measure
         assert len(one.blocks) == len(EFFORT.blocks) and np.abs(one.blocks).max() < 0.05
     rates = [found[factor].named.profile.matmul_flop_s for factor in (1.0, 1.06)]
     assert 1.02 < rates[0] / rates[1] < 1.08
+
+
+def test_what_the_host_does_for_exchanges_is_taken_as_it_was_timed(measured: Measurements) -> None:
+    assert profile_of(measured, MACHINE, "measured").named.profile.shard_host_s == TRUE.shard_host_s
+    timed = replace(measured, host_exchanges=HostExchanges(exchange_s=3e-4, shard_s=5e-5))
+    found = profile_of(timed, MACHINE, "measured").named.profile
+    assert (found.exchange_host_s, found.shard_host_s) == (3e-4, 5e-5)
 
 
 def test_one_rank_alone_leaves_the_links_as_they_are_by_default(measured: Measurements) -> None:

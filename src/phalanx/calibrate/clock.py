@@ -41,10 +41,12 @@ class Clock:
             return statistics.median(self._wall(call, calls) for _ in range(self.samples))
         return statistics.median(self._on_device(call, calls, first < _SHORT_S) for _ in range(self.samples))
 
-    def host_seconds(self, call: Call) -> float:
-        """What the host takes to issue `call`, the median: for calls that the device does faster than that."""
+    def host_seconds(self, call: Call, *, calls: int | None = None) -> float:
+        """What the host takes to issue `call`, the median: for calls that the device does faster than that. calls: as for
+        `seconds`."""
         call()
-        calls = max(1, min(200, round(self.span_s / max(self._wall(call), 1e-6))))
+        if calls is None:
+            calls = max(1, min(200, round(self.span_s / max(self._wall(call), 1e-6))))
         return statistics.median(self._wall(call, calls) for _ in range(self.samples))
 
     def _wall(self, call: Call, calls: int = 1) -> float:

@@ -88,6 +88,8 @@ def profile_of(found: Measurements, machine: Machine, source: str) -> Found:
         replace(x, ratio=float(1 / ratio)) for x, ratio in zip(found.operations, by_curves.tolist(), strict=False)
     )
     profile = replace(curves, measured=operations, host_s=found.host_s, optimizer_b_s=_rate(found))
+    if (host := found.host_exchanges) is not None:
+        profile = replace(profile, exchange_host_s=host.exchange_s, shard_host_s=host.shard_s)
     profile, constants, exchanged = _with_exchanges(profile, found, machine)
     left_out = [_with_blocks(profile, _without(found.blocks, place), machine) for place in range(len(found.blocks))]
     blocks = np.array(

@@ -18,6 +18,7 @@ from phalanx.calibrate.blocks import TimedBlock, time_blocks
 from phalanx.calibrate.clock import Clock
 from phalanx.calibrate.effort import Effort
 from phalanx.calibrate.exchange import Beside, Exchanged, groups_of, time_beside, time_collectives, time_copies
+from phalanx.calibrate.host_exchanges import HostExchanges, time_host_exchanges
 from phalanx.calibrate.operations import Passed, time_host, time_optimizer, time_shapes, time_traffic, warm_up
 from phalanx.calibrate.shapes import shapes_for
 from phalanx.cluster.device import synchronize
@@ -39,6 +40,8 @@ class Measurements:
     optimizer: tuple[Passed, ...]
     host_s: float
     exchanged: tuple[Exchanged, ...] = ()
+    host_exchanges: HostExchanges | None = None
+    """None on the CPU, where host and device are one."""
     collectives_beside: Beside | None = None
     copies_beside: Beside | None = None
     blocks: tuple[TimedBlock, ...] = ()
@@ -100,13 +103,14 @@ def _exchanges(
     groups = groups_of(dist.get_world_size(), per_node)
     report(f"collectives of {', '.join(str(members) for members, _ in groups)} ranks")
     timed = list(time_collectives(clock, groups, effort.exchanged, lambda: deadline.before(_FOR_BLOCKS)))
-    report("copies between devices, and computing beside exchanges")
+    report("copies between devices, computing beside exchanges, and what the host does for them")
     _, group = max((pair for pair in groups if pair[0] <= per_node), key=lambda pair: pair[0], default=groups[0])
     timed += time_copies(clock, group, effort.copied)
     rows, count, size = effort.beside
     return replace(
         found,
         exchanged=tuple(timed),
+        host_exchanges=None if clock.device.type == "cpu" else time_host_exchanges(clock),
         collectives_beside=time_beside(clock, group, rows, count, size, copies=False),
         copies_beside=time_beside(clock, group, rows, count, size, copies=True),
     )
@@ -155,6 +159,7 @@ def joined(every: Sequence[Measurements]) -> Measurements:
         optimizer=_middle([one.optimizer for one in every]),
         host_s=max(one.host_s for one in every),
         exchanged=_middle([one.exchanged for one in every]),
+        host_exchanges=first.host_exchanges,
         collectives_beside=_slowest([one.collectives_beside for one in every]),
         copies_beside=_slowest([one.copies_beside for one in every]),
         blocks=tuple(

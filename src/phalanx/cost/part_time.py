@@ -31,8 +31,11 @@ from phalanx.cost.operation_time import (
 from phalanx.cost.operations import Operation
 from phalanx.cost.parts import part_costs
 from phalanx.cost.profile import Profile
-from phalanx.cost.software import EAGER, Software
+from phalanx.cost.software import Software
 
+_STREAMED = 10.0
+"""What the host does to issue an operation of streamed blocks, over what compiled code needs: chains are computed chunk by
+chunk from Python (ORBIT-1B on H200s, one sample a micro-batch)."""
 _TOGETHER = 6.0
 """How sharply the slower of host and device decides: the power of a mean of both."""
 
@@ -50,6 +53,8 @@ class Parts:
     cp: Ints
     host_work: Floats
     """See `Software`."""
+    host_exchanges: Floats
+    """1 where the host pays for exchanges of activations, else 0."""
 
     @property
     def count(self) -> int:
@@ -66,6 +71,7 @@ class Parts:
             np.concatenate([parts.tp for parts in several]),
             np.concatenate([parts.cp for parts in several]),
             np.concatenate([parts.host_work for parts in several]),
+            np.concatenate([parts.host_exchanges for parts in several]),
         )
 
 
@@ -77,6 +83,8 @@ class PartTimes:
     """[parts, ways, causes]: forward and backward, recompute in the latter."""
     weight: Floats
     """The part of backward that makes gradients of weights, [parts]."""
+    issued: Floats
+    """What the host takes to issue all that, [parts, ways]; the device waits for it in the cause HOST."""
 
 
 def part_operations(name: PartName, setting: Setting, microbatch: int, software: Software) -> list[Operation]:
@@ -96,10 +104,11 @@ def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], software: Software
     """The parts in `wanted`: name, setting, samples of a micro-batch."""
     rows = [_rows_of(*part, software) for part in wanted]
     tp, cp = (np.array([getattr(setting, axis) for _, setting, _ in wanted], np.int64) for axis in ("tp", "cp"))
-    work = [max(software.host_work, EAGER.host_work) if s.streamed > 1 else software.host_work for _, s, _ in wanted]
+    work = [max(software.host_work, _STREAMED) if s.streamed > 1 else software.host_work for _, s, _ in wanted]
     together = np.concatenate(rows)
     together[:, 0] = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
-    return Parts(OperationTable.of_matrix(together), tp, cp, np.array(work))
+    exchanges = np.full(len(rows), float(software.host_exchanges))
+    return Parts(OperationTable.of_matrix(together), tp, cp, np.array(work), exchanges)
 
 
 @cache
@@ -146,13 +155,26 @@ def part_times(parts: Parts, machine: Machine, constants: Constants, profile: Pr
     hidden = np.minimum(sent, sums[..., Cause.ATTENTION] * profile.hidden)
     sums[..., Cause.CP] += profile.slowdown * hidden - hidden
     device = sums.sum(axis=2)
-    issued = np.bincount(table.part * ways + table.way, table.times, count * ways).reshape(count, ways) * profile.host_s
-    issued = issued * parts.host_work[:, None]
-    longest = np.maximum(np.maximum(device, issued), 1e-12)
-    together = longest * ((device / longest) ** _TOGETHER + (issued / longest) ** _TOGETHER) ** (1 / _TOGETHER)
+    issued = _issued(parts, profile)
+    together = slower_of(device, issued)
     sums[..., Cause.HOST] = together - device
     weight = np.bincount(table.part, np.where(table.weight, seconds, 0.0), count)
-    return PartTimes(sums, np.minimum(weight, together[:, Way.BACKWARD]))
+    return PartTimes(sums, np.minimum(weight, together[:, Way.BACKWARD]), issued)
+
+
+def slower_of(device: Floats, host: Floats) -> Floats:
+    """Seconds of something that takes the device and the host so long; where both take alike, each waits now and then."""
+    longest = np.maximum(np.maximum(device, host), 1e-12)
+    return np.asarray(longest * ((device / longest) ** _TOGETHER + (host / longest) ** _TOGETHER) ** (1 / _TOGETHER))
+
+
+def _issued(parts: Parts, profile: Profile) -> Floats:
+    table, count, ways = parts.operations, parts.count, len(Way)
+    where = table.part * ways + table.way
+    calls = np.bincount(where, table.times, count * ways).reshape(count, ways) * parts.host_work[:, None]
+    exchanged = np.where(np.isin(table.form, list(_COLLECTIVES)), table.times, 0)
+    exchanges = np.bincount(where, exchanged, count * ways).reshape(count, ways) * parts.host_exchanges[:, None]
+    return np.asarray(calls * profile.host_s + exchanges * profile.exchange_host_s)
 
 
 def _collective_seconds(parts: Parts, machine: Machine, constants: Constants) -> Floats:

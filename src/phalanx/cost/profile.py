@@ -59,6 +59,10 @@ class Profile:
     """Bytes a second at which the optimizer passes over what it reads and writes."""
     host_s: float
     """Seconds in which the host issues one operation; where the device is faster, it waits."""
+    exchange_host_s: float
+    """Seconds in which the host issues one exchange of activations, or of a streamed chunk, with the Python around it."""
+    shard_host_s: float
+    """Seconds in which the host prepares one parameter for being gathered, or its gradient for being reduced."""
     step_s: float
     """Seconds of an optimizer step that nothing else accounts for: data, learning rate, logging."""
     link_share: float
@@ -93,6 +97,8 @@ class Profile:
 
 
 CONSTANTS = tuple(field.name for field in fields(Profile) if field.name != "measured")
+_NEWER = frozenset({"exchange_host_s", "shard_host_s"})
+"""Constants that a profile may lack, since it was written before they were thought of: the device's default stands."""
 SHARES = frozenset({"hidden", "copy_share"})
 """Constants that cannot be more than 1."""
 
@@ -228,6 +234,9 @@ def _parse(text: str, name: str) -> NamedProfile:
     if not isinstance(values, dict) or not isinstance(values.get("constants"), dict):
         raise ConfigError(f"{name} holds no constants; phalanx calibrate writes such a file")
     constants = values["constants"]
+    if missing := _NEWER - set(constants):
+        shares = _defaults()["shares"]
+        constants = constants | {constant: shares[constant] for constant in missing}
     for problem, names in (
         ("lacks", set(CONSTANTS) - set(constants)),
         ("has unknown", set(constants) - set(CONSTANTS)),

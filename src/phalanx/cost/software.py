@@ -13,6 +13,9 @@ class Software:
     """Whether blocks are compiled, so that pointwise work is fused."""
     host_work: float = 1.0
     """What the host does to issue an operation, over what compiled code needs."""
+    host_exchanges: bool = True
+    """Whether exchanges cost the host what they do in our training: each collective of activations is called from Python,
+    and each parameter is gathered and reduced by itself, as FSDP2 does it. Else next to nothing."""
     fused_attention: bool = True
     """Whether scores stay on the chip; else they are written, and pass through memory several times."""
     attention_dropout: bool = False
@@ -49,6 +52,7 @@ EAGER = replace(OURS, compiled=False, host_work=2.0)
 _MEGATRON = Software(
     compiled=False,
     host_work=3.0,
+    host_exchanges=False,
     fused_attention=False,
     attention_dropout=True,
     sequence_parallel=False,
@@ -61,12 +65,14 @@ _MEGATRON = Software(
 )
 """Gradients are copied to 32-bit and checked for overflow on their way to the optimizer."""
 
-_FSDP = Software(compiled=False, host_work=2.0, plain_recompute=True, reduce_bytes=2, chunked_loss=False)
+_FSDP = Software(
+    compiled=False, host_work=2.0, host_exchanges=False, plain_recompute=True, reduce_bytes=2, chunked_loss=False
+)
 
 _KNOWN: tuple[tuple[str, Software], ...] = (
     ("llm foundry", _FSDP),
     ("hf accelerate", _FSDP),
-    ("torchtitan", replace(_FSDP, compiled=True, host_work=1.0, reduce_bytes=4)),
+    ("torchtitan", replace(_FSDP, compiled=True, host_work=1.0, host_exchanges=True, reduce_bytes=4)),
     ("nanotron", replace(_MEGATRON, fused_attention=True, reduce_bytes=4)),
     ("megatron-lm", replace(_MEGATRON, reduce_bytes=4)),
     ("megatron-deepspeed", _MEGATRON),

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from phalanx.cluster.collectives import Constants, all_gather, all_reduce, all_to_all, reduce_scatter, send
 from phalanx.cost.bubble import MeanStage, makespan
 from phalanx.cost.candidates import SCHEDULES
+from phalanx.cost.host_time import HostWaits
 from phalanx.cost.operation_time import Cause, Floats, Way
 from phalanx.cost.part_time import PartTimes, at, in_training
 from phalanx.cost.profile import Profile
@@ -106,9 +107,16 @@ def closed_form(
     for cause in Cause:
         if np.any(causes[:, cause]):
             seconds[cause] = count * busiest.of_parts(steps, causes[:, cause])
+    waits = HostWaits.of(steps, times, profile, software)
+    if waits is not None:
+        seconds[StepCause.HOST] += count * (
+            busiest.blocks * waits.block.sum(axis=1)
+            + busiest.embedding * waits.embedding.sum(axis=1)
+            + busiest.head * waits.head.sum(axis=1)
+        )
     bubble, transfer = _pipeline(steps, busiest, busiest.of_parts(steps, times.weight), constants)
     seconds[StepCause.BUBBLE], seconds[StepCause.TRANSFER] = bubble * profile.pipeline_ramp, transfer
-    data = DataParallel.of(steps, times, profile, constants, software)
+    data = DataParallel.of(steps, times, waits, profile, constants, software)
     seconds[StepCause.DATA] = data.exposed(steps, busiest)
     held = parameters_held(steps)
     mine = held / layouts.shards
@@ -220,13 +228,20 @@ class DataParallel:
 
     @classmethod
     def of(
-        cls, steps: Steps, times: PartTimes, profile: Profile, constants: Constants, software: Software
+        cls,
+        steps: Steps,
+        times: PartTimes,
+        waits: HostWaits | None,
+        profile: Profile,
+        constants: Constants,
+        software: Software,
     ) -> DataParallel:
         """For these steps."""
-        both = times.seconds.sum(axis=2)
+        both = times.seconds.sum(axis=2)[steps.block]
+        if waits is not None:
+            both = both + waits.block
         copied = (steps.shards.nodes == 1) & (steps.shards.size > 1) & software.copy_engines
-        block = (both[:, Way.FORWARD][steps.block], both[:, Way.BACKWARD][steps.block])
-        return cls(profile, software, constants, block, copied)
+        return cls(profile, software, constants, (both[:, Way.FORWARD], both[:, Way.BACKWARD]), copied)
 
     def exposed(self, steps: Steps, busiest: Busiest) -> Floats:
         """Seconds a step."""

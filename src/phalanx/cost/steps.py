@@ -45,6 +45,15 @@ class RankLayers:
 
 
 @dataclass(frozen=True)
+class Tensors:
+    """Parameters as tensors, which are gathered and reduced one by one. Arrays of [layouts]."""
+
+    block: Floats
+    embedding: Floats
+    head: Floats
+
+
+@dataclass(frozen=True)
 class Streams:
     """What of a block is streamed, and how. Arrays of [layouts]; 0 where blocks are gathered whole."""
 
@@ -110,6 +119,7 @@ class Steps:
     """Elements on one rank before data parallelism shares them out."""
     embedding_parameters: Floats
     head_parameters: Floats
+    tensors: Tensors
     streams: Streams
     alike: Ints
     """Layouts with the same number have the same parts of the model, as many gathered together, and shards and replicas
@@ -132,7 +142,7 @@ class Steps:
             column = getattr(self, field.name)
             if isinstance(column, Candidates | Streams):
                 values[field.name] = column.take(which)
-            elif isinstance(column, Placement | RankLayers):
+            elif isinstance(column, Placement | RankLayers | Tensors):
                 values[field.name] = at(column, which)
             elif field.name != "parts":
                 values[field.name] = column[which]
@@ -156,7 +166,7 @@ class Steps:
         values: dict[str, object] = {"parts": Parts.joined([steps.parts for steps in several])}
         for field in fields(cls):
             columns = [getattr(steps, field.name) for steps in moved]
-            if isinstance(columns[0], Candidates | RankLayers | Streams):
+            if isinstance(columns[0], Candidates | RankLayers | Streams | Tensors):
                 kind = type(columns[0])
                 values[field.name] = kind(
                     **{
@@ -220,6 +230,7 @@ def steps_of(
         block_parameters=counts[:, 1],
         embedding_parameters=counts[:, 0],
         head_parameters=counts[:, 2] - np.where(alone, counts[:, 3], 0.0),
+        tensors=Tensors(block=counts[:, 5], embedding=counts[:, 4], head=counts[:, 6]),
         streams=Streams.of(blocks, distinct[:, 3], _drops(setting)).take(which),
         alike=_distinct([like_parts, like_shards, like_replicas, unit])[1],
         hidden_bytes=samples * positions * width / split,
@@ -258,8 +269,8 @@ def _setting_at(plain: Setting, key: Sequence[int], chunk_tokens: Mapping[int, i
 
 
 def _part_sizes(settings: Sequence[tuple[Setting, int]], software: Software) -> tuple[Floats, list[PartCosts]]:
-    """(elements of embedding, block and head, and of what both ends share, [settings, 4]; the blocks)."""
-    sizes: list[tuple[int, int, int, int]] = []
+    """(elements of embedding, block and head, of what both ends share, tensors of the three, [settings, 7]; the blocks)."""
+    sizes: list[tuple[int, ...]] = []
     blocks: list[PartCosts] = []
     for one, microbatch in settings:
         # Parameters are the same with any recompute: of those that are traced anyway.
@@ -267,7 +278,9 @@ def _part_sizes(settings: Sequence[tuple[Setting, int]], software: Software) -> 
         embedding, block, head = (part_costs(name, traced, microbatch) for name in _PARTS)
         blocks.append(block)
         shared = head.largest_parameter.count if cost_family(one.model).tied(one.model) else 0
-        sizes.append((embedding.parameter_count, block.parameter_count, head.parameter_count, shared))
+        counts = [part.parameter_count for part in (embedding, block, head)]
+        tensors = [sum(not parameter.streamed for parameter in part.parameters) for part in (embedding, block, head)]
+        sizes.append((*counts, shared, *tensors))
     return np.asarray(sizes, np.float64), blocks
 
 
