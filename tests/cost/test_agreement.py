@@ -108,16 +108,17 @@ def test_blocks_gathered_together_hold_what_the_code_holds(words: dict[str, Any]
 
 
 @pytest.mark.parametrize(("together", "units"), [(1, 4), (2, 2), (3, 2), (9, 1)])
-def test_as_few_exchanges_as_there_are_units(together: int, units: int) -> None:
-    run = run_with(dp_shard=4, global_batch=4, gather_blocks=together)
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_as_few_exchanges_as_there_are_units(together: int, units: int, microbatches: int) -> None:
+    run = run_with(dp_shard=4, global_batch=4 * microbatches, gather_blocks=together)
     found = dry_run(run, resolve_layout(run, 4), 0, train_step, accelerator=False, devices_per_node=None)
     counts: dict[str, int] = {}
     for traffic in found.traffic:
         if traffic.axis == "dp_shard":
             counts[traffic.operation] = counts.get(traffic.operation, 0) + traffic.count
     # Beside the blocks the embedding, and the head, which stays gathered.
-    assert counts["reduce_scatter"] == units + 2, counts
-    assert counts["all_gather"] == 2 * (units + 1) + 1, counts
+    assert counts["reduce_scatter"] == microbatches * (units + 2), counts
+    assert counts["all_gather"] == microbatches * (2 * (units + 1) + 1), counts
 
 
 def test_random_layouts_are_of_many_kinds() -> None:

@@ -15,10 +15,11 @@ import numpy.typing as npt
 from phalanx.config.schema import Run
 from phalanx.cost.candidates import Candidates, Ints
 from phalanx.cost.family import Kernel, cost_family, likely_kernel
-from phalanx.cost.memory_moments import MOMENTS, moments, peer_buffer_bytes
+from phalanx.cost.memory_moments import MOMENTS, moments
 from phalanx.cost.memory_parts import ModelBytes, model_bytes
 from phalanx.cost.memory_situation import Held, Situation
 from phalanx.cost.memory_stages import Holdings, holdings, rank_holdings
+from phalanx.cost.peer_buffers import peer_buffer_bytes
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.recompute import Recompute
 from phalanx.layout.spec import ResolvedLayout

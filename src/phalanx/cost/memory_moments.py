@@ -13,7 +13,7 @@ import numpy as np
 
 from phalanx.cost.memory_alone import moments_alone
 from phalanx.cost.memory_piped import moments_piped
-from phalanx.cost.memory_situation import Amount, Held, Rank, Situation
+from phalanx.cost.memory_situation import Held, Rank, Situation
 
 MOMENTS = (
     "forward of the embedding",
@@ -43,22 +43,3 @@ def moments(situation: Situation) -> Iterator[tuple[str, Held]]:
     """Bytes by cause at each moment, for layouts of which either all have a pipeline or none."""
     rank = Rank(situation)
     yield from moments_piped(rank) if np.all(situation.piped) else moments_alone(rank)
-
-
-def peer_buffer_bytes(situation: Situation) -> Amount:
-    """Most bytes of the buffers of `layout.peer_copies`, which lie beside the allocator's memory; 0 without peer copies.
-
-    Gathering takes turns between buffers of a unit's size, one that is read, one that peers may still read and one for each
-    unit that is gathered ahead, and one for the ends of the model; what is reduced has one of each size. Streamed
-    chunks and their gradients take turns between two each, all as large as the largest chunk.
-    """
-    r = Rank(situation)
-    if not situation.peer_copies:
-        return 0 * r.shard
-    ends = r.embedding.gathered + r.head.gathered
-    unit = r.unit * r.block.gathered
-    count = 2 + situation.gathers_ahead
-    gathering = situation.width * (count * unit + np.maximum(r.embedding.gathered, r.head.gathered))
-    sent = np.where(r.whole, situation.master, situation.width)
-    streaming = situation.width * situation.sizes.ring
-    return (r.sharded_many) * (gathering + sent * (unit + ends) + streaming)

@@ -22,7 +22,7 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -69,19 +69,21 @@ def shard_stage(
             reshard_after_forward=reshard_after_forward,
             ignored_params={parameter for block in unit for parameter in block.parameters()} & apart,
         )
-    if not (stage.shares_table or stage.one_unit):
-        # A shared table stays with the root, which both ends of the model can reach.
-        if part.part.first:
-            fully_shard(part.embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-        if part.part.last:
-            # Used last in forward and first in backward: freeing it between is waste.
-            fully_shard(
-                part.head,
-                mesh=mesh,
-                mp_policy=policy,
-                reshard_after_forward=False,
-                ignored_params=apart & set(part.head.parameters()),
-            )
+    # A shared table stays with the root, which both ends of the model can reach.
+    apart_from_root = not (stage.shares_table or stage.one_unit)
+    first = [part.embedding] if apart_from_root and part.part.first else []
+    last = [part.head] if apart_from_root and part.part.last else []
+    for embedding in first:
+        fully_shard(embedding, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    for head in last:
+        # Used last in forward and first in backward: freeing it between is waste.
+        fully_shard(
+            head,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=False,
+            ignored_params=apart & set(head.parameters()),
+        )
     # Of one unit too: its backward pass follows at once, so that freeing it between would cost a gather and save nothing.
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=apart)
     for module in _sharded(stage):
@@ -90,21 +92,31 @@ def shard_stage(
         module.set_force_sum_reduction_for_comms(True)
         if copies is not None:
             copies.attach(module)
-    _gather_ahead([_fsdp(unit[0]) for unit in units], gathers_ahead)
+    _gather_ahead(_fsdp(first), _fsdp(unit[0] for unit in units), _fsdp(last), gathers_ahead)
 
 
-def _gather_ahead(units: Sequence[FSDPModule], count: int) -> None:
-    """Gather so many of `units`, each named by one of its modules, while the one before them computes, there and back."""
-    for place, unit in enumerate(units):
-        if following := units[place + 1 : place + 1 + count]:
+def _gather_ahead(
+    first: Sequence[FSDPModule], blocks: Sequence[FSDPModule], last: Sequence[FSDPModule], count: int
+) -> None:
+    """Gather `count` units of `blocks` while the one before them computes, forward and backward; the ends beside one.
+
+    Left to itself FSDP2 gathers backward what came before in all forward passes so far. For the first module of a stage that
+    is the last one of the micro-batch before: too early, and after the last micro-batch in vain. So it names itself, which
+    is there already.
+    """
+    for place, unit in enumerate(blocks):
+        if following := blocks[place + 1 : place + 1 + count]:
             unit.set_modules_to_forward_prefetch(list(following))
-        if before := units[max(0, place - count) : place]:
-            unit.set_modules_to_backward_prefetch(list(reversed(before)))
+        before = blocks[max(0, place - count) : place] or first or [unit]
+        unit.set_modules_to_backward_prefetch(list(reversed(before)))
+    for unit in first:
+        unit.set_modules_to_backward_prefetch([unit])
+    for unit in last:
+        unit.set_modules_to_backward_prefetch(list(blocks[-1:] or first or [unit]))
 
 
-def _fsdp(module: nn.Module) -> FSDPModule:
-    assert isinstance(module, FSDPModule)
-    return module
+def _fsdp(modules: Iterable[nn.Module]) -> list[FSDPModule]:
+    return [module for module in modules if isinstance(module, FSDPModule)]
 
 
 def prepare_microbatch(stage: Stage, zero: int, *, last: bool) -> None:
