@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distributed_ranks import run_ranks
 from layout_runs import Fields, run_with
+from phalanx.config.load import load_run
 from phalanx.config.schema import LanguageRun
 from phalanx.cost.candidates import Candidates
+from phalanx.cost.memory_fit import GIB
 from phalanx.cost.memory_model import Kernels, memory
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.attention import AttentionChoice
@@ -20,6 +24,7 @@ from phalanx.layout.resolve import resolve_layout
 from phalanx.train.step import build_step
 from whole_model import CPU
 
+ROOT = Path(__file__).parents[2]
 _LARGE = {"model.vocab_size": 400}
 """Embedding and head are larger than a block."""
 _TIED = {"model.tied_head": True}
@@ -76,6 +81,24 @@ def test_what_is_planned_is_what_ranks_have(place: int, found: list[list[int]]) 
     one = Candidates.of([resolve_layout(run, 2)], [run.layout.recompute])
     planned = memory(run, one, Kernels("cpu", compiled=False), peer_copies=True).peer_buffers[0]
     assert [ranks[place] for ranks in found] == [planned, planned]
+
+
+MEASURED: list[dict[str, Any]] = [
+    row
+    for row in json.loads((ROOT / "benchmarks/results/weather/h200_x4_layouts_alone.json").read_text())["cases"]
+    if row["case"].startswith("orbit-1b 8 x 2") and "dp_shard=1" not in " ".join(row["words"])
+]
+"""On H200s, in steps of two micro-batches: with more of them one buffer came to it, since a gather was begun in vain."""
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: row["case"])
+def test_what_is_planned_is_what_h200s_had(row: dict[str, Any]) -> None:
+    run = load_run(ROOT / "examples/orbit-1b.yaml", row["words"])
+    one = Candidates.of([resolve_layout(run, 4)], [run.layout.recompute])
+    found = memory(run, one, Kernels.on_accelerators(run), peer_copies=True)
+    measured = row["measured"]["memory_gib_rank_0"]["peer_buffers"]
+    assert found.peer_buffers[0] / GIB == pytest.approx(measured, rel=1e-4)
+    assert (found.allocated[0] + found.peer_buffers[0]) / GIB == pytest.approx(row["measured"]["memory_gib"], rel=0.015)
 
 
 def test_layouts_take_beside_others_what_they_take_alone() -> None:
