@@ -1,6 +1,8 @@
 """From measurements to a profile: what a device with known constants would have measured gives these constants back."""
 
 from dataclasses import replace
+from itertools import product
+from typing import cast
 
 import numpy as np
 import pytest
@@ -16,8 +18,9 @@ from phalanx.calibrate.shapes import setting_of, shapes_for
 from phalanx.cluster.collectives import COLLECTIVES, Constants, default_constants
 from phalanx.cluster.machine import load_machine
 from phalanx.cluster.topology import place
-from phalanx.cost.measured import TimedOperation
+from phalanx.cost.measured import Kind, TimedOperation
 from phalanx.cost.operation_time import Cause, Form, OperationTable, Way, compute_seconds
+from phalanx.cost.operations import Attention
 from phalanx.cost.part_time import part_times, parts_of
 from phalanx.cost.profile import Profile, default_profile
 from phalanx.cost.software import OURS
@@ -40,7 +43,7 @@ def _operations(profile: Profile) -> list[TimedOperation]:
     start = (0, Way.FORWARD, Cause.MATMUL)
     rows: list[tuple[tuple[float, ...], TimedOperation]] = []
     for single, products in ((False, shapes.products), (True, shapes.singles)):
-        for x in (product.sizes for product in products):
+        for x in (one.sizes for one in products):
             traffic = (4 if single else 2) * x.batch * (x.m * x.n + x.m * x.k + x.n * x.k)
             row = (*start, Form.PRODUCT, False, x.batch, x.m, x.n, x.k, x.flops, traffic, single)
             rows.append((row, TimedOperation("matmul32" if single else "matmul", x.batch, x.m, x.n, x.k, 0.0)))
@@ -49,7 +52,8 @@ def _operations(profile: Profile) -> list[TimedOperation]:
         for backward in (False, True):
             form = Form.ATTENTION_BACKWARD if backward else Form.ATTENTION
             row = (*start, form, False, *sizes, replace(y, backward=backward).flops, 0.0, False)
-            rows.append((row, TimedOperation("attention_backward" if backward else "attention", *sizes, 0.0)))
+            kind = ("" if y.causal else "whole_") + "attention" + ("_backward" if backward else "")
+            rows.append((row, TimedOperation(cast(Kind, kind), *sizes, 0.0)))
     seconds = compute_seconds(OperationTable.of([row for row, _ in rows]), profile).tolist()
     return [replace(x, seconds=s * _wobble(n)) for n, ((_, x), s) in enumerate(zip(rows, seconds, strict=True))]
 
@@ -113,6 +117,27 @@ def test_shapes_that_are_faster_or_slower_than_the_curve_are_predicted_as_they_w
     wobbled = [abs(x.ratio - 1) for x in found.named.profile.measured]
     assert max(wobbled) > 0.02
     assert len(found.operations) == len(measured.operations)
+
+
+def test_whole_attention_is_predicted_as_it_was_timed_and_causal_attention_as_before(measured: Measurements) -> None:
+    slower = [replace(x, seconds=1.2 * x.seconds) if x.kind.startswith("whole") else x for x in measured.operations]
+    profiles = [
+        profile_of(replace(measured, operations=tuple(x), blocks=()), MACHINE, "measured").named.profile
+        for x in (measured.operations, slower)
+    ]
+    calls = [
+        Attention(8, 16, 16, 2048, 2048, size, causal=causal, backward=backward)
+        for size, causal, backward in product((192, 128), (True, False), (True, False))
+    ]
+    start = (0, Way.FORWARD, Cause.ATTENTION)
+    rows = []
+    for x in calls:
+        form = Form.ATTENTION_BACKWARD if x.backward else Form.ATTENTION
+        rows.append((*start, form, False, x.samples * x.heads, x.queries, x.keys, x.head_size, x.flops, 0.0, False))
+    before, after = (compute_seconds(OperationTable.of(rows), profile) for profile in profiles)
+    for x, ratio in zip(calls, (after / before).tolist(), strict=True):
+        # 128 lies between sizes of heads that were timed, and is taken to be like them.
+        assert ratio == pytest.approx(1.0 if x.causal else 1.2, rel=1e-9 if x.causal else 0.05), x
 
 
 def test_blocks_decide_where_they_differ_from_their_operations(measured: Measurements) -> None:

@@ -30,7 +30,7 @@ def test_ranks_measure_together_and_agree_on_what_they_found() -> None:
     assert {(x.collective, x.size) for x in first.exchanged} == timed | {("copies", size) for size in SHORT.copied}
     assert all(x.members == 2 and x.seconds > 0 for x in first.exchanged)
     assert first.collectives_beside is not None and first.collectives_beside.both > 0
-    assert len(first.operations) == 3 + 1 + 2 and len(first.blocks) == 1
+    assert len(first.operations) == 3 + 1 + 2 + 2 and len(first.blocks) == 1
     assert any("2 ranks" in words for words in said)
     named = profile_of(first, plain_machine("CPU", 2), "measured").named
     assert named.collectives is not None and named.collectives.step_across_s == 0.0

@@ -21,7 +21,9 @@ def test_products_and_attention_span_what_models_have(effort: object) -> None:
     wanted = ACCELERATOR if effort is ACCELERATOR else PROCESSOR
     shapes = shapes_for(wanted, 1e11)
     assert len(shapes.products) == len(set(shapes.products)) == wanted.matmuls
-    assert 1 <= len(shapes.singles) <= wanted.singles and 1 <= len(shapes.attentions) <= wanted.attentions
+    causal = [attention for attention in shapes.attentions if attention.causal]
+    assert 1 <= len(shapes.singles) <= wanted.singles and 1 <= len(causal) <= wanted.attentions
+    assert len(shapes.attentions) - len(causal) == len(wanted.whole) > 0
     assert {product.order for product in shapes.products} == {"forward", "input", "weight"}
     flops = [product.sizes.flops for product in shapes.products]
     assert max(flops) > 50 * min(flops)

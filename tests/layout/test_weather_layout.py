@@ -11,7 +11,7 @@ import torch
 from layout_runs import refusal
 from phalanx.config.families import WeatherRun
 from phalanx.config.load import load_run
-from phalanx.layout import weather
+from phalanx.layout import attention
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.attention import AttentionChoice, fastest
 from phalanx.layout.family import Building
@@ -111,7 +111,7 @@ def test_the_fastest_attention_is_measured_once(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpu = torch.device("cpu")
     # Of the kernels an accelerator has, the CPU has this one.
-    found = weather._measure((2, 16, 4, 8), torch.float32, cpu)
+    found = attention._measure_whole((2, 16, 4, 8), torch.float32, cpu)
     assert found.keys() == {"flash"} and found["flash"] > 0
     choice = fastest("a device", lambda: {"flash": 2.0, "cudnn": 1.0})
     assert (choice.name, choice.kernel) == ("cudnn", "sdpa")

@@ -25,7 +25,9 @@ class Effort:
     singles: int
     """Most 32-bit products."""
     attentions: int
-    """Most calls of attention, each forward and backward."""
+    """Most calls of causal attention, each forward and backward."""
+    whole: tuple[tuple[int, int, int, int], ...]
+    """(samples, positions, heads, size of a head) of attention of all positions with all."""
     traffic: tuple[int, ...]
     """Bytes that a memory-bound operation reads and writes."""
     optimizer: tuple[int, ...]
@@ -51,6 +53,10 @@ ACCELERATOR = Effort(
     matmuls=96,
     singles=6,
     attentions=10,
+    whole=(
+        *((8, 2048, 16, 192), (16, 2048, 8, 192), (2, 2048, 8, 192), (1, 2048, 32, 256), (2, 2048, 16, 256)),
+        *((8, 2048, 16, 64), (32, 512, 16, 64), (8, 512, 8, 128)),
+    ),
     traffic=tuple(MIB * size for size in (2, 8, 32, 128, 512, 2048)),
     optimizer=(2**22, 2**25, 2**28),
     exchanged=tuple(2**power for power in range(16, 31, 2)),
@@ -68,6 +74,7 @@ PROCESSOR = Effort(
     matmuls=10,
     singles=6,
     attentions=3,
+    whole=((2, 64, 2, 32),),
     traffic=(MIB // 4, MIB, 4 * MIB),
     optimizer=(2**16, 2**19),
     exchanged=(2**16, 2**18, 2**20),

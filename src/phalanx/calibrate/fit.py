@@ -82,7 +82,9 @@ def profile_of(found: Measurements, machine: Machine, source: str) -> Found:
     names = _CURVES if any(x.kind == "matmul32" for x in found.operations) else {
         name: spread for name, spread in _CURVES.items() if name != "matmul32_flop_s"
     }  # fmt: skip
-    curves = _fitted(prior, names, lambda profile: _operation_errors(profile, found) / _NOISE)
+    # Whole attention has no curve of its own: what its calls take is kept as a ratio to that of causal ones.
+    fitted_to = replace(found, operations=tuple(x for x in found.operations if not _is_whole(x)))
+    curves = _fitted(prior, names, lambda profile: _operation_errors(profile, fitted_to) / _NOISE)
     by_curves = np.exp(_operation_errors(curves, found))
     operations = tuple(
         replace(x, ratio=float(1 / ratio)) for x, ratio in zip(found.operations, by_curves.tolist(), strict=False)
@@ -147,6 +149,10 @@ def _operation_errors(profile: Profile, found: Measurements) -> Floats:
     return np.log(compute_seconds(OperationTable.of(rows), profile)) - np.log(measured)
 
 
+def _is_whole(x: TimedOperation) -> bool:
+    return x.kind.startswith("whole")
+
+
 def _row(x: TimedOperation) -> tuple[float, ...]:
     start = (0, Way.FORWARD, Cause.MATMUL)
     if x.kind in ("matmul", "matmul32"):
@@ -154,9 +160,9 @@ def _row(x: TimedOperation) -> tuple[float, ...]:
         traffic = width * x.batch * (x.m * x.n + x.m * x.k + x.n * x.k)
         flops = 2 * x.batch * x.m * x.n * x.k
         return (*start, Form.PRODUCT, False, x.batch, x.m, x.n, x.k, flops, traffic, x.kind == "matmul32")
-    # As `operations.Attention` counts: two products forward, five backward, the causal half.
-    backward = x.kind == "attention_backward"
-    flops = (5 if backward else 2) * x.batch * x.m * x.n * x.k
+    # As `operations.Attention` counts: two products forward, five backward; of causal ones the half.
+    backward = x.kind.endswith("backward")
+    flops = (5 if backward else 2) * (2 if _is_whole(x) else 1) * x.batch * x.m * x.n * x.k
     form = Form.ATTENTION_BACKWARD if backward else Form.ATTENTION
     return (*start, form, False, x.batch, x.m, x.n, x.k, flops, 0.0, False)
 

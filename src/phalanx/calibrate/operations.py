@@ -14,8 +14,9 @@ from phalanx.calibrate.clock import Clock
 from phalanx.calibrate.shapes import Product, Shapes, model_of
 from phalanx.cost.measured import TimedOperation
 from phalanx.cost.operations import Attention
-from phalanx.layout.attention import AttentionShape, choose_attention
+from phalanx.layout.attention import AttentionChoice, AttentionShape, choose_attention, choose_whole_attention
 from phalanx.models.language.attention import attend, attention_context
+from phalanx.models.weather.block import attend as attend_whole
 
 T = TypeVar("T")
 
@@ -80,10 +81,7 @@ def _time_product(clock: Clock, product: Product, dtype: torch.dtype) -> TimedOp
 def _time_attention(clock: Clock, x: Attention) -> Iterator[TimedOperation]:
     """Forward and backward, by the kernel that training chooses for this shape."""
     device, dtype = clock.device, torch.bfloat16
-    model = model_of(x.heads * x.head_size, x.queries)
-    model = model.model_copy(update={"n_heads": x.heads, "n_kv_heads": x.kv_heads})
-    choice = choose_attention("auto", model, AttentionShape(x.samples, x.queries, dtype, documents=False), device)
-    context = attention_context(model, torch.arange(x.queries, device=device), dtype, kernel=choice.kernel)
+    choice, attended = _causal(x, device) if x.causal else _whole(x, device)
 
     def random(heads: int) -> Tensor:
         made = torch.randn(x.samples, x.queries, heads, x.head_size, device=device, dtype=dtype)
@@ -92,12 +90,31 @@ def _time_attention(clock: Clock, x: Attention) -> Iterator[TimedOperation]:
     query, key, value = random(x.heads), random(x.kv_heads), random(x.kv_heads)
     sizes = (x.samples * x.heads, x.queries, x.keys, x.head_size)
     with choice.active():
-        yield TimedOperation("attention", *sizes, clock.seconds(lambda: attend(query, key, value, context)))
-        out = attend(query, key, value, context)
+        forward = clock.seconds(lambda: attended(query, key, value))
+        yield TimedOperation("attention" if x.causal else "whole_attention", *sizes, forward)
+        out = attended(query, key, value)
         grad = torch.randn_like(out)
         inputs = (query, key, value)
         backward = clock.seconds(lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True))
-    yield TimedOperation("attention_backward", *sizes, backward)
+    yield TimedOperation("attention_backward" if x.causal else "whole_attention_backward", *sizes, backward)
+
+
+Attended = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of queries, keys and values [B, A, S, E]."""
+
+
+def _causal(x: Attention, device: torch.device) -> tuple[AttentionChoice, Attended]:
+    model = model_of(x.heads * x.head_size, x.queries)
+    model = model.model_copy(update={"n_heads": x.heads, "n_kv_heads": x.kv_heads})
+    shape = AttentionShape(x.samples, x.queries, torch.bfloat16, documents=False)
+    choice = choose_attention("auto", model, shape, device)
+    context = attention_context(model, torch.arange(x.queries, device=device), torch.bfloat16, kernel=choice.kernel)
+    return choice, lambda query, key, value: attend(query, key, value, context)
+
+
+def _whole(x: Attention, device: torch.device) -> tuple[AttentionChoice, Attended]:
+    shape = (x.samples, x.queries, x.heads, x.head_size)
+    return choose_whole_attention(shape, torch.bfloat16, device), attend_whole
 
 
 def time_traffic(clock: Clock, sizes: Iterable[int]) -> Iterator[Passed]:

@@ -78,10 +78,14 @@ def shapes_for(effort: Effort, memory_bytes: float) -> Shapes:
     attentions = list(
         dict.fromkeys(op.attention for op in operations if op.attention is not None and not op.attention.backward)
     )
+    whole = [
+        Attention(samples, heads, heads, length, length, size, causal=False, backward=False)
+        for samples, length, heads, size in effort.whole
+    ]
     return Shapes(
         tuple(products[place] for place in spread([_place(x.sizes) for x in products], effort.matmuls)),
         tuple(products[place] for place in spread([_place(x.sizes) for x in products], effort.singles)),
-        tuple(attentions[place] for place in spread([_attended(x) for x in attentions], effort.attentions)),
+        (*(attentions[place] for place in spread([_attended(x) for x in attentions], effort.attentions)), *whole),
     )
 
 

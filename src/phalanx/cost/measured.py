@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-Kind = Literal["matmul", "matmul32", "attention", "attention_backward"]
-KINDS: tuple[Kind, ...] = ("matmul", "matmul32", "attention", "attention_backward")
+Kind = Literal["matmul", "matmul32", "attention", "attention_backward", "whole_attention", "whole_attention_backward"]
+"""Attention is causal; that of all positions with all is whole."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ it. Everything else is memory traffic. Any kernel takes a little more than its w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 
@@ -128,7 +128,7 @@ def compute_seconds(table: OperationTable, profile: Profile) -> Floats:
     """Seconds of each operation on the device, all its times together, [operations]; 0 for collectives."""
     seconds = _by_curves(table, profile)
     if profile.measured:
-        for kind, which in _measurable(table):
+        for kind, which in _measurable(table, {point.kind for point in profile.measured}):
             rows = np.flatnonzero(which)
             if len(rows):
                 sizes = np.stack([table.batch[rows], table.m[rows], table.n[rows], table.k[rows]], axis=1)
@@ -136,13 +136,29 @@ def compute_seconds(table: OperationTable, profile: Profile) -> Floats:
     return seconds * table.times
 
 
-def _measurable(table: OperationTable) -> Iterable[tuple[Kind, npt.NDArray[np.bool_]]]:
-    """The kinds of operations that are timed one by one, and where they stand."""
+def _measurable(table: OperationTable, timed: Collection[Kind]) -> Iterable[tuple[Kind, npt.NDArray[np.bool_]]]:
+    """The kinds of operations that are timed one by one, and where they stand. timed: those that were."""
     product = table.form == Form.PRODUCT
     yield "matmul", product & ~table.single
     yield "matmul32", product & table.single
-    yield "attention", (table.form == Form.ATTENTION) | (table.form == Form.BIASED)
-    yield "attention_backward", (table.form == Form.ATTENTION_BACKWARD) | (table.form == Form.BIASED_BACKWARD)
+    forward = (table.form == Form.ATTENTION) | (table.form == Form.BIASED)
+    backward = (table.form == Form.ATTENTION_BACKWARD) | (table.form == Form.BIASED_BACKWARD)
+    if "whole_attention" not in timed:
+        # Causal calls of these sizes say something of them too.
+        yield "attention", forward
+        yield "attention_backward", backward
+        return
+    whole = _whole(table)
+    yield "attention", forward & ~whole
+    yield "attention_backward", backward & ~whole
+    yield "whole_attention", forward & whole
+    yield "whole_attention_backward", backward & whole
+
+
+def _whole(table: OperationTable) -> npt.NDArray[np.bool_]:
+    """Where attention computes all scores: twice as much as where half of them is masked."""
+    products = np.where(np.isin(table.form, (Form.ATTENTION_BACKWARD, Form.BIASED_BACKWARD)), 5.0, 2.0)
+    return np.asarray(table.flops > 1.5 * products * table.batch * table.m * table.n * table.k)
 
 
 def _by_curves(table: OperationTable, profile: Profile) -> Floats:

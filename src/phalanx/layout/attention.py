@@ -24,6 +24,7 @@ from phalanx.config.model import LanguageModel
 from phalanx.errors import ConfigError
 from phalanx.kernels.flash4 import why_not_flash4
 from phalanx.models.language.attention import AttentionCore, AttentionKernel, attend, attention_context
+from phalanx.models.weather.block import attend as attend_whole
 
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -95,6 +96,29 @@ def choose_attention(
     if device.type == "cpu" or compat.is_rocm():
         return AttentionChoice("sdpa")
     return fastest(_cache_key(model, shape, device), lambda: _measure_all(model, shape, device))
+
+
+def choose_whole_attention(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> AttentionChoice:
+    """The fastest kernel for queries, keys and values of `shape`, [B, S, A, E], of which none is masked."""
+    if device.type == "cpu" or compat.is_rocm():
+        return AttentionChoice("sdpa")
+    words = "B{} S{} H{} E{}".format(*shape)
+    key = f"{device_name(device)} | {torch.__version__} | {words} | {dtype} not causal"
+    return fastest(key, lambda: _measure_whole(shape, dtype, device))
+
+
+def _measure_whole(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    query, key, value = (
+        torch.randn(shape, device=device, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)
+    )
+    found = {}
+    for name in ("cudnn", "flash", "efficient"):
+        # A kernel refuses shapes it does not cover with a RuntimeError: that is the answer, not a failure.
+        with contextlib.suppress(RuntimeError):
+            found[name] = milliseconds_of(name, lambda: attend_whole(query, key, value), torch.randn_like(query))
+    return found or {"math": 0.0}
 
 
 def fastest(key: str, measure: Callable[[], dict[str, float]]) -> AttentionChoice:

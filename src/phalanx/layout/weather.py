@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from phalanx import compat
-from phalanx.cluster.device import device_name
 from phalanx.config.families import WeatherRun
 from phalanx.counter_random import DropoutContext
 from phalanx.data.fields.batches import FieldBatch
-from phalanx.layout.attention import AttentionChoice, fastest, milliseconds_of
+from phalanx.layout.attention import AttentionChoice, choose_whole_attention
 from phalanx.layout.collectives import gather
 from phalanx.layout.family import Building
 from phalanx.layout.hybrid_stop import stream_matrices
@@ -25,7 +22,6 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.models.language.positions import Positions
 from phalanx.models.splits import ModelPart
-from phalanx.models.weather.block import attend
 from phalanx.models.weather.declare import tensor_splits
 from phalanx.models.weather.embedding import FieldEmbedding
 from phalanx.models.weather.forecaster import Forecaster
@@ -153,26 +149,9 @@ class WeatherLayout:
         """The kernel that the run file names, or the fastest of those that PyTorch brings."""
         if run.training.attention != "auto":
             return AttentionChoice(run.training.attention)
-        if device.type == "cpu" or compat.is_rocm():
-            return AttentionChoice("sdpa")
-        model, dtype = run.model, PRECISIONS[run.layout.precision]
+        model = run.model
         shape = (layout.microbatch, model.n_tokens, model.n_heads // layout.tp, model.head_size)
-        words = "B{} S{} H{} E{}".format(*shape)
-        key = f"{device_name(device)} | {torch.__version__} | {words} | {dtype} not causal"
-        return fastest(key, lambda: _measure(shape, dtype, device))
-
-
-def _measure(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> dict[str, float]:
-    """Milliseconds of each kernel that can run queries, keys and values of `shape`, [B, S, A, E]."""
-    query, key, value = (
-        torch.randn(shape, device=device, dtype=dtype).transpose(1, 2).requires_grad_() for _ in range(3)
-    )
-    found = {}
-    for name in ("cudnn", "flash", "efficient"):
-        # A kernel refuses shapes it does not cover with a RuntimeError: that is the answer, not a failure.
-        with contextlib.suppress(RuntimeError):
-            found[name] = milliseconds_of(name, lambda: attend(query, key, value), torch.randn_like(query))
-    return found or {"math": 0.0}
+        return choose_whole_attention(shape, PRECISIONS[run.layout.precision], device)
 
 
 LAYOUT = WeatherLayout()
