@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -78,29 +79,34 @@ def launch(
     if out is not None:
         write_atomically(out, text)
     job_id = None if sbatch is None or out is None else _submit(sbatch, out)
-    assert job.seconds is not None
+    facts = {
+        "cluster": machine.name,
+        "nodes": job.nodes,
+        "world_size": ranks,
+        "layout": str(layout),
+        "partition": job.partition,
+        "time_s": job.seconds,
+        "script": None if out is None else str(out),
+        "job_id": job_id,
+        "text": text,
+    }
     if as_json:
-        print_json(
-            {
-                "cluster": machine.name,
-                "nodes": job.nodes,
-                "world_size": ranks,
-                "layout": str(layout),
-                "partition": job.partition,
-                "time_s": job.seconds,
-                "script": None if out is None else str(out),
-                "job_id": job_id,
-                "text": text,
-            }
-        )
+        print_json(facts)
     elif out is None:
         print(text, end="")
     else:
-        console = output()
-        place = f"{job.nodes} node{'s' if job.nodes > 1 else ''} of {machine.name}"
-        console.print(f"{out}: {ranks} ranks on {place} for {format_walltime(job.seconds)}, {layout}")
-        if job_id is not None:
-            console.print(f"submitted as job {job_id}", style="green")
+        _print_job(facts)
+
+
+def _print_job(facts: Mapping[str, Any]) -> None:
+    """What was written, and whether it was submitted."""
+    console = output()
+    nodes = facts["nodes"]
+    place = f"{nodes} node{'s' if nodes > 1 else ''} of {facts['cluster']}"
+    time = format_walltime(facts["time_s"])
+    console.print(f"{facts['script']}: {facts['world_size']} ranks on {place} for {time}, {facts['layout']}")
+    if facts["job_id"] is not None:
+        console.print(f"submitted as job {facts['job_id']}", style="green")
 
 
 def _find_sbatch() -> str:
