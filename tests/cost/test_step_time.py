@@ -80,7 +80,8 @@ def test_blocks_that_wait_for_many_nodes_straggle_and_others_do_not() -> None:
     even, uneven = (_seconds(found, replace(PROFILE, straggling=share)).sum(axis=1) for share in (0.0, 0.02))
     added = uneven - even
     assert added[0] == added[2] == 0.0
-    compute = _seconds(found, replace(PROFILE, straggling=0.0))[1, : len(Cause)].sum()
+    # What the host takes to gather in small micro-batches is not what others wait for.
+    compute = _seconds(found, replace(PROFILE, straggling=0.0, shard_host_s=0.0))[1, : len(Cause)].sum()
     # Eight nodes of eight devices are three doublings.
     assert added[1] == pytest.approx(3 * 0.02 * compute, rel=0.1)
 
