@@ -15,11 +15,11 @@ from phalanx.cluster.collectives import default_constants
 from phalanx.cluster.machine import load_machine
 from phalanx.config.load import load_run
 from phalanx.cost.candidates import Candidates
-from phalanx.cost.part_time import slower_of
+from phalanx.cost.part_time import part_times, slower_of
 from phalanx.cost.profile import default_profile, load_profile
 from phalanx.cost.software import OURS, software_of
 from phalanx.cost.step_time import StepCause, closed_form
-from phalanx.cost.timing import part_times, step_times, steps_of_run
+from phalanx.cost.timing import step_times, steps_of_run
 from phalanx.layout.resolve import resolve_layout
 
 ROOT = Path(__file__).parents[2]

@@ -19,6 +19,7 @@ from phalanx.layout.collectives import gather
 from phalanx.layout.mesh import Axis
 from phalanx.layout.peer_copies import PeerCopies
 from phalanx.layout.peer_memory import reaches_peers
+from phalanx.layout.shard import choose_exchanges
 
 _UNITS, _TENSORS, _SIDE = 4, 12, 32
 """Modules that are sharded, parameters of each, and their rows and columns."""
@@ -103,10 +104,7 @@ def _stack(device: torch.device, shared: bool) -> nn.Module:
     for unit in (*stack, stack):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not stack)
         assert isinstance(unit, FSDPModule)
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-        if copies is not None:
-            copies.attach(unit)
+        choose_exchanges(unit, copies)
     return stack
 
 

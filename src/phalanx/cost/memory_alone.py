@@ -34,8 +34,6 @@ class _Alone:
         """A table at both ends is gathered for a whole step."""
         self.head_gradient = self.tied * r.s.width * r.embedding.count
         self.table = r.embedding.gathered + self.tied * r.head.gathered
-        self.tail = (r.layers - 1) % r.s.gather_blocks + 1
-        """Blocks of the last unit."""
         # What the last reduction of a micro-batch was sent from goes only when the next one begins.
         self.lasting = r.sent * self.table * (r.early & r.several)
 
@@ -59,9 +57,9 @@ class _Alone:
                 gradients=self.gradients(0, 0) * r.several,
                 activations=embedding.kept + s.sizes.shared + (r.layers - 1) * block.kept + s.sizes.hidden,
                 gathered_parameters=self.gathered(
-                    r.layers, ends * r.several + embedding.gathered, self.tail * block.gathered
+                    r.layers, ends * r.several + embedding.gathered, r.tail * block.gathered
                 ),
-                gather_buffers=s.sharded * r.received * self.tail * block.gathered * (r.dropped | ~r.several),
+                gather_buffers=s.sharded * r.received * r.tail * block.gathered * (r.dropped | ~r.several),
                 reduce_buffers=self.lasting,
                 part=block.forward,
             ),
@@ -90,7 +88,7 @@ class _Alone:
                 gradients=self.gradients(0, 0),
                 activations=self.kept + head.kept,
                 gathered_parameters=self.gathered(r.layers, both, own),
-                gather_buffers=self.ahead(self.tail * r.block.gathered),
+                gather_buffers=self.ahead(r.tail * r.block.gathered),
                 reduce_buffers=self.lasting,
                 part=head.backward,
             ),
@@ -101,7 +99,7 @@ class _Alone:
                 gradients=self.gradients(0, 0),
                 activations=self.kept + hidden,
                 gathered_parameters=self.gathered(r.layers, r.embedding.gathered + self.root, 0),
-                gather_buffers=self.ahead(self.tail * r.block.gathered),
+                gather_buffers=self.ahead(r.tail * r.block.gathered),
                 part=gradients + self.head_gradient,
                 **r.reducing(head, gradients, self.untied),
             ),
@@ -109,7 +107,7 @@ class _Alone:
 
     def of_the_blocks(self) -> Iterator[tuple[str, Held]]:
         """The last two units of blocks and the first backward; what lies between is even."""
-        r, layers, unit, tail = self.r, self.r.layers, self.r.unit, self.tail
+        r, layers, unit, tail = self.r, self.r.layers, self.r.unit, self.r.tail
         head, block = r.head.gathered, r.block.gathered
         yield from self._of_a_unit("the last block", layers, tail, head * self.untied)
         several = layers > tail
@@ -184,7 +182,7 @@ class _Alone:
         """The buffers of what is gathered ahead."""
         return self.r.s.sharded * self.r.dropped * self.r.received * parameters
 
-    def gradients(self, blocks: Amount, with_head: Amount, with_embedding: Amount = 0, coming: int = 0) -> Amount:
+    def gradients(self, blocks: Amount, with_head: Amount, with_embedding: Amount = 0, coming: Amount = 0) -> Amount:
         """Gradients added up once this much has been reduced in the last micro-batch.
 
         coming: blocks whose streamed matrices get theirs just now.

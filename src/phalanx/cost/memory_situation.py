@@ -90,6 +90,8 @@ class Rank:
         self.has_head = h.head > 0
         self.unit = np.minimum(s.gather_blocks, h.stage_layers)
         """Blocks that are gathered together: in all units of a stage but the last, which may be smaller."""
+        self.tail = (h.stage_layers - 1) % s.gather_blocks + 1
+        """Blocks of the last unit."""
         self.several = s.accumulation > 1
         self.early = s.sharded & (s.zero >= 2) & ~s.piped
         """Gradients are reduced after every micro-batch."""

@@ -172,7 +172,7 @@ def _issued(parts: Parts, profile: Profile) -> Floats:
     table, count, ways = parts.operations, parts.count, len(Way)
     where = table.part * ways + table.way
     calls = np.bincount(where, table.times, count * ways).reshape(count, ways) * parts.host_work[:, None]
-    exchanged = np.where(np.isin(table.form, list(_COLLECTIVES)), table.times, 0)
+    exchanged = np.where(table.form >= Form.ALL_REDUCE, table.times, 0)
     exchanges = np.bincount(where, exchanged, count * ways).reshape(count, ways) * parts.host_exchanges[:, None]
     return np.asarray(calls * profile.host_s + exchanges * profile.exchange_host_s)
 

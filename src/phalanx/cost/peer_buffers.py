@@ -14,9 +14,8 @@ from functools import cache
 import numpy as np
 
 from phalanx.cost.memory_situation import Amount, Rank, Situation
+from phalanx.layout.peer_copies import aligned, resting
 
-_ALIGNED = 512
-"""As in `layout.peer_copies`."""
 _UNITS = 6
 """Units of blocks beyond which a pass repeats itself; an odd number leaves other buffers at rest than an even one."""
 _FIRST_BLOCK = 2
@@ -48,12 +47,11 @@ def _alone(r: Rank) -> Amount:
     s, tied = r.s, r.s.tied
     ends = (r.embedding.gathered, r.head.gathered)
     first, last = (0 * end if tied else end for end in ends)
-    tail = (r.layers - 1) % s.gather_blocks + 1
     several = np.minimum(s.accumulation, 2)
     columns = [
         first,
         r.unit * r.block.gathered,
-        tail * r.block.gathered,
+        r.tail * r.block.gathered,
         np.ceil(r.layers / r.unit),
         last,
         sum(ends) if tied else 0 * first,
@@ -128,10 +126,9 @@ class _Pool:
 
     def exchange(self, size: int) -> _Buffer:
         """Take a buffer and exchange through it; it stays lent."""
-        resting = [x for x in self.buffers if x.size >= size and not x.lent and not 0 < x.exchange == self.exchanges]
-        found = min(resting, key=lambda x: (x.size, x.exchange), default=None)
+        found = resting(self.buffers, size, self.exchanges)
         if found is None:
-            found = _Buffer(-(-size // _ALIGNED) * _ALIGNED)
+            found = _Buffer(aligned(size))
             self.buffers.append(found)
         self.exchanges += 1
         found.exchange, found.lent = self.exchanges, True

@@ -138,8 +138,7 @@ class NamedProfile:
 def default_profile(device: str) -> NamedProfile:
     """What is expected of a device that nothing was measured on. Raises ConfigError for an unknown one, or the CPU."""
     facts = device_facts(device)
-    table = _defaults()
-    ratios = {**table["shares"], **table["devices"].get(device, {})}
+    ratios = _ratios(device)
     rate = _rate(facts, ratios)
     if facts.bandwidth_gb_s is None:
         raise ConfigError(f"device {device}: devices.yaml has no memory bandwidth, which its profile needs")
@@ -154,7 +153,13 @@ def default_profile(device: str) -> NamedProfile:
         "optimizer_b_s": bandwidth * ratios["optimizer"],
     }
     plain = {name: float(ratios[name]) for name in CONSTANTS if name not in derived}
-    return NamedProfile(device, device, table["source"], Profile(**derived, **plain, measured=()))
+    return NamedProfile(device, device, _defaults()["source"], Profile(**derived, **plain, measured=()))
+
+
+def _ratios(device: str) -> dict[str, float]:
+    """Shares and constants that a device has by default; of an unknown one those of all."""
+    table = _defaults()
+    return {**table["shares"], **table["devices"].get(device, {})}
 
 
 def _rate(facts: DeviceFacts, ratios: Mapping[str, float]) -> float:
@@ -235,8 +240,8 @@ def _parse(text: str, name: str) -> NamedProfile:
         raise ConfigError(f"{name} holds no constants; phalanx calibrate writes such a file")
     constants = values["constants"]
     if missing := _NEWER - set(constants):
-        shares = _defaults()["shares"]
-        constants = constants | {constant: shares[constant] for constant in missing}
+        ratios = _ratios(str(values.get("device", "")))
+        constants = constants | {constant: ratios[constant] for constant in missing}
     for problem, names in (
         ("lacks", set(CONSTANTS) - set(constants)),
         ("has unknown", set(constants) - set(CONSTANTS)),

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,33 @@ _ALIGNED = 512
 """Buffers are whole multiples of this many bytes."""
 
 
+class Turn(Protocol):
+    """A buffer of a pool, or one that is only thought of, and where it is in its round."""
+
+    exchange: int
+    """The last exchange it was used in; exchanges count from 1."""
+    lent: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+
+
+AnyTurn = TypeVar("AnyTurn", bound=Turn)
+
+
+def resting(turns: Iterable[AnyTurn], size: int, exchanges: int) -> AnyTurn | None:
+    """The smallest of `turns` that is large enough, not lent out, and not one the peers may still be reading after so many
+    exchanges; of equal ones that which rests longest."""
+    fitting = [x for x in turns if x.size >= size and not x.lent and not 0 < x.exchange == exchanges]
+    return min(fitting, key=lambda x: (x.size, x.exchange), default=None)
+
+
+def aligned(size: int) -> int:
+    """Bytes of the buffer that is made for `size` bytes."""
+    return max(1, math.ceil(size / _ALIGNED)) * _ALIGNED
+
+
 @dataclass(eq=False)
 class _Place:
     """One buffer of a pool and where it is in its round."""
@@ -44,6 +71,11 @@ class _Place:
     read: Any = None
     """Event (on devices with streams) after the barrier of the exchange that followed: by then all peers have read it."""
     lent: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes on each rank."""
+        return self.buffer.size
 
 
 class PeerPool:
@@ -63,12 +95,12 @@ class PeerPool:
     @property
     def bytes(self) -> int:
         """Of all buffers on this rank."""
-        return sum(place.buffer.size for place in self._places)
+        return sum(place.size for place in self._places)
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
         """This rank's own buffer, [count], to be written on the current stream; it goes back when the tensor goes."""
         size = count * dtype.itemsize
-        place = self._resting(size) or self._grow(size)
+        place = resting(self._places, size, self._exchanges) or self._grow(size)
         if place.read is not None:
             self._module.current_stream().wait_event(place.read)
         tensor = place.buffer.of(self.group.rank())[:size].view(dtype)
@@ -89,21 +121,11 @@ class PeerPool:
         size = tensor.numel() * tensor.itemsize
         return [place.buffer.of(rank)[:size].view(tensor.dtype) for rank in range(self.group.size())]
 
-    def _resting(self, size: int) -> _Place | None:
-        """The smallest buffer that is large enough, not lent out, and not one the peers may still be reading."""
-        fitting = [
-            place
-            for place in self._places
-            if place.buffer.size >= size and not place.lent and not 0 < place.exchange == self._exchanges
-        ]
-        return min(fitting, key=lambda place: (place.buffer.size, place.exchange), default=None)
-
     def _grow(self, size: int) -> _Place:
-        aligned = max(1, math.ceil(size / _ALIGNED)) * _ALIGNED
         # Memory is mapped while no device waits for another: mapping waits for the devices, and they would for ever.
         synchronize(self.device)
         dist.all_reduce(torch.zeros(1), group=self.group)
-        place = _Place(peer_buffer(aligned, self.device, self.group))
+        place = _Place(peer_buffer(aligned(size), self.device, self.group))
         dist.all_reduce(torch.zeros(1), group=self.group)
         self._places.append(place)
         return place

@@ -22,7 +22,7 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -87,12 +87,17 @@ def shard_stage(
     # Of one unit too: its backward pass follows at once, so that freeing it between would cost a gather and save nothing.
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=apart)
     for module in _sharded(stage):
-        module.set_gradient_divide_factor(1.0)
-        # Plain sums: the pre-multiplied sum that FSDP2 would use instead does not exist in gloo.
-        module.set_force_sum_reduction_for_comms(True)
-        if copies is not None:
-            copies.attach(module)
-    _gather_ahead(_fsdp(first), _fsdp(unit[0] for unit in units), _fsdp(last), gathers_ahead)
+        choose_exchanges(module, copies)
+    _gather_ahead(_fsdp(first), _fsdp([unit[0] for unit in units]), _fsdp(last), gathers_ahead)
+
+
+def choose_exchanges(module: FSDPModule, copies: PeerCopies | None) -> None:
+    """Let `module` sum its gradients as they are, and exchange by `copies` where there are any."""
+    module.set_gradient_divide_factor(1.0)
+    # Plain sums: the pre-multiplied sum that FSDP2 would use instead does not exist in gloo.
+    module.set_force_sum_reduction_for_comms(True)
+    if copies is not None:
+        copies.attach(module)
 
 
 def _gather_ahead(
@@ -115,8 +120,10 @@ def _gather_ahead(
         unit.set_modules_to_backward_prefetch(list(blocks[-1:] or first or [unit]))
 
 
-def _fsdp(modules: Iterable[nn.Module]) -> list[FSDPModule]:
-    return [module for module in modules if isinstance(module, FSDPModule)]
+def _fsdp(modules: Sequence[nn.Module]) -> list[FSDPModule]:
+    found: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
+    assert len(found) == len(modules)
+    return found
 
 
 def prepare_microbatch(stage: Stage, zero: int, *, last: bool) -> None:
