@@ -22,7 +22,7 @@ from phalanx.layout.resolve import resolve_layout
 from phalanx.models.language.sizes import model_flops_per_token
 from phalanx.plan.cost_models import CostModels
 from phalanx.plan.explain import explain, parse_choice
-from phalanx.plan.judge import Judged, Planner, Task, lean, tflops, throughput
+from phalanx.plan.judge import Judged, Planner, Task, lean, split_of, tflops, throughput
 from phalanx.plan.least_memory import least_bytes
 from phalanx.plan.plan import NothingFits, Wishes, make_plan, pareto
 from phalanx.plan.scaling import fewest_devices, parse_scale, scale
@@ -88,6 +88,17 @@ def test_ranking_is_by_simulated_time() -> None:
 def test_lean_ones_need_less_than_every_faster_one() -> None:
     seconds, peak = np.array([3.0, 1.0, 2.0, 4.0, 2.0]), np.array([5.0, 9.0, 7.0, 6.0, 8.0])
     assert lean(seconds, peak).tolist() == [1, 2, 0]
+
+
+def test_the_table_has_the_best_of_each_split() -> None:
+    few = planner(limits=Limits(2, 2), simulated=1)
+    found = few.judge(Task(wide(), 16))
+    shown = make_plan(few, Task(wide(), 16), Wishes(best=50)).best
+    every = few.rank(wide(), found.legal.take(found.fitting))
+    assert len(found.ranked) < len(every)
+    _, first = np.unique(split_of(every.candidates), return_index=True)
+    assert split_of(shown.candidates).tolist() == split_of(every.candidates)[np.sort(first)].tolist()
+    np.testing.assert_allclose(shown.times.total, every.times.total[np.sort(first)])
 
 
 def test_pareto_front() -> None:

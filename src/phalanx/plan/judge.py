@@ -26,6 +26,10 @@ Bools = npt.NDArray[np.bool_]
 
 SIMULATED = 256
 """Layouts, best by the closed form first, whose schedule is simulated."""
+SPLITS = 20
+"""Choices of tp, cp and pp, best by the closed form first, of which the fastest layouts are simulated in any case."""
+OF_EACH_SPLIT = 8
+"""Layouts of each of those: simulated, the fastest may be another one than by the closed form."""
 WORTH_STREAMING = 0.02
 """Share of a device's memory that a block's parameters and gradients take, gathered, where streaming is considered."""
 _AT_ONCE = 50_000
@@ -107,7 +111,8 @@ class Judged:
     seconds: Floats
     """Of a step of those, by the closed form."""
     ranked: Ranked
-    """The best of them, simulated; and those that need less memory than any faster one."""
+    """Simulated: the best of them, the best of each choice of tp, cp and pp, and those that need less memory than any
+    faster one."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,8 @@ class Planner:
         fitting = np.flatnonzero(p_fits >= self.least_p)
         seconds = self._seconds(task.run, legal.take(fitting))
         best = np.argsort(seconds, kind="stable")[: self.simulated]
-        chosen = np.union1d(best, lean(seconds, peak[fitting]))
+        splits = fastest_of_each_split(legal.take(fitting), seconds)
+        chosen = np.union1d(np.union1d(best, splits), lean(seconds, peak[fitting]))
         return Judged(task, legal, peak, p_fits, fitting, seconds, self.rank(task.run, legal.take(fitting[chosen])))
 
     def legal(self, task: Task) -> Candidates:
@@ -213,6 +219,23 @@ def lean(seconds: Floats, peak: Floats) -> Ints:
     first = np.ones(len(order), bool)
     first[1:] = least[1:] < least[:-1]
     return np.asarray(order[first])
+
+
+def fastest_of_each_split(candidates: Candidates, seconds: Floats) -> Ints:
+    """Positions of the OF_EACH_SPLIT fastest of each choice of tp, cp and pp, of the SPLITS fastest choices."""
+    order = np.argsort(seconds, kind="stable")
+    _, first, split = np.unique(split_of(candidates)[order], return_index=True, return_inverse=True)
+    # In the order of their fastest layout.
+    rank = np.argsort(np.argsort(first))[split]
+    grouped = np.argsort(rank, kind="stable")
+    starts = np.searchsorted(rank[grouped], rank[grouped])
+    place = np.arange(len(order)) - starts
+    return np.asarray(order[grouped[(place < OF_EACH_SPLIT) & (rank[grouped] < SPLITS)]])
+
+
+def split_of(candidates: Candidates) -> Ints:
+    """A number for each choice of tp, cp and pp."""
+    return np.asarray((candidates.tp << 40) + (candidates.cp << 20) + candidates.pp)
 
 
 def throughput(task: Task, seconds: npt.ArrayLike) -> Floats:

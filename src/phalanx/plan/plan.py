@@ -13,7 +13,7 @@ from phalanx.models.families import family_of
 from phalanx.plan.break_even import BreakEven, break_evens
 from phalanx.plan.budget import Budget, Goodput, Reliability, budget, goodput, power_w
 from phalanx.plan.explain import Why, explain, parse_choice
-from phalanx.plan.judge import Judged, Planner, Ranked, Task
+from phalanx.plan.judge import Judged, Planner, Ranked, Task, split_of
 from phalanx.plan.models import Floats
 from phalanx.plan.scaling import Scaling, fewest_devices, scale
 
@@ -109,8 +109,7 @@ def fit_plan(planner: Planner, task: Task, wishes: Wishes) -> Plan:
 
 
 def _of_each_kind(ranked: Ranked, most: int) -> Ranked:
-    kinds = np.stack([ranked.candidates.tp, ranked.candidates.cp, ranked.candidates.pp])
-    _, first = np.unique(kinds, axis=1, return_index=True)
+    _, first = np.unique(split_of(ranked.candidates), return_index=True)
     return ranked.take(np.sort(first)[:most])
 
 
