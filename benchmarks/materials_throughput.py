@@ -82,6 +82,7 @@ def equal_models(config: dict[str, Any], work: Path, arguments: argparse.Namespa
         for batch in arguments.batches:
             for devices in arguments.devices:
                 words = [f"layout.global_batch={batch}", f"data.microbatch_cost={arguments.microbatch_cost}"]
+                words += arguments.overrides
                 row = ours(file, work / "run", devices, arguments.steps, arguments.skip, *words)
                 rows.append({"beside": reference, **row})
                 steps = ["--steps", str(arguments.steps), "--skip", str(arguments.skip)]
@@ -137,6 +138,9 @@ def main() -> None:
         "--microbatch-cost", type=float, default=60000.0, help="most atoms + 0.3 edges computed at a time"
     )
     parser.add_argument("--layout", nargs="*", default=[], help="overrides of the scaling runs, such as layout.zero=0")
+    parser.add_argument(
+        "--set", nargs="*", default=[], dest="overrides", help="overrides of our equal models: section.field=value"
+    )
     parser.add_argument("--workers", type=int, default=4, help="processes of PyG's loader, on each rank")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--skip", type=int, default=20)

@@ -100,6 +100,7 @@ CASES = (
     Case(2, "l4096long", 1, f"cp=2 dp_shard=1 context=all_to_all microbatch=1 {_SELECTIVE}"),
     Case(2, "l2048", 8, f"pp=2 dp_shard=1 schedule=1f1b microbatch=2 {_NONE}"),
     Case(2, "g4096", 8, f"pp=2 dp_shard=1 schedule=interleaved_1f1b stages_per_rank=2 microbatch=4 {_FULL}"),
+    Case(2, "l2048", 8, f"pp=2 dp_shard=1 schedule=zbv stages_per_rank=2 microbatch=2 {_NONE}"),
     Case(4, "l4096", 1, f"dp_shard=4 microbatch=4 reshard_after_forward=true {_NONE}"),
     Case(4, "l8192", 2, f"dp_shard=4 microbatch=2 reshard_after_forward=false {_NONE}"),
     Case(4, "g2048", 1, f"dp_shard=4 microbatch=16 reshard_after_forward=true {_SELECTIVE}"),

@@ -30,6 +30,7 @@ from phalanx.train.run_ahead import SHORT_S, RunAhead
 from token_data import write_run_file, write_token_folder
 
 STEPS, CHECKPOINTS, EVALUATIONS = 30, 10, 7
+SLOW, SLOW_SECONDS = 4, 1.0
 
 
 class NotedRunAhead(RunAhead):
@@ -53,12 +54,28 @@ class NotedRunAhead(RunAhead):
             file.write(word + "\n")
 
 
-def train_ahead(words: Sequence[str]) -> None:
+class SlowRunAhead(NotedRunAhead):
+    """The launch of one step, behind the one that is launched behind nothing, takes long."""
+
+    launched = 0
+
+    def told(self, found: Tensor, signal_number: int, seconds: float) -> HostCopy:
+        self.launched += 1
+        if self.launched == SLOW:
+            time.sleep(SLOW_SECONDS)
+        return super().told(found, signal_number, seconds)
+
+
+def train_ahead(words: Sequence[str], kind: type[NotedRunAhead] = NotedRunAhead) -> None:
     """`phalanx train`, on a processor, as on an accelerator."""
     file = Path(words[words.index("--run-dir") + 1]).with_suffix(f".order-{os.environ.get('RANK', '0')}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "RunAhead", partial(NotedRunAhead, file))
+        patch.setattr(trainer, "RunAhead", partial(kind, file))
         main(words)
+
+
+def train_with_a_slow_step(words: Sequence[str]) -> None:
+    train_ahead(words, SlowRunAhead)
 
 
 def order(run_dir: Path, rank: int = 0) -> list[tuple[str, int]]:
@@ -138,6 +155,13 @@ def test_a_step_is_launched_before_the_last_is_read_but_for_those_whose_state_is
         ahead = place["launched", step + 1] < place["read", step]
         assert ahead is (step not in looked_at), step
         assert place["read", step] < place.get(("launched", step + 2), len(found)), step
+
+
+def test_no_time_counts_for_two_steps(run_file: Path) -> None:
+    run_dir = run_file.parent / "slow"
+    phalanx_processes.finish(words(run_file, run_dir, "training.steps=6"), command=train_with_a_slow_step)
+    assert order(run_dir).index(("launched", SLOW)) < order(run_dir).index(("read", SLOW - 1))
+    assert [row["step"] for row in rows(run_dir) if row["step_seconds"] >= SLOW_SECONDS] == [SLOW]
 
 
 def test_of_long_steps_each_is_read_first() -> None:

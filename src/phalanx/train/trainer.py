@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from phalanx import __version__
-from phalanx.cluster.device import HostCopy
+from phalanx.cluster.device import HostCopy, Moment
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, PhalanxError
@@ -59,7 +59,7 @@ class _Running:
     lr: float
     found: HostCopy
     """Loss and gradient norm, and what ranks agree on beside."""
-    began: float
+    began: Moment
     data_wait: float
     """Seconds."""
     stall: float
@@ -123,9 +123,9 @@ class Trainer:
         rate = learning_rate(self.run.optimizer, step, self.run.training.steps)
         set_learning_rate(self.train_step.optimizer, rate)
         self.probes.before(step)
-        began = time.perf_counter()
+        began, asked = Moment(self.parts.device), time.perf_counter()
         batch = self.parts.inputs.stream.next()
-        wait = time.perf_counter() - began
+        wait = time.perf_counter() - asked
         found = self.run_ahead.told(self.train_step.enqueue(step, batch), signal_number, self.seconds)
         stall, self.stall = self.stall, 0.0
         return _Running(step, rate, found, began, wait, stall)
@@ -137,11 +137,9 @@ class Trainer:
     def _finish(self, running: _Running) -> None:
         """Wait for a step and do what follows from it."""
         result = StepResult.of(self.run_ahead.read(running.found))
-        if self.last is None:
-            self.seconds = time.perf_counter() - running.began + running.stall
-        else:
-            # The device went from the one to the other, whenever the host came to read.
-            self.seconds = running.found.made.seconds_since(self.last.found.made)
+        # The device went from the one to the other, whenever the host came to read; launched behind nothing, it began at once.
+        before = running.began if self.last is None else self.last.found.made
+        self.seconds = running.found.made.seconds_since(before) + running.stall
         self.last = running if self.running else None
         for path in self.probes.after(running.step):
             self._note(f"wrote {path}")
