@@ -19,8 +19,7 @@ class Knob(Section):
     """A choice beside the layout: a field of the run file, or a variable of the ranks' environment."""
 
     values: Annotated[list[Scalar], Field(min_length=1)]
-    """What it may be; the first one is what the planner takes it to be. null leaves it as the run file, or the
-    environment, has it."""
+    """What it may be; null leaves it as the run file, or the environment, has it."""
     when: str | None = None
     """Condition on the layout and on earlier knobs without which it stays as it is, such as "zero == 3 and tp > 1"."""
 

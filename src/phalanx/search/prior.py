@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.config.load import dump_run, parse_run
 from phalanx.config.schema import Run
 from phalanx.config.search import Search
 from phalanx.cost.candidates import Candidates
@@ -63,7 +64,7 @@ def planned_space(planner: Planner, task: Task, search: Search) -> tuple[Space, 
             f"none of {len(judged.legal):,} legal layouts may fit; phalanx plan --fit finds how many devices do"
         )
     space = build_space(judged.legal.take(judged.fitting), search)
-    return space, expect(planner, task.run, space.layouts).take(space.layout_of)
+    return space, _with_knobs(planner, task.run, space, expect(planner, task.run, space.layouts).take(space.layout_of))
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,36 @@ def expect(planner: Planner, run: Run, layouts: Candidates) -> Prior:
         margin=np.log(models.device_bytes * (1 - KEPT_BY_DRIVER) / needed),
         peak=held.allocated,
     )
+
+
+def _with_knobs(planner: Planner, run: Run, space: Space, prior: Prior) -> Prior:
+    """`prior` with what the planner thinks of the values of knobs, each taken by itself."""
+    models = planner.models
+    assert isinstance(models, CostModels)
+    seconds, margin, peak = prior.seconds.copy(), prior.margin.copy(), prior.peak.copy()
+    for points, words in space.knob_values():
+        try:
+            changed = parse_run(dump_run(run), "the run file", words)
+        except ConfigError:
+            # The trial will say so.
+            continue
+        if changed == run:
+            continue
+        which, place = np.unique(space.layout_of[points], return_inverse=True)
+        layouts = space.layouts.take(which)
+        slower, more = (
+            np.log(there / here)[place]
+            for here, there in zip(_looked_at(models, run, layouts), _looked_at(models, changed, layouts), strict=True)
+        )
+        seconds[points] *= np.exp(slower)
+        margin[points] -= more
+        peak[points] *= np.exp(more)
+    return replace(prior, seconds=seconds, margin=margin, peak=peak)
+
+
+def _looked_at(models: CostModels, run: Run, layouts: Candidates) -> tuple[Floats, Floats]:
+    """(seconds of a step, bytes on the worst rank) by the closed form."""
+    return models.times(run, layouts, exact=False).total, models.memory(run, layouts).peak
 
 
 def _sensitivity(models: CostModels, run: Run, layouts: Candidates, seconds: Floats) -> Floats:

@@ -37,8 +37,15 @@ _QUIET = (
     *("training.on_nonfinite=stop", "training.run_dir=null"),
 )
 """What a trial leaves out of a run."""
-_LOSS_SHARE = 0.01
-"""Relative difference of losses beyond which no number format is an excuse."""
+_LOSS_SHARE, _NORM_SHARE = 0.01, 0.03
+"""Relative differences of losses and of gradient norms beyond which no number format is an excuse."""
+_RATE_SHARE = 0.01
+"""Of the run's learning rate. A large rate without a warm-up throws a new model about, and rounding grows from step to step
+until the losses of layouts have nothing in common."""
+
+
+_SECONDS, _NORMS = "step_s", "gradient_norms"
+"""Names in `Outcome.more`: of each step."""
 
 
 class Runner(Protocol):
@@ -63,7 +70,7 @@ class ProcessRunner:
     _more_env: Mapping[str, str] = field(default_factory=dict)
 
     def measure(self, space: Space, point: int, trial: Trial, folder: Path, before: Sequence[Trial]) -> Outcome:
-        """Train a few steps and compare losses with those of the first good trial."""
+        """Train a few steps and compare losses and gradient norms with those of the first good trial."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         try:
@@ -85,7 +92,8 @@ class ProcessRunner:
     def _run_of(self, words: list[str]) -> Run:
         steps = (f"training.steps={self.search.steps}",)
         # A schedule of the learning rate is a function of the number of steps: a constant one is the same in all trials.
-        rate = ("optimizer.schedule=constant", "optimizer.warmup_steps=0")
+        lr = self.run.optimizer.lr * _RATE_SHARE
+        rate = (f"optimizer.lr={lr!r}", "optimizer.schedule=constant", "optimizer.warmup_steps=0")
         quiet = [word for word in _QUIET if _has(self.run, word)]
         return parse_run(dump_run(self.run), "the run file", [*quiet, *steps, *rate, *self.words, *words])
 
@@ -102,38 +110,49 @@ class ProcessRunner:
             losses=losses,
             memory_bytes=max(peaks, default=None),
             seconds=ended.seconds,
-            more={"step_s": [row["step_seconds"] for row in rows]},
+            more={_SECONDS: [row["step_seconds"] for row in rows], _NORMS: [row["grad_norm"] for row in rows]},
         )
         return judge_losses(outcome, before, loss_bound(run))
 
 
 def loss_bound(run: Run) -> float:
-    """Relative difference that the loss of a first step may have between layouts: rounding, and at most _LOSS_SHARE."""
+    """Relative difference that losses and gradient norms of a first step may have between layouts: rounding."""
     targets = global_batch_samples(run) * int(getattr(run.data, "sequence_length", 1))
     layers = int(getattr(run.model, "n_layers", 1))
-    return min(Bound(PRECISIONS[run.layout.precision], layers, targets).loss, _LOSS_SHARE)
+    return Bound(PRECISIONS[run.layout.precision], layers, targets).loss
 
 
 def judge_losses(outcome: Outcome, before: Sequence[Trial], bound: float) -> Outcome:
-    """`outcome`, or a failure where its losses are not finite, or not those of the first good trial.
+    """`outcome`, or a failure: of losses that are not finite, or losses or gradient norms not those of the first good trial.
 
-    bound: see `loss_bound`. Each update adds rounding of its own, so step k may differ k times as much.
+    bound: see `loss_bound`; at most _LOSS_SHARE and _NORM_SHARE count. Each update adds rounding of its own, so step k may
+    differ k times as much.
     """
     if not all(math.isfinite(loss) for loss in outcome.losses):
         return _not_ok(outcome, "non_finite", f"losses: {_list(outcome.losses)}")
     first = next((trial for trial in before if trial.good and trial.outcome and trial.outcome.losses), None)
     if first is None or first.outcome is None:
         return outcome
-    pairs = zip(outcome.losses, first.outcome.losses, strict=False)
-    for step, (here, there) in enumerate(pairs, start=1):
-        allowed = bound * step
-        if abs(here - there) > allowed * abs(there):
-            words = (
-                f"step {step}: loss {here:.7g}, but {there:.7g} in trial {first.number}; a difference of "
-                f"{abs(here / there - 1):.2g} where {allowed:.2g} is rounding: phalanx verify tells which is right"
-            )
+    for what, here, there, share in (
+        ("loss", outcome.losses, first.outcome.losses, _LOSS_SHARE),
+        ("gradient norm", outcome.more.get(_NORMS, ()), first.outcome.more.get(_NORMS, ()), _NORM_SHARE),
+    ):
+        if words := _apart(what, here, there, min(bound, share)):
+            words = f"{words.format(first.number)}: phalanx verify tells which is right"
             return _not_ok(outcome, "wrong_loss", words)
     return outcome
+
+
+def _apart(what: str, here: Sequence[float], there: Sequence[float], bound: float) -> str | None:
+    """The first step at which two trials differ by more than rounding, in words with a place for the other one's number."""
+    for step, (one, other) in enumerate(zip(here, there, strict=False), start=1):
+        allowed = bound * step
+        if not abs(one - other) <= allowed * abs(other):
+            return (
+                f"step {step}: {what} {one:.7g}, but {other:.7g} in trial {{}}; a difference of "
+                f"{abs(one / other - 1) if other else math.inf:.2g} where {allowed:.2g} is rounding"
+            )
+    return None
 
 
 def _not_ok(outcome: Outcome, cause: str, words: str) -> Outcome:

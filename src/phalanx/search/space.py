@@ -7,7 +7,7 @@ know what they mean for a run.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -106,9 +106,17 @@ class Space:
             chosen["layout.context"] = "auto"
         knobs = {name: value for name, value in self.values(point).items() if name not in LAYOUT}
         chosen |= {name: value for name, value in knobs.items() if not name.startswith(_ENVIRONMENT)}
-        return [
-            f"{name}={json.dumps(value) if not isinstance(value, str) else value}" for name, value in chosen.items()
-        ]
+        return [_override(name, value) for name, value in chosen.items()]
+
+    def knob_values(self) -> Iterator[tuple[Ints, list[str]]]:
+        """Points at which a field of the run file that is no choice of the layout has some value, and its override."""
+        for place, one in enumerate(self.parameters):
+            if one.name in LAYOUT or one.name.startswith(_ENVIRONMENT):
+                continue
+            for code, value in enumerate(one.values):
+                points = np.flatnonzero(self.codes[:, place] == code)
+                if value is not None and len(points):
+                    yield points, [_override(one.name, value)]
 
     def env(self, point: int) -> dict[str, str]:
         """Variables of the ranks' environment at a point."""
@@ -151,6 +159,10 @@ def allowed(layouts: Candidates, search: Search) -> Mask:
     for name, values in search.layout.items():
         keep &= np.isin(layout_column(layouts, name), np.asarray(values))
     return keep
+
+
+def _override(name: str, value: Scalar) -> str:
+    return f"{name}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def layout_column(layouts: Candidates, name: str) -> npt.NDArray[Any]:

@@ -137,7 +137,7 @@ class Trainer:
     def _finish(self, running: _Running) -> None:
         """Wait for a step and do what follows from it."""
         result = StepResult.of(self.run_ahead.read(running.found))
-        # The device went from the one to the other, whenever the host came to read; launched behind nothing, it began at once.
+        # The device goes from step to step, whenever the host comes to read; one launched behind nothing begins at once.
         before = running.began if self.last is None else self.last.found.made
         self.seconds = running.found.made.seconds_since(before) + running.stall
         self.last = running if self.running else None

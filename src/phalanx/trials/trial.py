@@ -14,7 +14,7 @@ FAILURES = {
     "crash": "a process failed",
     "refused": "the run file does not allow it",
     "non_finite": "the loss is not finite",
-    "wrong_loss": "another loss than the first good trial",
+    "wrong_loss": "another loss or gradient norm than the first good trial",
 }
 """Causes for which a trial is never repeated, in words."""
 INTERRUPTED = "interrupted"
