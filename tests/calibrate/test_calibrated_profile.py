@@ -27,7 +27,14 @@ from phalanx.cost.software import OURS
 
 MACHINE = load_machine("h200-x4")
 TRUE = default_profile("H200").profile.scaled(
-    {"matmul_flop_s": 1.1, "matmul_edge": 2.0, "attention_flop_s": 0.8, "memory_b_s": 0.9, "kernel_s": 1.5}
+    {
+        "matmul_flop_s": 1.1,
+        "matmul_edge": 2.0,
+        "attention_flop_s": 0.8,
+        "memory_b_s": 0.9,
+        "eager_share": 0.8,
+        "kernel_s": 1.5,
+    }
 )
 LINKS = replace(default_constants(MACHINE), launch_s=2e-5, efficiency=0.7)
 EFFORT = replace(ACCELERATOR, matmuls=40, singles=4, attentions=4, blocks=ACCELERATOR.blocks[:3])
@@ -58,8 +65,10 @@ def _operations(profile: Profile) -> list[TimedOperation]:
     return [replace(x, seconds=s * _wobble(n)) for n, ((_, x), s) in enumerate(zip(rows, seconds, strict=True))]
 
 
-def _blocks(profile: Profile, links: Constants) -> list[TimedBlock]:
-    wanted = [("block", replace(setting_of(w, length), compile=True), samples) for w, length, samples in EFFORT.blocks]
+def _blocks(profile: Profile, links: Constants, *, compiled: bool) -> list[TimedBlock]:
+    wanted = [
+        ("block", replace(setting_of(w, length), compile=compiled), samples) for w, length, samples in EFFORT.blocks
+    ]
     times = part_times(parts_of(wanted, OURS), MACHINE, links, profile).seconds.sum(axis=2)  # type: ignore[arg-type]
     pairs = zip(EFFORT.blocks, times.tolist(), strict=True)
     return [TimedBlock(*block, forward_s=forward, backward_s=backward) for block, (forward, backward) in pairs]
@@ -82,7 +91,8 @@ def _measured(profile: Profile, links: Constants) -> Measurements:
         exchanged=(*exchanged, *copied),
         collectives_beside=Beside(products=20e-3, exchange=5e-3, both=21e-3),
         copies_beside=Beside(products=20e-3, exchange=5e-3, both=20.1e-3),
-        blocks=tuple(_blocks(replace(profile, host_s=6e-6), links)),
+        blocks=tuple(_blocks(replace(profile, host_s=6e-6), links, compiled=True)),
+        eager_blocks=tuple(_blocks(replace(profile, host_s=6e-6), links, compiled=False)),
         beside={"context": 6e8, "communicator": 1e8},
     )
 
@@ -97,6 +107,7 @@ def test_the_constants_that_made_the_measurements_come_back(measured: Measuremen
     profile = found.named.profile
     for name in ("matmul_flop_s", "memory_b_s"):
         assert getattr(profile, name) == pytest.approx(getattr(TRUE, name), rel=0.03), name
+    assert profile.eager_share == pytest.approx(TRUE.eager_share, rel=0.05)
     # Few lengths are timed: rate and length share out what they say of both.
     for name in ("attention_flop_s", "attention_backward_flop_s"):
         assert getattr(profile, name) == pytest.approx(getattr(TRUE, name), rel=0.08), name

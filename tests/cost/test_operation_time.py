@@ -5,11 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from phalanx.cluster.collectives import default_constants
+from phalanx.cluster.machine import load_machine
 from phalanx.config.model import LanguageModel
 from phalanx.cost.family import Setting
 from phalanx.cost.measured import TimedOperation
 from phalanx.cost.operation_time import Cause, Form, OperationTable, Way, compute_seconds, operation_rows
-from phalanx.cost.part_time import part_operations
+from phalanx.cost.part_time import part_operations, part_times, parts_of
 from phalanx.cost.profile import default_profile
 from phalanx.cost.software import OURS, Software, software_of
 
@@ -126,6 +128,22 @@ def test_without_sequence_parallelism_sums_replace_gathers() -> None:
     # Norms and sums pass over all positions on each rank.
     norms = [table.bytes[(table.cause == Cause.MEMORY) & ~table.weight] for table in (split, whole)]
     assert norms[1].max() >= norms[0].max()
+
+
+def test_uncompiled_blocks_of_ours_pass_over_memory_more_slowly() -> None:
+    megatron, machine = software_of("Megatron-LM"), load_machine("h200-x4")
+    assert megatron is not None
+    for software, compiled, factor in ((OURS, True, 1.0), (OURS, False, 2.0), (megatron, False, 1.0)):
+        parts = parts_of([("block", replace(SETTING, compile=compiled), 8)], software)
+        slow, fast = (
+            part_times(
+                parts, machine, default_constants(machine), replace(PROFILE, eager_share=share, kernel_s=0.0)
+            ).seconds
+            for share in (0.5, 1.0)
+        )
+        assert fast[0, :, Cause.MEMORY].all()
+        assert slow[0, :, Cause.MEMORY].tolist() == pytest.approx((factor * fast[0, :, Cause.MEMORY]).tolist())
+        assert slow[0, :, Cause.MATMUL].tolist() == fast[0, :, Cause.MATMUL].tolist()
 
 
 def test_plain_recompute_runs_the_forward_pass_again() -> None:

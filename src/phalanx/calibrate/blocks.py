@@ -1,4 +1,4 @@
-"""Times whole blocks of a model, forward and backward, as they run in training: compiled, on an accelerator.
+"""Times whole blocks of a model, forward and backward, as they run in training: on an accelerator compiled, or not.
 
 What single operations add up to is checked against these: fused kernels, power limits, and what the host adds.
 """
@@ -33,15 +33,17 @@ class TimedBlock:
         return f"block {self.width} x {self.length} x {self.samples}"
 
 
-def time_blocks(clock: Clock, blocks: Sequence[tuple[int, int, int]], more: Callable[[], bool]) -> Iterator[TimedBlock]:
+def time_blocks(
+    clock: Clock, blocks: Sequence[tuple[int, int, int]], more: Callable[[], bool], *, compiled: bool
+) -> Iterator[TimedBlock]:
     """Blocks of (width, positions, samples), as long as there is time for `more`."""
     for width, length, samples in blocks:
         if not more():
             return
-        yield _time_block(clock, width, length, samples)
+        yield _time_block(clock, width, length, samples, compiled)
 
 
-def _time_block(clock: Clock, width: int, length: int, samples: int) -> TimedBlock:
+def _time_block(clock: Clock, width: int, length: int, samples: int, compiled: bool) -> TimedBlock:
     device, dtype, model = clock.device, torch.bfloat16, model_of(width, length)
     choice = choose_attention("auto", model, AttentionShape(samples, length, dtype, documents=False), device)
     context = attention_context(model, torch.arange(length, device=device), dtype, kernel=choice.kernel)
@@ -51,7 +53,7 @@ def _time_block(clock: Clock, width: int, length: int, samples: int) -> TimedBlo
         torch.nn.init.normal_(parameter, std=0.02)
     x = torch.randn(samples, length, width, device=device, dtype=dtype, requires_grad=True)
     grad = torch.randn_like(x)
-    run = block if device.type == "cpu" else torch.compile(block, dynamic=False)
+    run = torch.compile(block, dynamic=False) if compiled else block
     inputs = (x, *block.parameters())
     with choice.active():
         forward = clock.seconds(lambda: run(x, context))

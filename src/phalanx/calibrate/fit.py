@@ -51,6 +51,8 @@ _BLOCKS: Mapping[str, float] = {
 }
 """Constants that whole blocks may still move from where single operations put them: other kernels run beside them, under the
 same power limit, and traffic is that of fused kernels."""
+_EAGER: Mapping[str, float] = {"eager_share": 1.0}
+"""What blocks that are not compiled decide, behind all else."""
 _COLLECTIVE_SPREAD = {
     "launch_s": 1.0,
     "step_s": 1.0,
@@ -101,7 +103,7 @@ def profile_of(found: Measurements, machine: Machine, source: str) -> Found:
         name=machine.name,
         device=machine.node.device,
         source=source,
-        profile=_with_blocks(profile, found.blocks, machine),
+        profile=_with_eager_blocks(_with_blocks(profile, found.blocks, machine), found.eager_blocks, machine),
         fitted=_judged(found, blocks),
         collectives=constants,
         beside=found.beside,
@@ -124,7 +126,10 @@ def _prior_of_unknown(found: Measurements) -> Profile:
     factor = highest / known.matmul_flop_s
     names = ("matmul_flop_s", "matmul32_flop_s", "attention_flop_s", "attention_backward_flop_s")
     scaled = known.scaled(dict.fromkeys(names, factor))
-    return replace(scaled, memory_b_s=max(x.bytes / x.seconds for x in found.traffic), kernel_s=1e-6)
+    memory = max(x.bytes / x.seconds for x in found.traffic)
+    # Where nothing is compiled, the traffic that was timed is that of blocks.
+    share = scaled.eager_share if found.eager_blocks else 1.0
+    return replace(scaled, memory_b_s=memory, kernel_s=1e-6, eager_share=share)
 
 
 def _fitted(start: Profile, spread: Mapping[str, float], errors: Callable[[Profile], Floats]) -> Profile:
@@ -222,10 +227,19 @@ def _with_blocks(profile: Profile, blocks: Sequence[TimedBlock], machine: Machin
     return _fitted(profile, _BLOCKS, lambda one: _block_errors(one, blocks, machine) / _BLOCK_NOISE)
 
 
-def _block_errors(profile: Profile, blocks: Sequence[TimedBlock], machine: Machine) -> Floats:
-    """Logarithms of predicted over measured seconds, forward and then backward."""
-    compiled = machine.node.device != "CPU"
-    software = OURS if compiled else EAGER
+def _with_eager_blocks(profile: Profile, blocks: Sequence[TimedBlock], machine: Machine) -> Profile:
+    if not blocks:
+        return profile
+    return _fitted(profile, _EAGER, lambda one: _block_errors(one, blocks, machine, compiled=False) / _BLOCK_NOISE)
+
+
+def _block_errors(
+    profile: Profile, blocks: Sequence[TimedBlock], machine: Machine, *, compiled: bool | None = None
+) -> Floats:
+    """Logarithms of predicted over measured seconds, forward and then backward. compiled: by default as in training."""
+    cpu = machine.node.device == "CPU"
+    compiled = not cpu if compiled is None else compiled
+    software = EAGER if cpu else OURS
     wanted = [
         ("block", replace(setting_of(x.width, x.length), compile=compiled, attention="flash"), x.samples)
         for x in blocks
@@ -261,4 +275,4 @@ def _judged(found: Measurements, blocks: Floats) -> dict[str, object] | None:
     }
 
 
-assert set(_CURVES) | set(_BLOCKS) <= set(CONSTANTS)
+assert set(_CURVES) | set(_BLOCKS) | set(_EAGER) <= set(CONSTANTS)

@@ -28,6 +28,8 @@ Report = Callable[[str], None]
 
 _FOR_BLOCKS = 0.55
 """Share of the time after which single operations and exchanges stop, so that blocks have the rest."""
+_FOR_COMPILED = 0.85
+"""Share of it after which no other block is compiled; uncompiled ones take a second each."""
 _WARM_S = 3.0
 
 
@@ -45,6 +47,9 @@ class Measurements:
     collectives_beside: Beside | None = None
     copies_beside: Beside | None = None
     blocks: tuple[TimedBlock, ...] = ()
+    """As they run in training: compiled, but on the CPU."""
+    eager_blocks: tuple[TimedBlock, ...] = ()
+    """Not compiled; none on the CPU, where no others are."""
     beside: dict[str, float] | None = None
     """Bytes of the device that no tensor has: `context`, and `communicator` for each group; None on the CPU."""
 
@@ -93,8 +98,13 @@ def measure(device: torch.device, effort: Effort, per_node: int, seconds: float,
         groups = len({one.members for one in found.exchanged})
         more = (_unowned_bytes(device) or context) - context
         found = replace(found, beside={"context": context, "communicator": max(0.0, more / max(1, groups))})
-    report(f"up to {len(effort.blocks)} whole blocks, compiled")
-    return replace(found, blocks=tuple(time_blocks(clock, effort.blocks, lambda: deadline.before(0.85))))
+    report(f"up to {len(effort.blocks)} whole blocks")
+    compiled = device.type != "cpu"
+    blocks = tuple(time_blocks(clock, effort.blocks, lambda: deadline.before(_FOR_COMPILED), compiled=compiled))
+    if not compiled:
+        return replace(found, blocks=blocks)
+    eager = tuple(time_blocks(clock, effort.blocks, lambda: deadline.before(1.0), compiled=False))
+    return replace(found, blocks=blocks, eager_blocks=eager)
 
 
 def _exchanges(
@@ -162,14 +172,8 @@ def joined(every: Sequence[Measurements]) -> Measurements:
         host_exchanges=first.host_exchanges,
         collectives_beside=_slowest([one.collectives_beside for one in every]),
         copies_beside=_slowest([one.copies_beside for one in every]),
-        blocks=tuple(
-            replace(
-                block,
-                forward_s=max(one.blocks[place].forward_s for one in every),
-                backward_s=max(one.blocks[place].backward_s for one in every),
-            )
-            for place, block in enumerate(first.blocks)
-        ),
+        blocks=_slowest_blocks([one.blocks for one in every]),
+        eager_blocks=_slowest_blocks([one.eager_blocks for one in every]),
         beside=_most([one.beside for one in every]),
     )
 
@@ -177,6 +181,17 @@ def joined(every: Sequence[Measurements]) -> Measurements:
 def _middle(every: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     seconds = np.median([[x.seconds for x in one] for one in every], axis=0).tolist()
     return tuple(replace(x, seconds=s) for x, s in zip(every[0], seconds, strict=True))
+
+
+def _slowest_blocks(every: Sequence[tuple[TimedBlock, ...]]) -> tuple[TimedBlock, ...]:
+    return tuple(
+        replace(
+            block,
+            forward_s=max(one[place].forward_s for one in every),
+            backward_s=max(one[place].backward_s for one in every),
+        )
+        for place, block in enumerate(every[0])
+    )
 
 
 def _slowest(every: Sequence[Beside | None]) -> Beside | None:

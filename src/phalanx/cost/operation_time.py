@@ -55,11 +55,13 @@ class Form(IntEnum):
     BIASED = 4
     """A fused kernel that adds a bias to the scores, forward."""
     BIASED_BACKWARD = 5
-    ALL_REDUCE = 6
-    ALL_GATHER = 7
-    REDUCE_SCATTER = 8
-    ALL_TO_ALL = 9
-    SEND = 10
+    EAGER_TRAFFIC = 6
+    """The bytes alone, of kernels that were not compiled."""
+    ALL_REDUCE = 7
+    ALL_GATHER = 8
+    REDUCE_SCATTER = 9
+    ALL_TO_ALL = 10
+    SEND = 11
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,8 @@ def _by_curves(table: OperationTable, profile: Profile) -> Floats:
     fill = fill * (area / (area + profile.matmul_area))
     odd = np.maximum(_odd(table.n), _odd(table.k))
     fill = fill / (1 + profile.matmul_odd * odd)
-    traffic = table.bytes / profile.memory_b_s
+    eager = np.where(table.form == Form.EAGER_TRAFFIC, profile.eager_share, 1.0)
+    traffic = table.bytes / (profile.memory_b_s * eager)
     backward = (table.form == Form.ATTENTION_BACKWARD) | (table.form == Form.BIASED_BACKWARD)
     biased = (table.form == Form.BIASED) | (table.form == Form.BIASED_BACKWARD)
     fused = backward | biased | (table.form == Form.ATTENTION)
@@ -192,9 +195,16 @@ def _odd(size: Ints) -> Floats:
 
 
 def operation_rows(
-    part: int, operations: Sequence[Operation], software: Software, tp: int, *, biased: bool = False
+    part: int,
+    operations: Sequence[Operation],
+    software: Software,
+    tp: int,
+    *,
+    biased: bool = False,
+    eager: bool = False,
 ) -> list[tuple[float, ...]]:
-    """Rows of an `OperationTable` for one part as `software` runs it. biased: whether attention adds a bias."""
+    """Rows of an `OperationTable` for one part as `software` runs it. biased: whether attention adds a bias. eager: whether
+    it is not compiled."""
     rows: list[tuple[float, ...]] = []
     if tp > 1 and not software.sequence_parallel:
         operations = _without_moves(operations)
@@ -204,7 +214,7 @@ def operation_rows(
         if collective is not None and collective.axis == "tp":
             inside[op.phase] = collective.operation == "all_gather"
         spread = 1 if software.sequence_parallel or inside[op.phase] else tp
-        rows += [(*row, op.times) for row in _rows_of(part, op, software, spread, biased)]
+        rows += [(*row, op.times) for row in _rows_of(part, op, software, spread, biased, eager)]
     return rows
 
 
@@ -223,7 +233,9 @@ def _moves(op: Operation, collective: str) -> bool:
     return op.collective is not None and op.collective.axis == "tp" and op.collective.operation == collective
 
 
-def _rows_of(part: int, op: Operation, software: Software, spread: int, biased: bool) -> Iterable[tuple[float, ...]]:
+def _rows_of(
+    part: int, op: Operation, software: Software, spread: int, biased: bool, eager: bool
+) -> Iterable[tuple[float, ...]]:
     way = Way.FORWARD if op.phase == "forward" else Way.BACKWARD
     traffic = op.bytes_read + op.bytes_written
     if op.collective is not None:
@@ -252,7 +264,8 @@ def _rows_of(part: int, op: Operation, software: Software, spread: int, biased: 
         single = op.dtype == torch.float32 and sums not in (0, 1, 2)
         sizes = (y.batch, y.m, y.n, y.k, y.flops, traffic)
         return [(part, way, Cause.MATMUL, Form.PRODUCT, op.weight_gradient, *sizes, single)]
-    return [(part, way, Cause.MEMORY, Form.TRAFFIC, op.weight_gradient, 1, 1, 1, 1, 0.0, traffic * spread, False)]
+    form = Form.EAGER_TRAFFIC if eager and software.eager_traffic else Form.TRAFFIC
+    return [(part, way, Cause.MEMORY, form, op.weight_gradient, 1, 1, 1, 1, 0.0, traffic * spread, False)]
 
 
 def _unfused(part: int, way: Way, x: Attention, dropout: bool) -> list[tuple[float, ...]]:

@@ -115,7 +115,8 @@ def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], software: Software
 def _rows_of(name: PartName, setting: Setting, microbatch: int, software: Software) -> Floats:
     """The operations of one part, as part 0, [operations, fields of an OperationTable]."""
     operations = part_operations(name, setting, microbatch, software)
-    rows = operation_rows(0, operations, software, setting.tp, biased=_biased(setting))
+    eager = name == "block" and not setting.compile
+    rows = operation_rows(0, operations, software, setting.tp, biased=_biased(setting), eager=eager)
     return np.asarray(rows, np.float64).reshape(-1, len(fields(OperationTable)))
 
 

@@ -53,6 +53,8 @@ class Profile:
     """Rate with a bias on the scores (ALiBi, document masks), over that without."""
     memory_b_s: float
     """Bytes a second that kernels read and write."""
+    eager_share: float
+    """What kernels of blocks that are not compiled reach of that: each reads and writes activations for one operation."""
     kernel_s: float
     """What any kernel takes beyond its work: start, and filling and draining the device."""
     optimizer_b_s: float
@@ -97,7 +99,7 @@ class Profile:
 
 
 CONSTANTS = tuple(field.name for field in fields(Profile) if field.name != "measured")
-_NEWER = frozenset({"exchange_host_s", "shard_host_s"})
+_NEWER = frozenset({"eager_share", "exchange_host_s", "shard_host_s"})
 """Constants that a profile may lack, since it was written before they were thought of: the device's default stands."""
 SHARES = frozenset({"hidden", "copy_share"})
 """Constants that cannot be more than 1."""

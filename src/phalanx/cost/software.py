@@ -11,6 +11,9 @@ class Software:
 
     compiled: bool = True
     """Whether blocks are compiled, so that pointwise work is fused."""
+    eager_traffic: bool = True
+    """Whether blocks that are not compiled pass more slowly over memory than compiled ones. Constants that were fitted to
+    published runs of programs that compile nothing hold it already."""
     host_work: float = 1.0
     """What the host does to issue an operation, over what compiled code needs."""
     host_exchanges: bool = True
@@ -51,6 +54,7 @@ EAGER = replace(OURS, compiled=False, host_work=2.0)
 
 _MEGATRON = Software(
     compiled=False,
+    eager_traffic=False,
     host_work=3.0,
     host_exchanges=False,
     fused_attention=False,
@@ -66,7 +70,13 @@ _MEGATRON = Software(
 """Gradients are copied to 32-bit and checked for overflow on their way to the optimizer."""
 
 _FSDP = Software(
-    compiled=False, host_work=2.0, host_exchanges=False, plain_recompute=True, reduce_bytes=2, chunked_loss=False
+    compiled=False,
+    eager_traffic=False,
+    host_work=2.0,
+    host_exchanges=False,
+    plain_recompute=True,
+    reduce_bytes=2,
+    chunked_loss=False,
 )
 
 _KNOWN: tuple[tuple[str, Software], ...] = (
