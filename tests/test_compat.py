@@ -34,6 +34,15 @@ def test_the_cpu_keeps_no_memory_count() -> None:
     assert compat.memory_statistics(torch.device("cpu")) == {}
 
 
+def test_an_accelerator_counts_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda _: 5)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda _: 7)
+    for statistics, retries in (({"num_alloc_retries": 3}, 3), ({}, 0)):
+        monkeypatch.setattr(torch.accelerator, "memory_stats", lambda _, found=statistics: found)
+        assert compat.memory_statistics(device) == {"now": 5, "peak": 7, "retries": retries}
+
+
 COMES_FIRST = ("cudnn", "flash4", "efficient")
 """Choices with which SDPA tries cuDNN before flash attention."""
 

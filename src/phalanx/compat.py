@@ -97,13 +97,15 @@ def full_name(name: str) -> str:
 
 
 def memory_statistics(device: torch.device) -> dict[str, int]:
-    """Bytes now and at most allocated on an accelerator, as {"now", "peak"}; empty on the CPU, which keeps no such count."""
+    """Bytes now and at most allocated on an accelerator, as {"now", "peak"}, and "retries": how often its allocator found
+    it full and gave back what it kept, to go on. Empty on the CPU, which keeps no such count."""
     if device.type == "cpu":
         return {}
     beside = SymmetricBuffer.allocated
     return {
         "now": torch.accelerator.memory_allocated(device) + beside,
         "peak": torch.accelerator.max_memory_allocated(device) + beside,
+        "retries": torch.accelerator.memory_stats(device).get("num_alloc_retries", 0),
     }
 
 

@@ -77,6 +77,9 @@ def test_conditions() -> None:
         ("tp % 4 == 0 and env.X == 0", [False, False, True]),
         ("kind not in ('a',) and -tp < -2", [False, False, True]),
         ("true", [True, True, True]),
+        ("(tp > 1) + (kind == 'b') + (tp < 4) == 2", [False, False, True]),
+        ("tp in [env.X, 2 * env.X]", [True, True, False]),
+        ("tp not in [env.X, 2 * env.X]", [False, False, True]),
     ):
         assert holds(text, columns, 3).tolist() == wanted, text
 
@@ -90,6 +93,7 @@ def test_conditions() -> None:
         ("tp + 1", "is a value, not a condition"),
         ("tp >", "is not a condition"),
         ("tp is 1", "not known"),
+        ("tp in 4", "in wants a list"),
     ],
 )
 def test_what_is_no_condition_is_refused(text: str, said: str) -> None:

@@ -68,6 +68,15 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
     assert line.endswith("ETA 0:00:06")
 
 
+def test_a_device_that_was_full_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink(total_steps=20, first_step=0, every=1)
+    for retries in (0, 3):
+        sink.step(metrics(7 + retries, memory_now_gib=1.0, memory_peak_gib=2.0, memory_retries=retries))
+    plain, full = capsys.readouterr().err.splitlines()
+    assert "mem 1.0 peak 2.0 GiB" in plain and "full" not in plain
+    assert "mem 1.0 peak 2.0 GiB  full 3 times" in full
+
+
 def test_log_every_leaves_lines_out_but_not_the_last(capsys: pytest.CaptureFixture[str]) -> None:
     sink = ConsoleSink(total_steps=7, first_step=0, every=5)
     for step in range(1, 8):

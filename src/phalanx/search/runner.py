@@ -42,10 +42,8 @@ _LOSS_SHARE, _NORM_SHARE = 0.01, 0.03
 _RATE_SHARE = 0.01
 """Of the run's learning rate. A large rate without a warm-up throws a new model about, and rounding grows from step to step
 until the losses of layouts have nothing in common."""
-
-
-_SECONDS, _NORMS = "step_s", "gradient_norms"
-"""Names in `Outcome.more`: of each step."""
+_NORMS = "gradient_norms"
+"""Name in `Outcome.more`: of each step."""
 
 
 class Runner(Protocol):
@@ -110,7 +108,11 @@ class ProcessRunner:
             losses=losses,
             memory_bytes=max(peaks, default=None),
             seconds=ended.seconds,
-            more={_SECONDS: [row["step_seconds"] for row in rows], _NORMS: [row["grad_norm"] for row in rows]},
+            more={
+                "step_s": [row["step_seconds"] for row in rows],
+                _NORMS: [row["grad_norm"] for row in rows],
+                "memory_retries": rows[-1]["memory_retries"],
+            },
         )
         return judge_losses(outcome, before, loss_bound(run))
 

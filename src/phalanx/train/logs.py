@@ -95,6 +95,8 @@ def _long(m: StepMetrics, unit: str) -> str:
         parts.append("MFU " + ", ".join(s for s in shares if s))
     if m.memory_peak_gib is not None:
         parts.append(f"mem {m.memory_now_gib:.1f} peak {m.memory_peak_gib:.1f} GiB")
+    if m.memory_retries:
+        parts.append(f"full {m.memory_retries} times")
     parts.append(f"data wait {m.data_wait_seconds / m.step_seconds:.1%}")
     if m.ranks is not None:
         parts.append(f"ranks wait {m.ranks.rank_wait_seconds / m.step_seconds:.1%}")

@@ -61,6 +61,8 @@ class StepMetrics:
     """Part of step_seconds spent waiting for a checkpoint."""
     updated: bool
     """False when the step left the parameters alone because the gradient was not finite."""
+    memory_retries: int | None = None
+    """Times so far that the allocator of rank 0 found its device full and gave back what it kept, which takes long."""
     ranks: RankTimes | None = None
     """None where all ranks have equal shares."""
 
@@ -128,4 +130,5 @@ class StepMeter:
             data_wait_seconds=data_wait,
             checkpoint_stall_seconds=checkpoint_stall,
             updated=result.updated,
+            memory_retries=memory["retries"] if memory else None,
         )

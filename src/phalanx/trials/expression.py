@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,6 @@ _COMPARISONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
-    ast.In: np.isin,
-    ast.NotIn: partial(np.isin, invert=True),
 }
 _WORDS = {"true": True, "false": False}
 
@@ -78,7 +76,7 @@ def _value(node: ast.AST, columns: Mapping[str, npt.NDArray[Any]]) -> Any:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_value(item, columns) for item in items]
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-            return _ARITHMETIC[type(op)](_value(left, columns), _value(right, columns))
+            return _ARITHMETIC[type(op)](_number(_value(left, columns)), _number(_value(right, columns)))
         case ast.BoolOp(op=op, values=items):
             join = np.logical_and if isinstance(op, ast.And) else np.logical_or
             return reduce(join, [_value(item, columns) for item in items])
@@ -93,7 +91,21 @@ def _value(node: ast.AST, columns: Mapping[str, npt.NDArray[Any]]) -> Any:
     raise _Unknown(f"{ast.unparse(node)} is not known")
 
 
+def _is_in(one: Any, several: Any) -> Any:
+    """Whether `one` is one of a list's values, choice by choice: these may be other columns."""
+    if not isinstance(several, list):
+        raise _Unknown("in wants a list behind it")
+    return reduce(np.logical_or, [np.asarray(one == each) for each in several], np.asarray(False))
+
+
+def _number(value: Any) -> Any:
+    """The value; of a condition 1 where it holds, so that conditions can be counted: arrays would add up to a condition."""
+    return value.astype(np.int64) if isinstance(value, np.ndarray) and value.dtype == np.bool_ else value
+
+
 def _compare(kind: type[ast.AST], left: Any, right: Any) -> Any:
+    if kind is ast.In or kind is ast.NotIn:
+        return _is_in(left, right) == (kind is ast.In)
     if kind not in _COMPARISONS:
         raise _Unknown("is and is not are not known")
     return np.asarray(_COMPARISONS[kind](left, right))
