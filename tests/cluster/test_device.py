@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.cluster import device as devices
 from phalanx.cluster.device import (
     HostCopy,
     Moment,
@@ -98,6 +99,28 @@ def test_without_an_accelerator_auto_is_the_cpu_and_others_are_refused() -> None
     assert choose_device("auto").type == "cpu"
     with pytest.raises(ConfigError, match=r"cluster\.device=cuda cannot be used.*allowed here: auto, cpu"):
         choose_device("cuda")
+
+
+def test_a_slow_processor_multiplies_smaller_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def product_seconds(_: torch.device, dtype: torch.dtype, size: int, count: int) -> list[float]:
+        sizes.append(size)
+        # As by an AVX2 processor: two seconds for 1024 x 1024.
+        return [2.0 * (size / 1024) ** 3 if dtype == torch.bfloat16 else 1e-3] * count
+
+    monkeypatch.setattr(devices, "_product_seconds", product_seconds)
+    assert measure_matmul_tflops(torch.device("cpu"), torch.bfloat16) == pytest.approx(2 * 1024**3 / 2.0 / 1e12)
+    assert sizes == [1024, 512, 256, 256]
+    sizes.clear()
+    measure_matmul_tflops(torch.device("cpu"), torch.float32)
+    assert sizes == [1024, 1024]
+
+
+def test_a_measurement_draws_none_of_the_run_s_numbers() -> None:
+    state = torch.get_rng_state()
+    measure_matmul_tflops(torch.device("cpu"), torch.float32, size=64)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_matmul_measurement_counts_real_work() -> None:

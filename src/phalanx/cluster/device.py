@@ -15,6 +15,9 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 
+_SMALLEST, _LONG_S = 128, 0.1
+"""Of the products that tell a CPU's rate: rows and columns that no fewer are tried of, and seconds that are too many."""
+
 
 @dataclass(frozen=True)
 class DeviceFacts:
@@ -153,18 +156,26 @@ class HostCopy:
 def measure_matmul_tflops(device: torch.device, dtype: torch.dtype, *, size: int | None = None) -> float:
     """TFLOP/s of a square matmul on random data: the median of single timed products after a warm-up.
 
-    size: rows and columns; by default 8192 on an accelerator and 1024 on the CPU, well under a second together.
+    size: rows and columns; by default 8192 on an accelerator; on the CPU 1024, or a power of two below of which a product
+    takes less than a tenth of a second: without instructions for it, 16-bit numbers are multiplied a thousand times slower.
     """
-    size = size or (1024 if device.type == "cpu" else 8192)
-    a = torch.randn(size, size, device=device).to(dtype)
-    b = torch.randn(size, size, device=device).to(dtype)
-    for _ in range(3):
-        a @ b
+    if size is None:
+        size = 8192 if device.type != "cpu" else 1024
+        while device.type == "cpu" and size > _SMALLEST and _product_seconds(device, dtype, size, 1)[0] > _LONG_S:
+            size //= 2
+    seconds = _product_seconds(device, dtype, size, 10)[3:]
+    return 2 * size**3 / statistics.median(seconds) / 1e12
+
+
+def _product_seconds(device: torch.device, dtype: torch.dtype, size: int, count: int) -> list[float]:
+    # How many numbers are drawn depends on how fast the device is: they are none of the run's.
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     seconds = []
-    for _ in range(7):
+    for _ in range(count):
         synchronize(device)
         start = time.perf_counter()
         a @ b
         synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(seconds) / 1e12
+    return seconds
