@@ -28,7 +28,7 @@ SIMULATED = 256
 """Layouts, best by the closed form first, whose schedule is simulated."""
 SPLITS = 20
 """Choices of tp, cp and pp, best by the closed form first, of which the fastest layouts are simulated in any case."""
-OF_EACH_SPLIT = 8
+OF_EACH_SPLIT = 16
 """Layouts of each of those: simulated, the fastest may be another one than by the closed form."""
 WORTH_STREAMING = 0.02
 """Share of a device's memory that a block's parameters and gradients take, gathered, where streaming is considered."""
