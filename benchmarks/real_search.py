@@ -169,8 +169,10 @@ def main() -> None:
     print(f"{len(planned)} choices", flush=True)
     if options.list:
         return
-    found = None
-    for engine, measure in (("planner", options.measure), ("exhaustive", len(planned))):
+    found = search(file, "planner", 1, options, until)
+    swept = found is not None and any(trial["engine"] == "exhaustive" for trial in found["trials"])
+    # What the sweep has found is not for the search to know.
+    for engine, measure in (("planner", 1 if swept else options.measure), ("exhaustive", len(planned))):
         found = search(file, engine, measure, options, until) or found
         if found is not None and time.monotonic() < until:
             print(json.dumps(summary(found["trials"], len(planned)), indent=1), flush=True)
