@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ from phalanx.files import write_atomically
 from phalanx.plan.cost_models import CostModels
 from phalanx.plan.judge import Planner, Task
 from phalanx.search.prior import planned_space
+from phalanx.search.study import STUDY
+from phalanx.trials.storage import Study
+from phalanx.trials.trial import INTERRUPTED, Trial, best_of
 
 Facts = dict[str, Any]
 
@@ -94,6 +98,7 @@ def choices(file: Path, options: argparse.Namespace) -> list[Facts]:
     space, prior = planned_space(planner, Task(run, options.devices), run.search)
     rows = [
         {
+            "key": space.key(point),
             "words": space.describe(point),
             "planned_s": float(prior.seconds[point]),
             "gib": float(prior.peak[point]) / 2**30,
@@ -103,44 +108,51 @@ def choices(file: Path, options: argparse.Namespace) -> list[Facts]:
     return sorted(rows, key=lambda row: float(row["planned_s"]))
 
 
-def search(file: Path, engine: str, measure: int, options: argparse.Namespace, until: float) -> Facts | None:
-    """Go on with the study, and say what is known; None where time was up before it was done."""
+def search(file: Path, engine: str, measure: int, options: argparse.Namespace, until: float) -> None:
+    """Go on with the study, at most until then."""
     command = [sys.executable, "-m", "phalanx", "search", str(file), *(TINY if options.tiny else [])]
     command += ["--cluster", options.cluster, "--devices", str(options.devices), "--profile", options.profile]
-    command += ["--storage", str(options.work / f"{options.run}.search.log"), "--json"]
-    command += ["--engine", engine, "--measure", str(measure)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=run_environment())
+    command += ["--storage", str(study_file(options)), "--json", "--engine", engine, "--measure", str(measure)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=run_environment())
     try:
-        told, _ = process.communicate(timeout=max(1.0, until - time.monotonic()))
+        process.wait(timeout=max(1.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
-        process.communicate()
-        return None
-    if process.returncode:
-        raise SystemExit(f"failed with {process.returncode}: {' '.join(command)}")
-    found: Facts = json.loads(told)
-    return found
+        process.wait()
+    else:
+        if process.returncode:
+            raise SystemExit(f"failed with {process.returncode}: {' '.join(command)}")
 
 
-def summary(trials: list[Facts], points: int) -> Facts:
+def study_file(options: argparse.Namespace) -> Path:
+    """Where the study lies."""
+    return Path(options.work / f"{options.run}.search.log")
+
+
+def trials_so_far(options: argparse.Namespace) -> list[Trial]:
+    """What the study holds."""
+    return Study(study_file(options), STUDY, None).trials()
+
+
+def summary(trials: list[Trial], points: int) -> Facts:
     """How the search's choice does beside everything that was measured."""
-    good = [trial for trial in trials if trial["step_s"]]
-    chosen = min((t for t in good if t["engine"] == "planner"), key=lambda t: float(t["step_s"]), default=None)
-    best = min(good, key=lambda t: float(t["step_s"]), default=None)
-    failed = [trial["state"] for trial in trials if not trial["step_s"]]
-    if chosen is None or best is None:
-        return {"choices": points, "trials": len(trials), "failed": failed}
-    return {
+    chosen, best = best_of([trial for trial in trials if trial.engine == "planner"]), best_of(trials)
+    failed = [trial.outcome.cause if trial.outcome else "running" for trial in trials if not trial.good]
+    found: Facts = {
         "choices": points,
         "trials": len(trials),
-        "of_the_search": sum(trial["engine"] == "planner" for trial in trials),
-        "failed": {state: failed.count(state) for state in sorted(set(failed))},
-        "chosen": chosen["words"],
-        "chosen_s": chosen["step_s"],
-        "best": best["words"],
-        "best_s": best["step_s"],
-        "regret": chosen["step_s"] / best["step_s"] - 1,
-        "all_measured": len(trials) >= points,
+        "of_the_search": sum(trial.engine == "planner" for trial in trials),
+        "failed": {cause: failed.count(cause) for cause in sorted(set(failed))},
+    }
+    if chosen is None or best is None:
+        return found
+    return found | {
+        "chosen": chosen.key,
+        "chosen_s": chosen.value,
+        "best": best.key,
+        "best_s": best.value,
+        "regret": chosen.value / best.value - 1,
+        "all_measured": len(trials) - failed.count(INTERRUPTED) >= points,
     }
 
 
@@ -169,23 +181,21 @@ def main() -> None:
     print(f"{len(planned)} choices", flush=True)
     if options.list:
         return
-    found = search(file, "planner", 1, options, until)
-    swept = found is not None and any(trial["engine"] == "exhaustive" for trial in found["trials"])
     # What the sweep has found is not for the search to know.
-    for engine, measure in (("planner", 1 if swept else options.measure), ("exhaustive", len(planned))):
-        found = search(file, engine, measure, options, until) or found
-        if found is not None and time.monotonic() < until:
-            print(json.dumps(summary(found["trials"], len(planned)), indent=1), flush=True)
-    # With all trials made that one asks for, a search says what it knows.
-    found = search(file, "planner", 1, options, time.monotonic() + 60.0) or found
+    if all(trial.engine == "planner" for trial in trials_so_far(options)):
+        search(file, "planner", options.measure, options, until)
+        print(json.dumps(summary(trials_so_far(options), len(planned)), indent=1), flush=True)
+    if time.monotonic() < until:
+        search(file, "exhaustive", len(planned), options, until)
+    trials = trials_so_far(options)
     document = {
         "run": RUNS[options.run].strip(),
         "command": {name: str(value) for name, value in vars(options).items() if name not in ("work", "out", "data")},
         "date": datetime.now(UTC).isoformat(),
         "torch": torch.__version__,
         "planned": planned,
-        "summary": summary(found["trials"], len(planned)) if found else None,
-        "trials": found["trials"] if found else [],
+        "summary": summary(trials, len(planned)),
+        "trials": [asdict(trial) for trial in trials],
     }
     print(json.dumps(document["summary"], indent=1))
     if options.out is not None:
