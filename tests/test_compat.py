@@ -36,10 +36,12 @@ def test_the_cpu_keeps_no_memory_count() -> None:
 
 def test_an_accelerator_counts_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda _: 5)
-    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda _: 7)
-    for statistics, retries in (({"num_alloc_retries": 3}, 3), ({}, 0)):
-        monkeypatch.setattr(torch.accelerator, "memory_stats", lambda _, found=statistics: found)
+    # As PyTorch itself finds them.
+    bytes_ = {"allocated_bytes.all.current": 5, "allocated_bytes.all.peak": 7}
+    for statistics, retries in ((bytes_ | {"num_alloc_retries": 3}, 3), (bytes_, 0)):
+        monkeypatch.setattr(torch.accelerator.memory, "memory_stats", lambda _, found=statistics: found)
+        monkeypatch.setattr(torch.accelerator, "memory_stats", torch.accelerator.memory.memory_stats)
+        assert torch.accelerator.memory_allocated(device) == 5 and torch.accelerator.max_memory_allocated(device) == 7
         assert compat.memory_statistics(device) == {"now": 5, "peak": 7, "retries": retries}
 
 

@@ -101,11 +101,11 @@ def memory_statistics(device: torch.device) -> dict[str, int]:
     it full and gave back what it kept, to go on. Empty on the CPU, which keeps no such count."""
     if device.type == "cpu":
         return {}
-    beside = SymmetricBuffer.allocated
+    counts, beside = torch.accelerator.memory_stats(device), SymmetricBuffer.allocated
     return {
-        "now": torch.accelerator.memory_allocated(device) + beside,
-        "peak": torch.accelerator.max_memory_allocated(device) + beside,
-        "retries": torch.accelerator.memory_stats(device).get("num_alloc_retries", 0),
+        "now": counts.get("allocated_bytes.all.current", 0) + beside,
+        "peak": counts.get("allocated_bytes.all.peak", 0) + beside,
+        "retries": counts.get("num_alloc_retries", 0),
     }
 
 

@@ -71,7 +71,10 @@ def _blocks(profile: Profile, links: Constants, *, compiled: bool) -> list[Timed
     ]
     times = part_times(parts_of(wanted, OURS), MACHINE, links, profile).seconds.sum(axis=2)  # type: ignore[arg-type]
     pairs = zip(EFFORT.blocks, times.tolist(), strict=True)
-    return [TimedBlock(*block, forward_s=forward, backward_s=backward) for block, (forward, backward) in pairs]
+    return [
+        TimedBlock(*block, compiled=compiled, forward_s=forward, backward_s=backward)
+        for block, (forward, backward) in pairs
+    ]
 
 
 def _measured(profile: Profile, links: Constants) -> Measurements:

@@ -24,6 +24,7 @@ class TimedBlock:
     width: int
     length: int
     samples: int
+    compiled: bool
     forward_s: float
     backward_s: float
 
@@ -58,4 +59,4 @@ def _time_block(clock: Clock, width: int, length: int, samples: int, compiled: b
     with choice.active():
         forward = clock.seconds(lambda: run(x, context))
         both = clock.seconds(lambda: torch.autograd.grad(run(x, context), inputs, grad))
-    return TimedBlock(width, length, samples, forward, max(both - forward, 0.0))
+    return TimedBlock(width, length, samples, compiled, forward, max(both - forward, 0.0))

@@ -95,7 +95,9 @@ def profile_of(found: Measurements, machine: Machine, source: str) -> Found:
     if (host := found.host_exchanges) is not None:
         profile = replace(profile, exchange_host_s=host.exchange_s, shard_host_s=host.shard_s)
     profile, constants, exchanged = _with_exchanges(profile, found, machine)
-    left_out = [_with_blocks(profile, _without(found.blocks, place), machine) for place in range(len(found.blocks))]
+    left_out = [
+        _with_blocks(profile, _without(found.blocks, place), machine, _BLOCKS) for place in range(len(found.blocks))
+    ]
     blocks = np.array(
         [_block_error(one, block, machine) for one, block in zip(left_out, found.blocks, strict=True)], np.float64
     )
@@ -103,7 +105,9 @@ def profile_of(found: Measurements, machine: Machine, source: str) -> Found:
         name=machine.name,
         device=machine.node.device,
         source=source,
-        profile=_with_eager_blocks(_with_blocks(profile, found.blocks, machine), found.eager_blocks, machine),
+        profile=_with_blocks(
+            _with_blocks(profile, found.blocks, machine, _BLOCKS), found.eager_blocks, machine, _EAGER
+        ),
         fitted=_judged(found, blocks),
         collectives=constants,
         beside=found.beside,
@@ -221,27 +225,20 @@ def _slowdown(beside: Beside | None, known: float) -> float:
 # --- blocks ------------------------------------------------------------------------------------------------------------
 
 
-def _with_blocks(profile: Profile, blocks: Sequence[TimedBlock], machine: Machine) -> Profile:
+def _with_blocks(
+    profile: Profile, blocks: Sequence[TimedBlock], machine: Machine, spread: Mapping[str, float]
+) -> Profile:
+    """`profile` with the constants in `spread` moved to what `blocks` say."""
     if not blocks:
         return profile
-    return _fitted(profile, _BLOCKS, lambda one: _block_errors(one, blocks, machine) / _BLOCK_NOISE)
+    return _fitted(profile, spread, lambda one: _block_errors(one, blocks, machine) / _BLOCK_NOISE)
 
 
-def _with_eager_blocks(profile: Profile, blocks: Sequence[TimedBlock], machine: Machine) -> Profile:
-    if not blocks:
-        return profile
-    return _fitted(profile, _EAGER, lambda one: _block_errors(one, blocks, machine, compiled=False) / _BLOCK_NOISE)
-
-
-def _block_errors(
-    profile: Profile, blocks: Sequence[TimedBlock], machine: Machine, *, compiled: bool | None = None
-) -> Floats:
-    """Logarithms of predicted over measured seconds, forward and then backward. compiled: by default as in training."""
-    cpu = machine.node.device == "CPU"
-    compiled = not cpu if compiled is None else compiled
-    software = EAGER if cpu else OURS
+def _block_errors(profile: Profile, blocks: Sequence[TimedBlock], machine: Machine) -> Floats:
+    """Logarithms of predicted over measured seconds, forward and then backward."""
+    software = EAGER if machine.node.device == "CPU" else OURS
     wanted = [
-        ("block", replace(setting_of(x.width, x.length), compile=compiled, attention="flash"), x.samples)
+        ("block", replace(setting_of(x.width, x.length), compile=x.compiled, attention="flash"), x.samples)
         for x in blocks
     ]
     times = part_times(parts_of(wanted, software), machine, _NO_COLLECTIVES, profile).seconds.sum(axis=2)  # type: ignore[arg-type]

@@ -139,22 +139,16 @@ def judge_losses(outcome: Outcome, before: Sequence[Trial], bound: float) -> Out
         ("loss", outcome.losses, first.outcome.losses, _LOSS_SHARE),
         ("gradient norm", outcome.more.get(_NORMS, ()), first.outcome.more.get(_NORMS, ()), _NORM_SHARE),
     ):
-        if words := _apart(what, here, there, min(bound, share)):
-            words = f"{words.format(first.number)}: phalanx verify tells which is right"
-            return _not_ok(outcome, "wrong_loss", words)
+        for step, (one, other) in enumerate(zip(here, there, strict=False), start=1):
+            allowed = min(bound, share) * step
+            if not abs(one - other) <= allowed * abs(other):
+                words = (
+                    f"step {step}: {what} {one:.7g}, but {other:.7g} in trial {first.number}; a difference of "
+                    f"{abs(one / other - 1) if other else math.inf:.2g} where {allowed:.2g} is rounding: "
+                    f"phalanx verify tells which is right"
+                )
+                return _not_ok(outcome, "wrong_loss", words)
     return outcome
-
-
-def _apart(what: str, here: Sequence[float], there: Sequence[float], bound: float) -> str | None:
-    """The first step at which two trials differ by more than rounding, in words with a place for the other one's number."""
-    for step, (one, other) in enumerate(zip(here, there, strict=False), start=1):
-        allowed = bound * step
-        if not abs(one - other) <= allowed * abs(other):
-            return (
-                f"step {step}: {what} {one:.7g}, but {other:.7g} in trial {{}}; a difference of "
-                f"{abs(one / other - 1) if other else math.inf:.2g} where {allowed:.2g} is rounding"
-            )
-    return None
 
 
 def _not_ok(outcome: Outcome, cause: str, words: str) -> Outcome:

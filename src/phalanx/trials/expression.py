@@ -18,6 +18,18 @@ from phalanx.errors import ConfigError
 
 Mask = npt.NDArray[np.bool_]
 
+
+def _is_in(one: Any, several: Any) -> Any:
+    """Whether `one` is one of a list's values, choice by choice: these may be other columns."""
+    if not isinstance(several, list):
+        raise _Unknown("in wants a list behind it")
+    return reduce(np.logical_or, [np.asarray(one == each) for each in several], np.asarray(False))
+
+
+def _is_not_in(one: Any, several: Any) -> Any:
+    return np.logical_not(_is_in(one, several))
+
+
 _ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -33,6 +45,8 @@ _COMPARISONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
+    ast.In: _is_in,
+    ast.NotIn: _is_not_in,
 }
 _WORDS = {"true": True, "false": False}
 
@@ -91,21 +105,12 @@ def _value(node: ast.AST, columns: Mapping[str, npt.NDArray[Any]]) -> Any:
     raise _Unknown(f"{ast.unparse(node)} is not known")
 
 
-def _is_in(one: Any, several: Any) -> Any:
-    """Whether `one` is one of a list's values, choice by choice: these may be other columns."""
-    if not isinstance(several, list):
-        raise _Unknown("in wants a list behind it")
-    return reduce(np.logical_or, [np.asarray(one == each) for each in several], np.asarray(False))
-
-
 def _number(value: Any) -> Any:
     """The value; of a condition 1 where it holds, so that conditions can be counted: arrays would add up to a condition."""
     return value.astype(np.int64) if isinstance(value, np.ndarray) and value.dtype == np.bool_ else value
 
 
 def _compare(kind: type[ast.AST], left: Any, right: Any) -> Any:
-    if kind is ast.In or kind is ast.NotIn:
-        return _is_in(left, right) == (kind is ast.In)
     if kind not in _COMPARISONS:
         raise _Unknown("is and is not are not known")
     return np.asarray(_COMPARISONS[kind](left, right))
