@@ -18,7 +18,7 @@ import pytest
 
 from phalanx.data.language import prepare as preparing
 from phalanx.data.language.manifest import MANIFEST
-from phalanx.data.language.pieces import Settings
+from phalanx.data.language.pieces import TEMPORARY, Settings
 from phalanx.data.language.prepare import Options, prepare
 from phalanx.errors import DataError
 
@@ -209,6 +209,25 @@ def test_two_at_once_are_kept_apart(start: Start, corpus: Path, straight: dict[s
     os.kill(process.pid, signal.SIGCONT)
     process.communicate()
     assert process.returncode == 0
+    assert contents(out) == straight
+
+
+def test_what_workers_were_writing_goes(
+    corpus: Path, straight: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece written in part stands in for a worker that was ended in the midst of it because another one failed."""
+    out = tmp_path / "out"
+    monkeypatch.setattr(preparing, "PIECE_BYTES", PIECE_BYTES)
+
+    def fail(what: str, done: int, total: int) -> None:
+        if what == "tokenizing":
+            (out / ".work" / f"{TEMPORARY}piece-000007.npz.1").write_bytes(b"PK")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare([str(corpus)], out, OPTIONS, workers=1, progress=fail)
+    assert not list((out / ".work").glob(".*"))
+    prepare([str(corpus)], out, OPTIONS, workers=1)
     assert contents(out) == straight
 
 

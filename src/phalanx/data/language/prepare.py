@@ -174,8 +174,7 @@ class _Job:
         """Keep what was done under the same plan; clear what was done under another."""
         work, marker = self._work, self._work / "plan"
         if marker.exists() and marker.read_text() == self.plan:
-            for left in work.glob(f"{TEMPORARY}*"):
-                left.unlink()
+            self._clear_halves()
             return
         others = [] if work.exists() else sorted(p.name for p in self.out.iterdir() if not p.name.startswith("."))
         if others:
@@ -185,6 +184,11 @@ class _Job:
             shutil.rmtree(work)
         work.mkdir()
         write_atomically(marker, self.plan)
+
+    def _clear_halves(self) -> None:
+        """Remove what workers left that were ended while they wrote."""
+        for left in self._work.glob(f"{TEMPORARY}*"):
+            left.unlink()
 
     def _tokenizer(self, given: Tokenizer | None) -> Tokenizer:
         kept = self._work / "tokenizer.json"
@@ -218,7 +222,11 @@ class _Job:
 
         end = end_of_document(tokenizer, self.options.end_token)
         settings = Settings(self._work / "tokenizer.json", end, self.options.validation_fraction)
-        tokenize_pieces(missing(), settings, workers)
+        try:
+            tokenize_pieces(missing(), settings, workers)
+        finally:
+            # Where one worker fails the others are ended in the midst of theirs: what they hold of a full disk goes too.
+            self._clear_halves()
         if not pieces:
             raise DataError("the inputs hold no text at all: every document is empty")
         return pieces
