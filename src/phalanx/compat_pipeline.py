@@ -103,7 +103,22 @@ class LeanStage(PipelineStage):
         result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.collect is not None:
             self.collect()
+        if isinstance(self.submod, FSDPModule):
+            _add_up(self.submod)
         return result
+
+
+def _add_up(module: FSDPModule) -> None:
+    """Add the gradients of a sharded `module` to their sums in the wider format.
+
+    FSDP2 does so in hooks of a backward pass. Without one they would wait for the next in the format they are computed in,
+    and those of further micro-batches would be added to them in that.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule) and (group := part._get_fsdp_state()._fsdp_param_group) is not None:
+            for parameter in group.fsdp_params:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
 
 
 def _repeat(received: Received, microbatches: int) -> None:

@@ -28,3 +28,20 @@ def test_gradients_of_a_split_backward_pass_reach_the_masters(schedule: str) -> 
     assert together.keys() == alone.keys()
     for name, (_, _, wanted) in alone.items():
         assert (together[name] - wanted).norm() < 0.05 * wanted.norm(), name
+
+
+def whole_batch_gradients(world: int) -> dict[str, Box]:
+    """Gradients of 32 samples in bfloat16 beside float32 masters, of this rank; two ranks share out what is beyond two."""
+    run = run_with({}, precision="bf16", global_batch=32, pp=2, dp_shard=world // 2, schedule="zbv")
+    applied = laid_out(run, resolve_layout(run, world))
+    backward(run, applied)
+    return gradients_of(applied)
+
+
+def test_sharded_gradients_are_added_up_in_float32_too() -> None:
+    """Where ranks hold whole parameters the masters' gradients are the sums, which FSDP2 left to itself makes in bfloat16
+    of micro-batches whose gradients of parameters come one after the other."""
+    whole, shared_out = (joined(run_ranks(whole_batch_gradients, world, world)) for world in (2, 4))
+    assert whole.keys() == shared_out.keys()
+    for name, wanted in whole.items():
+        assert (shared_out[name] - wanted).norm() < 1e-6 * wanted.norm(), name
