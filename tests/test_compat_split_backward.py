@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -103,6 +103,10 @@ def start(function: Callable[[Tensor, Parameters], Tensor], p: Parameters, seed:
     return x, y, torch.randn(y.shape, generator=random)
 
 
+def leave(_told: Sequence[Tensor]) -> None:
+    """Take no gradients away."""
+
+
 @pytest.mark.parametrize(
     "function",
     [layers, two_results, function_on_top, used_twice, through_another_format],
@@ -126,13 +130,36 @@ def test_both_parts_together_give_what_one_pass_gives(function: Callable[[Tensor
         del x, y
     gc.collect()
     for left in waiting:
-        left.run()
+        left.run(leave)
     for name, parameter in whole.items():
         if parameter.grad is None:
             assert parts[name].grad is None, name
         else:
             torch.testing.assert_close(parts[name].grad, parameter.grad, rtol=1e-5, atol=1e-5, msg=name)
     assert parts["shift"].grad is None and whole["norm"].grad is not None
+
+
+def test_gradients_can_be_taken_before_there_are_more() -> None:
+    whole, parts = parameters(), parameters()
+    x, y, grad = start(layers, whole, 1)
+    y.backward(grad)
+    x, y, grad = start(layers, parts, 1)
+    _, left = input_gradients((y,), (grad,), (x,), list(parts.values()))
+    taken: dict[int, Tensor] = {}
+
+    def take(told: Sequence[Tensor]) -> None:
+        there = [p for p in parts.values() if p.grad is not None]
+        assert {id(p) for p in there} == {id(p) for p in told}
+        assert not taken.keys() & {id(p) for p in told}
+        for parameter in there:
+            assert parameter.grad is not None
+            taken[id(parameter)], parameter.grad = parameter.grad, None
+
+    left.run(take)
+    wanted = {name: p.grad for name, p in whole.items() if p.grad is not None}
+    assert len(wanted) > 1 and len(taken) == len(wanted)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(taken[id(parts[name])], gradient, rtol=1e-5, atol=1e-5, msg=name)
 
 
 def test_nothing_is_computed_twice_and_gradients_of_weights_wait() -> None:
@@ -145,7 +172,7 @@ def test_nothing_is_computed_twice_and_gradients_of_weights_wait() -> None:
     with Counting() as first:
         _, left = input_gradients((y,), (grad,), (x,), list(p.values()))
     with Counting() as second:
-        left.run()
+        left.run(leave)
     assert first.counts["aten.mm.default"] == second.counts["aten.mm.default"] == 2
     assert first.counts["aten.gelu_backward.default"] == 1 and second.counts["aten.gelu_backward.default"] == 0
 
@@ -157,6 +184,6 @@ def test_the_graph_goes_with_the_second_part() -> None:
     _, left = input_gradients((y,), None, (x,), list(p.values()))
     del x
     assert node() is not None
-    left.run()
+    left.run(leave)
     gc.collect()
     assert node() is None and y.grad_fn is None

@@ -9,11 +9,12 @@ alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
@@ -26,8 +27,8 @@ Received = dict[int, tuple[Any, ...]]
 class LeanStage(PipelineStage):
     """A stage whose receive buffers live as long as their micro-batch."""
 
-    collect: Callable[[], None] | None = None
-    """Called when gradients have been set by a split backward pass."""
+    collect: Callable[[Sequence[Tensor]], None] | None = None
+    """Called with parameters whose gradients a split backward pass has set; sharded ones go another way."""
     link_of: Callable[[int, str], dist.ProcessGroup] | None = None
     """The group over which a stage sends its activations or gradients; None sends everything over the stage's own."""
 
@@ -95,30 +96,30 @@ class LeanStage(PipelineStage):
         if backward_type == "input":
             outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
             return input_gradients(outputs, gradients, bwd_kwargs["input_values"], list(self.submod.parameters()))
-        bwd_kwargs["param_groups"].run()
+        collect = _adding_up(self.submod) if isinstance(self.submod, FSDPModule) else self.collect
+        bwd_kwargs["param_groups"].run(collect or _leave)
         return (), None
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """The gradients of parameters of a micro-batch, which PyTorch sets without running their hooks."""
-        result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        if self.collect is not None:
-            self.collect()
-        if isinstance(self.submod, FSDPModule):
-            _add_up(self.submod)
-        return result
+
+def _leave(_parameters: Sequence[Tensor]) -> None:
+    """Gradients that are in the right format stay where they are."""
 
 
-def _add_up(module: FSDPModule) -> None:
-    """Add the gradients of a sharded `module` to their sums in the wider format.
+def _adding_up(module: nn.Module) -> Callable[[Sequence[Tensor]], None]:
+    """Adds gradients of parameters of a sharded `module` to their sums in the wider format.
 
     FSDP2 does so in hooks of a backward pass. Without one they would wait for the next in the format they are computed in,
     and those of further micro-batches would be added to them in that.
     """
-    for part in module.modules():
-        if isinstance(part, FSDPModule) and (group := part._get_fsdp_state()._fsdp_param_group) is not None:
-            for parameter in group.fsdp_params:
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
+    groups = [part._get_fsdp_state()._fsdp_param_group for part in module.modules() if isinstance(part, FSDPModule)]
+    sharded = {id(each._unsharded_param): each for group in groups if group is not None for each in group.fsdp_params}
+
+    def add_up(parameters: Sequence[Tensor]) -> None:
+        for found in filter(None, (sharded.get(id(parameter)) for parameter in parameters)):
+            found.accumulate_unsharded_grad_if_needed()
+            found.to_accumulated_grad_if_needed()
+
+    return add_up
 
 
 def _repeat(received: Received, microbatches: int) -> None:

@@ -54,11 +54,15 @@ class WeightPass:
 
         return _before({node: noting(node) for group in self._groups for node in group.junctions})
 
-    def run(self) -> None:
-        """Add the gradients of parameters to their `grad`, those next to the inputs first. To be called once."""
+    def run(self, collect: Callable[[Sequence[Tensor]], None]) -> None:
+        """Add the gradients of parameters to their `grad`, those next to the inputs first. To be called once.
+
+        collect: told which parameters have theirs, so that it can take them before there are more.
+        """
         # Between two junctions of one group lie nodes of others, whose own turn must come later.
         for group in sorted(self._groups, key=lambda group: len(group.junctions) == 1):
             self._run_group(group)
+            collect([self._parameters[number] for number in group.parameters])
             for node in group.junctions:
                 self._arrived.pop(node, None)
             group.junctions.clear()

@@ -8,6 +8,8 @@ parameter and micro-batch where casting in every layer takes 26. Sharded ranks n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -31,9 +33,9 @@ class WorkingCopy:
         torch._foreach_copy_(self._working, self._masters)
 
     @torch.no_grad()
-    def collect(self) -> None:
-        """Sum up gradients that were set without a backward pass, as split backward passes set those of parameters."""
-        for parameter in self._working:
+    def collect(self, parameters: Iterable[Tensor]) -> None:
+        """Sum up gradients of these of `working` that were set without hooks, as split backward passes set them."""
+        for parameter in parameters:
             if parameter.grad is not None:
                 self._move_gradient(parameter)
 
