@@ -87,6 +87,31 @@ def test_several_stages_a_rank_hold_on_accelerators_what_the_code_holds(schedule
     assert worst.allocated == pytest.approx(found.peak, rel=0.02), (worst, found.categories)
 
 
+PIPED: list[dict[str, Any]] = [
+    {"pp": 4, "dp_shard": 2, "zero": 2, "schedule": "zbv"},
+    {"pp": 2, "cp": 4, "zero": 3, "schedule": "zbv", "context": "all_to_all", "microbatch": 2},
+    {"pp": 2, "dp_shard": 4, "zero": 1, "schedule": "interleaved_zero_bubble", "stages_per_rank": 2, "microbatch": 2},
+    {"pp": 2, "dp_shard": 4, "gather": "stream", "microbatch": 2},
+    {"pp": 2, "dp_shard": 2, "dp_replicate": 2, "schedule": "gpipe", "gather": "stream", "microbatch": 2},
+    {"pp": 2, "cp": 4, "gather": "stream", "microbatch": 2, "recompute": "full", "global_batch": 16},
+]
+"""Pipelines whose backward passes are split, over shards; and those that stream blocks, alone or held by ranks together."""
+
+
+@pytest.mark.parametrize("words", PIPED, ids=str)
+def test_split_backward_passes_and_streamed_blocks_hold_on_accelerators_what_the_code_holds(
+    words: dict[str, Any],
+) -> None:
+    layers = {"model.n_layers": 4 if words.get("gather") == "stream" else 8}
+    run = run_with(SIZES | layers, **{"global_batch": 32, "recompute": "none", **words})
+    layout = resolve_layout(run, WORLD)
+    ranks = rank_memory(run, layout, run.layout.recompute, Kernels("flash", compiled=False))
+    for rank in (ranks[0], ranks[-1]):
+        first = rank.rank * WORLD // layout.pp
+        found = dry_run(run, layout, first, train_step, accelerator=True, devices_per_node=None)
+        assert rank.allocated == pytest.approx(found.peak, rel=0.02), (rank, found.moment, found.categories)
+
+
 TOGETHER: list[dict[str, Any]] = [
     {"dp_shard": 8, "gather_blocks": 2, "recompute": "full"},
     {"dp_shard": 8, "gather_blocks": 3, "gathers_ahead": 2, "microbatch": 2},

@@ -128,7 +128,7 @@ class _Alone:
         def backward(done: Amount) -> Held:
             """Of the block that comes after so many of the unit."""
             return r.held(
-                gradients=self.gradients(r.layers - left, self.untied, coming=1 + done),
+                gradients=self.gradients(r.layers - left, self.untied, done) + block.coming * ~r.several,
                 activations=activations - done * block.kept,
                 gathered_parameters=self.gathered(left, self.table, size * block.gathered),
                 gather_buffers=self.ahead(following),
@@ -182,16 +182,15 @@ class _Alone:
         """The buffers of what is gathered ahead."""
         return self.r.s.sharded * self.r.dropped * self.r.received * parameters
 
-    def gradients(self, blocks: Amount, with_head: Amount, with_embedding: Amount = 0, coming: Amount = 0) -> Amount:
+    def gradients(self, blocks: Amount, with_head: Amount, streamed: Amount = 0) -> Amount:
         """Gradients added up once this much has been reduced in the last micro-batch.
 
-        coming: blocks whose streamed matrices get theirs just now.
+        streamed: further blocks whose streamed matrices have theirs.
         """
         r, s = self.r, self.r.s
-        block, head, embedding = r.block, r.head, r.embedding
-        reduced = blocks * block.shard + with_head * head.shard + with_embedding * embedding.shard
-        reduced = reduced + coming * block.streamed
-        left = r.gathered - blocks * block.gathered - with_head * head.gathered - with_embedding * embedding.gathered
+        block, head = r.block, r.head
+        reduced = blocks * block.shard + with_head * head.shard + streamed * block.streamed
+        left = r.gathered - blocks * block.gathered - with_head * head.gathered
         return s.master * np.where(r.whole, reduced + left, np.where(r.several, r.shard, reduced))
 
     def own_gradients(self, part: PartBytes) -> Amount:

@@ -33,6 +33,8 @@ class PartBytes:
     """Most bytes it makes in its forward pass, what is kept among them."""
     backward: FloatArray
     """Most bytes in its backward pass beside what is kept: incoming gradient, temporaries, gradients of parameters."""
+    coming: FloatArray
+    """Bytes more in the first micro-batch's, of gradients that others find."""
     count: FloatArray
     """Parameters, before data parallelism shares them out; streamed ones are no part of it."""
     shard: FloatArray
@@ -94,7 +96,7 @@ class ModelBytes:
 
 _TRACED = ("tp", "cp", "context", "recompute", "microbatch", "streamed", "splits_backward")
 """What the costs of parts depend on."""
-_SIZES = ("kept", "forward", "backward")
+_SIZES = ("kept", "forward", "backward", "coming")
 _PARTS: tuple[PartName, ...] = ("embedding", "block", "head")
 
 
@@ -159,9 +161,13 @@ def _costs(setting: Setting, microbatch: int) -> dict[PartName, PartCosts]:
 
 def _part_size(part: PartCosts, name: str) -> int:
     costs = part.costs
-    if name == "kept":
-        return costs.kept_bytes
-    return costs.forward_peak if name == "forward" else costs.backward_peak - costs.kept_bytes
+    sizes = {
+        "kept": costs.kept_bytes,
+        "forward": costs.forward_peak,
+        "backward": costs.backward_peak - costs.kept_bytes,
+        "coming": costs.coming_bytes,
+    }
+    return sizes[name]
 
 
 def _input(part: PartCosts) -> int:

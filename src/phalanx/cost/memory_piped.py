@@ -57,7 +57,8 @@ class _Piped:
                 gradients=self.before,
                 activations=others + self.s.sizes.hidden * r.has_head,
                 gathered_parameters=gathered,
-                gather_buffers=self.s.sharded * r.received * head.gathered * r.dropped,
+                # In the first micro-batch of several, which has least else, it is gathered for all.
+                gather_buffers=self.s.sharded * r.received * head.gathered * r.dropped * ~r.several,
                 part=head.forward,
             ),
         )
@@ -75,13 +76,13 @@ class _Piped:
     def of_the_blocks(self) -> Iterator[tuple[str, Held]]:
         """The last and the first block of a stage backward."""
         r, s, h, block, head = self.r, self.s, self.h, self.r.block, self.r.head
-        after_head = self.kept + np.maximum(0, h.heads_kept - 1) * head.kept
         # Where gradients of weights come later, all stays for them, and what they are made from comes to it.
+        after_head = self.kept + np.maximum(0, h.heads_kept - (1 - h.split)) * head.kept
         waiting = h.split * s.sizes.waiting
         yield (
             "backward of the last block",
             self.held(
-                gradients=np.where(h.again > 0, self.before, s.master * head.count),
+                gradients=np.where(h.again > 0, self.before, s.master * head.count + block.coming),
                 activations=after_head + waiting,
                 gathered_parameters=self.gathered(
                     (r.unit + h.layers - h.stage_layers) * block.gathered + head.gathered
@@ -95,7 +96,7 @@ class _Piped:
         yield (
             "backward of the first block",
             self.held(
-                gradients=np.where(h.again > 0, self.before, s.master * mine),
+                gradients=np.where(h.again > 0, self.before, s.master * mine + block.coming),
                 activations=after_head - (h.stage_layers - 1) * block.kept * (1 - h.split) + h.stage_layers * waiting,
                 gathered_parameters=self.gathered(r.gathered),
                 part=block.backward,

@@ -35,6 +35,7 @@ from phalanx.cost.second_process import SharedMemo
 from phalanx.cost.streamed import (
     ChainSize,
     Middle,
+    Shown,
     SilentRing,
     chain_sizes,
     streamed_costs,
@@ -42,6 +43,7 @@ from phalanx.cost.streamed import (
     traced_stage,
 )
 from phalanx.cost.timeline import Costs, Kept, Timeline
+from phalanx.layout.hybrid_stop import streamed_parameters
 from phalanx.layout.recompute import recompute_block, recompute_policy
 from phalanx.layout.stage import Stage
 
@@ -109,8 +111,8 @@ class _Trace:
     name: PartName
     setting: Setting
     samples: int
-    shown: tuple[int, ...] = ()
-    """Of a streamed block: chunks of each chain."""
+    shown: tuple[Shown, ...] = ()
+    """Of a streamed block: its chains."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class _Traced:
     middles: tuple[Middle, ...] = ()
     """Of a streamed block; see `SilentRing`."""
     units: tuple[int, ...] = ()
-    """Of a chunk of each chain."""
+    """Of a chunk of each chain, as many as one rank holds."""
 
 
 @cache
@@ -343,8 +345,9 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing 
             return result
 
     number = recorder.hold(x, "input", "input")
-    # Gradients of streamed matrices are there already, beside those of other blocks.
-    _run(recorder, run, [parameter for parameter in stage.parameters() if parameter.grad is None])
+    streamed = streamed_parameters(stage)
+    _run(recorder, run, [parameter for parameter in stage.parameters() if parameter not in streamed])
+    _mark_coming(recorder, streamed)
     if not stage.part.part.first:
         # What the embedding is called with are samples, which are there all the time.
         recorder.timeline.kept.append(number)
@@ -363,6 +366,15 @@ def _run(recorder: Recorder, run: Callable[[], Tensor], parameters: Sequence[nn.
         result.backward(incoming)
     timeline.gradients = [recorder.hold(p.grad, "made") for p in parameters if p.grad is not None]
     recorder.close()
+
+
+def _mark_coming(recorder: Recorder, streamed: Iterable[nn.Parameter]) -> None:
+    """Tell the gradients of `streamed` matrices from what every micro-batch makes."""
+    timeline = recorder.timeline
+    timeline.coming = sorted(recorder.hold(p.grad, "made") for p in streamed if p.grad is not None)
+    for step in timeline.backward:
+        if step.makes and set(step.makes) <= set(timeline.coming):
+            step.kind = "free"
 
 
 def _mark(block: nn.Module, recorder: Recorder) -> None:

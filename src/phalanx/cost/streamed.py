@@ -1,10 +1,11 @@
 """What a block costs whose matrices are streamed (`layout.gather=stream`, `layout.hybrid_stop`): counted in the real code.
 
-A chain of K chunks runs the same operations K times. So the real block is traced with three chunks a chain, or fewer where
-it has fewer: the first one, one in the middle that stands for all between, and the last one. Their size is a prime number of
-units, as the micro-batch is a prime number of samples: whatever it divides is known to grow with the chunk, and one trace
-serves every number of ranks. Where units do not divide, every step is taken to be as large as its largest chunk, which some
-rank of the ring always has.
+A chain of K chunks runs the same operations K times. So the real block is traced with four chunks a chain, or fewer where
+it has fewer: the first two, one that stands for all between, beside which gradients of the one before and the weights of the
+next one are under way, and the last one. Their size is a prime number of units, as the micro-batch is a prime number of
+samples: whatever it divides is known to grow with the chunk, and one trace serves every number of ranks. Where units do not
+divide, every step is taken to be as large as its largest chunk, which some rank of the ring always has. Ranks that hold a
+chunk together receive each other's pieces of it and of its gradients, so their number is traced too.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ from phalanx.layout.stage import Stage
 
 _PRIMES = (2003, 2011, 2017, 2027, 2029, 2039, 2053, 2063, 2069, 2081)
 """Units of a traced chunk."""
-_SHOWN = 3
+_SHOWN = 4
 """Chunks of a traced chain at most."""
+_TOGETHER = 4
+"""Ranks that hold a traced chunk together at most: pieces of more of them are as large in all, but for one."""
+Shown = tuple[int, int]
+"""Of a traced chain: chunks, and ranks that hold one together."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class SilentRing(Ring):
             held = [next(inner)]
             begin = self._position()
             yield held.pop()
-            if step == 1 and plan.chunks == _SHOWN and begin is not None:
+            if step == _SHOWN - 2 and plan.chunks == _SHOWN and begin is not None:
                 end = self._position()
                 assert end is not None
                 self.middles.append((begin[0], self.order[id(plan)], begin[1], end[1]))
@@ -139,14 +144,15 @@ def _stream(setting: Setting, ranks: int) -> Stream:
 
 
 @cache
-def traced_setting(setting: Setting) -> tuple[Setting, tuple[int, ...]]:
+def traced_setting(setting: Setting) -> tuple[Setting, tuple[Shown, ...]]:
     """The setting that stands for all which have as many chunks to show, and how many those are; see `traced_stage`."""
-    shown = tuple(min(chain.plan.chunks, _SHOWN) for chain in chain_sizes(setting))
+    plans = [chain.plan for chain in chain_sizes(setting)]
+    shown = tuple((min(plan.chunks, _SHOWN), min(plan.group, _TOGETHER)) for plan in plans)
     return replace(setting, compile=False, streamed=2 * setting.cp), shown
 
 
-def traced_stage(setting: Setting, shown: tuple[int, ...], samples: int) -> tuple[Stage, SilentRing, tuple[int, ...]]:
-    """A block to be traced, `shown` chunks in each chain; its ring; and how many units each chain's chunks have."""
+def traced_stage(setting: Setting, shown: tuple[Shown, ...], samples: int) -> tuple[Stage, SilentRing, tuple[int, ...]]:
+    """A block to be traced, its chains as `shown`; its ring; and how many units a rank holds of each chain's chunks."""
     stream = _stream(setting, setting.streamed)
     stage, ring = build_stage("block", setting, stream), stream.ring
     assert isinstance(ring, SilentRing)
@@ -155,10 +161,11 @@ def traced_stage(setting: Setting, shown: tuple[int, ...], samples: int) -> tupl
     units: list[int] = []
     for module in stage.part.modules():
         if isinstance(module, Streamed):
-            chunks = shown[len(units)]
+            chunks, group = shown[len(units)]
             units.append(next(primes))
             plan = module.chain.plan
-            module.chain.plan = ChainPlan(plan.matrices, chunks * units[-1], chunks, chunks)
+            ranks = chunks * group
+            module.chain.plan = ChainPlan(plan.matrices, ranks * units[-1], ranks, chunks)
             ring.order[id(module.chain.plan)] = len(units) - 1
             for matrix in plan.matrices:
                 _resize(module, matrix, units[-1] * matrix.unit, setting.precision)
@@ -166,15 +173,24 @@ def traced_stage(setting: Setting, shown: tuple[int, ...], samples: int) -> tupl
 
 
 def _resize(module: Streamed, matrix: Matrix, rows: int, precision: str) -> None:
-    """Give the module a piece of so many rows, in the format of masters, with a gradient as in a later micro-batch."""
+    """Give the module a piece of so many rows, in the format of masters."""
     path, _, name = matrix.name.rpartition(".")
     owner = module.get_submodule(path)
     dims = owner.get_parameter(name).dim()
     shape = (matrix.width, rows) if matrix.dim == 1 else (rows, matrix.width)[:dims]
     master = torch.promote_types(PRECISIONS[precision], torch.float32)
-    parameter = nn.Parameter(torch.empty(shape, dtype=master, device="meta"))
-    parameter.grad = torch.empty_like(parameter)
-    setattr(owner, name, parameter)
+    setattr(owner, name, nn.Parameter(torch.empty(shape, dtype=master, device="meta")))
+
+
+@dataclass(frozen=True)
+class PieceScale(Scale):
+    """From the units of a chunk that a rank held in the trace to those of a chunk that `group` ranks hold together."""
+
+    group: int = 1
+
+    def __call__(self, count: int) -> int:
+        """See `Scale`; rounded up."""
+        return count if count % self.traced else -(-(count // self.traced * self.wanted) // self.group)
 
 
 @dataclass(frozen=True)
@@ -199,12 +215,15 @@ def streamed_costs(
     timeline: Timeline, middles: Sequence[Middle], units: Sequence[int], chains: Sequence[ChainSize], scale: Scale
 ) -> Costs:
     """Costs of a traced block whose chains are `chains`. middles, units: of what was traced."""
-    wanted = tuple(Scale(traced, len(chain.plan.units_of(0))) for traced, chain in zip(units, chains, strict=True))
+    wanted = tuple(
+        PieceScale(traced, len(chain.plan.units_of(0)), min(chain.plan.group, _TOGETHER))
+        for traced, chain in zip(units, chains, strict=True)
+    )
     times: list[int] = []
     for backward, steps in enumerate((timeline.forward, timeline.backward)):
         each = [1] * len(steps)
         for of_backward, chain, begin, end in middles:
             if of_backward is bool(backward):
-                each[begin:end] = [chains[chain].plan.chunks - 2] * (end - begin)
+                each[begin:end] = [chains[chain].plan.chunks - _SHOWN + 1] * (end - begin)
         times += each
     return timeline.costs(ChunkScale(scale.traced, scale.wanted, wanted), times)

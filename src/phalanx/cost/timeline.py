@@ -107,6 +107,8 @@ class Costs:
     """Most bytes held at once in forward of what the part makes, results and kept values among them, input not."""
     backward_peak: int
     """Most bytes held at once in backward: what is kept (input among it), incoming gradient, temporaries and gradients."""
+    coming_bytes: int
+    """Most bytes that the first micro-batch of a step holds more in backward: gradients of streamed matrices."""
     gradient_bytes: int
     """Gradients of whole parameters, in the format they are computed in, at the end of backward."""
     list_operations: Callable[[], tuple[Operation, ...]] = field(compare=False, repr=False)
@@ -150,6 +152,8 @@ class Timeline:
     """Buffers alive between the passes, the result not counted unless backward needs it."""
     gradients: list[int] = field(default_factory=list)
     """Buffers of parameters' gradients."""
+    coming: list[int] = field(default_factory=list)
+    """Buffers of gradients that the first micro-batch of a step makes and further ones add to."""
 
     def new(self, name: str, elements: int, itemsize: int, role: Role = "made") -> int:
         """Number of a new buffer."""
@@ -166,13 +170,17 @@ class Timeline:
             for number in self.kept
             if number not in output
         ]
-        incoming = sum(sizes[number] for number in self._numbers("incoming"))
+        before = sum(part.bytes for part in kept) + sum(sizes[number] for number in self._numbers("incoming"))
+        coming = frozenset(self.coming)
+        later = [0 if number in coming else size for number, size in enumerate(sizes)] if coming else sizes
+        backward_peak = _peak(self.backward, before, later)
         return Costs(
             kept=tuple(kept),
             input_bytes=sum(sizes[number] for number in self._numbers("input")),
             output_bytes=sum(sizes[number] for number in output),
             forward_peak=_peak(self.forward, 0, sizes),
-            backward_peak=_peak(self.backward, sum(part.bytes for part in kept) + incoming, sizes),
+            backward_peak=backward_peak,
+            coming_bytes=_peak(self.backward, before, sizes) - backward_peak if coming else 0,
             gradient_bytes=sum(sizes[number] for number in gradients),
             list_operations=lambda: self._operations(gradients, scale, times),
         )

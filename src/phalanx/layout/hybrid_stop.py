@@ -120,6 +120,9 @@ def stream_matrices(
         return split_tensors(model, splits, tp)
     kept: TensorSplits = {}
     taken: Splits = []
+    if isinstance(head := getattr(model, "head", None), nn.Module):
+        # The last gradients of the micro-batch before have arrived by now, and the head needs the room they take.
+        head.register_forward_pre_hook(lambda *_: stream.ring.finish())
     for name, members in find_chains(model, splits):
         for parameter, part in _stream(model.get_submodule(name), members, tp, stream, chunks).items():
             kept[f"{name}.{parameter}"] = part
