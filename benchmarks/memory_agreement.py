@@ -4,8 +4,8 @@
 
 Of all legal layouts of a small language model on eight ranks as many are drawn of each kind: backward passes that are split
 over shards or not, streamed blocks in a pipeline, and everything else. Each is planned; the real step of the pipeline rank
-that needs most by the plan, and of the first one, then runs under fake tensors as on accelerators. The model is so small that
-what the allocator rounds up counts, 512 bytes a tensor, which plans leave out.
+that needs most by the plan, and of the first one, then runs under fake tensors as on accelerators. The model is so small
+that what the allocator rounds up counts, 512 bytes a tensor, which plans leave out.
 """
 
 from __future__ import annotations
