@@ -67,16 +67,20 @@ def test_workers_and_interruptions_leave_no_trace(tmp_path: Path, monkeypatch: p
 
     def make_two(piece: Piece, job: Job) -> None:
         if len(done) == 2:
+            half.write_bytes(b"half")
             raise KeyboardInterrupt
         done.append(piece)
         real(piece, job)
 
+    work = tmp_path / "prepared/molecules/.work"
+    half = work / ".writing-shard-00002.safetensors.1"
     with monkeypatch.context() as patch:
         patch.setattr(pieces, "make_piece", make_two)
         with pytest.raises(KeyboardInterrupt):
             prepare_graphs(data, workers=1, piece_structures=16)
-    work = tmp_path / "prepared/molecules/.work"
-    (work / ".writing-shard-00002.safetensors.1").write_bytes(b"half")
+    assert not half.exists()
+    # A process that is killed clears nothing.
+    half.write_bytes(b"half")
     kept = {path.name: path.stat().st_mtime_ns for path in work.glob("shard-*")}
     assert len(kept) == 2
     prepare_graphs(data, workers=2, piece_structures=16)

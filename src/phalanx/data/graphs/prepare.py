@@ -136,9 +136,13 @@ def _run(
     pieces = _cut(files, source, work, piece_structures)
     missing = [piece for piece in pieces if not piece.out.exists()]
     done = len(pieces) - len(missing)
-    for _ in make_pieces(missing, Job(source, data), workers):
-        done += 1
-        progress("preparing", done, len(pieces))
+    try:
+        for _ in make_pieces(missing, Job(source, data), workers):
+            done += 1
+            progress("preparing", done, len(pieces))
+    finally:
+        # Where one worker fails the others are ended in the midst of theirs: what they hold of a full disk goes too.
+        _clear_halves(work)
     manifest = _manifest(source, data, files, plan, work, [piece.out for piece in pieces])
     for path in (*(piece.out for piece in pieces), work / INDEX):
         path.replace(out / path.name)
@@ -151,8 +155,7 @@ def _claim(out: Path, work: Path, plan: str) -> None:
     """Keep what was done under the same plan; clear what was done under another."""
     marker = work / "plan"
     if marker.exists() and marker.read_text() == plan:
-        for left in work.glob(f"{TEMPORARY}*"):
-            left.unlink()
+        _clear_halves(work)
         for moved in out.glob("shard-*.safetensors"):
             moved.replace(work / moved.name)
         return
@@ -166,6 +169,12 @@ def _claim(out: Path, work: Path, plan: str) -> None:
             left.unlink(missing_ok=True)
     work.mkdir()
     write_atomically(marker, plan)
+
+
+def _clear_halves(work: Path) -> None:
+    """Remove what workers left that were ended while they wrote."""
+    for left in work.glob(f"{TEMPORARY}*"):
+        left.unlink()
 
 
 def _cut(files: list[Path], source: GraphSource, work: Path, piece_structures: int) -> list[Piece]:
