@@ -21,13 +21,12 @@ import numpy as np
 import torch
 
 from phalanx.config.schema import LanguageRun, Run
-from phalanx.cost.candidates import SCHEDULES, Candidates
+from phalanx.cost.candidates import Candidates
 from phalanx.cost.dryrun import dry_run
 from phalanx.cost.enumerate import Limits, legal_candidates
 from phalanx.cost.memory_model import Kernels, rank_memory
 from phalanx.files import write_atomically
 from phalanx.layout.apply import Applied
-from phalanx.layout.spec import ZERO_BUBBLE
 from phalanx.train.checkpoint import materialise_optimizer_state
 from phalanx.train.step import TrainStep, build_step
 
@@ -70,7 +69,7 @@ def main() -> None:
 
 def kinds(legal: Candidates) -> dict[str, Any]:
     """Which layouts are of which kind."""
-    split = np.isin(legal.schedule, [SCHEDULES.index(name) for name in ZERO_BUBBLE]) & (legal.pp > 1)
+    split = legal.splits_backward > 0
     streamed = (legal.streamed > 1) & (legal.pp > 1)
     return {"split backward passes": split, "streamed in a pipeline": streamed, "other": ~split & ~streamed}
 

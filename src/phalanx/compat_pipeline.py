@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -96,9 +97,13 @@ class LeanStage(PipelineStage):
         if backward_type == "input":
             outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
             return input_gradients(outputs, gradients, bwd_kwargs["input_values"], list(self.submod.parameters()))
-        collect = _adding_up(self.submod) if isinstance(self.submod, FSDPModule) else self.collect
-        bwd_kwargs["param_groups"].run(collect or _leave)
+        bwd_kwargs["param_groups"].run(self._takes_gradients)
         return (), None
+
+    @cached_property
+    def _takes_gradients(self) -> Callable[[Sequence[Tensor]], None]:
+        """What is done with gradients that are set without hooks. Sharded parameters have been gathered when it is asked."""
+        return _adding_up(self.submod) if isinstance(self.submod, FSDPModule) else self.collect or _leave
 
 
 def _leave(_parameters: Sequence[Tensor]) -> None:

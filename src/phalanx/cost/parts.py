@@ -371,9 +371,10 @@ def _run(recorder: Recorder, run: Callable[[], Tensor], parameters: Sequence[nn.
 def _mark_coming(recorder: Recorder, streamed: Iterable[nn.Parameter]) -> None:
     """Tell the gradients of `streamed` matrices from what every micro-batch makes."""
     timeline = recorder.timeline
-    timeline.coming = sorted(recorder.hold(p.grad, "made") for p in streamed if p.grad is not None)
+    coming = {recorder.hold(p.grad, "made") for p in streamed if p.grad is not None}
+    timeline.coming = sorted(coming)
     for step in timeline.backward:
-        if step.makes and set(step.makes) <= set(timeline.coming):
+        if step.makes and coming.issuperset(step.makes):
             step.kind = "free"
 
 
