@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+TEMPORARY = ".writing-"
+"""How the names of files begin that are not whole yet; a process that was killed may leave one."""
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by a file holding `text`; a crash leaves the old file or the new one. Missing folders are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to be written in here, which takes the place of `path` once it is whole; a crash leaves the old one."""
+    temporary = path.with_name(f"{TEMPORARY}{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def clear_halves(folder: Path) -> None:
+    """Remove what processes left in `folder` that were ended while they wrote."""
+    for left in folder.glob(f"{TEMPORARY}*"):
+        left.unlink()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by a file holding `text`; a crash leaves the old file or the new one. Missing folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(text.encode("utf-8"))
 
 
 def finite(value: Any) -> Any:

@@ -18,9 +18,10 @@ import pytest
 
 from phalanx.data.language import prepare as preparing
 from phalanx.data.language.manifest import MANIFEST
-from phalanx.data.language.pieces import TEMPORARY, Settings
+from phalanx.data.language.pieces import Settings
 from phalanx.data.language.prepare import Options, prepare
 from phalanx.errors import DataError
+from phalanx.files import TEMPORARY
 
 PIECE_BYTES = 4000
 PROGRAM = f"""

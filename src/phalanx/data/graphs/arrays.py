@@ -6,7 +6,6 @@ Knows nothing of structures.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ import numpy.typing as npt
 from safetensors.numpy import save
 
 from phalanx.errors import DataError
+from phalanx.files import replacing
 
 Arrays = dict[str, npt.NDArray[Any]]
 
-TEMPORARY = ".writing-"
-"""How names of files begin that are not whole yet."""
 _DTYPES = {
     "I8": "<i1",
     "I16": "<i2",
@@ -38,15 +36,8 @@ _LARGEST_HEADER = 2**24
 
 def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Write the arrays atomically; a crash leaves the old file, the new one or none."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
 
 
 def map_arrays(path: Path) -> Arrays:

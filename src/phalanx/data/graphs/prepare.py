@@ -18,7 +18,7 @@ import numpy as np
 from phalanx.cluster.cores import available_cores
 from phalanx.config.graph_data import GraphData, GraphSource
 from phalanx.data.file_record import FileRecord, file_record
-from phalanx.data.graphs.arrays import TEMPORARY, Arrays, map_arrays, write_arrays
+from phalanx.data.graphs.arrays import Arrays, map_arrays, write_arrays
 from phalanx.data.graphs.files import find_files
 from phalanx.data.graphs.labels import labels_of, length_factor
 from phalanx.data.graphs.manifest import (
@@ -38,7 +38,7 @@ from phalanx.data.graphs.pieces import Job, Piece, make_pieces
 from phalanx.data.graphs.ragged import Int64Array
 from phalanx.data.graphs.statistics import gather_statistics
 from phalanx.errors import DataError
-from phalanx.files import write_atomically
+from phalanx.files import clear_halves, write_atomically
 from phalanx.locks import FolderLock
 
 PIECE_STRUCTURES = 8192
@@ -142,7 +142,7 @@ def _run(
             progress("preparing", done, len(pieces))
     finally:
         # Where one worker fails the others are ended in the midst of theirs: what they hold of a full disk goes too.
-        _clear_halves(work)
+        clear_halves(work)
     manifest = _manifest(source, data, files, plan, work, [piece.out for piece in pieces])
     for path in (*(piece.out for piece in pieces), work / INDEX):
         path.replace(out / path.name)
@@ -155,7 +155,7 @@ def _claim(out: Path, work: Path, plan: str) -> None:
     """Keep what was done under the same plan; clear what was done under another."""
     marker = work / "plan"
     if marker.exists() and marker.read_text() == plan:
-        _clear_halves(work)
+        clear_halves(work)
         for moved in out.glob("shard-*.safetensors"):
             moved.replace(work / moved.name)
         return
@@ -169,12 +169,6 @@ def _claim(out: Path, work: Path, plan: str) -> None:
             left.unlink(missing_ok=True)
     work.mkdir()
     write_atomically(marker, plan)
-
-
-def _clear_halves(work: Path) -> None:
-    """Remove what workers left that were ended while they wrote."""
-    for left in work.glob(f"{TEMPORARY}*"):
-        left.unlink()
 
 
 def _cut(files: list[Path], source: GraphSource, work: Path, piece_structures: int) -> list[Piece]:

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 
 from phalanx.data.language.tokenizer import text_share
 from phalanx.errors import DataError
+from phalanx.files import replacing
 
 
 @dataclass(frozen=True)
@@ -40,27 +41,14 @@ class Piece:
 
     def save(self, path: Path) -> None:
         """Write atomically."""
-        temporary = path.with_name(f"{TEMPORARY}{path.name}.{os.getpid()}")
-        try:
-            with temporary.open("wb") as file:
-                np.savez(
-                    file, tokens=self.tokens, lengths=self.lengths, text_bytes=self.text_bytes, held_out=self.held_out
-                )
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(path) as file:
+            np.savez(file, tokens=self.tokens, lengths=self.lengths, text_bytes=self.text_bytes, held_out=self.held_out)
 
     @classmethod
     def load(cls, path: Path) -> Piece:
         """Read what `save` wrote."""
         with np.load(path, allow_pickle=False) as stored:
             return cls(stored["tokens"], stored["lengths"], stored["text_bytes"], stored["held_out"])
-
-
-TEMPORARY = ".writing-"
-"""How the names of files begin that are not whole yet; a worker that was killed may leave one."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from phalanx.data.language.manifest import (
     TokenizerRecord,
     read_manifest,
 )
-from phalanx.data.language.pieces import TEMPORARY, Piece, Settings, tokenize_pieces
+from phalanx.data.language.pieces import Piece, Settings, tokenize_pieces
 from phalanx.data.language.tokenizer import (
     check_trainable,
     end_of_document,
@@ -42,7 +42,7 @@ from phalanx.data.language.tokenizer import (
 )
 from phalanx.data.language.writer import ShardWriter
 from phalanx.errors import DataError
-from phalanx.files import write_atomically
+from phalanx.files import clear_halves, write_atomically
 from phalanx.locks import FolderLock
 
 PIECE_BYTES = 2**22
@@ -174,7 +174,7 @@ class _Job:
         """Keep what was done under the same plan; clear what was done under another."""
         work, marker = self._work, self._work / "plan"
         if marker.exists() and marker.read_text() == self.plan:
-            self._clear_halves()
+            clear_halves(work)
             return
         others = [] if work.exists() else sorted(p.name for p in self.out.iterdir() if not p.name.startswith("."))
         if others:
@@ -184,11 +184,6 @@ class _Job:
             shutil.rmtree(work)
         work.mkdir()
         write_atomically(marker, self.plan)
-
-    def _clear_halves(self) -> None:
-        """Remove what workers left that were ended while they wrote."""
-        for left in self._work.glob(f"{TEMPORARY}*"):
-            left.unlink()
 
     def _tokenizer(self, given: Tokenizer | None) -> Tokenizer:
         kept = self._work / "tokenizer.json"
@@ -226,7 +221,7 @@ class _Job:
             tokenize_pieces(missing(), settings, workers)
         finally:
             # Where one worker fails the others are ended in the midst of theirs: what they hold of a full disk goes too.
-            self._clear_halves()
+            clear_halves(self._work)
         if not pieces:
             raise DataError("the inputs hold no text at all: every document is empty")
         return pieces
