@@ -36,13 +36,17 @@ def test_the_cpu_keeps_no_memory_count() -> None:
 
 def test_an_accelerator_counts_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 0)
-    # As PyTorch itself finds them.
-    bytes_ = {"allocated_bytes.all.current": 5, "allocated_bytes.all.peak": 7}
-    for statistics, retries in ((bytes_ | {"num_alloc_retries": 3}, 3), (bytes_, 0)):
-        monkeypatch.setattr(torch.accelerator.memory, "memory_stats", lambda _, found=statistics: found)
-        monkeypatch.setattr(torch.accelerator, "memory_stats", torch.accelerator.memory.memory_stats)
-        assert torch.accelerator.memory_allocated(device) == 5 and torch.accelerator.max_memory_allocated(device) == 7
+    # As PyTorch itself finds them; it knows none before the device is used.
+    allocated = {"allocated_bytes": {"all": {"current": 5, "peak": 7}}}
+    for statistics, retries in ((allocated | {"num_alloc_retries": 3}, 3), (allocated, 0)):
+        monkeypatch.setattr(
+            torch.cuda.memory, "memory_stats_as_nested_dict", lambda device=None, found=statistics: found
+        )
+        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", torch.cuda.memory.memory_stats_as_nested_dict)
+        assert torch.cuda.memory_allocated(device) == 5 and torch.cuda.max_memory_allocated(device) == 7
         assert compat.memory_statistics(device) == {"now": 5, "peak": 7, "retries": retries}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: {})
+    assert compat.memory_statistics(device) == {"now": 0, "peak": 0, "retries": 0}
 
 
 COMES_FIRST = ("cudnn", "flash4", "efficient")

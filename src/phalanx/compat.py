@@ -101,10 +101,12 @@ def memory_statistics(device: torch.device) -> dict[str, int]:
     it full and gave back what it kept, to go on. Empty on the CPU, which keeps no such count."""
     if device.type == "cpu":
         return {}
-    counts, beside = torch.accelerator.memory_stats(device), SymmetricBuffer.allocated
+    # The flat form of the same costs a tenth of a short step.
+    counts, beside = torch.get_device_module(device).memory_stats_as_nested_dict(device), SymmetricBuffer.allocated
+    allocated = counts.get("allocated_bytes", {}).get("all", {})
     return {
-        "now": counts.get("allocated_bytes.all.current", 0) + beside,
-        "peak": counts.get("allocated_bytes.all.peak", 0) + beside,
+        "now": allocated.get("current", 0) + beside,
+        "peak": allocated.get("peak", 0) + beside,
         "retries": counts.get("num_alloc_retries", 0),
     }
 

@@ -91,6 +91,23 @@ def test_losses_and_gradients_are_those_of_the_network(body: str) -> None:
                 parameter.mul_(1.1)
 
 
+def test_gradients_are_added_up_where_nothing_follows_them() -> None:
+    run = run_of("painn")
+    net = network(run)
+    recorder = StepRecorder(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=False)
+    scale = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
+    parts = [inputs_of(run, step, 12) for step in (1, 2)]
+    for inputs in parts:
+        losses = recorder.losses_alone(inputs, list(net.parameters()), scale)
+        assert not losses.requires_grad
+    found = [parameter.grad for parameter in net.parameters()]
+    first, second = (gradients(net, net(**inputs), scale) for inputs in parts)
+    for ours, one, other in zip(found, first, second, strict=True):
+        assert (ours is None) == (one is None)
+        if ours is not None and one is not None and other is not None:
+            torch.testing.assert_close(ours, one + other, rtol=1e-10, atol=1e-11)
+
+
 def test_atoms_that_stand_for_none_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Features grow as the square in each block of PaiNN; with many neighbours they would leave float32."""
     monkeypatch.setattr(recorded_step, "_LEAST_USED", 0.0)

@@ -50,6 +50,7 @@ class MaterialsStage(Stage):
         """Forces may be asked for (`layout.shard` says what that means)."""
         self.recorder: StepRecorder | None = None
         """Runs training's micro-batches as one program each, where they are recorded."""
+        self._places: list[tuple[nn.Module, str]] | None = None
 
     def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Any) -> Tensor:
         """See `Stage`. x: int64 atomic numbers [N]. inputs: those of `MaterialsNetwork.forward`; and at will
@@ -63,9 +64,18 @@ class MaterialsStage(Stage):
         if sources is not None:
             return self._measured(x, source_G, sources, inputs)
         if self.recorder is not None and self.training and len(source_G):
-            return self.recorder.losses({"species_N": x, **inputs}, list(self.part.parameters()), self.scale)
+            recorded = self.recorder.losses if not self.alone else self.recorder.losses_alone
+            return recorded({"species_N": x, **inputs}, self._present_parameters(), self.scale)
         losses: Tensor = self.part(x, **inputs)
         return losses
+
+    def _present_parameters(self) -> list[nn.Parameter]:
+        """Those of the network as they are now: gathered ones take the places of shards."""
+        if self._places is None:
+            modules = self.part.modules()
+            own = [(p, (module, name)) for module in modules for name, p in module.named_parameters(recurse=False)]
+            self._places = list(dict(own).values())
+        return [getattr(module, name) for module, name in self._places]
 
     def _measured(self, x: Tensor, source_G: Tensor, sources: int, inputs: dict[str, Any]) -> Tensor:
         config, names = self.part.config, {field.name for field in fields(Labels)}

@@ -42,6 +42,9 @@ class Stage(nn.Module, ABC):
         """Optimizer step, which dropout depends on; None leaves dropout out."""
         self.scale: Tensor | float = 1.0
         """What the losses are multiplied by before their gradient is formed."""
+        self.alone = False
+        """Whether nothing follows gradients as they are formed, no sum over ranks and no copy: a stage that has them with
+        its losses may then add them to the parameters' itself, and give losses that ask for no backward pass."""
 
     @abstractmethod
     def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Tensor) -> Tensor:

@@ -64,21 +64,20 @@ _RUN = 2**24
 
 def _runs(grads: list[Tensor]) -> list[Tensor]:
     """The elements of `grads` as few flat tensors: those that lie side by side in one memory are joined."""
-    runs: list[list[Tensor]] = []
     # Told by storage and offset, not by address: a dry run's gradients have none.
-    for grad in sorted(grads, key=lambda grad: (compat.storage_key(grad), grad.storage_offset())):
-        last = runs[-1][-1] if runs else None
-        if (
-            last is not None
-            and compat.storage_key(last) == compat.storage_key(grad)
-            and last.dtype == grad.dtype
-            and last.storage_offset() + last.numel() == grad.storage_offset()
-            and last.is_contiguous()
-            and grad.is_contiguous()
-        ):
+    placed = sorted(
+        ((compat.storage_key(grad), grad.storage_offset(), number) for number, grad in enumerate(grads)),
+        key=lambda place: place[:2],
+    )
+    runs: list[list[Tensor]] = []
+    behind = None
+    for storage, offset, number in placed:
+        grad = grads[number]
+        if grad.is_contiguous() and behind == (storage, offset, grad.dtype):
             runs[-1].append(grad)
         else:
             runs.append([grad])
+        behind = (storage, offset + grad.numel(), grad.dtype) if grad.is_contiguous() else None
     return [_joined(run) for run in runs]
 
 
@@ -117,5 +116,5 @@ def clipped_update(optimizer: torch.optim.AdamW, loss: Tensor, norm: Tensor, lim
     loss, norm: 0-dim tensors. Nothing here waits for the device.
     """
     divisor = torch.ones_like(norm) if limit is None else (norm / limit).clamp(min=1.0)
-    skip = ~(torch.isfinite(norm) & torch.isfinite(loss))
+    skip = ~torch.isfinite(norm.double() + loss)
     compat.update_scaled(optimizer, torch.where(skip, 1.0, divisor).float(), skip.float())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.data.graphs.labels import KINDS
 from phalanx.data.graphs.order import Located
-from phalanx.data.graphs.ragged import Int64Array, offsets
+from phalanx.data.graphs.ragged import Int64Array, offsets, ragged_ranges
 from phalanx.data.graphs.shards import LABEL_DTYPES, PreparedSource
 
 PER_ATOM = ("species_N", "positions_N3", "graph_N", "forces_N3", "charges_N", "atom_properties_NP")
@@ -79,6 +79,8 @@ class GraphBatch:
     """Structures of each planned micro-batch, in order."""
     tasks: tuple[str, ...]
     """Fields that `target_counts` counts, in order."""
+    counts: Tensor | None = None
+    """What `target_counts` gives, int64 [T], where that was counted on reading."""
     bounded: bool = False
     """Whether the planned micro-batches keep to a budget of memory, so that no others will do."""
 
@@ -106,6 +108,8 @@ class GraphBatch:
 
     def target_counts(self) -> Tensor:
         """Numbers that are there for each of `tasks`: int64 [T]; 3 a force, 9 a stress."""
+        if self.counts is not None:
+            return self.counts
         counts = []
         for name in self.tasks:
             label: Tensor | None = getattr(self, name)
@@ -115,8 +119,9 @@ class GraphBatch:
 
     def inputs(self) -> tuple[Tensor, dict[str, Any]]:
         """Atomic numbers; everything else that a model takes, by name."""
-        named: dict[str, Any] = {name: value for name, value in self._tensors() if name != "sample_indices"}
-        del named["species_N"]
+        named: dict[str, Any] = dict(self._tensors())
+        for name in ("species_N", "sample_indices", "counts"):
+            named.pop(name, None)
         named["max_atoms"] = int(self.atoms.max(initial=0))
         return self.species_N, named
 
@@ -141,7 +146,9 @@ class GraphBatch:
         edges = slice(edges_before, edges_before + int(self.edges[graphs].sum()))
         changed: dict[str, Any] = {}
         for name, value in self._tensors():
-            if name == "edges_2E":
+            if name == "counts":
+                changed[name] = None
+            elif name == "edges_2E":
                 changed[name] = value[:, edges] - before
             elif name == "graph_N":
                 changed[name] = value[atoms] - first
@@ -186,6 +193,7 @@ class Collator:
             np.nan_to_num(arrays["total_charge_G"], copy=False)
         tensors: dict[str, Any] = dict.fromkeys(("total_charge_G", *LABELS))
         tensors |= {name: torch.from_numpy(array) for name, array in arrays.items()}
+        learnt = [arrays.get(name) for name in self.columns.tasks]
         return GraphBatch(
             **tensors,
             sample_indices=torch.from_numpy(found.numbers),
@@ -193,6 +201,7 @@ class Collator:
             edges=found.edges,
             graphs_by_part=tuple(parts),
             tasks=self.columns.tasks,
+            counts=torch.tensor([0 if label is None else np.count_nonzero(label == label) for label in learnt]),
         )
 
     def _empty(self, graphs: int, atoms: int, edges: int) -> dict[str, npt.NDArray[Any]]:
@@ -215,9 +224,10 @@ class Collator:
 
 
 class _Filler:
-    """Copies chosen structures of one shard to their places in a batch, run by run.
+    """Copies chosen structures of one shard to their places in a batch.
 
-    A run of a structure's atoms or edges lies together on both sides; an index for each edge would cost many times more.
+    By an index for each atom and edge: a copy for each structure would hold the interpreter, which the thread that trains
+    needs, and takes five times as long for structures of a few hundred edges.
     """
 
     def __init__(
@@ -229,26 +239,29 @@ class _Filler:
         nodes: Int64Array,
         edges: Int64Array,
     ) -> None:
+        """rows: structures of the shard. graphs: their numbers in the batch. nodes, edges: where each structure's atoms and
+        edges begin in the batch, and where the last one's end."""
         self._source = source
         self._arrays = source.shard(shard)
         self._rows = rows
         self._graphs = graphs
         self._nodes = nodes[graphs]
-        self._atoms = _runs(self._arrays["node_starts"], rows, self._nodes)
-        self._edges = _runs(self._arrays["edge_starts"], rows, edges[graphs])
+        self._degrees = (edges[1:] - edges[:-1])[graphs]
+        self._atoms = _Rows.of(self._arrays["node_starts"], rows, nodes, graphs)
+        self._edges = _Rows.of(self._arrays["edge_starts"], rows, edges, graphs)
 
     def fill(self, arrays: dict[str, npt.NDArray[Any]], columns: Columns) -> None:
         shard = self._arrays
-        arrays["cells_G33"][self._graphs] = shard["cells"][self._rows]
-        _copy(arrays["species_N"], shard["species"], self._atoms)
-        _copy(arrays["positions_N3"], shard["positions"], self._atoms)
+        cells_G33 = arrays["cells_G33"][self._graphs] = shard["cells"][self._rows]
+        self._atoms.copy(arrays["species_N"], shard["species"])
+        self._atoms.copy(arrays["positions_N3"], shard["positions"])
+        first_E = np.repeat(self._nodes, self._degrees)
         for row, name in enumerate(("source", "target")):
-            numbers_E, ours_E = arrays["edges_2E"][row], shard[name]
-            for (to, where), node in zip(self._edges, self._nodes, strict=True):
-                np.add(ours_E[where], node, out=numbers_E[to], dtype=np.int64)
+            self._edges.put(arrays["edges_2E"][row], self._edges.taken(shard[name]) + first_E)
         if "images" in shard:
-            for (to, where), cell_33 in zip(self._edges, arrays["cells_G33"][self._graphs], strict=True):
-                np.matmul(shard["images"][where].astype(np.float32), cell_33, out=arrays["shifts_E3"][to])
+            images_E3 = self._edges.taken(shard["images"]).astype(np.float32)
+            cells_E33 = np.repeat(cells_G33, self._degrees, axis=0)
+            self._edges.put(arrays["shifts_E3"], np.einsum("ei,eij->ej", images_E3, cells_E33))
         for name in columns.labels:
             if name in shard:
                 self._put(arrays[_FIELDS[name]], shard[name], KINDS[name].per_atom)
@@ -272,23 +285,36 @@ class _Filler:
 
     def _put(self, to: npt.NDArray[Any], numbers: npt.NDArray[Any], per_atom: bool) -> None:
         if per_atom:
-            _copy(to, numbers, self._atoms)
+            self._atoms.copy(to, numbers)
         else:
             to[self._graphs] = numbers[self._rows]
 
 
-Runs = list[tuple[slice, slice]]
-"""Where each structure's run goes, and where it comes from."""
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a shard's arrays, and the rows of a batch's arrays that they go to."""
 
+    source: Int64Array
+    to: Int64Array | slice
 
-def _runs(starts: Int64Array, rows: Int64Array, places: Int64Array) -> Runs:
-    first, last = starts[rows].tolist(), starts[rows + 1].tolist()
-    return [
-        (slice(to, to + end - start), slice(start, end))
-        for to, start, end in zip(places.tolist(), first, last, strict=True)
-    ]
+    @classmethod
+    def of(cls, starts: Int64Array, rows: Int64Array, places: Int64Array, graphs: Int64Array) -> _Rows:
+        """The atoms, or the edges, of structures `rows`, which are `graphs` of the batch. starts, places: where each
+        structure's begin in the shard and in the batch."""
+        lengths = starts[rows + 1] - starts[rows]
+        source = ragged_ranges(starts[rows], lengths)
+        if len(graphs) == len(places) - 1:
+            return cls(source, slice(None))
+        return cls(source, ragged_ranges(places[graphs], lengths))
 
+    def taken(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The shard's rows."""
+        return numbers.take(self.source, axis=0)
 
-def _copy(to: npt.NDArray[Any], numbers: npt.NDArray[Any], runs: Runs) -> None:
-    for there, here in runs:
-        to[there] = numbers[here]
+    def put(self, to: npt.NDArray[Any], numbers: npt.NDArray[Any]) -> None:
+        """Rows in this order to their places."""
+        to[self.to] = numbers
+
+    def copy(self, to: npt.NDArray[Any], numbers: npt.NDArray[Any]) -> None:
+        """From the shard to the batch."""
+        self.put(to, self.taken(numbers))
