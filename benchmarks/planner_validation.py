@@ -160,7 +160,7 @@ def predict(case: Case, words: list[str], machine: Machine, named: NamedProfile)
             cause.name.lower(): round(float(times.of(cause)[0]), 6) for cause in StepCause if times.of(cause)[0]
         },
         "memory_gib": (ranks[0].allocated + beside) / GIB,
-        "worst_rank_memory_gib": (float(estimate.allocated[0]) + beside) / GIB,
+        "worst_rank_memory_gib": float(estimate.held[0]) / GIB,
         "p_fits": _fits(machine, named, one, float(estimate.allocated[0]), beside),
     }
 

@@ -78,6 +78,24 @@ search:
   skip: 2
   time_limit_s: 180
 """,
+    "llama3-3b-long-two-devices": """
+model: {preset: llama3-8b, n_layers: 28, d_model: 3072, n_heads: 24, n_kv_heads: 8, d_ff: 8192, max_positions: 49152}
+data: {sources: [DATA], sequence_length: 49152, document_mask: false}
+layout: {global_batch: 2}
+optimizer: {lr: 3.0e-4, warmup_steps: 200}
+training: {steps: 1000}
+search:
+  layout: {gather: [layer], dp_replicate: [1], pp: [1], microbatch: [1], recompute: [none, selective], zero: [3]}
+  constraints:
+    - (tp > 1) + (cp > 1) + (dp_shard > 1) < 3
+    - tp < 4
+    - reshard_after_forward == (dp_shard == 1 and tp == 1)
+    - context == 'all_to_all' or recompute == 'none' or cp == 1
+  least_p_fits: 0.0
+  steps: 4
+  skip: 2
+  time_limit_s: 180
+""",
 }
 """Run files, with the choices that are sensible."""
 TINY = [

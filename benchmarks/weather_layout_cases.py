@@ -161,7 +161,7 @@ def predict_memory(words: Words, devices: int, machine: Machine, named: NamedPro
         size = device_facts(machine.node.device).memory_bytes
         assert size is not None
         chance = float(fits(found.allocated, communicators(one), size, beside, found.peer_buffers)[0])
-    return {"memory_gib": float(found.allocated[0] + found.peer_buffers[0]) / GIB, "chance_to_fit": chance}
+    return {"memory_gib": float(found.held[0]) / GIB, "chance_to_fit": chance}
 
 
 def gathered_weights(run: Run, layout: ResolvedLayout, kernel: Kernel) -> Row:

@@ -57,6 +57,11 @@ class MemoryEstimates:
     peer_buffers: FloatArray
     """Bytes beside them that shards exchange through; 0 where collectives do that."""
 
+    @property
+    def held(self) -> FloatArray:
+        """Both: what a run logs as its peak."""
+        return np.asarray(self.allocated + self.peer_buffers)
+
 
 @dataclass(frozen=True)
 class RankMemory:
@@ -68,6 +73,8 @@ class RankMemory:
     moment: str
     causes: Held
     """Bytes by what they are held for, see CAUSES; padding of shards apart, as `padding`."""
+    peer_buffers: float = 0.0
+    """Bytes beside them that shards exchange through."""
 
 
 def memory(
@@ -145,7 +152,8 @@ def rank_memory(
     )
     every = np.zeros(layout.pp, np.int64)
     many, parts = one.take(every), parts.take(every)
-    held = dict(moments(_situation(run, many, parts, ranks, kernels, peer_copies)))
+    situation = _situation(run, many, parts, ranks, kernels, peer_copies)
+    held, buffers = dict(moments(situation)), np.broadcast_to(peer_buffer_bytes(situation), layout.pp)
     exact = dict(moments(_situation(run, many, parts.unpadded(), ranks, kernels, peer_copies)))
     totals = {name: np.broadcast_to(sum(causes.values()), layout.pp) for name, causes in held.items()}
     names = list(totals)
@@ -156,7 +164,7 @@ def rank_memory(
         causes = {cause: float(np.broadcast_to(amount, layout.pp)[rank]) for cause, amount in exact[name].items()}
         allocated = float(totals[name][rank])
         causes["padding"] = allocated - sum(causes.values())
-        found.append(RankMemory(rank, allocated, name, causes))
+        found.append(RankMemory(rank, allocated, name, causes, float(buffers[rank])))
     return found
 
 

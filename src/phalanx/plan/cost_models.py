@@ -84,9 +84,8 @@ class CostModels:
             return Memory(np.zeros(0), np.zeros(0))
         found = memory(run, candidates, self._kernels(run), peer_copies=self._copies(run))
         groups = communicators(candidates)
-        return Memory(
-            found.allocated, fits(found.allocated, groups, self.device_bytes, self._beside, found.peer_buffers)
-        )
+        p_fits = fits(found.allocated, groups, self.device_bytes, self._beside, found.peer_buffers)
+        return Memory(found.held, p_fits)
 
     def stage_memory(self, run: Run, candidate: Candidates) -> list[dict[str, float]]:
         """Bytes by cause at the peak of each pipeline rank."""
@@ -97,7 +96,7 @@ class CostModels:
             self._kernels(run),
             peer_copies=self._copies(run),
         )
-        return [dict(rank.causes) for rank in ranks]
+        return [{**rank.causes, "buffers of peer copies": rank.peer_buffers} for rank in ranks]
 
     def timeline(self, run: Run, candidate: Candidates) -> list[Bar]:
         """What the pipeline ranks do in a step; of many micro-batches only as many as fill the pipeline twice."""

@@ -36,7 +36,8 @@ class Times:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of tensors on the rank of a layout that needs most. Arrays of [candidates]."""
+    """Bytes of tensors on the rank of a layout that needs most, and of the buffers that peers read: what a run logs as its
+    peak. Arrays of [candidates]."""
 
     peak: Floats
     p_fits: Floats

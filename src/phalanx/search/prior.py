@@ -41,7 +41,7 @@ class Prior:
     margin: Floats
     """Logarithm of the device's memory over all that is expected to be needed of it; negative where that is more."""
     peak: Floats
-    """Bytes of live tensors on the worst rank."""
+    """Bytes of live tensors on the worst rank, and of the buffers that peers read: what trials report."""
 
     def take(self, which: Any) -> Prior:
         """Those of some points."""
@@ -100,7 +100,7 @@ def expect(planner: Planner, run: Run, layouts: Candidates) -> Prior:
         sensitivity=_sensitivity(models, run, layouts, times.total),
         spread=float(np.median(times.spread)),
         margin=np.log(models.device_bytes * (1 - KEPT_BY_DRIVER) / needed),
-        peak=held.allocated,
+        peak=held.held,
     )
 
 
