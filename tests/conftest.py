@@ -1,13 +1,17 @@
 """The order of test files: what takes longest begins first, so that no core waits for another at the end.
 
 And what all of them load is not looked through for garbage again: dry runs collect it several times each. Interrupts work,
-also where the tests run in the background of a shell, which lets its jobs and all they start ignore them.
+also where the tests run in the background of a shell, which lets its jobs and all they start ignore them. The user's cache
+is left alone.
 """
 
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -28,9 +32,16 @@ _LONGEST_FIRST = (
 _PLACE = {name: place for place, name in enumerate(_LONGEST_FIRST)}
 
 
-def pytest_configure() -> None:
+_OWN_CACHE = "PYTEST_OF_PHALANX_CACHE"
+"""Set by the process that made the cache of these tests, whose workers share it."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """What tests start inherits this."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if _OWN_CACHE not in os.environ:
+        os.environ["XDG_CACHE_HOME"] = os.environ[_OWN_CACHE] = tempfile.mkdtemp(prefix="phalanx-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ[_OWN_CACHE], ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -33,6 +33,11 @@ def clear_halves(folder: Path) -> None:
         left.unlink()
 
 
+def user_cache() -> Path:
+    """The folder of what this user's processes keep for later ones, by the XDG base directory specification."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx"
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace `path` by a file holding `text`; a crash leaves the old file or the new one. Missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
+from phalanx.cost.shelf import open_shelf
+
 Task = TypeVar("Task")
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
@@ -78,7 +80,7 @@ def compute(function: Callable[[Task], Result], here: Sequence[Task], there: Seq
 
 
 class SharedMemo(Generic[Key, Result]):
-    """A slow function's results, each computed once, by either process."""
+    """A slow function's results, each computed once, by either process, or found on the shelf that is open."""
 
     def __init__(
         self,
@@ -104,8 +106,15 @@ class SharedMemo(Generic[Key, Result]):
     def compute(self, tasks: Iterable[Key]) -> None:
         """Compute those that are not known yet, in both processes at once."""
         missing = [task for task in dict.fromkeys(tasks) if task not in self.known]
+        kept = open_shelf()
+        if kept is not None and missing:
+            self.known.update(kept.find(missing))
+            missing = [task for task in missing if task not in self.known]
         here, there = self._dealt(missing) if _second else (missing, [])
-        self.known.update(zip((*here, *there), compute(self.function, here, there), strict=True))
+        found = dict(zip((*here, *there), compute(self.function, here, there), strict=True))
+        self.known.update(found)
+        if kept is not None and found:
+            kept.keep(found)
 
     def _dealt(self, tasks: Sequence[Key]) -> tuple[list[Key], list[Key]]:
         """(tasks for this process, tasks for the second one): groups go where they are known, what takes longest first."""

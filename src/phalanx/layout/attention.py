@@ -22,6 +22,7 @@ from phalanx import compat
 from phalanx.cluster.device import device_name, synchronize
 from phalanx.config.model import LanguageModel
 from phalanx.errors import ConfigError
+from phalanx.files import user_cache
 from phalanx.kernels.flash4 import why_not_flash4
 from phalanx.models.language.attention import AttentionCore, AttentionKernel, attend, attention_context
 from phalanx.models.weather.block import attend as attend_whole
@@ -196,8 +197,7 @@ def _cache_key(model: LanguageModel, shape: AttentionShape, device: torch.device
 
 
 def _cache_path() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "phalanx" / "attention.json"
+    return user_cache() / "attention.json"
 
 
 def _read_cache() -> dict[str, dict[str, float]]:

@@ -96,7 +96,7 @@ class CostModels:
             self._kernels(run),
             peer_copies=self._copies(run),
         )
-        return [{**rank.causes, "buffers of peer copies": rank.peer_buffers} for rank in ranks]
+        return [{**rank.causes, "peer buffers": rank.peer_buffers} for rank in ranks]
 
     def timeline(self, run: Run, candidate: Candidates) -> list[Bar]:
         """What the pipeline ranks do in a step; of many micro-batches only as many as fill the pipeline twice."""
