@@ -105,7 +105,7 @@ class Executor:
             x, inputs = part.inputs()
             losses = stage(x, part.sample_indices, **inputs)
             total = total + losses.detach().double()
-            if losses.requires_grad:
+            if not stage.gradients_added:
                 (losses * scale).sum().backward()
         return total
 

@@ -64,8 +64,10 @@ class MaterialsStage(Stage):
         if sources is not None:
             return self._measured(x, source_G, sources, inputs)
         if self.recorder is not None and self.training and len(source_G):
-            recorded = self.recorder.losses if not self.alone else self.recorder.losses_alone
+            self.gradients_added = self.alone
+            recorded = self.recorder.losses_alone if self.alone else self.recorder.losses
             return recorded({"species_N": x, **inputs}, self._present_parameters(), self.scale)
+        self.gradients_added = False
         losses: Tensor = self.part(x, **inputs)
         return losses
 

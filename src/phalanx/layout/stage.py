@@ -44,7 +44,9 @@ class Stage(nn.Module, ABC):
         """What the losses are multiplied by before their gradient is formed."""
         self.alone = False
         """Whether nothing follows gradients as they are formed, no sum over ranks and no copy: a stage that has them with
-        its losses may then add them to the parameters' itself, and give losses that ask for no backward pass."""
+        its losses may then add them to the parameters' itself."""
+        self.gradients_added = False
+        """Whether it did so in the last forward pass, whose losses then ask for no backward pass."""
 
     @abstractmethod
     def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Tensor) -> Tensor:
