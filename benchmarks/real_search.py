@@ -39,6 +39,31 @@ from phalanx.trials.trial import INTERRUPTED, Trial, best_of
 
 Facts = dict[str, Any]
 
+_LONG = """
+model: {preset: llama3-8b, n_layers: 28, d_model: 3072, n_heads: 24, n_kv_heads: 8, d_ff: 8192, max_positions: LENGTH}
+data: {sources: [DATA], sequence_length: LENGTH, document_mask: false}
+layout: {global_batch: BATCH}
+optimizer: {lr: 3.0e-4, warmup_steps: 200}
+training: {steps: 1000}
+search:
+  layout: {gather: [layer], dp_replicate: [1], pp: [1], microbatch: [1], recompute: [none, selective], zero: [3]}
+  constraints:
+    - (tp > 1) + (cp > 1) + (dp_shard > 1) < 3
+    - tp < 4
+    - reshard_after_forward == (dp_shard == 1 and tp == 1)
+MORE    - context == 'all_to_all' or recompute == 'none' or cp == 1
+  least_p_fits: 0.0
+  steps: 4
+  skip: 2
+  time_limit_s: 180
+"""
+
+
+def _long(*, length: int, batch: int, more: str = "") -> str:
+    """A 3B model whose samples have `length` tokens. more: lines of further constraints."""
+    return _LONG.replace("LENGTH", str(length)).replace("BATCH", str(batch)).replace("MORE", more)
+
+
 RUNS = {
     "llama3-8b": """
 model: {preset: llama3-8b}
@@ -59,43 +84,8 @@ search:
   skip: 2
   time_limit_s: 120
 """,
-    "llama3-3b-long": """
-model: {preset: llama3-8b, n_layers: 28, d_model: 3072, n_heads: 24, n_kv_heads: 8, d_ff: 8192, max_positions: 65536}
-data: {sources: [DATA], sequence_length: 65536, document_mask: false}
-layout: {global_batch: 4}
-optimizer: {lr: 3.0e-4, warmup_steps: 200}
-training: {steps: 1000}
-search:
-  layout: {gather: [layer], dp_replicate: [1], pp: [1], microbatch: [1], recompute: [none, selective], zero: [3]}
-  constraints:
-    - (tp > 1) + (cp > 1) + (dp_shard > 1) < 3
-    - tp < 4
-    - reshard_after_forward == (dp_shard == 1 and tp == 1)
-    - tp == 1 or cp > 1 or recompute == 'selective'
-    - context == 'all_to_all' or recompute == 'none' or cp == 1
-  least_p_fits: 0.0
-  steps: 4
-  skip: 2
-  time_limit_s: 180
-""",
-    "llama3-3b-long-two-devices": """
-model: {preset: llama3-8b, n_layers: 28, d_model: 3072, n_heads: 24, n_kv_heads: 8, d_ff: 8192, max_positions: 49152}
-data: {sources: [DATA], sequence_length: 49152, document_mask: false}
-layout: {global_batch: 2}
-optimizer: {lr: 3.0e-4, warmup_steps: 200}
-training: {steps: 1000}
-search:
-  layout: {gather: [layer], dp_replicate: [1], pp: [1], microbatch: [1], recompute: [none, selective], zero: [3]}
-  constraints:
-    - (tp > 1) + (cp > 1) + (dp_shard > 1) < 3
-    - tp < 4
-    - reshard_after_forward == (dp_shard == 1 and tp == 1)
-    - context == 'all_to_all' or recompute == 'none' or cp == 1
-  least_p_fits: 0.0
-  steps: 4
-  skip: 2
-  time_limit_s: 180
-""",
+    "llama3-3b-long": _long(length=65536, batch=4, more="    - tp == 1 or cp > 1 or recompute == 'selective'\n"),
+    "llama3-3b-long-two-devices": _long(length=49152, batch=2),
 }
 """Run files, with the choices that are sensible."""
 TINY = [
