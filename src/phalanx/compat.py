@@ -101,7 +101,7 @@ def memory_statistics(device: torch.device) -> dict[str, int]:
     it full and gave back what it kept, to go on. Empty on the CPU, which keeps no such count."""
     if device.type == "cpu":
         return {}
-    # The flat form of the same costs a tenth of a short step.
+    # Making the flat form of the same takes time that a short step does not have.
     counts, beside = torch.get_device_module(device).memory_stats_as_nested_dict(device), SymmetricBuffer.allocated
     allocated = counts.get("allocated_bytes", {}).get("all", {})
     return {

@@ -73,7 +73,7 @@ class RankMemory:
     moment: str
     causes: Held
     """Bytes by what they are held for, see CAUSES; padding of shards apart, as `padding`."""
-    peer_buffers: float = 0.0
+    peer_buffers: float
     """Bytes beside them that shards exchange through."""
 
 

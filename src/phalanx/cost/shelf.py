@@ -45,7 +45,7 @@ class Shelf:
         if not self._ours():
             return {}
         collects = gc.isenabled()
-        # Thousands of small objects, none of which is garbage: looking for that takes seven times as long as reading them.
+        # Thousands of small objects, none of which is garbage: looking for that takes longer than reading them.
         gc.disable()
         try:
             read = ((key, self._read(key)) for key in keys)

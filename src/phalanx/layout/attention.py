@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from phalanx import compat
 from phalanx.cluster.device import device_name, synchronize
 from phalanx.config.model import LanguageModel
 from phalanx.errors import ConfigError
-from phalanx.files import user_cache
+from phalanx.files import user_cache, write_atomically
 from phalanx.kernels.flash4 import why_not_flash4
 from phalanx.models.language.attention import AttentionCore, AttentionKernel, attend, attention_context
 from phalanx.models.weather.block import attend as attend_whole
@@ -209,10 +208,6 @@ def _read_cache() -> dict[str, dict[str, float]]:
 
 
 def _write_cache(key: str, milliseconds: dict[str, float]) -> None:
-    path = _cache_path()
     # Without a writable cache the next start only measures again.
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({**_read_cache(), key: milliseconds}, indent=1))
-        temporary.replace(path)
+        write_atomically(_cache_path(), json.dumps({**_read_cache(), key: milliseconds}, indent=1))

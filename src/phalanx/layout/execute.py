@@ -40,7 +40,7 @@ class Executor:
         (float64, [tasks]): the parts of all ranks add up to the whole.
         """
         for stage in self.applied.stages:
-            # Going through all modules takes the host a tenth of a short step.
+            # Going through all modules takes the host time that a short step does not have.
             if not stage.training:
                 stage.train()
             stage.step = step

@@ -61,7 +61,7 @@ class StepRecorder:
     def losses_alone(self, inputs: Mapping[str, Any], parameters: Sequence[Tensor], scale: Tensor | float) -> Tensor:
         """The same, with the gradients added to those of the parameters: no backward pass is asked for.
 
-        PyTorch's takes the host a fifth of a short step to hand them over one by one.
+        PyTorch's would hand them over one by one, which takes the host a good part of a short step.
         """
         recording, tensors = self._fitting(inputs, scale)
         losses, gradients = recording.run(parameters, tensors, scale)

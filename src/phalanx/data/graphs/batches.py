@@ -110,12 +110,12 @@ class GraphBatch:
         """Numbers that are there for each of `tasks`: int64 [T]; 3 a force, 9 a stress."""
         if self.counts is not None:
             return self.counts
-        counts = []
-        for name in self.tasks:
+        counts = torch.zeros(len(self.tasks), dtype=torch.int64, device=self.graph_N.device)
+        for number, name in enumerate(self.tasks):
             label: Tensor | None = getattr(self, name)
-            missing = torch.zeros((), dtype=torch.int64, device=self.graph_N.device)
-            counts.append(missing if label is None else (~label.isnan()).sum())
-        return torch.stack(counts)
+            if label is not None:
+                counts[number] = (~label.isnan()).sum()
+        return counts
 
     def inputs(self) -> tuple[Tensor, dict[str, Any]]:
         """Atomic numbers; everything else that a model takes, by name."""
@@ -193,16 +193,15 @@ class Collator:
             np.nan_to_num(arrays["total_charge_G"], copy=False)
         tensors: dict[str, Any] = dict.fromkeys(("total_charge_G", *LABELS))
         tensors |= {name: torch.from_numpy(array) for name, array in arrays.items()}
-        learnt = [arrays.get(name) for name in self.columns.tasks]
-        return GraphBatch(
+        batch = GraphBatch(
             **tensors,
             sample_indices=torch.from_numpy(found.numbers),
             atoms=found.atoms,
             edges=found.edges,
             graphs_by_part=tuple(parts),
             tasks=self.columns.tasks,
-            counts=torch.tensor([0 if label is None else np.count_nonzero(label == label) for label in learnt]),
         )
+        return replace(batch, counts=batch.target_counts())
 
     def _empty(self, graphs: int, atoms: int, edges: int) -> dict[str, npt.NDArray[Any]]:
         """Arrays to fill; labels begin as NaN."""
@@ -227,7 +226,7 @@ class _Filler:
     """Copies chosen structures of one shard to their places in a batch.
 
     By an index for each atom and edge: a copy for each structure would hold the interpreter, which the thread that trains
-    needs, and takes five times as long for structures of a few hundred edges.
+    needs, and takes longer for structures of a few hundred edges.
     """
 
     def __init__(
@@ -246,7 +245,6 @@ class _Filler:
         self._rows = rows
         self._graphs = graphs
         self._nodes = nodes[graphs]
-        self._degrees = (edges[1:] - edges[:-1])[graphs]
         self._atoms = _Rows.of(self._arrays["node_starts"], rows, nodes, graphs)
         self._edges = _Rows.of(self._arrays["edge_starts"], rows, edges, graphs)
 
@@ -255,12 +253,12 @@ class _Filler:
         cells_G33 = arrays["cells_G33"][self._graphs] = shard["cells"][self._rows]
         self._atoms.copy(arrays["species_N"], shard["species"])
         self._atoms.copy(arrays["positions_N3"], shard["positions"])
-        first_E = np.repeat(self._nodes, self._degrees)
+        first_E = np.repeat(self._nodes, self._edges.lengths)
         for row, name in enumerate(("source", "target")):
             self._edges.put(arrays["edges_2E"][row], self._edges.taken(shard[name]) + first_E)
         if "images" in shard:
             images_E3 = self._edges.taken(shard["images"]).astype(np.float32)
-            cells_E33 = np.repeat(cells_G33, self._degrees, axis=0)
+            cells_E33 = np.repeat(cells_G33, self._edges.lengths, axis=0)
             self._edges.put(arrays["shifts_E3"], np.einsum("ei,eij->ej", images_E3, cells_E33))
         for name in columns.labels:
             if name in shard:
@@ -294,6 +292,8 @@ class _Filler:
 class _Rows:
     """Rows of a shard's arrays, and the rows of a batch's arrays that they go to."""
 
+    lengths: Int64Array
+    """Of each structure."""
     source: Int64Array
     to: Int64Array | slice
 
@@ -304,8 +304,8 @@ class _Rows:
         lengths = starts[rows + 1] - starts[rows]
         source = ragged_ranges(starts[rows], lengths)
         if len(graphs) == len(places) - 1:
-            return cls(source, slice(None))
-        return cls(source, ragged_ranges(places[graphs], lengths))
+            return cls(lengths, source, slice(None))
+        return cls(lengths, source, ragged_ranges(places[graphs], lengths))
 
     def taken(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The shard's rows."""
