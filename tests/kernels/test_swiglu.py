@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from ahead_of_time import ASSEMBLY, NARROW, WIDE, assembly_of, needs_triton, run_interpreted, threads
 from phalanx.kernels.swiglu import gated_linear, swiglu, swiglu_backward, swiglu_backward_reference
 
 BOUND = {"rtol": 1e-12, "atol": 1e-12}
@@ -100,31 +97,22 @@ def test_only_the_input_and_the_weight_are_kept() -> None:
 
 # --- the Triton kernel, compiled for devices that are not here ----------------------------------------------------------
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `make .venv/dev` adds it"
-)
-ASSEMBLY = {"gfx90a": "amdgcn", "gfx942": "amdgcn", "sm_90": "ptx"}
-WIDE = {
-    "amdgcn": (r"(?:global|buffer)_load_dwordx4\b", r"(?:global|buffer)_store_dwordx4\b"),
-    "ptx": (r"ld\.global\S*\.v4\.b32\b", r"st\.global\S*\.v4\.b32\b"),
-}
-NARROW = {
-    "amdgcn": r"(?:global|buffer|flat|scratch)_(?:load|store)_(?!dwordx4)\w+",
-    "ptx": r"(?:ld|st)\.(?:global|local)(?!\S*\.v4)\S*",
-}
 
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed: `make .venv/dev` adds it"
-)
+@needs_triton
 @pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
 @pytest.mark.parametrize("target", ASSEMBLY)
 def test_kernel_compiles_to_wide_accesses(target: str, element: str, even: bool) -> None:
-    assembly = compile_kernel(target, element, 64, even)[ASSEMBLY[target]]
+    from phalanx.kernels import swiglu_triton  # noqa: PLC0415
+
+    pointers = dict.fromkeys(("grad_hidden", "gate_up", "grad_gate_up", "hidden"), f"*{element}")
+    tile = swiglu_triton.tile_groups(64, 2 if element == "bf16" else 4)
+    constants = {"BLOCK": 64, "TILE": tile, "EVEN": even}
+    kernel, warps = swiglu_triton.swiglu_backward_kernel, swiglu_triton.WARPS
+    assembly = assembly_of(kernel, target, warps, {**pointers, "groups": "i64"}, constants, even=(0, 1, 2, 3))
     load, store = WIDE[ASSEMBLY[target]]
     # 4096 bytes of the product a program: three loads and three stores of it, by threads of 16 bytes each.
-    vectors = 4096 // (16 * 4 * (32 if target == "sm_90" else 64))
+    vectors = 4096 // (16 * threads(target, warps))
     assert len(re.findall(load, assembly)) == 3 * vectors
     assert len(re.findall(store, assembly)) == 3 * vectors
     assert not re.findall(NARROW[ASSEMBLY[target]], assembly)
@@ -151,33 +139,5 @@ for rows, features, block in ((5, 192, 64), (8, 512, 32), (3, 80, 16)):
 
 @needs_triton
 def test_kernel_computes_what_the_reference_computes() -> None:
-    """In Triton's interpreter, which a process chooses before it first sees the kernel; with and without a ragged end."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-
-
-def compile_kernel(target: str, element: str, block: int, even: bool) -> Any:
-    """Texts and binary of the kernel, by the name of the stage that made them."""
-    triton = pytest.importorskip("triton")
-    from phalanx.kernels import swiglu_triton  # noqa: PLC0415
-
-    GPUTarget = pytest.importorskip("triton.backends.compiler").GPUTarget
-    source = triton.compiler.ASTSource(
-        fn=swiglu_triton.swiglu_backward_kernel,
-        signature={
-            **dict.fromkeys(("grad_hidden", "gate_up", "grad_gate_up", "hidden"), f"*{element}"),
-            "groups": "i64",
-            **dict.fromkeys(("BLOCK", "TILE", "EVEN"), "constexpr"),
-        },
-        constexprs={
-            "BLOCK": block,
-            "TILE": swiglu_triton.tile_groups(block, 2 if element == "bf16" else 4),
-            "EVEN": even,
-        },
-        attrs={(position,): [["tt.divisibility", 16]] for position in range(4)},
-    )
-    device = GPUTarget("cuda", 90, 32) if target == "sm_90" else GPUTarget("hip", target, 64)
-    return triton.compile(source, target=device, options={"num_warps": swiglu_triton.WARPS}).asm
+    """With and without a ragged end."""
+    run_interpreted(INTERPRETED)

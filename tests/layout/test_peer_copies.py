@@ -6,6 +6,7 @@ On the CPU the ranks' buffers are files that all of them map; everything above t
 from __future__ import annotations
 
 import time
+from itertools import chain
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from phalanx.layout import peer_copies
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.mesh import Groups, build_mesh
-from phalanx.layout.peer_copies import PeerAllGather, PeerPool, choose_peer_copies
+from phalanx.layout.peer_copies import PeerPool, choose_peer_copies
+from phalanx.layout.peer_gather import PublishedShards, _starts
 from phalanx.layout.resolve import resolve_layout
 from phalanx.verify.check import Verdict, Verifier
 from phalanx.verify.reduced import full_run
@@ -107,24 +109,36 @@ def test_a_buffer_is_not_written_while_anybody_may_read_it() -> None:
 
 
 def gathers() -> None:
-    """All-gathers whose results are held for different times keep what arrived."""
+    """Shards of two modules are gathered from where they were published, until they are renewed."""
     group = dist.group.WORLD
     assert group is not None
-    gather = PeerAllGather(PeerPool(group, CPU))
     rank, size = group.rank(), group.size()
-    held: list[tuple[int, Tensor]] = []
-    for number in range(12):
-        count = (3, 1000, 3)[number % 3]
-        whole = gather.allocate((count * size,), dtype=torch.int32, device=CPU)
-        gather(whole, whole.narrow(0, rank * count, count).fill_(100 * number + rank), group)
-        held.append((number, whole))
-        while len(held) > (3 if number < 6 else 1):
-            first, tensor = held.pop(0)
-            assert tensor.view(size, -1).unique(dim=1).flatten().tolist() == [100 * first + r for r in range(size)]
+    units = [[40_000, 3], [5], []]
+    published = PublishedShards(units, torch.bfloat16, CPU, group)
+    shards = [[torch.empty(count) for count in unit] for unit in units]
+    wholes = [[torch.empty(size * count, dtype=torch.bfloat16) for count in unit] for unit in units]
+    for number in range(6):
+        if number % 2 == 0:
+            for shard in chain(*shards):
+                shard.fill_(10 * number + rank)
+            published.renew()
+        for gather, mine, whole in zip(published.gathers[:2], shards, wholes, strict=False):
+            if rank == number % size:
+                time.sleep(0.02)
+            for tensor in whole:
+                tensor.zero_()
+            gather(mine, whole)
+            expected = [float(10 * (number - number % 2) + peer) for peer in range(size)]
+            for tensor in whole:
+                assert tensor.view(size, -1).unique(dim=1).flatten().tolist() == expected
 
 
-def test_what_was_gathered_stays_as_long_as_it_is_held() -> None:
+def test_what_is_gathered_is_what_was_published_last() -> None:
     run_ranks(gathers, 3)
+
+
+def test_large_shards_begin_on_even_boundaries() -> None:
+    assert _starts([128, 3, 64, 70, 256]) == [0, 448, 128, 451, 192]
 
 
 def chosen_without_memory(wanted: bool | str) -> str:

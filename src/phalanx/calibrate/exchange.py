@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx import compat
 from phalanx.calibrate.clock import Clock
 from phalanx.cluster.device import synchronize
-from phalanx.layout.peer_copies import PeerAllGather, PeerPool
+from phalanx.layout.peer_gather import PublishedShards
 from phalanx.layout.peer_memory import reaches_peers
 
 Group = dist.ProcessGroup
@@ -101,7 +101,7 @@ def _pass_on(sent: Tensor, received: Tensor, members: int, group: Group) -> None
 
 
 def time_copies(clock: Clock, group: Group, sizes: Sequence[int]) -> Iterator[Exchanged]:
-    """Gathers by copies between devices, as `layout.peer_copies` makes them; none where ranks cannot reach each other."""
+    """Gathers by copies between devices, as `layout.peer_gather` makes them; none where ranks cannot reach each other."""
     if not reaches_peers(clock.device, group):
         return
     for size in sizes:
@@ -110,16 +110,11 @@ def time_copies(clock: Clock, group: Group, sizes: Sequence[int]) -> Iterator[Ex
 
 
 def _copying(device: torch.device, group: Group, size: int) -> Callable[[], object]:
-    pool = PeerPool(group, device)
-    gather = PeerAllGather(pool)
-    members, count = group.size(), size // 2 // group.size()
-    part = torch.ones(count, device=device, dtype=torch.bfloat16)
-
-    def call() -> None:
-        whole = gather.allocate((count * members,), dtype=torch.bfloat16, device=device)
-        gather(whole, part, group)
-
-    return call
+    count = size // 2 // group.size()
+    (gather,) = PublishedShards([[count]], torch.bfloat16, device, group).gathers
+    shard = torch.ones(count, device=device, dtype=torch.bfloat16)
+    whole = torch.empty(count * group.size(), device=device, dtype=torch.bfloat16)
+    return lambda: gather([shard], [whole])
 
 
 def time_beside(clock: Clock, group: Group, rows: int, count: int, size: int, *, copies: bool) -> Beside | None:

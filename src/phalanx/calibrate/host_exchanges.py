@@ -101,10 +101,12 @@ def _stack(device: torch.device, shared: bool) -> nn.Module:
     copies = None
     if device.type != "cpu" and reaches_peers(device, world):
         copies = PeerCopies(world, device, torch.bfloat16)
+    units: list[FSDPModule] = []
     for unit in (*stack, stack):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not stack)
         assert isinstance(unit, FSDPModule)
-        choose_exchanges(unit, copies)
+        units.append(unit)
+    choose_exchanges(units, copies)
     return stack
 
 

@@ -17,6 +17,7 @@ from phalanx.cost.operations import Attention
 from phalanx.layout.attention import AttentionChoice, AttentionShape, choose_attention, choose_whole_attention
 from phalanx.models.language.attention import attend, attention_context
 from phalanx.models.weather.block import attend as attend_whole
+from phalanx.train.adamw import AdamW
 
 T = TypeVar("T")
 
@@ -143,7 +144,7 @@ def time_optimizer(clock: Clock, sizes: Iterable[int]) -> Iterator[Passed]:
 def _time_update(clock: Clock, count: int) -> float:
     parameter = nn.Parameter(torch.randn(count, device=clock.device))
     parameter.grad = torch.randn_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], lr=1e-6, fused=True)
+    optimizer = AdamW([parameter], lr=1e-6, fused=True)
     divisor, skip = (torch.tensor(value, device=clock.device) for value in (1.0, 0.0))
     return clock.seconds(lambda: compat.update_scaled(optimizer, divisor, skip))
 

@@ -59,7 +59,9 @@ class _Alone:
                 gathered_parameters=self.gathered(
                     r.layers, ends * r.several + embedding.gathered, r.tail * block.gathered
                 ),
-                gather_buffers=s.sharded * r.received * r.tail * block.gathered * (r.dropped | ~r.several),
+                gather_buffers=s.sharded
+                * (r.received * r.tail * block.gathered + r.arriving * r.head.gathered * self.untied)
+                * (r.dropped | ~r.several),
                 reduce_buffers=self.lasting,
                 part=block.forward,
             ),
@@ -179,8 +181,8 @@ class _Alone:
         return r.s.sharded * r.s.width * np.where(r.dropped, now + self.root, kept)
 
     def ahead(self, parameters: Amount) -> Amount:
-        """The buffers of what is gathered ahead."""
-        return self.r.s.sharded * self.r.dropped * self.r.received * parameters
+        """Of what is gathered ahead."""
+        return self.r.s.sharded * self.r.dropped * self.r.arriving * parameters
 
     def gradients(self, blocks: Amount, with_head: Amount, streamed: Amount = 0) -> Amount:
         """Gradients added up once this much has been reduced in the last micro-batch.

@@ -35,8 +35,8 @@ class _Piped:
         self.before = s.master * self.unsharded * (h.again > 0)
         """Gradients of micro-batches before this one."""
         units = np.minimum(s.gathers_ahead, np.maximum(1, np.ceil(h.stage_layers / r.unit) - 1))
-        self.ahead = s.sharded * r.dropped * r.received * units * r.unit * r.block.gathered
-        """The buffers of the blocks that are gathered ahead."""
+        self.ahead = s.sharded * r.dropped * r.arriving * units * r.unit * r.block.gathered
+        """Of the blocks that are gathered ahead."""
 
     def held(self, **causes: Amount) -> Held:
         """These and what is held all the time."""

@@ -112,11 +112,16 @@ class Rank:
             "samples": s.samples,
         }
         self.sharded_many = s.sharded & (s.sizes.shards > 1)
-        self.sent = 0 if s.peer_copies else s.master
-        """Bytes of a parameter's gradient in the buffer it is sent from."""
-        self.received = np.where(s.sizes.shards > 1, 0 if s.peer_copies else s.width, 0)
-        # With peer copies what arrives is gathered before it is added up; one rank of shards divides a copy.
-        self.added = np.where(s.sizes.shards > 1, s.width if s.peer_copies else 0, s.master)
+        shared_out = s.sizes.shards > 1
+        self.copied = shared_out & s.peer_copies
+        """Shards exchange by peer copies: without buffers in the allocator's memory."""
+        self.arriving = np.where(shared_out, s.width, 0)
+        """Bytes of a parameter that is being gathered: in a buffer, with peer copies in its place."""
+        self.received = np.where(self.copied, 0, self.arriving)
+        """Bytes of a parameter in the buffer it arrived in, which goes when the next one has arrived."""
+        self.sent = np.where(self.copied, np.where(self.whole, s.master, s.width), s.master)
+        """Bytes of a parameter's gradient as it is sent, in a buffer or, with peer copies, from its place; until the next
+        is."""
 
     def held(self, **causes: Amount) -> Held:
         """These and the state; spaces in names are written `_`, `part` is one part's pass."""
@@ -125,7 +130,9 @@ class Rank:
 
     def reducing(self, part: PartBytes, own: Amount, count: Amount = 1) -> Held:
         """What FSDP2 makes to reduce the gradients of so many of a part together, beside their `own` bytes. These go when
-        all is ready to be sent, before there is room for what arrives."""
-        arriving = count * (self.added * part.gathered + self.s.master * part.shard)
-        reduced = count * self.sent * part.gathered + np.maximum(arriving - own, 0)
-        return {"reduce_buffers": self.s.sharded * reduced}
+        all is in the buffer it is sent from, before there is room for the sum; with peer copies there is no such buffer."""
+        master = self.s.master
+        # A single shard is divided by the number of replicas into a copy.
+        total = count * (master * part.shard + np.where(self.s.sizes.shards > 1, 0, master) * part.gathered)
+        buffered = count * self.sent * part.gathered + np.maximum(total - own, 0)
+        return {"reduce_buffers": self.s.sharded * np.where(self.copied, total, buffered)}

@@ -6,14 +6,13 @@ Gate and up projection stand in one tensor, in alternating groups of `block` fea
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from phalanx.kernels.triton_modules import triton_module
 
 SMALLEST_BLOCK = 16
 """Shorter groups leave threads too little contiguous memory; a generated kernel does no worse there."""
@@ -94,21 +93,11 @@ def _(grad_hidden: Tensor, gate_up: Tensor, block: int) -> tuple[Tensor, Tensor]
 
 @swiglu_backward.register_kernel("cuda")
 def _(grad_hidden: Tensor, gate_up: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    kernel = _triton_kernel()
+    kernel = triton_module("swiglu_triton")
     if kernel is None or not _fits(gate_up, block):
         return swiglu_backward_reference(grad_hidden, gate_up, block)
     result: tuple[Tensor, Tensor] = kernel.run_swiglu_backward(grad_hidden.contiguous(), gate_up.contiguous(), block)
     return result
-
-
-@cache
-def _triton_kernel() -> ModuleType | None:
-    """The Triton kernel's module, where Triton is installed: with every accelerator build of PyTorch for Linux."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from phalanx.kernels import swiglu_triton  # noqa: PLC0415
-
-    return swiglu_triton
 
 
 def _fits(gate_up: Tensor, block: int) -> bool:

@@ -65,12 +65,16 @@ class Applied:
     """Parameters that the ranks of `mesh.branch` alone hold, alike."""
     stream: Stream | None = None
     """What streams the matrices of blocks, where the layout asks for it."""
+    copies: PeerCopies | None = None
+    """What gathers parameters, where collectives do not."""
 
     def refresh(self) -> None:
         """Let the stages see the present masters."""
         for stage in self.stages:
             if stage.working is not None:
                 stage.working.refresh()
+        if self.copies is not None:
+            self.copies.renew()
 
 
 def apply_layout(
@@ -148,6 +152,7 @@ def apply_layout(
         frozenset(tied),
         frozenset(branch),
         stream,
+        copies,
     )
     applied.refresh()
     return applied

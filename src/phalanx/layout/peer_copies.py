@@ -1,12 +1,13 @@
 """FSDP2's gathers and reductions inside one machine as plain copies between its devices.
 
 Collective kernels take compute units from the matmuls they run beside. Here devices read each other's memory by copy
-engines instead, and gradients travel in the format they were computed in: bfloat16 values are exact in float32, so the
-float32 sum of what arrives is the sum that a float32 reduction would have sent twice the bytes for. Sums are in the order
-of the ranks, the same every time.
+engines instead. Parameters arrive where they are used (`layout.peer_gather`), and gradients leave from where they are.
+They travel in the format they were computed in: bfloat16 values are exact in float32, so the float32 sum of what arrives is
+the sum that a float32 reduction would have sent twice the bytes for. Sums are in the order of the ranks, always the same.
 
-A buffer is read by the peers, so it may be written again only when all of them have read it. Each exchange begins with a
-barrier, and a rank reaches it after its own reads of the exchange before; so a buffer is free one exchange after its own.
+Buffers form a pool. A buffer is read or written by the peers, so it may be used again only when all are done with it. Each
+exchange has a barrier, and a rank reaches it after its own work on the exchange before; so a buffer is free one exchange
+after its own.
 """
 
 from __future__ import annotations
@@ -22,16 +23,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from phalanx.cluster.device import synchronize
+from phalanx import compat_fsdp
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
+from phalanx.kernels.parts_sum import sum_parts
 from phalanx.layout.mesh import Mesh
-from phalanx.layout.peer_memory import PeerBuffer, peer_buffer, reaches_peers
+from phalanx.layout.peer_gather import PeerGather, PublishedShards
+from phalanx.layout.peer_memory import PeerBuffer, Small, aligned, from_the_next, peer_buffer_at_rest, reaches_peers
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.spec import ResolvedLayout
-
-_ALIGNED = 512
-"""Buffers are whole multiples of this many bytes."""
 
 
 class Turn(Protocol):
@@ -54,11 +54,6 @@ def resting(turns: Iterable[AnyTurn], size: int, exchanges: int) -> AnyTurn | No
     exchanges; of equal ones that which rests longest."""
     fitting = [x for x in turns if x.size >= size and not x.lent and not 0 < x.exchange == exchanges]
     return min(fitting, key=lambda x: (x.size, x.exchange), default=None)
-
-
-def aligned(size: int) -> int:
-    """Bytes of the buffer that is made for `size` bytes."""
-    return max(1, math.ceil(size / _ALIGNED)) * _ALIGNED
 
 
 @dataclass(eq=False)
@@ -118,15 +113,16 @@ class PeerPool:
             if other.exchange == self._exchanges - 1:
                 other.read = self._module.current_stream().record_event()
         place.exchange, place.read = self._exchanges, None
+        return self.everywhere(tensor)
+
+    def everywhere(self, tensor: Tensor) -> list[Tensor]:
+        """The buffer that `tensor` is here, of each rank. Nobody else uses it from the barrier before last on."""
+        place = self._lent[tensor.data_ptr()]
         size = tensor.numel() * tensor.itemsize
         return [place.buffer.of(rank)[:size].view(tensor.dtype) for rank in range(self.group.size())]
 
     def _grow(self, size: int) -> _Place:
-        # Memory is mapped while no device waits for another: mapping waits for the devices, and they would for ever.
-        synchronize(self.device)
-        dist.all_reduce(torch.zeros(1), group=self.group)
-        place = _Place(peer_buffer(aligned(size), self.device, self.group))
-        dist.all_reduce(torch.zeros(1), group=self.group)
+        place = _Place(peer_buffer_at_rest(aligned(size), self.device, self.group))
         self._places.append(place)
         return place
 
@@ -135,81 +131,59 @@ class PeerPool:
         place.lent = False
 
 
-class PeerAllGather:
-    """FSDP2's all-gather: each rank reads the others' shards out of their memory."""
+class PeerReduce:
+    """What `compat_fsdp.Reduce` asks for: each rank copies its gradients to the ranks they belong to, which add them up."""
 
     def __init__(self, pool: PeerPool) -> None:
         self._pool = pool
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The gathered tensor, of which FSDP2 fills this rank's part."""
-        assert device.type == self._pool.device.type
-        return self._pool.take(math.prod(size), dtype)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        """Fill the other ranks' parts of `output_tensor`, [world size * n], on the current stream."""
-        assert not async_op
-        assert group.size() == self._pool.group.size()
-        n, rank = input_tensor.numel(), group.rank()
-        theirs = self._pool.exchange(output_tensor)
-        for peer in _others(rank, group.size()):
-            part = slice(peer * n, (peer + 1) * n)
-            output_tensor[part].copy_(theirs[peer][part], non_blocking=True)
-
-
-class PeerReduceScatter:
-    """FSDP2's reduce-scatter: each rank reads its part of the others' gradients, then adds them up."""
-
-    def __init__(self, pool: PeerPool, sent: torch.dtype) -> None:
-        self._pool = pool
-        self._sent = sent
-        self._inputs_asked = 0
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2 asks for the input, all gradients in `dtype`, then for the output: the input is made in what is sent."""
-        self._inputs_asked ^= 1
-        if self._inputs_asked:
-            return self._pool.take(math.prod(size), self._sent)
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Sum of all ranks' parts of `input_tensor`, [world size * n], that are this rank's, in the output's format."""
-        assert op == dist.ReduceOp.SUM and not async_op
-        n, rank = output_tensor.numel(), group.rank()
-        part = slice(rank * n, (rank + 1) * n)
-        theirs = self._pool.exchange(input_tensor)
-        received = torch.empty((group.size(), n), dtype=input_tensor.dtype, device=input_tensor.device)
-        for peer in [*_others(rank, group.size()), rank]:
-            received[peer].copy_(theirs[peer][part], non_blocking=True)
-        torch.sum(received, 0, dtype=output_tensor.dtype, out=output_tensor)
+    def __call__(self, gradients: Sequence[Tensor], total: Tensor) -> None:
+        """See `compat_fsdp.Reduce`."""
+        ranks, rank, n = self._pool.group.size(), self._pool.group.rank(), total.numel()
+        rows = [math.ceil(gradient.shape[0] / ranks) for gradient in gradients]
+        sizes = [count * gradient[0].numel() for count, gradient in zip(rows, gradients, strict=True)]
+        assert sum(sizes) == n
+        arrived = self._pool.take(ranks * n, gradients[0].dtype)
+        buffers = self._pool.everywhere(arrived)
+        small = Small()
+        for peer in from_the_next(rank, ranks):
+            places = buffers[peer][rank * n : (rank + 1) * n].split(sizes)
+            for place, gradient, count in zip(places, gradients, rows, strict=True):
+                part = gradient[peer * count : (peer + 1) * count].flatten()
+                if not small.has(place[: part.numel()], part):
+                    place.copy_(part, non_blocking=True)
+        small.copy()
+        self._pool.exchange(arrived)
+        sum_parts(arrived.view(ranks, n), total)
 
 
 class PeerCopies:
     """Both exchanges for the modules of one rank, over one group."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, sent: torch.dtype) -> None:
-        self._pools = [PeerPool(group, device), PeerPool(group, device)]
-        self._all_gather = PeerAllGather(self._pools[0])
-        self._reduce_scatter = PeerReduceScatter(self._pools[1], sent)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, computed: torch.dtype) -> None:
+        """computed: format that parameters are gathered in."""
+        self._group, self._device, self._computed = group, device, computed
+        self._published: list[PublishedShards] = []
+        self._pool = PeerPool(group, device)
+        self._reduce = PeerReduce(self._pool)
 
     @property
     def bytes(self) -> int:
         """What the buffers take on this rank, beside the allocator's memory."""
-        return sum(pool.bytes for pool in self._pools)
+        return self._pool.bytes + sum(shards.bytes for shards in self._published)
 
-    def attach(self, module: FSDPModule) -> None:
-        """Let `module` exchange its parameters and gradients so."""
-        module.set_custom_all_gather(self._all_gather)  # type: ignore[arg-type]
-        module.set_custom_reduce_scatter(self._reduce_scatter)  # type: ignore[arg-type]
+    def attach(self, modules: Iterable[FSDPModule]) -> None:
+        """Let `modules` exchange their parameters and gradients so; all ranks of the group together."""
+        compat_fsdp.exchange_in_place(modules, self._publish, self._reduce)
+
+    def _publish(self, units: list[list[int]]) -> list[PeerGather]:
+        self._published.append(PublishedShards(units, self._computed, self._device, self._group))
+        return self._published[-1].gathers
+
+    def renew(self) -> None:
+        """Masters have changed."""
+        for shards in self._published:
+            shards.renew()
 
 
 def choose_peer_copies(run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device) -> PeerCopies | None:
@@ -227,12 +201,4 @@ def choose_peer_copies(run: Run, layout: ResolvedLayout, mesh: Mesh, device: tor
             f"layout.peer_copies=true, but the {group.size()} ranks that share parameters cannot read each other's "
             "memory: they are on several machines, or their devices are not linked\nnearest: layout.peer_copies=auto"
         )
-    computed = PRECISIONS[run.layout.precision]
-    # Gradients that were added up over micro-batches before they are sent are in the wider format.
-    summed = layout.accumulation > 1 and (layout.zero < 2 or layout.pp > 1)
-    return PeerCopies(group, device, torch.promote_types(computed, torch.float32) if summed else computed)
-
-
-def _others(rank: int, size: int) -> list[int]:
-    """All ranks but this one, from the next one on: no two ranks read from the same one at the same time."""
-    return [(rank + step) % size for step in range(1, size)]
+    return PeerCopies(group, device, PRECISIONS[run.layout.precision])

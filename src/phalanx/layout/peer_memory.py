@@ -6,6 +6,7 @@ takes no compute unit. On the CPU it is files that all ranks map.
 
 from __future__ import annotations
 
+import math
 import socket
 import tempfile
 from pathlib import Path
@@ -16,6 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx import compat
+from phalanx.cluster.device import synchronize
+
+_ALIGNED = 512
+"""Buffers are whole multiples of this many bytes."""
+
+
+def aligned(size: int) -> int:
+    """Bytes of the buffer that is made for `size` bytes."""
+    return max(1, math.ceil(size / _ALIGNED)) * _ALIGNED
 
 
 class PeerBuffer(Protocol):
@@ -55,6 +65,35 @@ class MappedBuffer:
         dist.barrier(self._group)
 
 
+class Small:
+    """Copies so small that one kernel makes them all: on a copy engine each would take longer to begin than to run."""
+
+    def __init__(self) -> None:
+        self._places: list[Tensor] = []
+        self._parts: list[Tensor] = []
+
+    def has(self, place: Tensor, part: Tensor) -> bool:
+        """Whether the copy of `part` to `place` is one of them from now on."""
+        small = part.numel() * part.itemsize < _SMALL_BYTES
+        if small:
+            self._places.append(place)
+            self._parts.append(part)
+        return small
+
+    def copy(self) -> None:
+        """Make them, on the current stream."""
+        if self._places:
+            torch._foreach_copy_(self._places, self._parts)
+
+
+_SMALL_BYTES = 1 << 16
+
+
+def from_the_next(rank: int, size: int) -> list[int]:
+    """All ranks from the next one on, this one last: no two ranks copy from or to the same one at the same time."""
+    return [(rank + step) % size for step in range(1, size + 1)]
+
+
 def peer_buffer(size: int, device: torch.device, group: dist.ProcessGroup) -> PeerBuffer:
     """A buffer of `size` bytes on every rank of `group`; to be called by all of them together.
 
@@ -63,6 +102,15 @@ def peer_buffer(size: int, device: torch.device, group: dist.ProcessGroup) -> Pe
     if device.type == "cpu":
         return MappedBuffer(size, group)
     return compat.SymmetricBuffer(size, device, group)
+
+
+def peer_buffer_at_rest(size: int, device: torch.device, group: dist.ProcessGroup) -> PeerBuffer:
+    """The same in the midst of training: it waits until no device waits for another, as mapping memory would for ever."""
+    synchronize(device)
+    dist.all_reduce(torch.zeros(1), group=group)
+    buffer = peer_buffer(size, device, group)
+    dist.all_reduce(torch.zeros(1), group=group)
+    return buffer
 
 
 def reaches_peers(device: torch.device, group: dist.ProcessGroup) -> bool:

@@ -86,32 +86,34 @@ def shard_stage(
         )
     # Of one unit too: its backward pass follows at once, so that freeing it between would cost a gather and save nothing.
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=apart)
-    for module in _sharded(stage):
-        choose_exchanges(module, copies)
+    choose_exchanges(list(_sharded(stage)), copies)
     _gather_ahead(_fsdp(first), _fsdp([unit[0] for unit in units]), _fsdp(last), gathers_ahead)
 
 
-def choose_exchanges(module: FSDPModule, copies: PeerCopies | None) -> None:
-    """Let `module` sum its gradients as they are, and exchange by `copies` where there are any."""
-    module.set_gradient_divide_factor(1.0)
-    # Plain sums: the pre-multiplied sum that FSDP2 would use instead does not exist in gloo.
-    module.set_force_sum_reduction_for_comms(True)
+def choose_exchanges(modules: Sequence[FSDPModule], copies: PeerCopies | None) -> None:
+    """Let `modules` sum their gradients as they are, and exchange by `copies` where there are any."""
+    for module in modules:
+        module.set_gradient_divide_factor(1.0)
+        # Plain sums: the pre-multiplied sum that FSDP2 would use instead does not exist in gloo.
+        module.set_force_sum_reduction_for_comms(True)
     if copies is not None:
-        copies.attach(module)
+        copies.attach(modules)
 
 
 def _gather_ahead(
     first: Sequence[FSDPModule], blocks: Sequence[FSDPModule], last: Sequence[FSDPModule], count: int
 ) -> None:
-    """Gather `count` units of `blocks` while the one before them computes, forward and backward; the ends beside one.
+    """Gather `count` units while the one before them computes, forward and backward; beside the ends one.
 
     Left to itself FSDP2 gathers backward what came before in all forward passes so far. For the first module of a stage that
     is the last one of the micro-batch before: too early, and after the last micro-batch in vain. So it names itself, which
     is there already.
     """
+    forward = [*first, *blocks, *last]
+    for place, unit in enumerate(forward[:-1]):
+        ahead = 1 if unit in first else count
+        unit.set_modules_to_forward_prefetch(forward[place + 1 : place + 1 + ahead])
     for place, unit in enumerate(blocks):
-        if following := blocks[place + 1 : place + 1 + count]:
-            unit.set_modules_to_forward_prefetch(list(following))
         before = blocks[max(0, place - count) : place] or first or [unit]
         unit.set_modules_to_backward_prefetch(list(reversed(before)))
     for unit in first:

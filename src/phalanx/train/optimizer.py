@@ -15,11 +15,12 @@ from phalanx.config.schema import Optimizer
 from phalanx.layout.apply import Applied
 from phalanx.layout.execute import local_gradient
 from phalanx.models.kinds import ParameterKind
+from phalanx.train.adamw import AdamW
 
 
 def build_optimizer(
     parameters: Mapping[str, nn.Parameter], config: Optimizer, kind: Callable[[str], ParameterKind]
-) -> torch.optim.AdamW:
+) -> AdamW:
     """AdamW (Loshchilov & Hutter 2019) over parameters by name, in groups: first those with weight decay.
 
     Fused, on every device type. kind: of the parameter with this name, as its family says.
@@ -30,7 +31,7 @@ def build_optimizer(
         # One kernel takes either plain tensors (streamed matrices) or sharded ones.
         group = groups.setdefault((decay, isinstance(parameter, DTensor)), {"params": [], "weight_decay": decay})
         group["params"].append(parameter)
-    return torch.optim.AdamW(
+    return AdamW(
         sorted(groups.values(), key=lambda group: -group["weight_decay"]),
         lr=config.lr,
         betas=config.betas,

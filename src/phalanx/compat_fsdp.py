@@ -1,0 +1,138 @@
+"""FSDP2's exchanges without the copies before and behind them.
+
+FSDP2 gathers into a buffer and copies parameters out of it, and copies gradients into a buffer that it reduces from: both on
+the stream that computes. An exchange that can put each parameter where it belongs, and take each gradient from where it is,
+saves these copies. Private names are used in this file alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+class Gather(Protocol):
+    """Gathers the parameters of one module."""
+
+    def __call__(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
+        """Fill `wholes`, each [ranks * n] in the format of the arithmetic, from `shards`, each [n], of all ranks.
+
+        Runs on the current stream, which has waited for whatever wrote the shards and last used the memory of `wholes`.
+        The tensors are the same at every call.
+        """
+
+
+class Reduce(Protocol):
+    """Reduces the gradients of one module."""
+
+    def __call__(self, gradients: Sequence[Tensor], total: Tensor) -> None:
+        """Fill `total` with the sum over all ranks of this rank's part of each gradient, one after another: its share of the
+        rows, as many as the first rank has; what is beyond the last row is not looked at.
+
+        Runs on the current stream, which has waited for the gradients. They are kept until the work is done.
+        """
+
+
+def exchange_in_place(
+    modules: Iterable[FSDPModule], gathers: Callable[[list[list[int]]], Sequence[Gather]], reduce: Reduce
+) -> None:
+    """Let `modules` gather by what `gathers` gives and reduce by `reduce`.
+
+    gathers: called with the elements of shards, padding counts and the same on every rank, for each parameter of each unit
+    that is gathered together. Gives what gathers each of these units.
+    """
+    found = [module._get_fsdp_state()._fsdp_param_group for module in modules]
+    # Modules that are sharded together have one group; the root may have no parameters of its own.
+    groups: list[FSDPParamGroup] = [group for group in dict.fromkeys(found) if group is not None]
+    sizes = [[p.padded_sharded_param_size.numel() for p in group.fsdp_params] for group in groups]
+    for group, gather in zip(groups, gathers(sizes), strict=True):
+        assert all(p.fsdp_placement.dim == 0 and not p.offload_to_cpu for p in group.fsdp_params)
+        assert not group._use_post_forward_mesh
+        group.__class__ = _GatheredInPlace
+        cast(_GatheredInPlace, group).gather = gather
+        group._reduce_scatter_comm = cast(Any, _ReducedFromPlace(reduce))
+
+
+class _ReducedFromPlace:
+    """Stands where FSDP2 has its reduce-scatter, which it hands a tensor that all gradients were copied to."""
+
+    def __init__(self, reduce: Reduce) -> None:
+        self._reduce = reduce
+        self._inputs_asked = 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP2 asks for the input, then for the output."""
+        self._inputs_asked ^= 1
+        return _Gradients() if self._inputs_asked else torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """See `Reduce`."""
+        assert op == dist.ReduceOp.SUM and not async_op
+        self._reduce(cast(_Gradients, input_tensor).found, output_tensor)
+
+
+class _Gradients(Tensor):
+    """In place of a tensor that gradients were copied to: FSDP2 holds it until they are reduced."""
+
+    found: list[Tensor]
+
+
+def _note(unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
+    if isinstance(reduce_scatter_input, _Gradients):
+        reduce_scatter_input.found = list(unsharded_grads)
+    else:
+        _copy_in(unsharded_grads, reduce_scatter_input, world_size)
+
+
+_copy_in = _fsdp_collectives.foreach_reduce_scatter_copy_in
+_fsdp_collectives.foreach_reduce_scatter_copy_in = _note
+
+
+class _GatheredInPlace(FSDPParamGroup):
+    """Parameters that are gathered together."""
+
+    gather: Gather
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Begin to gather."""
+        backward = self._training_state == TrainingState.PRE_BACKWARD
+        if self._all_gather_result is not None or self.is_unsharded or (backward and not self.unshard_in_backward):
+            return
+        ranks = self._all_gather_process_group.size()
+        for p in self.fsdp_params:
+            numels, dtypes = [p._sharded_param_data.numel()], [p.param_dtype or p.orig_dtype]
+            p.init_all_gather_outputs(numels, dtypes, ranks, self.device)
+            p.alloc_all_gather_outputs()
+        wholes = [p.all_gather_outputs[0] for p in self.fsdp_params]
+        _, stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
+        # The allocator hands out memory that the present stream may still be using.
+        stream.wait_stream(self.device_handle.current_stream())
+        with (
+            self.device_handle.stream(stream),
+            torch.no_grad(),
+            torch.autograd._unsafe_preserve_version_counter(tuple(wholes)),
+        ):
+            self.gather([p._sharded_param_data for p in self.fsdp_params], wholes)
+            event = stream.record_event()
+        self._all_gather_result = AllGatherResult(wholes[0], event, None, [], [], [])
+
+    def wait_for_unshard(self) -> None:
+        """Let the present stream wait for it, and the modules have their parameters."""
+        if self._all_gather_result is None:
+            return
+        self.device_handle.current_stream().wait_event(self._all_gather_result.all_gather_event)
+        for p in self.fsdp_params:
+            p.init_unsharded_param()
+        self._to_unsharded()
+        self._all_gather_result = None

@@ -1,0 +1,99 @@
+"""The Triton kernel behind `train.adamw`; import only where Triton is installed.
+
+One pass: parameter, gradient and both moments are read once, parameter and moments written once, by threads that move 16
+bytes at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 1024
+"""Elements that a program updates."""
+WARPS = 4
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def adamw_kernel(
+    parameter: tl.tensor,
+    gradient: tl.tensor,
+    first_moment: tl.tensor,
+    second_moment: tl.tensor,
+    corrections: tl.tensor,
+    divisor: tl.tensor,
+    skip: tl.tensor,
+    n: tl.tensor,
+    lr: tl.tensor,
+    decay: tl.tensor,
+    beta1: tl.tensor,
+    beta2: tl.tensor,
+    eps: tl.tensor,
+    TILE: tl.constexpr,
+    EVEN: tl.constexpr,
+) -> None:
+    """TILE of `n` elements, all float32. corrections: [2], see `run_adamw`. EVEN: whether TILE divides `n`."""
+    if tl.load(skip) != 0.0:
+        return
+    start = tl.program_id(0).to(tl.int64) * TILE
+    place = tl.arange(0, TILE)
+    if EVEN:
+        inside = None
+    else:
+        inside = place < n - start
+    parameter += start
+    gradient += start
+    first_moment += start
+    second_moment += start
+    g = tl.load(gradient + place, mask=inside) / tl.load(divisor)
+    p = tl.load(parameter + place, mask=inside)
+    m = tl.load(first_moment + place, mask=inside)
+    v = tl.load(second_moment + place, mask=inside)
+    p -= lr * decay * p
+    m += (1.0 - beta1) * (g - m)
+    v = beta2 * v + (1.0 - beta2) * g * g
+    denominator = tl.sqrt_rn(v) / tl.load(corrections + 1) + eps
+    p -= lr / tl.load(corrections) * m / denominator
+    tl.store(parameter + place, p, mask=inside)
+    tl.store(first_moment + place, m, mask=inside)
+    tl.store(second_moment + place, v, mask=inside)
+
+
+def run_adamw(
+    parameter: Tensor,
+    gradient: Tensor,
+    moments: tuple[Tensor, Tensor],
+    corrections: Tensor,
+    divisor: Tensor,
+    skip: Tensor,
+    *,
+    lr: float,
+    decay: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """One AdamW update in place (Loshchilov & Hutter 2019, algorithm 2), of contiguous float32 tensors of one device.
+
+    corrections: [2], 1 - beta1^t and sqrt(1 - beta2^t) of the update's number t. divisor: 0-dim, of the gradient. skip:
+    0-dim, nothing is changed unless it is 0.
+    """
+    n = parameter.numel()
+    with torch.cuda.device(parameter.device):
+        adamw_kernel[(triton.cdiv(n, TILE),)](
+            parameter,
+            gradient,
+            *moments,
+            corrections,
+            divisor,
+            skip,
+            n,
+            lr,
+            decay,
+            *betas,
+            eps,
+            TILE=TILE,
+            EVEN=n % TILE == 0,
+            num_warps=WARPS,
+        )

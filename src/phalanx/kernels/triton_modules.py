@@ -1,0 +1,16 @@
+"""Modules with Triton kernels: Triton comes with every accelerator build of PyTorch for Linux, and with no other."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import cache
+from types import ModuleType
+
+
+@cache
+def triton_module(name: str) -> ModuleType | None:
+    """`phalanx.kernels.<name>`, or None where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module(f"phalanx.kernels.{name}")
