@@ -1,8 +1,8 @@
 """AdamW whose large parameters are updated at the speed of memory.
 
 PyTorch's fused kernel writes the gradients that it scales back to memory, where nobody reads them again, and moves its bytes
-at three quarters of the speed of an H200's memory. Parameters of more than a million elements on an accelerator have a kernel
-of our own (`kernels.adamw_triton`): 0.72 of the time, measured over 880 million parameters. All others are PyTorch's, as are
+at three quarters of the speed of an H200's memory. Parameters of over a million elements on an accelerator have a kernel of
+our own (`kernels.adamw_triton`): 0.72 of the time, measured over 880 million parameters. All others are PyTorch's, as are
 state and options.
 """
 
