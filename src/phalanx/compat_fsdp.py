@@ -89,6 +89,7 @@ class _Gradients(Tensor):
 
 
 def _note(unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
+    """Stands where FSDP2 looks for its copy of gradients, which others still get."""
     if isinstance(reduce_scatter_input, _Gradients):
         reduce_scatter_input.found = list(unsharded_grads)
     else:
