@@ -83,16 +83,21 @@ def peak(run_fields: dict[str, Any], world: int, **layout: Any) -> RankMemory:
     return max(ranks, key=lambda rank: rank.allocated)
 
 
-def test_causes_add_up_to_the_peak_and_arrays_agree_with_single_layouts() -> None:
+@pytest.mark.parametrize("peer_copies", [False, True])
+def test_causes_add_up_to_the_peak_and_arrays_agree_with_single_layouts(peer_copies: bool) -> None:
+    """The worst rank is the one that holds most with its own buffers."""
     run = run_with(SIZES, global_batch=16)
     candidates = legal_candidates(run, 8, limits=Limits(4, 2, 32))
     which = np.arange(0, len(candidates), 41)
     chosen = candidates.take(which)
-    estimates = memory(run, chosen, UNCOMPILED)
+    estimates = memory(run, chosen, UNCOMPILED, peer_copies=peer_copies)
+    assert peer_copies == bool(estimates.peer_buffers.any())
     for index in range(len(chosen)):
-        ranks = rank_memory(run, chosen.layout(index), chosen.recompute_of(index), UNCOMPILED)
-        worst = max(ranks, key=lambda rank: rank.allocated)
-        assert estimates.allocated[index] == pytest.approx(worst.allocated, rel=1e-9), chosen.layout(index)
+        layout, recompute = chosen.layout(index), chosen.recompute_of(index)
+        ranks = rank_memory(run, layout, recompute, UNCOMPILED, peer_copies=peer_copies)
+        worst = max(ranks, key=lambda rank: rank.allocated + rank.peer_buffers)
+        assert estimates.allocated[index] == pytest.approx(worst.allocated, rel=1e-9), layout
+        assert estimates.peer_buffers[index] == worst.peer_buffers
         assert MOMENTS[estimates.moment[index]] == worst.moment
         assert sum(worst.causes.values()) == pytest.approx(worst.allocated, rel=1e-9)
         assert all(value >= -1e-6 for value in worst.causes.values()), worst

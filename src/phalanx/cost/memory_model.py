@@ -122,22 +122,24 @@ def _judge(
     kernels: Kernels,
     peer_copies: bool,
 ) -> None:
-    allocated, rank, moment = (getattr(result, name)[where] for name in ("allocated", "rank", "moment"))
-    buffers = np.zeros(len(where))
+    allocated, rank, moment, buffers = (
+        getattr(result, name)[where] for name in ("allocated", "rank", "moment", "peer_buffers")
+    )
     for place, holds in enumerate(ranks):
         # The last one is repeated where a layout has fewer that matter.
         if place and (holds.rank == ranks[place - 1].rank).all():
             continue
         situation = _situation(run, candidates, parts, holds, kernels, peer_copies)
-        buffers = np.maximum(buffers, peer_buffer_bytes(situation))
+        own = peer_buffer_bytes(situation)
         for name, held in moments(situation):
             total = sum(held.values())
-            more = total > allocated
+            more = total + own > allocated + buffers
             np.copyto(allocated, total, where=more)
+            np.copyto(buffers, own, where=more)
             np.copyto(rank, holds.rank.astype(np.int64), where=more)
             np.copyto(moment, MOMENTS.index(name), where=more)
-    result.allocated[where], result.rank[where], result.moment[where] = allocated, rank, moment
-    result.peer_buffers[where] = buffers
+    result.allocated[where], result.peer_buffers[where] = allocated, buffers
+    result.rank[where], result.moment[where] = rank, moment
 
 
 def rank_memory(
