@@ -73,7 +73,8 @@ def test_says_what_is_best_and_why(call: Call, folder: Path) -> None:
     assert any(line.startswith("memory of 1: ") for line in lines)
     assert any(line.startswith("why not tp=8: ") and "tensor-parallel exposed +" in line for line in lines)
     assert any(line.startswith("1B tokens: 7,630 steps, ") and "Goodput" in line for line in lines)
-    assert lines[-1].startswith("wrote out.yaml   next: phalanx verify out.yaml")
+    launch = "phalanx launch out.yaml --cluster frontier --nodes 2"
+    assert lines[-1] == f"wrote out.yaml   next: phalanx verify out.yaml, {launch}"
     assert call("config", "check", "out.yaml").code == 0
 
 

@@ -210,6 +210,7 @@ def test_other_frameworks_keep_whole_logits_and_activations_between_blocks() -> 
     assert model is not None
     assert alone > logits + 18 * parameter_count(model)
     assert published_peak(published("unheard of", 1)) is None
+    assert published_peak(published("", 1)) is None
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,9 @@ def test_why() -> None:
     assert explain(plan, fixed, "tp=8").illegal == "layout.tp=4 is fixed by the command line"
 
 
-@pytest.mark.parametrize("words", ["tpp=8", "tp=often", "schedule=fast", "reshard_after_forward=2", "tp", ""])
+@pytest.mark.parametrize(
+    "words", ["tpp=8", "tp=often", "schedule=fast", "reshard_after_forward=2", "tp", "", "tp=0", "cp=-1"]
+)
 def test_choices_that_are_none(words: str) -> None:
     with pytest.raises(ConfigError):
         parse_choice(words)
@@ -194,6 +196,12 @@ def test_fewest_devices_is_none_where_nothing_does() -> None:
     plan = Planner(alone, CostModels(alone, default_profile(alone.node.device)))
     huge = run_with({**WIDE, "model.n_layers": 400}, global_batch=8)
     assert fewest_devices(plan, Task(huge, 4)) is None
+
+
+def test_fewest_devices_of_a_schedule_that_computes_nothing_again() -> None:
+    plan = planner(limits=Limits(1, 2), simulated=8)
+    found = fewest_devices(plan, Task(wide(), 8, {"schedule": "zbv"}))
+    assert found is not None and len(found.ranked)
 
 
 def test_the_written_run_file_resolves_to_the_planned_layout() -> None:

@@ -117,6 +117,8 @@ TREE = {
         ({"layout": {"tq": [1]}}, "search.layout.tq"),
         ({"layout": {"schedule": ["1f2b"]}}, "1f1b"),
         ({"layout": {"tp": [3]}}, "no legal layout"),
+        ({"layout": {"tp": [0]}}, "numbers from 1 on"),
+        ({"layout": {"tp": ["two"]}}, "numbers from 1 on"),
         ({"knobs": {"layout.tp": [1, 2]}}, "search.layout.tp"),
         ({"knobs": {"compile": [True]}}, "section.field"),
         ({"steps": 3, "skip": 3}, "leaves nothing"),

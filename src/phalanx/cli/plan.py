@@ -141,8 +141,9 @@ def _print(made: Plan, written: dict[str, str], cluster: str) -> None:
     for line in plan_lines(made, console.width):
         console.print(line, soft_wrap=True)
     if file := written.get("run"):
-        nodes = made.task.devices // made.planner.machine.node.devices
-        launch = f", phalanx launch {file} --cluster {cluster} --nodes {nodes}" if cluster in machine_names() else ""
+        nodes, rest = divmod(made.task.devices, made.planner.machine.node.devices)
+        known = cluster in machine_names() and not rest
+        launch = f", phalanx launch {file} --cluster {cluster} --nodes {nodes}" if known else ""
         console.print(f"wrote {file}   next: phalanx verify {file}{launch}", soft_wrap=True)
     if file := written.get("html"):
         console.print(f"wrote {file}", soft_wrap=True)

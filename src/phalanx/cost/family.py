@@ -162,7 +162,7 @@ def require_planned(model: Model) -> None:
     if model.family not in _PLANNED:
         raise ConfigError(
             f"model.family={model.family}: phalanx plan needs blocks of one size; what a batch of graphs costs depends on "
-            "the graphs. phalanx dryrun runs its real step, phalanx search measures layouts"
+            "the graphs. phalanx dryrun runs its real step"
         )
 
 

@@ -43,7 +43,7 @@ HABITS = {
 def published_peak(published: PublishedRun) -> float | None:
     """Modelled bytes of live tensors on the worst rank of a published run; None where too little is known of it."""
     layout, model, length = published.layout, published.model, published.sequence_length
-    habits = HABITS.get(published.framework.split()[0])
+    habits = HABITS.get(published.framework.partition(" ")[0])
     if layout is None or model is None or length is None or habits is None:
         return None
     recompute = published.recompute or "none"

@@ -55,12 +55,21 @@ def parse_choice(words: str) -> dict[str, Any]:
         value, known = override.value, _NAMES.get(name)
         if known is not None and value not in known:
             raise ConfigError(f"{words}: {name} is one of {', '.join(known)}")
-        if known is None and (not isinstance(value, int) or isinstance(value, bool) != (name == CHOSEN[-1])):
-            raise ConfigError(f"{words}: {name} is {'true or false' if name == CHOSEN[-1] else 'a whole number'}")
+        if known is None:
+            _check_number(words, name, value)
         chosen[name] = value
     if not chosen:
         raise ConfigError(f"{words!r} names no choice; write FIELD=VALUE, such as tp=8")
     return chosen
+
+
+def _check_number(words: str, name: str, value: Any) -> None:
+    whether = name == CHOSEN[-1]
+    if not isinstance(value, int) or isinstance(value, bool) != whether:
+        raise ConfigError(f"{words}: {name} is {'true or false' if whether else 'a whole number'}")
+    least = 0 if name == "zero" or whether else 1
+    if value < least:
+        raise ConfigError(f"{words}: {name} is at least {least}")
 
 
 def explain(planner: Planner, judged: Judged, words: str) -> Why:

@@ -12,6 +12,7 @@ from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Run
 from phalanx.cost.candidates import RECOMPUTES
 from phalanx.errors import ConfigError
+from phalanx.layout.spec import ZERO_BUBBLE
 from phalanx.models.families import family_of
 from phalanx.plan.judge import Judged, Planner, Ranked, Task
 
@@ -100,7 +101,8 @@ def fewest_devices(planner: Planner, task: Task) -> Judged | None:
     """
     small = dict(task.fixed)
     small.setdefault("microbatch", 1)
-    small.setdefault("recompute", RECOMPUTES[-1])
+    # Schedules that split the backward pass compute nothing again.
+    small.setdefault("recompute", "none" if small.get("schedule") in ZERO_BUBBLE else RECOMPUTES[-1])
     for devices in _numbers(planner, task):
         legal = planner.legal(replace(task, devices=devices, fixed=small))
         if len(legal) and np.any(planner.models.memory(task.run, legal).p_fits >= planner.least_p):

@@ -5,6 +5,7 @@ Words and markup are in `ensemble.html`, looks in `page.css`, `plan.css` and `en
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -148,7 +149,7 @@ def _in_unit(label: Row) -> Row:
         bins = [scaled(one, "stated", "found") for one in row["bins"]]
         found = scaled(row, "mae", "rmse", "crps", "sharpness")
         assert found is not None
-        return found | {"bins": bins}
+        return found | {"bins": bins, "nll": row["nll"] + math.log(scale)}
 
     return label | {
         "name": f"{label['source']} {label['quantity']}",

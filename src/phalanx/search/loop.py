@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from optuna.distributions import CategoricalDistribution
@@ -22,14 +22,20 @@ class Found:
     """What a search came to."""
 
     trials: list[Trial]
-    """Of the whole study."""
+    """Of the whole study, of which other searches may have looked elsewhere."""
     stopped: str
     """Why it stopped, in words."""
+    space: Space
 
     @property
     def best(self) -> Trial | None:
-        """The good trial of least value."""
-        return best_of(self.trials)
+        """The good trial of least value, of those that this search might have chosen."""
+        return best_of(of_space(self.trials, self.space))
+
+
+def of_space(trials: Sequence[Trial], space: Space) -> list[Trial]:
+    """Those whose choice `space` has."""
+    return [trial for trial in trials if space.find(trial.values) is not None]
 
 
 def search(
@@ -43,7 +49,7 @@ def search(
     limit_s: float = 600.0,
     tell: Callable[[Trial], None] = lambda trial: None,
 ) -> Found:
-    """Measure until the study has `most` trials that ended, or the engine proposes nothing more.
+    """Measure until the study has `most` trials of `space` that ended, or the engine proposes nothing more.
 
     limit_s: seconds that a trial may take, for other searches that wonder whether this one is alive. tell: called with
     every trial of this search when it begins and when it has ended. A trial that fails is recorded like any other; what
@@ -54,11 +60,12 @@ def search(
     while True:
         study.recover()
         trials = study.trials()
-        if sum(not _interrupted(trial) for trial in trials) >= most:
-            return Found(trials, f"{most} trials are done")
-        proposal = engine.propose(trials, study.taken())
+        mine = of_space(trials, space)
+        if sum(not _interrupted(trial) for trial in mine) >= most:
+            return Found(trials, f"{most} trials are done", space)
+        proposal = engine.propose(mine, study.taken())
         if proposal is None:
-            return Found(trials, "another trial is not expected to help")
+            return Found(trials, "another trial is not expected to help", space)
         key, values = space.key(proposal.point), space.values(proposal.point)
         trial = study.claim(
             key,
@@ -71,7 +78,7 @@ def search(
         if trial is None:
             lost += 1
             if lost >= _LOST_RACES:
-                return Found(study.trials(), "other searches were always first")
+                return Found(study.trials(), "other searches were always first", space)
             continue
         lost = 0
         tell(trial)

@@ -21,7 +21,7 @@ from phalanx.errors import ConfigError
 from phalanx.plan.cost_models import CostModels
 from phalanx.plan.judge import Planner, Task
 from phalanx.plan.models import Floats
-from phalanx.search.space import Space, allowed, build_space
+from phalanx.search.space import Space, allowed, build_space, check_layout
 
 _SIMULATED = 256
 """Layouts, best by the closed form first, whose pipeline is simulated."""
@@ -53,6 +53,7 @@ def planned_space(planner: Planner, task: Task, search: Search) -> tuple[Space, 
 
     Raises ConfigError where nothing is legal, nothing may fit, or the section of the run file leaves nothing.
     """
+    check_layout(search)
     fixed = {name: values[0] for name, values in search.layout.items() if len(values) == 1 and name in CHOSEN}
     clash = [name for name, value in fixed.items() if task.fixed.get(name, value) != value]
     if clash:

@@ -154,7 +154,7 @@ def build_space(layouts: Candidates, search: Search) -> Space:
 
 def allowed(layouts: Candidates, search: Search) -> Mask:
     """Which layouts have the values that the run file lists. Raises ConfigError for fields and values that there are not."""
-    _check_layout(search)
+    check_layout(search)
     keep = np.ones(len(layouts), bool)
     for name, values in search.layout.items():
         keep &= np.isin(layout_column(layouts, name), np.asarray(values))
@@ -171,14 +171,16 @@ def layout_column(layouts: Candidates, name: str) -> npt.NDArray[Any]:
     return np.asarray(_NAMED[name])[column] if name in _NAMED else np.asarray(column)
 
 
-def _check_layout(search: Search) -> None:
+def check_layout(search: Search) -> None:
+    """Raises ConfigError for fields in `search.layout` that are not chosen, and for values that these cannot have."""
     for name, given in search.layout.items():
         if name not in CHOSEN:
             raise ConfigError(f"search.layout.{name}: a search does not choose it; it chooses {', '.join(CHOSEN)}")
         known = _NAMED.get(name)
-        wrong = [value for value in given if known is not None and value not in known]
+        least = 0 if name in ("zero", "reshard_after_forward") else 1
+        wrong = [x for x in given if (x not in known if known else isinstance(x, str) or x is None or x < least)]
         if not given or wrong:
-            words = ", ".join(known) if known else "numbers"
+            words = ", ".join(known) if known else f"numbers from {least} on"
             raise ConfigError(f"search.layout.{name}={list(given)}: give a list of one or more of {words}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from phalanx.cluster.machine import Machine
 from phalanx.config.load import dump_run, parse_run
 from phalanx.config.schema import Run
 from phalanx.config.search import Search
+from phalanx.cost.enumerate import CHOSEN
 from phalanx.errors import ConfigError
 from phalanx.plan.cost_models import CostModels
 from phalanx.plan.judge import Planner, Task
@@ -128,7 +130,7 @@ def _runner(
 def _about(planner: Planner, task: Task, section: Search, where: str, seed: int) -> dict[str, Any]:
     """What trials of one study have in common: others could not be compared with them."""
     return {
-        "run": _digest(task.run),
+        "run": _digest(task.run, section),
         "devices": task.devices,
         "cluster": planner.machine.name if where != "local" else "this machine",
         "where": where,
@@ -136,9 +138,17 @@ def _about(planner: Planner, task: Task, section: Search, where: str, seed: int)
     } | ({"seed": seed} if where == "simulated" else {})
 
 
-def _digest(run: Run) -> str:
-    """Of all that the search does not choose and that decides what a step computes."""
-    plain = {"layout": {"global_batch": run.layout.global_batch, "precision": run.layout.precision}}
-    kept = run.model_dump(mode="json", include={"model", "data", "optimizer"}) | plain
-    kept["training"] = {"seed": run.training.seed, "z_loss": run.training.z_loss}
-    return hashlib.sha256(repr(sorted(kept.items())).encode()).hexdigest()[:16]
+def _digest(run: Run, section: Search) -> str:
+    """Of all that the search does not choose and that decides what a step computes, and how fast."""
+    kept = run.model_dump(mode="json", include={"model", "data", "optimizer", "layout", "training"})
+    for name in CHOSEN:
+        del kept["layout"][name]
+    kept["training"] = {name: kept["training"][name] for name in _OF_A_STEP}
+    for knob in section.knobs:
+        place, _, field = knob.partition(".")
+        kept.get(place, {}).pop(field, None)
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+_OF_A_STEP = ("seed", "compile", "attention", "loss_chunk_tokens", "z_loss", "deterministic")
+"""Fields of `training` that decide what a step computes, and how fast; trials set the others themselves."""

@@ -168,7 +168,9 @@ class Job:
         """Seconds of a step, evaluation and checkpoint included; None where it computed in several stretches or none."""
         if len(self.spans) != 1:
             return None
-        done = [row for row in metrics(self.run_dir) if row["step"] > self.first]
+        # What an earlier process of this part trained was not in this span.
+        begun = max((event["step"] for event in events(self.run_dir) if event["kind"] in _BEGINS), default=0)
+        done = [row for row in metrics(self.run_dir) if row["step"] > max(self.first, begun)]
         return (self.spans[0].end - self.spans[0].begin) / len(done) if done else None
 
     def clean(self) -> None:
@@ -176,10 +178,14 @@ class Job:
         shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
 
 
+_BEGINS = ("start", "resume")
+"""Events with which a process begins to train."""
+
+
 def computing(run_dir: Path, began: float, ended: float) -> tuple[float, float] | None:
     """When the last process of a run that began at `began` was in its training loop; None where it did not get there."""
     log = events(run_dir)
-    starts = [place for place, event in enumerate(log) if event["kind"] in ("start", "resume")]
+    starts = [place for place, event in enumerate(log) if event["kind"] in _BEGINS]
     if not starts:
         return None
     since = log[starts[-1] :]
