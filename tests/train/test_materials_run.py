@@ -53,6 +53,18 @@ def test_a_checkpoint_is_bound_to_no_layout(run_file: Path, straight: Trained) -
             assert row["rmse"] == pytest.approx(wanted["rmse"], rel=1e-3)
 
 
+def test_a_run_whose_costs_were_fitted_goes_on(run_file: Path) -> None:
+    """The first costs are forgotten when the second fit is in use; what is said of the first steps is by declared ones."""
+    run_dir = run_file.parent / "fitted"
+    words = ("layout.dp_shard=2", "data.fit_cost_every=3")
+    train(run_file, run_dir, 16, 2, *words)
+    said = (run_dir / "balance.json").read_text()
+    state = json.loads(next((run_dir / "checkpoints").glob("step-*/state.json")).read_text())
+    assert state["costs"][0][0] > 1
+    assert len(train(run_file, run_dir, 18, 2, *words).steps) == 18
+    assert (run_dir / "balance.json").read_text() == said
+
+
 def test_the_same_layout_goes_on_to_the_same_bits(run_file: Path, straight: Trained) -> None:
     run_dir = run_file.parent / "parts"
     train(run_file, run_dir, 4, 1)

@@ -77,7 +77,7 @@ class GraphInputs(Inputs):
         content = {
             "ranks": ranks,
             "cost": asdict(order.cost),
-            "by_cost": report(step_balance(self.graphs.division(step)) for step in steps).as_dict(),
+            "by_cost": report(step_balance(self.graphs.declared_division(step)) for step in steps).as_dict(),
             "by_number": report(step_balance(in_turn(cost, ranks, 1)) for cost in costs).as_dict(),
         }
         if self.graphs.branches is not None:

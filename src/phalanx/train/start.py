@@ -178,7 +178,8 @@ def _begin(
     source = CheckpointStore.open(Path(resume)) if elsewhere else store
     materialise_optimizer_state(optimizer)
     tensors = placed_tensors(applied.parameters, applied.splits, optimizer)
-    store.reserve(tensors)
+    if run.checkpoint.asynchronous and run.checkpoint.every is not None:
+        store.reserve(tensors)
     loaded = source.load_newest_usable(tensors)
     if loaded is None:
         if elsewhere or resume == "must":

@@ -146,3 +146,11 @@ def test_seed_budget_and_data_decide_and_are_in_the_fingerprint() -> None:
 def test_an_empty_source_is_refused() -> None:
     with pytest.raises(ConfigError, match="source-0 has no structures in its train split"):
         order_of([Sizes(0)])
+
+
+def test_windows_whose_share_of_the_samples_is_no_whole_number() -> None:
+    """Of two windows of 8,192.5 samples one has a sample less than the other."""
+    order = order_of([Sizes(16_385)], global_batch=1)
+    found = [order.batch(step).numbers.tolist() for step in (1, 2, 8192, 8193, 16_384)]
+    assert all(len(numbers) >= 1 for numbers in found)
+    assert found[0][0] == 0 and found[-1][-1] == 16_384

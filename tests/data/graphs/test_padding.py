@@ -72,3 +72,8 @@ def test_rows_behind_are_those_that_the_batch_leaves() -> None:
     assert [len(part) for part in rows_of("forces_N3", padded["forces_N3"], sizes, behind=True)] == [14]
     assert rows_of("energy_G", padded["energy_G"], room, behind=True) == []
     assert all(part.is_contiguous() for part in rows_of("edges_2E", padded["edges_2E"], sizes, behind=True))
+
+
+def test_there_is_room_for_edges_where_the_first_batch_has_none() -> None:
+    """A size of 0 could not be told from one that never changes."""
+    assert BatchSizes(2, 3, 0).room(0.1).edges >= 16

@@ -11,7 +11,7 @@ import torch
 from saved_states import assert_same_bits, every_dtype, small_state
 
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint import CheckpointStore, folders, read_state, read_tensors
+from phalanx.train.checkpoint import CheckpointStore, folders, read_state, read_tensors, saver
 
 
 @pytest.fixture
@@ -142,6 +142,27 @@ def test_a_failed_background_save_is_warned_of_and_raised_at_the_next_save(root)
     store.save(3, small_state(3), {})
     store.close()
     assert sorted(path.name for path in root.iterdir()) == ["step-00000001", "step-00000003"]
+
+
+def test_a_warning_that_cannot_be_written_holds_nobody_up(root):
+    """A checkpoint of a later step is set aside, of which there is a warning."""
+
+    def warn(_words: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    store = CheckpointStore(root, keep_last=1, warn=warn)
+    store.save(2, {"w": torch.zeros(2)}, {})
+    store.save(1, {"w": torch.zeros(2)}, {}, asynchronous=True).wait(30)
+    assert (root / "step-00000001").is_dir()
+
+
+def test_a_table_of_contents_that_nobody_would_read_is_not_published(root, monkeypatch):
+    with CheckpointStore(root, keep_last=1) as store:
+        store.save(1, {"w": torch.zeros(2)}, {})
+        monkeypatch.setattr(saver, "MAX_MANIFEST_BYTES", 100)
+        with pytest.raises(CheckpointError, match="table of contents"):
+            store.save(2, {"w": torch.ones(2)}, {})
+        assert store.newest().step == 1
 
 
 @pytest.mark.parametrize("ending", ["wait", "close"])

@@ -29,6 +29,8 @@ WHOLE = {
     "columns": torch.arange(24, dtype=torch.bfloat16).view(4, 6) / 7,
     "grid": torch.arange(77.0, dtype=torch.float64).view(7, 11) - 38.5,
     "held by two": torch.arange(15.0).view(5, 3).sqrt(),
+    "behind an empty part": torch.arange(24.0).view(8, 3) / 3,
+    "nothing": torch.zeros(0, 3),
     "scalar": torch.tensor(3.25),
 }
 Boxes = dict[str, list[tuple[list[int], list[int]] | None]]
@@ -39,6 +41,9 @@ THREE_RANKS: Boxes = {
     "columns": [([0, 0], [4, 2]), ([0, 2], [4, 2]), ([0, 4], [4, 2])],
     "grid": [([0, 0], [4, 11]), ([4, 0], [3, 6]), ([4, 6], [3, 5])],
     "held by two": [([0, 0], [5, 3]), None, ([0, 0], [5, 3])],
+    # The second half of this one begins where a rank that shares the first half has none of it.
+    "behind an empty part": [([0, 0], [4, 3]), ([4, 0], [0, 3]), ([4, 0], [4, 3])],
+    "nothing": [([0, 0], [0, 3]), ([0, 0], [0, 3]), None],
     "scalar": [([], []), ([], []), ([], [])],
 }
 TWO_RANKS: Boxes = {
@@ -46,6 +51,8 @@ TWO_RANKS: Boxes = {
     "columns": [([0, 0], [3, 6]), ([3, 0], [1, 6])],
     "grid": [([0, 0], [7, 0]), ([0, 0], [7, 11])],
     "held by two": [([0, 0], [4, 3]), ([4, 0], [1, 3])],
+    "behind an empty part": [([0, 0], [8, 3]), ([8, 0], [0, 3])],
+    "nothing": [([0, 0], [0, 3]), None],
     "scalar": [None, ([], [])],
 }
 
@@ -81,7 +88,16 @@ def test_boxes_load_into_other_boxes(tmp_path: Path) -> None:
     assert_same_bits(read_tensors(tmp_path / "step-00000001"), WHOLE)
     manifest = json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())
     chunks = {tensor["name"]: len(tensor["chunks"]) for tensor in manifest["tensors"]}
-    assert chunks == {"rows": 3, "columns": 3, "grid": 3, "held by two": 1, "scalar": 1}
+    expected = {
+        "rows": 3,
+        "columns": 3,
+        "grid": 3,
+        "held by two": 1,
+        "behind an empty part": 2,
+        "nothing": 0,
+        "scalar": 1,
+    }
+    assert chunks == expected
     assert_same_bits(joined(run_ranks(load_boxes, 2, tmp_path)), WHOLE)
 
 

@@ -125,7 +125,9 @@ class GraphOrder:
         epochs = max(1, -(-least // self.epoch_samples))
         windows = max(1, self.epoch_samples // max(least, _WINDOW)) if epochs == 1 else 1
         samples = epochs * self.epoch_samples / windows
-        return epochs, windows, max(1, math.floor(samples / self.global_batch + 0.5))
+        # The smallest window has a sample for each of its steps, also where the number is rounded up.
+        steps = min(math.floor(samples), math.floor(samples / self.global_batch + 0.5))
+        return epochs, windows, max(1, steps)
 
     def _window_start(self, window: int) -> int:
         """Global number of the first sample of a window; windows of one size, but for one sample."""

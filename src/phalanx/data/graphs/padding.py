@@ -34,7 +34,7 @@ class BatchSizes:
     def room(self, margin: float) -> BatchSizes:
         """Room for batches larger by the factor 1 + margin, and for what stands behind them."""
         graphs, atoms, edges = (
-            -int(-size * (1.0 + margin) // 16) * 16 for size in (self.graphs + 1, self.atoms, self.edges)
+            -int(-size * (1.0 + margin) // 16) * 16 for size in (self.graphs + 1, self.atoms, max(self.edges, 1))
         )
         return BatchSizes(graphs, atoms + _spare_atoms(edges), edges)
 

@@ -91,6 +91,10 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
         """How the global batch of `step` is shared out over all ranks; its costs are those of `use_costs`."""
         return self._divide(step, self.order.batch(step))
 
+    def declared_division(self, step: int) -> Division:
+        """The same by the declared costs, whatever `use_costs` was told."""
+        return self._divide(step, self.order.batch(step), self.order.cost)
+
     def imbalance(self, step: int) -> float:
         """Largest cost of a rank over the mean in `step`, which must be among the last to have been read."""
         return self._imbalances[step]
@@ -111,8 +115,8 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
         past = [entry for entry in before if entry[0] <= self._step]
         self.costs = (*past[-1:], *before[len(past) :], (first, costs))
 
-    def _divide(self, step: int, found: Located) -> Division:
-        shares = [costs for first, costs in self.costs if first <= step][-1]
+    def _divide(self, step: int, found: Located, shares: CostModel | None = None) -> Division:
+        shares = shares or [costs for first, costs in self.costs if first <= step][-1]
         costs = shares.whole(found.atoms, found.edges)
         deal = self._deal if self.branches is None else self.branches.deal(found.source)
         if self._budget is None:

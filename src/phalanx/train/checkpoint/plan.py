@@ -79,7 +79,7 @@ class SavePlanning:
         changed = torch.tensor([signature != self._signature], dtype=torch.uint8)
         if self._ranks.any(changed).item():
             self._signature = None
-            self._make([_write_item(name, place) for name, place in places.items()])
+            self._make([_write_item(name, place) for name, place in places.items() if _has_part(place)])
             self._signature = signature
         return [piece for item in self._items for piece in _pieces(item, places)]
 
@@ -124,6 +124,14 @@ def _unsaveable(tensor: object) -> str | None:
 
 def _signature(name: str, place: Place) -> tuple[Any, ...]:
     return (name, place.local.dtype, place.shape, place.offsets, place.local.shape)
+
+
+def _has_part(place: Place) -> bool:
+    """Whether this rank has elements of the tensor, or the tensor has none at all.
+
+    An empty shard begins where the next part of the tensor does, and DCP takes shards that begin alike for copies.
+    """
+    return place.local.numel() > 0 or math.prod(place.shape) == 0
 
 
 def _write_item(name: str, place: Place) -> WriteItem:

@@ -84,8 +84,11 @@ class RankGroup:
             try:
                 outcome = (work(), None)
             except Exception as error:
-                self._broadcast((None, as_checkpoint_error(error)))
-                raise
+                said = as_checkpoint_error(error)
+                self._broadcast((None, said))
+                if said is error:
+                    raise
+                raise said from error
         value, refusal = self._broadcast(outcome)
         if refusal is not None:
             raise refusal

@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint import folders
 from phalanx.train.checkpoint.handle import SaveHandle
-from phalanx.train.checkpoint.manifest import Report, StateRecord, checksum, render_manifest
+from phalanx.train.checkpoint.manifest import MAX_MANIFEST_BYTES, Report, StateRecord, checksum, render_manifest
 from phalanx.train.checkpoint.names import step_name
 from phalanx.train.checkpoint.plan import Piece, SavedTensors, SavePlanning
 from phalanx.train.checkpoint.rank_group import RankGroup, as_checkpoint_error
@@ -128,4 +128,9 @@ class Saver:
     def _publish(self, save: Save, reports: list[Report]) -> None:
         state = StateRecord(bytes=len(save.state), crc32=checksum(save.state))
         manifest = render_manifest(save.handle.step, state, self._planning.shapes, reports)
+        if len(manifest) > MAX_MANIFEST_BYTES:
+            raise CheckpointError(
+                f"its table of contents has {len(manifest)} bytes, more than the {MAX_MANIFEST_BYTES} that are read; "
+                "share parameters among fewer ranks"
+            )
         folders.publish(self._root, save.handle.step, manifest, save.state)

@@ -181,9 +181,12 @@ class CheckpointStore(CheckpointSource):
 
     def _complete(self, save: Save) -> CheckpointError | None:
         error = self._saver.complete(save)
-        if error is None and self._ranks.first:
-            self._tidy(save.handle.step)
-        save.handle.finish(error)
+        try:
+            if error is None and self._ranks.first:
+                self._tidy(save.handle.step)
+        finally:
+            # Whoever waits must not wait for ever, even where a warning could not be written.
+            save.handle.finish(error)
         return error
 
     def _tidy(self, step: int) -> None:
