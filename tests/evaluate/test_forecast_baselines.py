@@ -18,6 +18,7 @@ from phalanx.data.fields.samples import FieldReader
 from phalanx.errors import DataError
 from phalanx.evaluate.forecast_baselines import climatology_forecast, persistence, score_forecasts
 from phalanx.evaluate.forecast_scores import Score
+from phalanx.evaluate.forecast_table import ScoreRow
 
 HOURS = np.arange(366 * 4 * 2) * 6
 
@@ -158,3 +159,10 @@ def test_the_baselines_of_the_simulated_year(
     as_usual = score_forecasts(reader, climatology_forecast(reader, climatology)).results()
     for variable, expected_usual in zip(still, usual, strict=True):
         assert found(as_usual, variable) == pytest.approx([expected_usual] * 3, rel=0.01)
+
+
+def test_the_better_baseline_is_one_that_is_known() -> None:
+    """A point that is missing at the start leaves persistence without an error, and the climatology with one."""
+    row = ScoreRow("t850", 6, 4, 1.5, 1.0, 0.0, 0.9, math.nan, None, 2.0)
+    assert row.baseline_rmse == 2.0 and row.skill == 0.25
+    assert math.isnan(dataclasses.replace(row, climatology_rmse=None).skill)

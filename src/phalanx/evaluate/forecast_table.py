@@ -39,8 +39,8 @@ class ScoreRow:
     @property
     def baseline_rmse(self) -> float:
         """Of the better of the two baselines."""
-        others = (self.persistence_rmse, self.climatology_rmse)
-        return min(value for value in others if value is not None)
+        others = [x for x in (self.persistence_rmse, self.climatology_rmse) if x is not None and math.isfinite(x)]
+        return min(others, default=math.nan)
 
     @property
     def skill(self) -> float:

@@ -88,6 +88,24 @@ def test_statistics_of_several_sources_count_every_value_once(tmp_path: Path) ->
     assert statistics.frames == 440
 
 
+@pytest.mark.parametrize("missing", ["skip", "mask"])
+def test_frames_that_were_never_written_count_for_nothing(tmp_path: Path, missing: str) -> None:
+    values = drifting(tmp_path / "files")["t850"]
+    for number in range(2):
+        path = tmp_path / "files" / f"{number}.nc"
+        stored = xarray.load_dataset(path)
+        stored["t850"][5:8] = 0.0
+        stored.to_netcdf(path)
+    fields = FieldSet(field_data(tmp_path / "files", missing=missing))
+    unwritten = [5, 6, 7, 65, 66, 67]
+    written = np.delete(values[:160].astype(np.float64), unwritten, axis=0)
+    assert fields.statistics.variables["t850"].mean == pytest.approx(written.mean(), rel=1e-12)
+    assert fields.statistics.variables["t850"].std == pytest.approx(written.std(), rel=1e-10)
+    reader = fields.reader("train", seed=0)
+    cases = reader.cases(0)
+    assert len(cases) and not np.isin(cases.target, unwritten).any()
+
+
 def test_statistics_of_an_earlier_run_are_used_as_they_are(tmp_path: Path) -> None:
     dataset(HOURS).to_netcdf(tmp_path / "a.nc")
     first = FieldSet(field_data(tmp_path / "a.nc")).statistics

@@ -140,6 +140,17 @@ def test_what_is_wrong_is_said_in_one_line(change: Any, periodic: bool, message:
     assert not (tmp_path / "prepared/s/manifest.json").exists()
 
 
+def test_a_stress_takes_a_volume(tmp_path: Path) -> None:
+    def zero_stress(made: dict[str, Any], atoms: np.ndarray) -> None:
+        made["stress"] = np.zeros((8, 3, 3))
+
+    labels = {"energy": "eV", "stress": "eV/A^3"}
+    prepare_graphs(spoilt(tmp_path, zero_stress, periodic=True, labels=labels), workers=1)
+    (tmp_path / "open").mkdir()
+    with pytest.raises(DataError, match=r"structure 0: it has a stress, but pbc=\[False, False, False\]"):
+        prepare_graphs(spoilt(tmp_path / "open", zero_stress, labels=labels), workers=1)
+
+
 def test_a_worker_says_the_same(tmp_path: Path) -> None:
     data = spoilt(tmp_path, nan_position)
     with pytest.raises(DataError, match=r"set\.npz: structure 5: atom 1 has position"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -47,12 +48,12 @@ class Survey:
     """[segments]: frames of each file."""
 
     def moments(self, frames: Int64Array) -> Moments:
-        """Statistics over `frames`, int64 [n]."""
-        count, mean = self.valid[frames], np.nan_to_num(self.mean[frames])
+        """Statistics over `frames`, int64 [n], less what is blank in them."""
+        count, mean = self._counted[frames], np.nan_to_num(self.mean[frames])
         total = count.sum(axis=0)
         with np.errstate(invalid="ignore", divide="ignore"):
             overall = (count * mean).sum(axis=0) / total
-            squares = np.nan_to_num(self.squares[frames]) + count * (mean - overall) ** 2
+            squares = np.where(count > 0, np.nan_to_num(self.squares[frames]), 0.0) + count * (mean - overall) ** 2
             return Moments(len(frames), overall, np.sqrt(squares.sum(axis=0) / total))
 
     def whole_profile(self) -> Float64Array:
@@ -80,8 +81,13 @@ class Survey:
 
     def points(self, frames: Int64Array) -> Float64Array:
         """[V]: values behind `moments` of the same frames."""
-        count: Float64Array = self.valid[frames].sum(axis=0).astype(np.float64)
+        count: Float64Array = self._counted[frames].sum(axis=0).astype(np.float64)
         return count
+
+    @cached_property
+    def _counted(self) -> Int64Array:
+        """Points with a value in frames that were written."""
+        return np.where(self.blank, 0, self.valid)
 
     @property
     def usual(self) -> Int64Array:

@@ -129,9 +129,11 @@ def find_windows(data: FieldData, store: FieldStore, survey: Survey, split: Spli
                 f"{store.times.step / HOUR:g} h apart over {(seconds[-1] - seconds[0]) / HOUR:g} h"
             )
     whole_input = ~missing[frames][:, inputs].any(axis=1)
-    # With masks a target counts where any variable has values; else all must be whole.
+    # With masks a target counts where any variable has values, unless one was never written: no mask knows of that. Else all
+    # must be whole.
     how_many = missing[:, outputs].sum(axis=1)
-    bad = how_many == len(outputs) if data.missing == "mask" else how_many > 0
+    unwritten = survey.blank[:, outputs].any(axis=1)
+    bad = (how_many == len(outputs)) | unwritten if data.missing == "mask" else how_many > 0
     usable = (found >= 0) & ~bad[found]
     kept = whole_input & usable.any(axis=1)
     if not kept.any():

@@ -60,7 +60,7 @@ def convert(raw: RawStructure, labels: Sequence[Label], length: float, *, missin
     """Check a raw structure and bring it into our units. length: the file's unit of length in A.
 
     Raises DataError naming file and structure for an unknown element, a position that is no number, a cell without
-    volume, a label of the wrong shape, and a label that is absent unless that is allowed.
+    volume, a label of the wrong shape, a stress without a volume, and a label that is absent unless that is allowed.
     """
     atoms = len(raw.species)
     if atoms == 0:
@@ -79,6 +79,11 @@ def convert(raw: RawStructure, labels: Sequence[Label], length: float, *, missin
     values: dict[str, FloatArray] = {}
     for label in labels:
         values[label.name] = _value(raw, label, atoms, missing_allowed=missing_allowed)
+    if not all(raw.periodic) and np.isfinite(values.get("stress", np.nan)).any():
+        raise raw.wrong(
+            f"it has a stress, but pbc={list(raw.periodic)}: without a volume there is none; take the label out, or make it "
+            "NaN here and set missing_labels: allow"
+        )
     return Structure(
         raw,
         raw.species.astype(np.uint8),
