@@ -52,13 +52,13 @@ def _operations(profile: Profile) -> list[TimedOperation]:
     for single, products in ((False, shapes.products), (True, shapes.singles)):
         for x in (one.sizes for one in products):
             traffic = (4 if single else 2) * x.batch * (x.m * x.n + x.m * x.k + x.n * x.k)
-            row = (*start, Form.PRODUCT, False, x.batch, x.m, x.n, x.k, x.flops, traffic, single)
+            row = (*start, Form.PRODUCT, False, x.batch, x.m, x.n, x.k, x.flops, traffic, 4 if single else 2)
             rows.append((row, TimedOperation("matmul32" if single else "matmul", x.batch, x.m, x.n, x.k, 0.0)))
     for y in shapes.attentions:
         sizes = (y.samples * y.heads, y.queries, y.keys, y.head_size)
         for backward in (False, True):
             form = Form.ATTENTION_BACKWARD if backward else Form.ATTENTION
-            row = (*start, form, False, *sizes, replace(y, backward=backward).flops, 0.0, False)
+            row = (*start, form, False, *sizes, replace(y, backward=backward).flops, 0.0, 2)
             kind = ("" if y.causal else "whole_") + "attention" + ("_backward" if backward else "")
             rows.append((row, TimedOperation(cast(Kind, kind), *sizes, 0.0)))
     seconds = compute_seconds(OperationTable.of([row for row, _ in rows]), profile).tolist()
@@ -147,7 +147,7 @@ def test_whole_attention_is_predicted_as_it_was_timed_and_causal_attention_as_be
     rows = []
     for x in calls:
         form = Form.ATTENTION_BACKWARD if x.backward else Form.ATTENTION
-        rows.append((*start, form, False, x.samples * x.heads, x.queries, x.keys, x.head_size, x.flops, 0.0, False))
+        rows.append((*start, form, False, x.samples * x.heads, x.queries, x.keys, x.head_size, x.flops, 0.0, 2))
     before, after = (compute_seconds(OperationTable.of(rows), profile) for profile in profiles)
     for x, ratio in zip(calls, (after / before).tolist(), strict=True):
         # 128 lies between sizes of heads that were timed, and is taken to be like them.

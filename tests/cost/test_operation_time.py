@@ -32,9 +32,9 @@ PROFILE = default_profile("A100-80GB").profile
 PLAIN = Software(compiled=False)
 
 
-def _product(m: int, n: int, k: int, batch: int = 1, *, single: bool = False) -> tuple[float, ...]:
-    traffic = 2 * batch * (m * n + m * k + n * k)
-    return (0, Way.FORWARD, Cause.MATMUL, Form.PRODUCT, False, batch, m, n, k, 2 * batch * m * n * k, traffic, single)
+def _product(m: int, n: int, k: int, batch: int = 1, *, width: int = 2) -> tuple[float, ...]:
+    traffic = width * batch * (m * n + m * k + n * k)
+    return (0, Way.FORWARD, Cause.MATMUL, Form.PRODUCT, False, batch, m, n, k, 2 * batch * m * n * k, traffic, width)
 
 
 def _seconds(*rows: tuple[float, ...]) -> list[float]:
@@ -59,8 +59,39 @@ def test_an_odd_size_costs_time() -> None:
 
 
 def test_32_bit_numbers_take_longer() -> None:
-    slow, fast = _seconds(_product(4096, 4096, 4096, single=True), _product(4096, 4096, 4096))
+    slow, fast = _seconds(_product(4096, 4096, 4096, width=4), _product(4096, 4096, 4096))
     assert slow > 5 * fast
+
+
+def test_64_bit_numbers_have_a_rate_of_their_own() -> None:
+    profile = replace(PROFILE, matmul64_flop_s=PROFILE.matmul32_flop_s / 7)
+    table = OperationTable.of([_product(8192, 8192, 8192, width=8), _product(8192, 8192, 8192, width=4)])
+    slow, fast = compute_seconds(table, profile)
+    assert slow / fast == pytest.approx(7, rel=0.02)
+
+
+@pytest.mark.parametrize(("precision", "width"), [("bf16", 2), ("fp32", 4), ("fp64", 8)])
+def test_products_and_attention_are_of_the_numbers_that_a_run_computes_with(precision: str, width: int) -> None:
+    # As many positions as the model is wide: products of equal sides are no exception.
+    setting = replace(SETTING, precision=precision, attention="efficient")
+    rows = operation_rows(0, part_operations("block", setting, 2, PLAIN), PLAIN, 1)
+    table = OperationTable.of(rows)
+    counted = table.flops > 0
+    assert counted.sum() > 10 and np.all(table.width[counted] == width)
+
+
+def test_attention_of_32_bit_numbers_takes_longer_as_products_of_them_do() -> None:
+    rows = [
+        (0, Way.FORWARD, Cause.ATTENTION, Form.ATTENTION, False, 64, 4096, 4096, 128, 4 * 64 * 4096**2 * 128, 0.0, x)
+        for x in (2, 4)
+    ]
+    fast, slow = _seconds(*rows)
+    assert slow / fast == pytest.approx(PROFILE.matmul_flop_s / PROFILE.matmul32_flop_s, rel=0.01)
+    timed = TimedOperation("attention", 64, 4096, 4096, 128, fast * 1.2, 1.2)
+    table = OperationTable.of(rows)
+    ratio = compute_seconds(table, replace(PROFILE, measured=(timed,))) / compute_seconds(table, PROFILE)
+    # What was timed was timed with 16-bit numbers.
+    assert ratio[0] > 1.15 and ratio[1] == 1.0
 
 
 def test_memory_bounds_a_thin_product() -> None:
@@ -99,7 +130,7 @@ def test_a_measured_shape_is_as_it_was_measured_and_a_far_one_as_the_curve_says(
         _product(*shape[1:]),
         _product(4096, 4096, 6144),
         _product(64, 256, 256),
-        _product(4096, 4096, 4096, single=True),
+        _product(4096, 4096, 4096, width=4),
     )
     assert same == pytest.approx(1.1, abs=0.01)
     assert 1.03 < near < same

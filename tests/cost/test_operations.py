@@ -24,9 +24,10 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def test_matmul_sizes() -> None:
-    assert matmul_of("mm", (meta(3, 5), meta(5, 7))) == Matmul(1, 3, 7, 5)
-    assert matmul_of("addmm", (meta(7), meta(3, 5), meta(5, 7))) == Matmul(1, 3, 7, 5)
-    assert matmul_of("bmm", (meta(2, 3, 5), meta(2, 5, 7))) == Matmul(2, 3, 7, 5)
+    assert matmul_of("mm", (meta(3, 5), meta(5, 7))) == Matmul(1, 3, 7, 5, width=4)
+    assert matmul_of("addmm", (meta(7), meta(3, 5), meta(5, 7))) == Matmul(1, 3, 7, 5, width=4)
+    halves = (meta(2, 3, 5, dtype=torch.bfloat16), meta(2, 5, 7, dtype=torch.bfloat16))
+    assert matmul_of("bmm", halves) == Matmul(2, 3, 7, 5)
     assert matmul_of("add", (meta(3), meta(3))) is None
     assert Matmul(2, 3, 7, 5).flops == 2 * 2 * 3 * 7 * 5
 
@@ -34,7 +35,7 @@ def test_matmul_sizes() -> None:
 def test_attention_sizes() -> None:
     q, k = meta(2, 8, 64, 16), meta(2, 4, 64, 16)
     found = attention_of(ATEN._scaled_dot_product_flash_attention.default, (q, k, k, 0.0, True), {})
-    assert found == Attention(2, 8, 4, 64, 64, 16, causal=True, backward=False)
+    assert found == Attention(2, 8, 4, 64, 64, 16, causal=True, backward=False, width=4)
     # Two products of [64, 16] and [16, 64] a head, half of each left out.
     assert found.flops == 2 * (2 * 2 * 8 * 64 * 64 * 16) // 2
     efficient = ATEN._scaled_dot_product_efficient_attention.default

@@ -42,9 +42,27 @@ def test_a_device_without_facts_has_none() -> None:
 
 def test_every_constant_has_a_spread() -> None:
     known = {name for name in CONSTANTS if spread_of(name) == 0.0}
-    # No published run says anything of what the host does for exchanges, or of blocks of ours that are not compiled.
-    assert known == {"eager_share", "exchange_host_s", "shard_host_s"}
+    # No published run says anything of what the host does for exchanges, of blocks of ours that are not compiled, or of
+    # 64-bit numbers.
+    assert known == {"matmul64_flop_s", "eager_share", "exchange_host_s", "shard_host_s"}
     assert all(0.0 < spread_of(name) <= 1.0 for name in set(CONSTANTS) - known)
+
+
+def test_wider_numbers_multiply_as_the_peaks_say_whatever_narrower_ones_do() -> None:
+    # B200 doubles its rate for numbers of eight bits, which says nothing of those of 32.
+    for device, single, double in (("H200", 67 / 989, 67 / 989), ("B200", 75 / 2250, 37 / 2250)):
+        profile = default_profile(device).profile
+        assert profile.matmul32_flop_s / profile.matmul_flop_s == pytest.approx(single, rel=2e-3)
+        assert profile.matmul64_flop_s / profile.matmul_flop_s == pytest.approx(double, rel=2e-3)
+
+
+def test_the_rate_of_64_bit_numbers_follows_that_of_32_where_a_file_lacks_it(tmp_path: Path) -> None:
+    profile = replace(default_profile("MI250X GCD").profile, matmul32_flop_s=2e13)
+    path = tmp_path / "mine.yaml"
+    for device, factor in (("MI250X GCD", 2.0), ("something new", 0.5)):
+        save_profile(path, NamedProfile("mine", device, "measured", profile))
+        path.write_text("".join(x for x in path.read_text().splitlines(True) if "matmul64_flop_s" not in x))
+        assert load_profile(str(path)).profile.matmul64_flop_s == pytest.approx(2e13 * factor)
 
 
 def test_constants_that_came_later_may_be_missing_from_a_file(tmp_path: Path) -> None:
@@ -129,6 +147,8 @@ def _constants(profile: Profile) -> dict[str, float]:
         ({"speed": 1.0}, "has unknown constants speed"),
         ({"host_s": "fast"}, "constants.host_s=fast is not a number"),
         ({"host_s": -1.0}, "constants.host_s=-1.0 is not a number of zero or more"),
+        ({"memory_b_s": 0}, "constants.memory_b_s=0 is not a number above zero"),
+        ({"link_share": 0.0}, "constants.link_share=0.0 is not a number above zero"),
     ],
 )
 def test_wrong_constants_are_named(tmp_path: Path, change: dict[str, object], words: str) -> None:

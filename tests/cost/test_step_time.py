@@ -102,6 +102,17 @@ def test_one_rank_takes_what_its_operations_take(steps: Steps) -> None:
     assert np.all(found[[StepCause.TP, StepCause.CP, StepCause.BUBBLE, StepCause.TRANSFER, StepCause.DATA]] == 0)
 
 
+@pytest.mark.parametrize(("precision", "width"), [("bf16", 2), ("fp32", 4), ("fp64", 8)])
+def test_what_ranks_exchange_and_pass_over_grows_with_the_numbers(precision: str, width: int) -> None:
+    run = RUN.model_copy(update={"layout": RUN.layout.model_copy(update={"precision": precision})})
+    software = our_software(run, MACHINE)
+    assert software.gather_bytes == width and software.reduce_bytes == max(4, width)
+    # Master, moments and gradient read, all but the gradient written; beside masters of 16-bit numbers a copy.
+    assert software.optimizer_bytes == {2: 30, 4: 28, 8: 56}[width]
+    found = steps_of_run(run, _layouts({"pp": 4}), MACHINE, software, attention="math")
+    assert found.hidden_bytes[0] == 1024 * 1024 * width
+
+
 @pytest.mark.parametrize(
     "name",
     ["matmul_flop_s", "attention_flop_s", "memory_b_s", "optimizer_b_s", "link_share", "network_share", "hidden"],

@@ -19,7 +19,7 @@ from phalanx.cost.least_squares import least_squares
 from phalanx.cost.measured import TimedOperation
 from phalanx.cost.operation_time import Cause, Floats, Form, OperationTable, Way, compute_seconds
 from phalanx.cost.part_time import part_times, parts_of
-from phalanx.cost.profile import CONSTANTS, NamedProfile, Profile, default_profile
+from phalanx.cost.profile import CONSTANTS, RATES, NamedProfile, Profile, default_profile
 from phalanx.cost.software import EAGER, OURS
 from phalanx.errors import ConfigError
 
@@ -128,7 +128,7 @@ def _prior_of_unknown(found: Measurements) -> Profile:
     known = default_profile("A100-80GB").profile
     highest = max(2.0 * x.batch * x.m * x.n * x.k / x.seconds for x in found.operations if x.kind == "matmul")
     factor = highest / known.matmul_flop_s
-    names = ("matmul_flop_s", "matmul32_flop_s", "attention_flop_s", "attention_backward_flop_s")
+    names = (*RATES, "attention_flop_s", "attention_backward_flop_s")
     scaled = known.scaled(dict.fromkeys(names, factor))
     memory = max(x.bytes / x.seconds for x in found.traffic)
     # Where nothing is compiled, the traffic that was timed is that of blocks.
@@ -153,7 +153,7 @@ def _operation_errors(profile: Profile, found: Measurements) -> Floats:
     """Logarithms of predicted over measured seconds: of operations, then of traffic."""
     rows = [_row(x) for x in found.operations]
     start = (0, Way.FORWARD, Cause.MEMORY, Form.TRAFFIC, False)
-    rows += [(*start, 1, 1, 1, 1, 0.0, x.bytes, False) for x in found.traffic]
+    rows += [(*start, 1, 1, 1, 1, 0.0, x.bytes, 1) for x in found.traffic]
     measured = [*(x.seconds for x in found.operations), *(x.seconds for x in found.traffic)]
     return np.log(compute_seconds(OperationTable.of(rows), profile)) - np.log(measured)
 
@@ -168,12 +168,12 @@ def _row(x: TimedOperation) -> tuple[float, ...]:
         width = 4 if x.kind == "matmul32" else 2
         traffic = width * x.batch * (x.m * x.n + x.m * x.k + x.n * x.k)
         flops = 2 * x.batch * x.m * x.n * x.k
-        return (*start, Form.PRODUCT, False, x.batch, x.m, x.n, x.k, flops, traffic, x.kind == "matmul32")
+        return (*start, Form.PRODUCT, False, x.batch, x.m, x.n, x.k, flops, traffic, width)
     # As `operations.Attention` counts: two products forward, five backward; of causal ones the half.
     backward = x.kind.endswith("backward")
     flops = (5 if backward else 2) * (2 if _is_whole(x) else 1) * x.batch * x.m * x.n * x.k
     form = Form.ATTENTION_BACKWARD if backward else Form.ATTENTION
-    return (*start, form, False, x.batch, x.m, x.n, x.k, flops, 0.0, False)
+    return (*start, form, False, x.batch, x.m, x.n, x.k, flops, 0.0, 2)
 
 
 def _rate(found: Measurements) -> float:

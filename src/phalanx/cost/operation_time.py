@@ -13,8 +13,6 @@ from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
-import torch
-
 from phalanx.cost.measured import Kind, correction
 from phalanx.cost.operations import Attention, Matmul, Operation
 from phalanx.cost.profile import Profile
@@ -86,8 +84,8 @@ class OperationTable:
     flops: Floats
     bytes: Floats
     """Read and written; of a collective, its tensor."""
-    single: npt.NDArray[np.bool_]
-    """Whether a product is of 32-bit numbers."""
+    width: Ints
+    """Bytes of an element of what a product multiplies, or attention compares."""
     times: Ints
     """How often it runs."""
 
@@ -102,7 +100,7 @@ class OperationTable:
     def of_matrix(cls, rows: Floats) -> OperationTable:
         """From an array of [operations, fields]."""
         names, columns = [field.name for field in fields(cls)], rows.T
-        kinds = {"weight": np.bool_, "single": np.bool_, "flops": np.float64, "bytes": np.float64}
+        kinds = {"weight": np.bool_, "flops": np.float64, "bytes": np.float64}
         return cls(
             **{name: column.astype(kinds.get(name, np.int64)) for name, column in zip(names, columns, strict=True)}
         )
@@ -141,10 +139,11 @@ def compute_seconds(table: OperationTable, profile: Profile) -> Floats:
 def _measurable(table: OperationTable, timed: Collection[Kind]) -> Iterable[tuple[Kind, npt.NDArray[np.bool_]]]:
     """The kinds of operations that are timed one by one, and where they stand. timed: those that were."""
     product = table.form == Form.PRODUCT
-    yield "matmul", product & ~table.single
-    yield "matmul32", product & table.single
-    forward = (table.form == Form.ATTENTION) | (table.form == Form.BIASED)
-    backward = (table.form == Form.ATTENTION_BACKWARD) | (table.form == Form.BIASED_BACKWARD)
+    halves = table.width == 2
+    yield "matmul", product & halves
+    yield "matmul32", product & (table.width == 4)
+    forward = halves & ((table.form == Form.ATTENTION) | (table.form == Form.BIASED))
+    backward = halves & ((table.form == Form.ATTENTION_BACKWARD) | (table.form == Form.BIASED_BACKWARD))
     if "whole_attention" not in timed:
         # Causal calls of these sizes say something of them too.
         yield "attention", forward
@@ -164,12 +163,15 @@ def _whole(table: OperationTable) -> npt.NDArray[np.bool_]:
 
 
 def _by_curves(table: OperationTable, profile: Profile) -> Floats:
-    rate = np.where(table.single, profile.matmul32_flop_s, profile.matmul_flop_s)
+    rate = np.select(
+        [table.width == 8, table.width == 4], [profile.matmul64_flop_s, profile.matmul32_flop_s], profile.matmul_flop_s
+    )
     area = table.batch * table.m * table.n
     edge, depth = profile.matmul_edge, profile.matmul_depth
     fill = table.m / (table.m + edge) * (table.n / (table.n + edge)) * (table.k / (table.k + depth))
     fill = fill * (area / (area + profile.matmul_area))
-    odd = np.maximum(_odd(table.n), _odd(table.k))
+    aligned = _ALIGNED // table.width
+    odd = np.maximum(_odd(table.n, aligned), _odd(table.k, aligned))
     fill = fill / (1 + profile.matmul_odd * odd)
     eager = np.where(table.form == Form.EAGER_TRAFFIC, profile.eager_share, 1.0)
     traffic = table.bytes / (profile.memory_b_s * eager)
@@ -177,7 +179,8 @@ def _by_curves(table: OperationTable, profile: Profile) -> Floats:
     biased = (table.form == Form.BIASED) | (table.form == Form.BIASED_BACKWARD)
     fused = backward | biased | (table.form == Form.ATTENTION)
     attention = np.where(backward, profile.attention_backward_flop_s, profile.attention_flop_s)
-    attention = attention * np.where(biased, profile.attention_biased, 1.0)
+    # Wider numbers go through the same kernels at the rate of their products.
+    attention = attention * np.where(biased, profile.attention_biased, 1.0) * (rate / profile.matmul_flop_s)
     share = table.n / (table.n + profile.attention_length) * (table.k / (table.k + profile.attention_head))
     product = np.maximum(table.flops / (rate * fill), traffic)
     attended = np.maximum(table.flops / (attention * share), traffic)
@@ -185,13 +188,13 @@ def _by_curves(table: OperationTable, profile: Profile) -> Floats:
     return np.where(table.form >= Form.ALL_REDUCE, 0.0, seconds + profile.kernel_s)
 
 
-_ALIGNED = 64
-"""16-bit numbers in 128 bytes, which devices fetch at once."""
+_ALIGNED = 128
+"""Bytes that devices fetch at once."""
 
 
-def _odd(size: Ints) -> Floats:
-    """How far a side is from a multiple of _ALIGNED: 0 for one, nearly 1 for an odd number."""
-    return 1.0 / np.gcd(size, _ALIGNED) - 1.0 / _ALIGNED
+def _odd(size: Ints, aligned: Ints) -> Floats:
+    """How far a side is from a multiple of `aligned`: 0 for one, nearly 1 for an odd number."""
+    return np.asarray(1.0 / np.gcd(size, aligned) - 1.0 / aligned)
 
 
 def operation_rows(
@@ -246,7 +249,7 @@ def _rows_of(
                 return []
             form = Form.ALL_REDUCE
         cause = Cause.TP if found.axis == "tp" else Cause.CP
-        return [(part, way, cause, form, False, 1, 1, 1, 1, 0.0, found.bytes, False)]
+        return [(part, way, cause, form, False, 1, 1, 1, 1, 0.0, found.bytes, 1)]
     if op.attention is not None:
         x = op.attention
         if not software.fused_attention:
@@ -255,32 +258,29 @@ def _rows_of(
         if biased:
             form = Form.BIASED_BACKWARD if x.backward else Form.BIASED
         sizes = (x.samples * x.heads, x.queries, x.keys, x.head_size, x.flops, traffic)
-        return [(part, way, Cause.ATTENTION, form, False, *sizes, False)]
+        return [(part, way, Cause.ATTENTION, form, False, *sizes, x.width)]
     if op.matmul is not None:
         y = op.matmul
-        # A product of 16-bit numbers may be written, or added to what is there, with 32.
-        halves = 2 * y.batch * y.k * (y.m + y.n)
-        sums = (op.bytes_read - halves) / op.bytes_written
-        single = op.dtype == torch.float32 and sums not in (0, 1, 2)
         sizes = (y.batch, y.m, y.n, y.k, y.flops, traffic)
-        return [(part, way, Cause.MATMUL, Form.PRODUCT, op.weight_gradient, *sizes, single)]
+        return [(part, way, Cause.MATMUL, Form.PRODUCT, op.weight_gradient, *sizes, y.width)]
     form = Form.EAGER_TRAFFIC if eager and software.eager_traffic else Form.TRAFFIC
-    return [(part, way, Cause.MEMORY, form, op.weight_gradient, 1, 1, 1, 1, 0.0, traffic * spread, False)]
+    return [(part, way, Cause.MEMORY, form, op.weight_gradient, 1, 1, 1, 1, 0.0, traffic * spread, 1)]
 
 
 def _unfused(part: int, way: Way, x: Attention, dropout: bool) -> list[tuple[float, ...]]:
-    """Attention as products and passes over the scores, 16-bit: two bytes an element, and one of dropout's mask."""
+    """Attention as products and passes over the scores: one byte an element of dropout's mask."""
     batch, scores = x.samples * x.heads, x.samples * x.heads * x.queries * x.keys
     queries, keys, size = x.queries, x.keys, x.head_size
     products = [(queries, keys, size), (queries, size, keys)]
-    passes = [4] + [5] * dropout
+    width = x.width
+    passes = [2 * width] + [2 * width + 1] * dropout
     if x.backward:
         products = [(keys, size, queries), (queries, keys, size), (queries, size, keys), (keys, size, queries)]
-        passes = [6] + [5] * dropout
+        passes = [3 * width] + [2 * width + 1] * dropout
     rows: list[tuple[float, ...]] = []
     start = (part, way, Cause.ATTENTION)
     for m, n, k in products:
-        traffic = 2 * batch * (m * n + m * k + n * k)
-        rows.append((*start, Form.PRODUCT, False, batch, m, n, k, Matmul(batch, m, n, k).flops, traffic, False))
-    rows += [(*start, Form.TRAFFIC, False, 1, 1, 1, 1, 0.0, bytes * scores, False) for bytes in passes]
+        traffic = width * batch * (m * n + m * k + n * k)
+        rows.append((*start, Form.PRODUCT, False, batch, m, n, k, Matmul(batch, m, n, k).flops, traffic, width))
+    rows += [(*start, Form.TRAFFIC, False, 1, 1, 1, 1, 0.0, bytes * scores, 1) for bytes in passes]
     return rows

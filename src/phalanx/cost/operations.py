@@ -27,6 +27,8 @@ class Matmul:
     m: int
     n: int
     k: int
+    width: int = 2
+    """Bytes of an element of the factors."""
 
     @property
     def flops(self) -> int:
@@ -47,6 +49,8 @@ class Attention:
     causal: bool
     """Queries and keys stand at the same positions and half of the score matrix is left out."""
     backward: bool
+    width: int = 2
+    """Bytes of an element of queries and keys."""
 
     @property
     def flops(self) -> int:
@@ -109,7 +113,7 @@ class Scale:
 
     def matmul(self, x: Matmul) -> Matmul:
         """`x` in the wanted micro-batch."""
-        return Matmul(self(x.batch), self(x.m), self(x.n), self(x.k))
+        return replace(x, batch=self(x.batch), m=self(x.m), n=self(x.n), k=self(x.k))
 
     def attention(self, x: Attention) -> Attention:
         """`x` in the wanted micro-batch."""
@@ -228,7 +232,7 @@ def matmul_of(name: str, arguments: Sequence[Any]) -> Matmul | None:
     first = _MATMUL[name]
     a, b = arguments[first], arguments[first + 1]
     batch = a.shape[0] if a.dim() == 3 else 1
-    return Matmul(batch, a.shape[-2], b.shape[-1], a.shape[-1])
+    return Matmul(batch, a.shape[-2], b.shape[-1], a.shape[-1], a.dtype.itemsize)
 
 
 def attention_of(operation: Any, arguments: Sequence[Any], keywords: dict[str, Any]) -> Attention | None:
@@ -240,7 +244,8 @@ def attention_of(operation: Any, arguments: Sequence[Any], keywords: dict[str, A
     samples, heads, queries, size = given["query"].shape
     kv_heads, keys = given["key"].shape[1:3]
     causal, backward = bool(given.get("is_causal", False)), names[0].startswith("grad")
-    return Attention(samples, heads, kv_heads, queries, keys, size, causal, backward)
+    width = given["query"].dtype.itemsize
+    return Attention(samples, heads, kv_heads, queries, keys, size, causal, backward, width)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

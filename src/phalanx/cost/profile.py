@@ -32,6 +32,8 @@ class Profile:
     """Operations a second of a large matrix product of 16-bit numbers."""
     matmul32_flop_s: float
     """The same of 32-bit numbers."""
+    matmul64_flop_s: float
+    """The same of 64-bit numbers."""
     matmul_edge: float
     """Rows, and columns, of a product's result at which half of the rate is lost."""
     matmul_depth: float
@@ -99,7 +101,9 @@ class Profile:
 
 
 CONSTANTS = tuple(field.name for field in fields(Profile) if field.name != "measured")
-_NEWER = frozenset({"eager_share", "exchange_host_s", "shard_host_s"})
+RATES = ("matmul_flop_s", "matmul32_flop_s", "matmul64_flop_s")
+"""Those of matrix products."""
+_NEWER = frozenset({"matmul64_flop_s", "eager_share", "exchange_host_s", "shard_host_s"})
 """Constants that a profile may lack, since it was written before they were thought of: the device's default stands."""
 SHARES = frozenset({"hidden", "copy_share"})
 """Constants that cannot be more than 1."""
@@ -145,10 +149,11 @@ def default_profile(device: str) -> NamedProfile:
     if facts.bandwidth_gb_s is None:
         raise ConfigError(f"device {device}: devices.yaml has no memory bandwidth, which its profile needs")
     bandwidth = facts.bandwidth_gb_s * 1e9
-    matmul32 = rate * facts.peak_tflops.get("fp32", 0.0) / max(facts.peak_tflops.values())
+    single, double = _wider(facts)
     derived = {
         "matmul_flop_s": rate,
-        "matmul32_flop_s": matmul32 or rate / 16,
+        "matmul32_flop_s": rate * single,
+        "matmul64_flop_s": rate * double,
         "attention_flop_s": rate * ratios["attention"],
         "attention_backward_flop_s": rate * ratios["attention_backward"],
         "memory_b_s": bandwidth * ratios["memory"],
@@ -172,6 +177,20 @@ def _rate(facts: DeviceFacts, ratios: Mapping[str, float]) -> float:
         if precision in facts.peak_tflops:
             return facts.peak_tflops[precision] * 1e12 * ratios["matmul_of_peak"]
     raise ConfigError(f"device {facts.name}: devices.yaml has no 16-bit rate, which its profile needs")
+
+
+def _wider(facts: DeviceFacts) -> tuple[float, float]:
+    """(rate of 32-bit products, that of 64-bit ones), over the rate of 16-bit ones: as the nominal peaks are."""
+    peaks = facts.peak_tflops
+    half = peaks.get("bf16") or peaks.get("fp16")
+    if half is None:
+        return _SINGLE, _SINGLE * _DOUBLE
+    single = peaks.get("fp32", half * _SINGLE) / half
+    return single, peaks.get("fp64", half * single * _DOUBLE) / half
+
+
+_SINGLE, _DOUBLE = 1 / 16, 1 / 2
+"""Rate of 32-bit products over that of 16-bit ones, and of 64-bit over 32-bit ones, where no peak is known."""
 
 
 def spread_of(name: str) -> float:
@@ -241,9 +260,7 @@ def _parse(text: str, name: str) -> NamedProfile:
     if not isinstance(values, dict) or not isinstance(values.get("constants"), dict):
         raise ConfigError(f"{name} holds no constants; phalanx calibrate writes such a file")
     constants = values["constants"]
-    if missing := _NEWER - set(constants):
-        ratios = _ratios(str(values.get("device", "")))
-        constants = constants | {constant: ratios[constant] for constant in missing}
+    constants = _completed(constants, str(values.get("device", "")))
     for problem, names in (
         ("lacks", set(CONSTANTS) - set(constants)),
         ("has unknown", set(constants) - set(CONSTANTS)),
@@ -251,8 +268,7 @@ def _parse(text: str, name: str) -> NamedProfile:
         if names:
             raise ConfigError(f"{name} {problem} constants {', '.join(sorted(names))}")
     for constant, value in constants.items():
-        if not _is_number(value):
-            raise ConfigError(f"{name}: constants.{constant}={value} is not a number of zero or more")
+        _check_number(f"{name}: constants.{constant}", value, above_zero=constant.endswith(_DIVISORS))
     measured = _operations(values.get("operations") or [], name)
     profile = Profile(**{constant: float(value) for constant, value in constants.items()}, measured=measured)
     words = {key: str(values.get(key, "")) for key in ("name", "device", "source")}
@@ -266,6 +282,19 @@ def _parse(text: str, name: str) -> NamedProfile:
     )
 
 
+def _completed(constants: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """With the defaults of `device` for constants that were thought of after the profile was written."""
+    added = {name: _ratios(device)[name] for name in _NEWER - set(constants) if name not in RATES}
+    single = constants.get("matmul32_flop_s")
+    if "matmul64_flop_s" not in constants and _is_number(single):
+        try:
+            of_single, of_double = _wider(device_facts(device))
+        except ConfigError:
+            of_single, of_double = 1.0, _DOUBLE
+        added["matmul64_flop_s"] = float(single) * of_double / of_single
+    return {**constants, **added}
+
+
 def _numbers(values: Any, name: str, part: str, wanted: Sequence[str]) -> dict[str, float] | None:
     """One part of a profile: exactly the numbers in `wanted`. Raises ConfigError."""
     if values is None:
@@ -273,9 +302,17 @@ def _numbers(values: Any, name: str, part: str, wanted: Sequence[str]) -> dict[s
     if not isinstance(values, dict) or set(values) != set(wanted):
         raise ConfigError(f"{name}: {part} has to hold {', '.join(wanted)}, and nothing else")
     for key, value in values.items():
-        if not _is_number(value):
-            raise ConfigError(f"{name}: {part}.{key}={value} is not a number of zero or more")
+        _check_number(f"{name}: {part}.{key}", value, above_zero=key.endswith(_DIVISORS))
     return {key: float(value) for key, value in values.items()}
+
+
+_DIVISORS = ("_b_s", "_flop_s", "_share", "_biased", "efficiency", "efficiency_across", "tree")
+"""How the names of constants end that say how fast something is."""
+
+
+def _check_number(where: str, value: Any, *, above_zero: bool) -> None:
+    if not _is_number(value) or (above_zero and value == 0):
+        raise ConfigError(f"{where}={value} is not a number {'above zero' if above_zero else 'of zero or more'}")
 
 
 def _is_number(value: Any) -> bool:

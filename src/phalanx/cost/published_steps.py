@@ -98,7 +98,8 @@ def grouped(runs: Sequence[PublishedRun]) -> list[Group]:
         software = software_of(run.framework, run.attention, run.sequence_parallel)
         if not refused(run) and system is not None and software is not None:
             systems[system.profile] = system
-            together.setdefault((system.profile, _on(software, run, system)), []).append(run)
+            software = _on(software, run, system).computing_in(_precision(run))
+            together.setdefault((system.profile, software), []).append(run)
     return [_group(systems[profile], software, rows) for (profile, software), rows in together.items()]
 
 
@@ -123,8 +124,12 @@ def _group(system: System, software: Software, runs: list[PublishedRun]) -> Grou
 
 
 def setting_of_run(run: PublishedRun, software: Software) -> Setting:
-    """The model of a run as cost models take it. 16-bit formats take equally long."""
+    """The model of a run as cost models take it."""
     assert run.model is not None and run.sequence_length is not None
-    precision = "fp32" if run.precision == "fp32" else "bf16"
-    setting = Setting(run.model, run.sequence_length, precision=precision, attention="flash")
+    setting = Setting(run.model, run.sequence_length, precision=_precision(run), attention="flash")
     return replace(setting, compile=software.compiled)
+
+
+def _precision(run: PublishedRun) -> str:
+    """16-bit formats take equally long."""
+    return "fp32" if run.precision == "fp32" else "bf16"

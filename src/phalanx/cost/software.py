@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from phalanx.layout.precision import PRECISIONS
+
 
 @dataclass(frozen=True)
 class Software:
@@ -46,6 +48,23 @@ class Software:
     optimizer_bytes: int = 30
     """Bytes an optimizer step reads and writes for each parameter: 32-bit master, two moments and gradient read, all but
     the gradient written, and the 16-bit copy."""
+
+    def computing_in(self, precision: str) -> Software:
+        """The same with numbers of `precision`: what is gathered and reduced has no less than their bytes. Of 32 bits and
+        more there is no copy beside the master."""
+        width = PRECISIONS[precision].itemsize
+        if width <= self.gather_bytes:
+            return self
+        return replace(
+            self,
+            gather_bytes=width,
+            reduce_bytes=max(width, self.reduce_bytes),
+            optimizer_bytes=self.optimizer_bytes - self.gather_bytes + _PASSES * (width - 4),
+        )
+
+
+_PASSES = 7
+"""Master, moments and gradient read, and all but the gradient written."""
 
 
 OURS = Software(reshard=False)

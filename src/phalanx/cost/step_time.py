@@ -122,7 +122,9 @@ def closed_form(
     mine = held / layouts.shards
     seconds[StepCause.OPTIMIZER] = mine * software.optimizer_bytes / profile.optimizer_b_s
     # Gradients of further micro-batches are added to what is there, unless they are reduced first.
-    added = np.where((layouts.zero < 2) | ~np.bool_(software.overlap), held, mine) * (2 + 2 * software.reduce_bytes)
+    added = np.where((layouts.zero < 2) | ~np.bool_(software.overlap), held, mine) * (
+        software.gather_bytes + 2 * software.reduce_bytes
+    )
     seconds[StepCause.MEMORY] += (count - 1) * added / profile.memory_b_s
     seconds[StepCause.REST] = profile.step_s + 4 * mine / profile.memory_b_s
     return StepTimes(seconds.T)

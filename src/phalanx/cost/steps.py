@@ -23,6 +23,7 @@ from phalanx.cost.part_time import Parts, at, parts_of
 from phalanx.cost.parts import PartCosts, part_costs
 from phalanx.cost.software import Software
 from phalanx.cost.stage_layers import split
+from phalanx.layout.precision import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def steps_of(
     unit = np.minimum(gather_blocks, np.ceil(layers.most / layouts.stages_per_rank).astype(np.int64))
     samples, positions = layouts.microbatch, setting.length // layouts.cp
     split = layouts.tp if software.sequence_parallel else 1
-    width = setting.model.d_model * (4 if setting.precision == "fp32" else 2)
+    width = setting.model.d_model * PRECISIONS[setting.precision].itemsize
     shards = layouts.shards
     world = layouts.world_size
     shards_lie, like_shards = _placed(machine, shards, layouts.tp)

@@ -56,7 +56,7 @@ def our_software(run: Run, machine: Machine) -> Software:
     """What our training does on `machine`."""
     switched = machine.links is not None and machine.links.switch is not None
     wanted = run.layout.peer_copies
-    software = OURS if run.training.compile is not False else EAGER
+    software = (OURS if run.training.compile is not False else EAGER).computing_in(run.layout.precision)
     return replace(software, copy_engines=wanted is True or (wanted == "auto" and switched))
 
 

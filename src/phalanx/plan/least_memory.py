@@ -11,12 +11,11 @@ from phalanx.config.schema import Run
 from phalanx.cost.bubble import in_flight
 from phalanx.cost.candidates import SCHEDULES, Candidates
 from phalanx.cost.family import planned_model
+from phalanx.layout.precision import PRECISIONS
 from phalanx.models.families import family_of
 from phalanx.plan.models import Floats
 
 _MASTER, _MOMENTS = 4, 8
-_WIDTH = {"fp64": 8, "fp32": 4}
-"""Bytes of an activation, where it is not 2."""
 
 
 def least_bytes(run: Run, candidates: Candidates) -> Floats:
@@ -32,7 +31,7 @@ def least_bytes(run: Run, candidates: Candidates) -> Floats:
     gradients = held * _MASTER / np.where(candidates.zero > 0, shards, 1)
     blocks = np.maximum(1, model.n_layers // candidates.n_stages)
     positions = candidates.microbatch * (length // candidates.cp // candidates.tp)
-    width = _WIDTH.get(run.layout.precision, 2)
+    width = PRECISIONS[run.layout.precision].itemsize
     inputs = blocks * _in_flight(candidates) * positions * model.d_model * width
     return np.asarray(states + np.maximum(gradients, inputs))
 
@@ -42,7 +41,7 @@ def gathered_bytes(run: Run, candidates: Candidates) -> Floats:
 
     Two blocks' parameters, and one's gradients as they are computed and as they are sent; `tp` alone shares them out.
     """
-    width = _WIDTH.get(run.layout.precision, 2)
+    width = PRECISIONS[run.layout.precision].itemsize
     block = family_of(run).parameter_count(run) / planned_model(run).n_layers / candidates.tp
     return np.asarray(block * (3 * width + _MASTER))
 
