@@ -43,6 +43,17 @@ def test_figures_that_are_judged_were_not_fitted(name: str) -> None:
     assert any(not study.fitted for study in studies(name))
 
 
+@pytest.mark.parametrize("name", ["frontier", "aac-mi250"])
+def test_a_profile_is_judged_by_rates_alone(name: str) -> None:
+    # A share of throughput, whose errors cancel, would say that times are known well.
+    named = load_profile(name)
+    rates = [study for study in studies(name) if not study.fitted and not study.relative]
+    errors = [abs(predicted(study, named) / study.value - 1) for study in rates]
+    fitted = named.fitted or {}
+    assert fitted["held_out"] == len(rates) == 1
+    assert fitted["held_out_median_error"] == pytest.approx(errors[0], abs=2e-4)
+
+
 def test_the_shipped_profile_is_what_fitting_gives() -> None:
     again, shipped = calibrate_to_studies("aac-mi250").profile, load_profile("aac-mi250").profile
     assert again.matmul_flop_s == pytest.approx(shipped.matmul_flop_s, rel=1e-3)

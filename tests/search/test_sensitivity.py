@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from itertools import permutations, product
 
 import numpy as np
 import pytest
 
-from phalanx.search.sensitivity import interactions, shapley_effects
+from phalanx.search.sensitivity import can_be_told_apart, interactions, shapley_effects
 
 GRID = np.array(list(product(range(3), range(2), range(4))))
 NAMES = ("a", "b", "c")
@@ -57,3 +58,26 @@ def test_of_parameters_that_depend_on_each_other() -> None:
 def test_what_does_not_vary_is_left_out() -> None:
     codes = np.concatenate([GRID, np.full((len(GRID), 1), 2)], axis=1)
     assert "d" not in shapley_effects((*NAMES, "d"), codes, GRID[:, 0] * 1.0).names
+
+
+def test_subsets_of_many_parameters_are_not_all_held_at_once() -> None:
+    random = np.random.default_rng(1)
+    codes = np.stack([random.permutation(20_000) % 2 for _ in range(12)], axis=1)
+    values = codes @ random.standard_normal(12)
+    tracemalloc.start()
+    effects = shapley_effects([str(number) for number in range(12)], codes, values)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert effects.shares.sum() == pytest.approx(1.0)
+    # 4,096 subsets of 20,000 points would take 328 MB at four bytes each.
+    assert peak < 20e6
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [((0, 3), False), ((10, 16), True), ((10, 17), False), ((300_000, 16), False), ((300_000, 12), True)],
+)
+def test_what_would_take_too_long_is_not_begun(shape: tuple[int, int], fits: bool) -> None:
+    codes = np.zeros(shape, np.int64)
+    codes[shape[0] // 2 :] = 1
+    assert can_be_told_apart(codes) is fits

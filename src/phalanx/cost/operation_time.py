@@ -13,6 +13,7 @@ from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
+
 from phalanx.cost.measured import Kind, correction
 from phalanx.cost.operations import Attention, Matmul, Operation
 from phalanx.cost.profile import Profile

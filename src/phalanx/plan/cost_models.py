@@ -44,8 +44,8 @@ SPREAD = 0.1
 """One standard deviation of the logarithm of a predicted step's time where no fit says it."""
 _NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
-_LEAST_SPREAD = 0.02
-"""Even the same run on the same devices differs by so much from day to day."""
+_PRIOR_RUNS = 5
+"""Runs that SPREAD counts as much as: a profile that was judged by one or two is hardly known better than without them."""
 _DRAWN = 2
 """Micro-batches in the picture of a pipeline, in pipeline ranks: enough to fill and to drain it."""
 
@@ -152,6 +152,12 @@ class CostModels:
 
 
 def spread_of(named: NamedProfile) -> float:
-    """How far predicted times are off: what the fit of a profile saw in runs it was not fitted to, else SPREAD."""
-    median = (named.fitted or {}).get("held_out_median_error")
-    return SPREAD if median is None else max(_NORMAL * float(median), _LEAST_SPREAD)
+    """How far predicted times are off: what the fit of a profile saw in runs it was not fitted to, and SPREAD, which counts
+    as much as _PRIOR_RUNS of them; never less than they say."""
+    fitted = named.fitted or {}
+    median, count = fitted.get("held_out_median_error"), int(fitted.get("held_out") or 0)
+    if median is None or count == 0:
+        return SPREAD
+    seen = _NORMAL * float(median)
+    pooled = ((_PRIOR_RUNS * SPREAD**2 + count * seen**2) / (_PRIOR_RUNS + count)) ** 0.5
+    return max(seen, pooled)

@@ -9,7 +9,7 @@ import numpy as np
 from phalanx.search.belief import Belief
 from phalanx.search.loop import Found
 from phalanx.search.prior import Prior
-from phalanx.search.sensitivity import MOST_PARAMETERS, interactions, shapley_effects
+from phalanx.search.sensitivity import can_be_told_apart, interactions, shapley_effects
 from phalanx.search.space import Space
 from phalanx.trials.importance import CAUTION, measured_importance
 from phalanx.trials.trial import Trial
@@ -80,9 +80,9 @@ def _planned(space: Space, prior: Prior, belief: Belief) -> Row | None:
     """What matters over all points that are likely to fit, exactly, for the logarithm of what is believed of their time."""
     some = np.flatnonzero(belief.fits >= _LIKELY)
     codes = space.codes[some]
-    varying = np.flatnonzero(np.ptp(codes, axis=0) > 0) if len(some) else np.zeros(0, np.int64)
-    if not 0 < len(varying) <= MOST_PARAMETERS:
+    if not can_be_told_apart(codes):
         return None
+    varying = np.flatnonzero(np.ptp(codes, axis=0) > 0)
     names = [one.name for one in space.parameters]
     values = belief.log_seconds[some]
     effects = shapley_effects(names, codes, values)

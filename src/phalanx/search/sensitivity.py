@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import factorial
+from math import factorial, prod
 
 import numpy as np
 
@@ -18,6 +18,10 @@ from phalanx.search.space import Ints
 
 MOST_PARAMETERS = 16
 """Parameters of an enumerated space: 65,536 subsets."""
+_MOST_WORK = 2**34
+"""Points times subsets: a minute or two where hardly any points agree in anything, seconds where they fill the space."""
+_MOST_CELLS = 2**62
+"""Combinations of values, whether there is a point or not: each has a number of 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,24 @@ class Effects:
     than 1 together."""
 
 
+def can_be_told_apart(codes: Ints) -> bool:
+    """Whether `shapley_effects` takes these points, [points, parameters]: some parameter varies, and not too many do for so
+    many points."""
+    if not len(codes):
+        return False
+    ranges = [len(np.unique(column)) for column in codes.T]
+    varying = sum(count > 1 for count in ranges)
+    few = varying <= MOST_PARAMETERS and len(codes) << varying <= _MOST_WORK
+    return varying > 0 and few and prod(ranges) <= _MOST_CELLS
+
+
 def shapley_effects(names: Sequence[str], codes: Ints, values: Floats) -> Effects:
     """Exact effects of parameters on a figure, over points that all count the same.
 
     codes: [points, parameters]; values: [points]. Parameters that are the same everywhere are left out.
     """
+    assert can_be_told_apart(codes), f"{codes.shape} points and parameters"
     varying = np.flatnonzero(np.ptp(codes, axis=0) > 0)
-    assert 0 < len(varying) <= MOST_PARAMETERS, f"{len(varying)} parameters"
     columns = [np.unique(codes[:, number], return_inverse=True)[1].reshape(-1) for number in varying]
     explained = _explained(columns, values)
     count = len(columns)
@@ -58,20 +73,48 @@ def shapley_effects(names: Sequence[str], codes: Ints, values: Floats) -> Effect
     )
 
 
+@dataclass(frozen=True)
+class _Groups:
+    """Points that agree in the parameters of a subset, a row for each group."""
+
+    keys: Ints
+    """Values of the parameters of the subset, as digits of one number."""
+    sums: Floats
+    """Of the figure, less its mean."""
+    sizes: Ints
+    """Points."""
+
+    def without(self, place: int, size: int) -> _Groups:
+        """Groups that agree in all but the parameter whose digit counts `place`, and has `size` values."""
+        keys, which = np.unique(self.keys - self.keys // place % size * place, return_inverse=True)
+        if len(keys) == len(self.keys):
+            order = np.argsort(which)
+            return _Groups(keys, self.sums[order], self.sizes[order])
+        which = which.reshape(-1)
+        # Sums of counts are exact: they stay far below 2^53.
+        sizes = np.bincount(which, self.sizes, len(keys)).astype(np.int64)
+        return _Groups(keys, np.bincount(which, self.sums, len(keys)), sizes)
+
+
 def _explained(columns: Sequence[Ints], values: Floats) -> Floats:
-    """Variance of the mean of `values` given the parameters of each subset, [subsets]; bit p of a subset is parameter p."""
-    count, mean = len(columns), float(values.mean())
-    found = np.zeros(1 << count)
-    groups: list[Ints] = [np.zeros(len(values), np.int64)]
-    for subset in range(1, 1 << count):
-        # Of subsets in order the one without its highest parameter is known: only that one has to be told apart further.
-        highest = subset.bit_length() - 1
-        below = groups[subset & ~(1 << highest)]
-        joined = below * (int(columns[highest].max()) + 1) + columns[highest]
-        code = np.unique(joined, return_inverse=True)[1].reshape(-1)
-        groups.append(code.astype(np.int32) if len(values) < 2**31 else code)
-        sums, sizes = np.bincount(code, values), np.bincount(code)
-        found[subset] = float(((sums / sizes - mean) ** 2 * sizes).sum() / len(values))
+    """Variance of the mean of `values` given the parameters of each subset, [subsets]; bit p of a subset is parameter p.
+
+    From all parameters down: the groups of a subset are joined from those of one with one parameter more, so that each
+    subset costs its groups, not the points. Depth first: no more is held than the groups of as many subsets
+    as there are parameters.
+    """
+    sizes = [int(column.max()) + 1 for column in columns]
+    places = [prod(sizes[:number]) for number in range(len(sizes))]
+    count, found = len(values), np.zeros(1 << len(columns))
+    keys = sum((column * place for column, place in zip(columns, places, strict=True)), np.zeros(count, np.int64))
+    start = _Groups(keys, values - values.mean(), np.ones(count, np.int64)).without(1, 1)
+
+    def fill(subset: int, groups: _Groups, below: int) -> None:
+        found[subset] = float((groups.sums**2 / groups.sizes).sum() / count)
+        for number in range(below):
+            fill(subset & ~(1 << number), groups.without(places[number], sizes[number]), number)
+
+    fill((1 << len(columns)) - 1, start, len(columns))
     return found
 
 
