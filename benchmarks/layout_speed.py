@@ -48,6 +48,8 @@ CASES: dict[str, list[str]] = {
     "pp4-1f1b": ["pp=4", "dp_shard=1", "microbatch=1", "schedule=1f1b"],
     "pp4-interleaved": ["pp=4", "dp_shard=1", "microbatch=1", "schedule=interleaved_1f1b"],
     "pp4-zbv": ["pp=4", "dp_shard=1", "microbatch=1", "schedule=zbv"],
+    "pp2-1f1b": ["pp=2", "dp_shard=1", "microbatch=1", "schedule=1f1b"],
+    "pp2-interleaved": ["pp=2", "dp_shard=1", "microbatch=1", "schedule=interleaved_1f1b", "stages_per_rank=2"],
     "pp2-fsdp2": ["pp=2", "dp_shard=2", "microbatch=1", "schedule=1f1b"],
     "cp2-fsdp2": ["cp=2", "dp_shard=2", "microbatch=2"],
     "cp2-fsdp2-all-to-all": ["cp=2", "dp_shard=2", "microbatch=2", "context=all_to_all"],

@@ -285,7 +285,7 @@ def _parse(text: str, name: str) -> NamedProfile:
 def _completed(constants: Mapping[str, Any], device: str) -> dict[str, Any]:
     """With the defaults of `device` for constants that were thought of after the profile was written."""
     added = {name: _ratios(device)[name] for name in _NEWER - set(constants) if name not in RATES}
-    single = constants.get("matmul32_flop_s")
+    single: Any = constants.get("matmul32_flop_s")
     if "matmul64_flop_s" not in constants and _is_number(single):
         try:
             of_single, of_double = _wider(device_facts(device))

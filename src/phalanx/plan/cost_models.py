@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -159,5 +160,5 @@ def spread_of(named: NamedProfile) -> float:
     if median is None or count == 0:
         return SPREAD
     seen = _NORMAL * float(median)
-    pooled = ((_PRIOR_RUNS * SPREAD**2 + count * seen**2) / (_PRIOR_RUNS + count)) ** 0.5
+    pooled = math.sqrt((_PRIOR_RUNS * SPREAD**2 + count * seen**2) / (_PRIOR_RUNS + count))
     return max(seen, pooled)

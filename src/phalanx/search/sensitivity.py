@@ -93,7 +93,7 @@ class _Groups:
         which = which.reshape(-1)
         # Sums of counts are exact: they stay far below 2^53.
         sizes = np.bincount(which, self.sizes, len(keys)).astype(np.int64)
-        return _Groups(keys, np.bincount(which, self.sums, len(keys)), sizes)
+        return _Groups(keys, np.asarray(np.bincount(which, self.sums, len(keys)), np.float64), sizes)
 
 
 def _explained(columns: Sequence[Ints], values: Floats) -> Floats:
