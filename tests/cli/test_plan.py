@@ -148,6 +148,8 @@ def test_no_line_is_too_wide() -> None:
         ([*FRONTIER, "--scale", "8-16"], "--scale 8-16: write LOW..HIGH"),
         ([*FRONTIER, "--tokens", "many"], "--tokens many: write a number, such as 300B"),
         ([*FRONTIER, "--profile", "./none.yaml"], "profile ./none.yaml cannot be read"),
+        ([*FRONTIER, "--profile", "selene"], "profile selene is of A100-80GB, and frontier has MI250X GCD"),
+        (["--cluster", "frontier", "--devices", "78856"], "78,856 devices are more than frontier has: 78,848"),
         ([*FRONTIER, "layout.tpp=2"], "layout.tpp=2: there is no such field"),
         (["--cluster", "frontier", "--devices", "0"], "invalid value for '--devices'"),
     ],

@@ -108,4 +108,7 @@ def test_a_summary_counts_what_the_best_three_lose(runs: list[PublishedRun]) -> 
     assert summary.top3_regret == pytest.approx(0.1)
     assert summary.median == pytest.approx(np.median([3 / 8, 5 / 9, 4 / 7, 4 / 6, 9 / 10]))
     assert summary.rank_correlation is not None and summary.rank_correlation < 0.5
+    # Ranks 1 2 3 4 5, and with two that are alike 1 2.5 2.5 4 5: 1 less a quarter of what one misplaced by one would cost.
+    ties = summarise_check(_rows([1, 2, 3, 4, 5], [1, 2, 2, 4, 5]), same)[0]
+    assert ties.rank_correlation == pytest.approx(9.5 / 95**0.5)
     assert summarise_check(_rows([1, 2], [1, 2]), same[:2])[0].rank_correlation is None

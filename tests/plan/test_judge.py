@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,8 @@ import pytest
 from layout_runs import run_with
 from phalanx.cluster.machine import load_machine
 from phalanx.config.load import parse_run
-from phalanx.config.schema import LanguageRun
+from phalanx.config.schema import LanguageRun, Run
+from phalanx.cost.candidates import Candidates
 from phalanx.cost.enumerate import Limits
 from phalanx.cost.memory_model import memory
 from phalanx.cost.profile import default_profile
@@ -20,10 +21,12 @@ from phalanx.cost.timing import step_times
 from phalanx.errors import ConfigError
 from phalanx.layout.resolve import resolve_layout
 from phalanx.models.language.sizes import model_flops_per_token
+from phalanx.plan.budget import power_w
 from phalanx.plan.cost_models import CostModels
 from phalanx.plan.explain import explain, parse_choice
 from phalanx.plan.judge import Judged, Planner, Task, lean, split_of, tflops, throughput
 from phalanx.plan.least_memory import least_bytes
+from phalanx.plan.models import WAITING, Times
 from phalanx.plan.plan import NothingFits, Wishes, make_plan, pareto
 from phalanx.plan.scaling import fewest_devices, parse_scale, scale
 from phalanx.plan.write import planned_run, planned_text
@@ -88,6 +91,45 @@ def test_ranking_is_by_simulated_time() -> None:
 def test_lean_ones_need_less_than_every_faster_one() -> None:
     seconds, peak = np.array([3.0, 1.0, 2.0, 4.0, 2.0]), np.array([5.0, 9.0, 7.0, 6.0, 8.0])
     assert lean(seconds, peak).tolist() == [1, 2, 0]
+
+
+class _Idle(CostModels):
+    """Layouts with pipelines do nothing but wait."""
+
+    def times(self, run: Run, candidates: Candidates, *, exact: bool) -> Times:
+        times = super().times(run, candidates, exact=exact)
+        idle = np.where(candidates.pp > 1, times.total, 0.0)
+        return replace(times, causes={WAITING: idle, "matmul": times.total - idle})
+
+
+def test_what_takes_less_energy_than_any_faster_one_is_simulated() -> None:
+    few = planner(limits=Limits(2, 2), simulated=1)
+    few = replace(few, models=_Idle(few.machine, few.models.profile))  # type: ignore[attr-defined]
+    found = few.judge(Task(wide(), 16))
+    fitting = found.legal.take(found.fitting)
+    times = few.models.times(wide(), fitting, exact=False)
+    energy = times.total * power_w(times, 280.0)
+    simulated = {tuple(row) for row in _columns(found.ranked.candidates)}
+    lean_ones = _columns(fitting.take(lean(times.total, energy)))
+    assert len(lean_ones) > 1
+    assert all(tuple(row) in simulated for row in lean_ones)
+
+
+def _columns(candidates: Candidates) -> list[list[int]]:
+    names = (field.name for field in fields(candidates) if isinstance(getattr(candidates, field.name), np.ndarray))
+    return np.stack([getattr(candidates, name) for name in names], axis=1).tolist()
+
+
+def test_no_more_devices_are_tried_than_there_are() -> None:
+    few = planner(limits=Limits(2, 2))
+    assert few.machine.network is not None
+    network = few.machine.network.model_copy(update={"nodes": 1})
+    small = replace(few, machine=few.machine.model_copy(update={"network": network}))
+    with pytest.raises(ConfigError, match=r"16 devices are more than frontier has: 8 \(1 nodes of 8\)"):
+        small.judge(Task(wide(), 16))
+    points = scale(small, Task(wide(), 8), [8, 16]).strong
+    assert points[0].best is not None and points[1].best is None and "more than frontier has" in points[1].why
+    assert fewest_devices(small, Task(run_with({**WIDE, "model.n_layers": 100}, global_batch=8), 8)) is None
 
 
 def test_the_table_has_the_best_of_each_split() -> None:

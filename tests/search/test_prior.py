@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from layout_runs import run_with
@@ -48,6 +50,14 @@ def test_of_a_value_that_the_run_file_cannot_have_nothing_is_expected() -> None:
     first, second = (space.find({**space.values(0), KNOB: value}) for value in (1, -3))
     assert first is not None and second is not None
     assert prior.seconds[first] == prior.seconds[second] and prior.margin[first] == prior.margin[second]
+
+
+def test_what_was_measured_beside_the_tensors_leaves_less_room() -> None:
+    named = replace(default_profile(MACHINE.node.device), beside={"context": 40e9, "communicator": 1e9})
+    narrow = replace(PLANNER, models=CostModels(MACHINE, named))
+    (space, plain), (same, less) = (planned_space(one, Task(RUN, 4), searched({})) for one in (PLANNER, narrow))
+    assert len(space) == len(same)
+    assert np.all(less.margin < plain.margin - 0.1)
 
 
 def _seconds(run: LanguageRun, one: Candidates) -> float:

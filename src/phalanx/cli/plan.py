@@ -36,7 +36,7 @@ from phalanx.cli.plan_words import plan_lines
 from phalanx.cluster.machine import load_machine, machine_names
 from phalanx.config.load import load_run
 from phalanx.cost.family import require_planned
-from phalanx.cost.profile import load_profile, profile_beside, profile_for
+from phalanx.cost.profile import choose_profile
 from phalanx.cost.second_process import second_process
 from phalanx.cost.shelf import shelf
 from phalanx.errors import ConfigError
@@ -121,9 +121,7 @@ def _libraries_at_rest() -> Iterator[None]:
 def _planner(cluster: str, profile: str | None, p_fits: float) -> Planner:
     """The planner of a cluster: by the profile that is named, else the one beside it, else the best known."""
     machine = load_machine(cluster)
-    found = profile or profile_beside(machine, cluster)
-    named = profile_for(machine) if found is None else load_profile(_path(found))
-    return Planner(machine, CostModels(machine, named), p_fits)
+    return Planner(machine, CostModels(machine, choose_profile(machine, cluster, profile)), p_fits)
 
 
 def _write_all(made: Plan, run: Path | None, html: Path | None) -> dict[str, str]:
@@ -147,11 +145,6 @@ def _print(made: Plan, written: dict[str, str], cluster: str) -> None:
         console.print(f"wrote {file}   next: phalanx verify {file}{launch}", soft_wrap=True)
     if file := written.get("html"):
         console.print(f"wrote {file}", soft_wrap=True)
-
-
-def _path(found: str | Path) -> str:
-    """A profile's name as it is, or its path so that it cannot be taken for a name."""
-    return found if isinstance(found, str) else str(found.absolute())
 
 
 def _tokens(words: str) -> int:

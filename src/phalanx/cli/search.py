@@ -15,7 +15,7 @@ from phalanx.cluster.machine import described_names, load_machine
 from phalanx.config.families import require_language
 from phalanx.config.load import load_run
 from phalanx.config.search import Search
-from phalanx.cost.profile import load_profile, profile_for
+from phalanx.cost.profile import choose_profile
 from phalanx.cost.shelf import shelf
 from phalanx.errors import PhalanxError
 from phalanx.plan.cost_models import CostModels
@@ -98,7 +98,7 @@ def _asked(file: Path, cluster: str, devices: int, words: list[str], profile: st
     run = require_language(load_run(file, words), "phalanx search")
     section = run.search
     machine = load_machine(cluster)
-    named = profile_for(machine) if profile is None else load_profile(profile)
+    named = choose_profile(machine, cluster, profile)
     planner = Planner(machine, CostModels(machine, named), least_p=section.least_p_fits)
     return _Asked(planner, Task(run, devices, fixed_fields(run, words)), section)
 

@@ -180,6 +180,20 @@ class Machine(Part):
             )
         return self.slurm
 
+    @property
+    def most_devices(self) -> int | None:
+        """Devices of all its nodes; None where nobody says how many nodes there are."""
+        known = None if self.network is None else self.network.nodes
+        return None if known is None else known * self.node.devices
+
+    def check_devices(self, wanted: int) -> None:
+        """Raise ConfigError where the machine has fewer devices than `wanted`."""
+        if self.most_devices is not None and wanted > self.most_devices:
+            raise ConfigError(
+                f"{wanted:,} devices are more than {self.name} has: {self.most_devices:,} "
+                f"({self.most_devices // self.node.devices:,} nodes of {self.node.devices}); give --devices up to that"
+            )
+
     @model_validator(mode="after")
     def _check_devices(self) -> Machine:
         devices = self.node.devices

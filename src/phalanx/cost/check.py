@@ -172,10 +172,15 @@ def _summary(name: str, every: Sequence[tuple[CheckedRun, PublishedRun]]) -> Che
 
 
 def _rank_correlation(rates: Floats) -> float | None:
-    ranks = [np.unique(column, return_inverse=True)[1] for column in rates.T]
-    if not all(np.ptp(rank) for rank in ranks):
+    """Spearman's: of equal rates each has the mean of their ranks."""
+    if not np.all(np.ptp(rates, axis=0)):
         return None
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+    return float(np.corrcoef(_ranks(rates[:, 0]), _ranks(rates[:, 1]))[0, 1])
+
+
+def _ranks(values: Floats) -> Floats:
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[which])
 
 
 def _regret(pairs: Sequence[tuple[CheckedRun, PublishedRun]]) -> float | None:

@@ -35,6 +35,7 @@ class Habits:
 HABITS = {
     "torchtitan": Habits(compiled=True),
     "nanotron": Habits(),
+    "Phalanx": Habits(compiled=True, whole_logits=0),
     "Megatron-DeepSpeed": Habits(attention="math", split_between_blocks=False),
 }
 """By the first word of the framework's name."""

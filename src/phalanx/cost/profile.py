@@ -237,6 +237,25 @@ def profile_for(machine: Machine) -> NamedProfile:
     return default_profile(machine.node.device)
 
 
+def choose_profile(machine: Machine, cluster: str, asked: str | None = None) -> NamedProfile:
+    """The profile that is asked for, else the one beside the description `cluster` of the machine, else the best known.
+
+    Raises ConfigError as `load_profile` does, and for one of another device than the machine has.
+    """
+    beside = None if asked else profile_beside(machine, cluster)
+    if asked is None and beside is None:
+        return profile_for(machine)
+    # A path, so that it cannot be taken for a name.
+    name = asked or str(Path(beside or "").absolute())
+    named = load_profile(name)
+    if named.device and named.device != machine.node.device:
+        raise ConfigError(
+            f"profile {name} is of {named.device}, and {machine.name} has {machine.node.device}; "
+            "leave --profile out, or measure one there with phalanx calibrate"
+        )
+    return named
+
+
 def load_profile(name: str) -> NamedProfile:
     """A shipped profile by its name, or one from a file (anything with a slash or ending in .yaml or .yml).
 

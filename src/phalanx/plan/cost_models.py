@@ -85,7 +85,7 @@ class CostModels:
             return Memory(np.zeros(0), np.zeros(0))
         found = memory(run, candidates, self._kernels(run), peer_copies=self._copies(run))
         groups = communicators(candidates)
-        p_fits = fits(found.allocated, groups, self.device_bytes, self._beside, found.peer_buffers)
+        p_fits = fits(found.allocated, groups, self.device_bytes, self.beside, found.peer_buffers)
         return Memory(found.held, p_fits)
 
     def stage_memory(self, run: Run, candidate: Candidates) -> list[dict[str, float]]:
@@ -136,7 +136,8 @@ class CostModels:
         return self.profile.collectives_on(self.machine)
 
     @property
-    def _beside(self) -> Beside:
+    def beside(self) -> Beside:
+        """What a device holds beside the tensors: as it was measured, else as it is assumed."""
         assumed = BESIDE["rocm" if self._rocm else "cuda"]
         measured = self.profile.beside
         return assumed if measured is None else replace(assumed, **measured, source=self.profile.source)

@@ -18,6 +18,7 @@ from phalanx.cost.enumerate import CHOSEN, Limits, legal_candidates
 from phalanx.errors import ConfigError
 from phalanx.layout.resolve import resolve_layout
 from phalanx.models.families import family_of
+from phalanx.plan.budget import power_w
 from phalanx.plan.least_memory import gathered_bytes, least_bytes
 from phalanx.plan.models import Floats, Memory, Models, Times
 
@@ -111,8 +112,8 @@ class Judged:
     seconds: Floats
     """Of a step of those, by the closed form."""
     ranked: Ranked
-    """Simulated: the best of them, the best of each choice of tp, cp and pp, and those that need less memory than any
-    faster one."""
+    """Simulated: the best of them, the best of each choice of tp, cp and pp, and those that need less memory, or less
+    energy, than any faster one, or less memory than any that takes less energy."""
 
 
 @dataclass(frozen=True)
@@ -127,16 +128,19 @@ class Planner:
     simulated: int = SIMULATED
 
     def judge(self, task: Task) -> Judged:
-        """Judge every legal layout. Raises ConfigError where none is legal; there may be none that fits."""
+        """Judge every legal layout. Raises ConfigError where none is legal, or the machine has fewer devices; there may be
+        none that fits."""
+        self.machine.check_devices(task.devices)
         legal = self.legal(task)
         if not len(legal):
             raise ConfigError(self._why_nothing(task))
         peak, p_fits = self._room(task.run, legal)
         fitting = np.flatnonzero(p_fits >= self.least_p)
-        seconds = self._seconds(task.run, legal.take(fitting))
+        seconds, energy = self._seconds_and_energy(task.run, legal.take(fitting))
         best = np.argsort(seconds, kind="stable")[: self.simulated]
         splits = fastest_of_each_split(legal.take(fitting), seconds)
-        chosen = np.union1d(np.union1d(best, splits), lean(seconds, peak[fitting]))
+        leans = (lean(seconds, peak[fitting]), lean(seconds, energy), lean(energy, peak[fitting]))
+        chosen = np.unique(np.concatenate([best, splits, *leans]))
         return Judged(task, legal, peak, p_fits, fitting, seconds, self.rank(task.run, legal.take(fitting[chosen])))
 
     def legal(self, task: Task) -> Candidates:
@@ -194,11 +198,13 @@ class Planner:
                 hopeless.append((tried & ~fits, microbatch, recompute))
         return peak, p_fits
 
-    def _seconds(self, run: Run, candidates: Candidates) -> Floats:
-        seconds = np.zeros(len(candidates))
+    def _seconds_and_energy(self, run: Run, candidates: Candidates) -> tuple[Floats, Floats]:
+        """Of a step by the closed form; energy over that of a device at its board power for a second, each device's."""
+        seconds, energy = np.zeros((2, len(candidates)))
         for lot in _lots(np.arange(len(candidates))):
-            seconds[lot] = self.models.times(run, candidates.take(lot), exact=False).total
-        return seconds
+            times = self.models.times(run, candidates.take(lot), exact=False)
+            seconds[lot], energy[lot] = times.total, times.total * power_w(times, 1.0)
+        return seconds, energy
 
     def _why_nothing(self, task: Task) -> str:
         """What the rules say of the fixed fields with all else as it is by default."""
@@ -212,10 +218,10 @@ class Planner:
         return f"no layout of {task.devices} devices is legal within {self.limits}; fix the fields that go beyond"
 
 
-def lean(seconds: Floats, peak: Floats) -> Ints:
-    """Positions of those that need less memory than every faster one, fastest first."""
-    order = np.lexsort((peak, seconds))
-    least = np.minimum.accumulate(peak[order])
+def lean(first_goal: Floats, second_goal: Floats) -> Ints:
+    """Positions of those that need less of the second than every one that needs less of the first, least of that first."""
+    order = np.lexsort((second_goal, first_goal))
+    least = np.minimum.accumulate(second_goal[order])
     first = np.ones(len(order), bool)
     first[1:] = least[1:] < least[:-1]
     return np.asarray(order[first])

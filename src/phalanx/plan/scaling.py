@@ -122,5 +122,6 @@ def _numbers(planner: Planner, task: Task) -> Iterator[int]:
             yield node
         return
     first = max(1, int(-(-least // node)))
-    for nodes in range(first, first + _TRIED):
+    most = planner.machine.network.nodes or first + _TRIED
+    for nodes in range(first, min(first + _TRIED, most + 1)):
         yield nodes * node

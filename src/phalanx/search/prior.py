@@ -13,7 +13,7 @@ from phalanx.config.schema import Run
 from phalanx.config.search import Search
 from phalanx.cost.candidates import Candidates
 from phalanx.cost.enumerate import CHOSEN
-from phalanx.cost.memory_fit import BESIDE, KEPT_BY_DRIVER, communicators, device_bytes
+from phalanx.cost.memory_fit import KEPT_BY_DRIVER, communicators, device_bytes
 from phalanx.cost.memory_model import Kernels, memory
 from phalanx.cost.profile import CONSTANTS, spread_of
 from phalanx.cost.timing import our_software
@@ -94,8 +94,7 @@ def expect(planner: Planner, run: Run, layouts: Candidates) -> Prior:
     rocm = planner.machine.node.device.startswith("MI")
     copies = our_software(run, planner.machine).copy_engines
     held = memory(run, layouts, Kernels.on_accelerators(run, rocm=rocm), peer_copies=copies)
-    beside = BESIDE["rocm" if rocm else "cuda"]
-    needed = device_bytes(held.allocated, communicators(layouts), beside, held.peer_buffers)
+    needed = device_bytes(held.allocated, communicators(layouts), models.beside, held.peer_buffers)
     return Prior(
         seconds=seconds,
         sensitivity=_sensitivity(models, run, layouts, times.total),
