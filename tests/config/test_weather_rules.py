@@ -57,3 +57,11 @@ def test_what_does_not_fit_is_named(tmp_path: Path, changes: dict[str, Any], mes
     with pytest.raises(ConfigError) as caught:
         load_run(write_weather_run(tmp_path, changes))
     assert message in str(caught.value)
+
+
+def test_text_that_looks_like_a_number_stays_text(tmp_path: Path) -> None:
+    file = write_weather_run(tmp_path)
+    path = tmp_path / "prepared"
+    words = [f"data.sources=[{{path: {path}}}]", "data.sources.0.time_units=2020", "data.sources.0.weight=2"]
+    (source,) = load_run(file, words).data.sources
+    assert (source.time_units, source.weight) == ("2020", 2.0)

@@ -128,6 +128,27 @@ def test_a_lone_atom_has_its_own_energy_and_no_force(run_dir: Path) -> None:
     assert not atoms.get_forces().any()
 
 
+def test_another_total_charge_is_another_structure(run_dir: Path) -> None:
+    atoms = crystal()
+    atoms.calc = PhalanxCalculator(run_dir, device="cpu")
+    seen = []
+    plain = atoms.calc._predict
+    atoms.calc._predict = lambda *given, **how: (seen.append(given[0].info.get("charge")), plain(*given, **how))[1]
+    for charge in (None, 0.0, 1.0, 1.0, -1.0):
+        if charge is not None:
+            atoms.info["charge"] = charge
+        atoms.get_potential_energy()
+    assert seen == [None, 1.0, -1.0]
+
+
+def test_what_is_no_element_is_refused(run_dir: Path) -> None:
+    atoms = crystal()
+    atoms.numbers[3] = 0
+    atoms.calc = PhalanxCalculator(run_dir, device="cpu")
+    with pytest.raises(DataError, match="atom 3 has atomic number 0, which is no element"):
+        atoms.get_potential_energy()
+
+
 def test_what_cannot_be_computed_is_refused(run_dir: Path, tmp_path: Path) -> None:
     calculator = PhalanxCalculator(run_dir, device="cpu")
     with pytest.raises(PropertyNotImplementedError, match="periodic in all three"):

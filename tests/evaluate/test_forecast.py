@@ -146,3 +146,24 @@ def test_a_climatology_that_does_not_cover_the_split_or_is_too_large_is_left_out
     comparison.add(cases, reader.read_outputs(cases))
     row = comparison.rows()[0]
     assert (row.rmse, row.climatology_rmse, row.acc, row.skill) == (0.0, None, None, 1.0)
+
+
+def test_maps_are_of_one_start_that_has_truths_at_all_their_lead_times(
+    loaded: LoadedForecaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last start that has all of them, where the first ones lack one: however many are computed at a time."""
+    plain = forecast_split(loaded, hours=24, split="test", mapped=["z500"])
+    whole = FieldSet.reader
+
+    def holes(self: FieldSet, *given: object, **options: object) -> object:
+        reader = whole(self, *given, **options)  # type: ignore[arg-type]
+        reader.sources[0].windows.targets[:5, -1] = -1
+        return reader
+
+    monkeypatch.setattr(FieldSet, "reader", holes)
+    for batch in (64, 3, 1):
+        monkeypatch.setattr(module, "_BATCH", batch)
+        found = forecast_split(loaded, hours=24, split="test", mapped=["z500"])
+        assert [one.lead_hours for one in found.maps] == [one.lead_hours for one in plain.maps]
+        assert len({one.start for one in found.maps}) == 1
+        assert found.maps[0].start > plain.maps[0].start

@@ -79,3 +79,15 @@ def test_an_empty_prompt_is_the_start_of_a_document() -> None:
     assert tokenizer().encode_prompt("") == [0]
     assert tokenizer(SpecialTokens(begin=3, end=(0,))).encode_prompt("") == [3]
     assert tokenizer(SpecialTokens()).encode_prompt("") == []
+
+
+def test_a_prompt_begins_as_documents_did_in_training() -> None:
+    """Tokenizers of others put a token in front, which our own training never has."""
+    ids = tokenizer().encode_prompt("a b")
+    for begin, first in ((None, []), (3, [3])):
+        reader = tokenizer(SpecialTokens(begin=begin, end=(0,)))
+        token = reader._tokenizer.id_to_token(3)
+        reader._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{token} $A", special_tokens=[(token, 3)]
+        )
+        assert reader.encode_prompt("a b") == [*first, *ids]

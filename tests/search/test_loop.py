@@ -61,6 +61,27 @@ def test_a_narrowed_search_chooses_from_its_own_space(tmp_path: Path) -> None:
     assert second.best is not None and second.best.value == 4.0
 
 
+def test_searches_that_share_a_study_measure_no_more_together_than_was_asked_for(tmp_path: Path) -> None:
+    space = space_of(tp=[1])
+    study = Study(tmp_path / "study.log", STUDY, {"run": "one"})
+
+    class Late(_InOrder):
+        """Another search takes the last place after this one has looked."""
+
+        def propose(self, trials: Any, taken: set[str]) -> Proposal | None:
+            proposal = super().propose(trials, taken)
+            if len(trials) == 1:
+                other = Study(tmp_path / "study.log", STUDY, {"run": "one"})
+                search(other, space, _InOrder(space), _Slower(), engine_name="test", most=2)
+                taken = other.taken()
+                free = [point for point in range(len(space)) if space.key(point) not in taken]
+                return Proposal(free[0], {})
+            return proposal
+
+    found = search(study, space, Late(space), _Slower(), engine_name="test", most=2)
+    assert sum(trial.good for trial in found.trials) == 2
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -27,3 +27,12 @@ def test_attention_without_a_backward_pass_is_refused(tmp_path: Path) -> None:
         "nearest: training.attention=auto"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_a_prompt_that_leaves_no_position_is_refused(tmp_path: Path) -> None:
+    data = write_token_folder(tmp_path / "data")
+    run = load_run(
+        write_run_file(tmp_path / "run.yaml", data), [f"evaluation.prompt={'ab ' * 11}", "evaluation.prompt_tokens=8"]
+    )
+    with pytest.raises(ConfigError, match=r"evaluation.prompt has \d+ tokens, and model.max_positions=\d+ leaves none"):
+        train(run, tmp_path / "run")

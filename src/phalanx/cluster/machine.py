@@ -256,8 +256,13 @@ def parse_machine(text: str, name: str) -> Machine:
     if not isinstance(values, dict):
         raise ConfigError(f"{name} holds no mapping of fields; docs/launch.md shows what a description is")
     try:
+        text = json.dumps(values, default=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        # Dates as keys, and anchors that contain themselves.
+        raise ConfigError(f"{name} holds what no field of a description can be: {error}") from None
+    try:
         # JSON mode: strict, yet a list may become a tuple
-        return Machine.model_validate_json(json.dumps(values, default=str))
+        return Machine.model_validate_json(text)
     except ValidationError as error:
         lines = [_explain(item) for item in error.errors(include_url=False)]
         raise ConfigError("\n".join(f"{name}: {line}" for line in lines)) from None

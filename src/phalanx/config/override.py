@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.config.document import FieldPath, Value, dotted, parse_value, plain_scalar, show_value
-from phalanx.config.fields import all_fields
+from phalanx.config.families import RUNS
+from phalanx.config.fields import all_fields, field_pattern
 from phalanx.config.problems import Problem, config_error
 from phalanx.errors import ConfigError
 
@@ -53,13 +54,18 @@ def _parse(argument: str) -> Override | Problem:
         return Problem((), f"{argument.strip()} has no value; write {argument.strip()}null to unset a field")
     name = full_name(name)
     path = tuple(int(part) if part.isdecimal() and len(part) < 6 else part for part in name.split("."))
-    field = all_fields().get(name)
-    if field is not None and field.is_text and text.strip()[0] not in "'\"":
+    if _is_text(path) and text.strip()[0] not in "'\"":
         return Override(path, None if plain_scalar(text) is None else text)
     try:
         return Override(path, parse_value(text))
     except ConfigError as error:
         return Problem(path, f"{dotted(path)}={show_value(text)} cannot be read: {error}")
+
+
+def _is_text(path: FieldPath) -> bool:
+    """Whether text stands at `path`, in whichever kind of run has it: which kind this one is, overrides may yet change."""
+    fields = [all_fields(kind).get(field_pattern(path, kind)) for kind in RUNS.values()]
+    return any(field is not None and field.is_text for field in fields)
 
 
 def _assign(values: dict[str, Value], override: Override) -> Problem | None:

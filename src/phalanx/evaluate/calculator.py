@@ -88,6 +88,13 @@ class PhalanxCalculator(Calculator):
         if self.ensemble is not None:
             self.implemented_properties += [f"{name}{_UNCERTAINTY}" for name in _uncertain(self.implemented_properties)]
 
+    def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
+        """What ASE calls to learn what has changed since results were computed: the total charge counts, too."""
+        changes: list[str] = super().check_state(atoms, tol)
+        if self.atoms is not None and _charge(atoms) != _charge(self.atoms):
+            changes.append("charge")
+        return changes
+
     def calculate(
         self,
         atoms: Atoms | None = None,
@@ -119,6 +126,11 @@ class PhalanxCalculator(Calculator):
         """What is predicted, and by quantity its uncertainty where that is known."""
         run, device = self.network.run, self.device
         heaviest = int(atoms.numbers.max(initial=0))
+        if atoms.numbers.min(initial=1) < 1:
+            raise DataError(
+                f"atom {int(atoms.numbers.argmin())} has atomic number {int(atoms.numbers.min())}, which is no element; "
+                "take it out of the structure"
+            )
         networks = [self.network] if self.ensemble is None else self.ensemble.members
         least = min(networks, key=lambda network: network.run.model.max_atomic_number)
         if heaviest > least.run.model.max_atomic_number:
@@ -132,7 +144,6 @@ class PhalanxCalculator(Calculator):
         cells_G33 = torch.from_numpy(cell[None]).to(device)
         neighbours = run.data.max_neighbours
         edges = device_edges(positions_N3, cells_G33, run.model.cutoff, max_neighbours=neighbours)
-        charge = float(atoms.info.get("charge", 0.0))
         species_N = torch.from_numpy(atoms.numbers.astype(np.int64)).to(device)
         inputs: dict[str, Any] = {
             "positions_N3": positions_N3,
@@ -141,7 +152,7 @@ class PhalanxCalculator(Calculator):
             "shifts_E3": edges.shifts_E3,
             "cells_G33": cells_G33,
             "source_G": torch.full((1,), self._branch, device=device),
-            "total_charge_G": torch.full((1,), charge, dtype=torch.float64, device=device),
+            "total_charge_G": torch.full((1,), _charge(atoms), dtype=torch.float64, device=device),
             "max_atoms": len(atoms),
             "forces": forces,
             "stress": stress,
@@ -165,3 +176,8 @@ def _as_ase(name: str, std: npt.NDArray[np.float64]) -> Any:
     if name == "stress":
         return full_3x3_to_voigt_6_stress(std[0])
     return std[0] if name == "dipole" else std
+
+
+def _charge(atoms: Atoms) -> float:
+    """Total charge, e."""
+    return float(atoms.info.get("charge", 0.0))

@@ -159,8 +159,8 @@ def forecast_split(
     climatologies, without = known_climatologies(fields, reader)
     device = next(loaded.model.parameters()).device
     comparison = Comparison(reader, climatologies, device)
-    shown = _Shown(reader, list(mapped) or _usual(reader.outputs), list(steps))
     chosen = [spread_rows(source.windows, starts, len(reader.sources)) for source in reader.sources]
+    shown = _Shown(reader, list(mapped) or _usual(reader.outputs), list(steps), chosen)
     total, done = sum(map(len, chosen)), 0
     for index, rows in enumerate(chosen):
         for first in range(0, len(rows), _BATCH):
@@ -231,28 +231,35 @@ def forecasts_of(
 
 
 class _Shown:
-    """Keeps the fields that are shown: of the first start that has a truth at the longest lead time."""
+    """Keeps the fields that are shown: of the first start that has a truth at all lead times shown, else at most of them."""
 
-    def __init__(self, reader: FieldReader, variables: Sequence[str], leads: Sequence[int]) -> None:
+    def __init__(
+        self, reader: FieldReader, variables: Sequence[str], leads: Sequence[int], chosen: Sequence[Int64Array]
+    ) -> None:
+        """leads: hours, as in the columns of the windows. chosen: rows of each source's windows, in the order of `look`."""
         for name in variables:
             if name not in reader.outputs:
                 raise ConfigError(f"--map {name}: not predicted; the model predicts {', '.join(reader.outputs)}")
         self.maps: list[FieldMap] = []
         self._reader = reader
         self._variables = [reader.outputs.index(name) for name in variables]
-        self._leads = [leads[math.ceil(len(leads) * part / _MAPS) - 1] for part in range(1, _MAPS + 1)]
-        self._start: tuple[int, int] | None = None
+        columns = sorted({math.ceil(len(leads) * part / _MAPS) - 1 for part in range(1, _MAPS + 1)})
+        self._leads = [leads[column] for column in columns]
+        windows = [source.windows for source in reader.sources]
+        sources = np.repeat(np.arange(len(windows)), [len(rows) for rows in chosen])
+        starts = np.concatenate([one.starts[rows] for one, rows in zip(windows, chosen, strict=True)])
+        targets = np.concatenate([one.targets[rows] for one, rows in zip(windows, chosen, strict=True)])
+        best = int(np.argmax((targets[:, columns] >= 0).sum(axis=1)))
+        self._source, self._start = int(sources[best]), int(starts[best])
 
     def look(self, cases: Cases, forecast: Tensor) -> None:
         """Keep what is to be shown of these cases, all of one lead time."""
         lead = int(self._reader.lead_hours(cases.take(slice(1)))[0])
-        place = (int(cases.source[0]), int(cases.start[0]))
-        self._start = self._start or place
-        if lead not in self._leads or place != self._start:
+        found = np.flatnonzero((cases.source == self._source) & (cases.start == self._start))
+        if lead not in self._leads or not found.size:
             return
-        one = cases.take(slice(1))
-        truth = self._reader.read_outputs(one)[0].numpy()
-        start = self._reader.sources[place[0]].store.times.text(place[1])
+        truth = self._reader.read_outputs(cases.take(found[:1]))[0].numpy()
+        start = self._reader.sources[self._source].store.times.text(self._start)
         for index in self._variables:
-            values = forecast[0, index].cpu().numpy()
+            values = forecast[int(found[0]), index].cpu().numpy()
             self.maps.append(FieldMap(self._reader.outputs[index], lead, start, values, truth[index]))

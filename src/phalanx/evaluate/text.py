@@ -47,8 +47,11 @@ class TextTokenizer:
         return vocabulary
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Tokens of `text`, after what the tokenizer itself puts in front; empty text is the start of a document."""
-        ids: list[int] = self._tokenizer.encode(text).ids
+        """Tokens of `text`, after what the tokenizer itself puts in front where the model was trained with a token that
+        begins documents; empty text is the start of a document."""
+        # Our own training has documents one after the other, with nothing but the end of one before the next.
+        begins = self.special.begin is not None
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=begins).ids
         begin = self.special.end[:1] if self.special.begin is None else (self.special.begin,)
         return ids or list(begin)
 

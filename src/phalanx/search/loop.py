@@ -61,7 +61,7 @@ def search(
         study.recover()
         trials = study.trials()
         mine = of_space(trials, space)
-        if sum(not _interrupted(trial) for trial in mine) >= most:
+        if len(_counted(trials, space)) >= most:
             return Found(trials, f"{most} trials are done", space)
         proposal = engine.propose(mine, study.taken())
         if proposal is None:
@@ -81,6 +81,10 @@ def search(
                 return Found(study.trials(), "other searches were always first", space)
             continue
         lost = 0
+        # Searches that share a study may each have taken the last place: the journal's order decides.
+        if sum(one.number < trial.number for one in _counted(study.trials(), space)) >= most:
+            study.withdraw(trial)
+            continue
         tell(trial)
         try:
             outcome = runner.measure(space, proposal.point, trial, study.folder / str(trial.number), trials)
@@ -91,5 +95,7 @@ def search(
         tell(next(one for one in study.trials() if one.number == trial.number))
 
 
-def _interrupted(trial: Trial) -> bool:
-    return trial.outcome is not None and trial.outcome.cause == INTERRUPTED
+def _counted(trials: Sequence[Trial], space: Space) -> list[Trial]:
+    """Those of `space` that count among the most: all that run or ended, but not those that were interrupted."""
+    mine = of_space(trials, space)
+    return [one for one in mine if one.outcome is None or one.outcome.cause != INTERRUPTED]

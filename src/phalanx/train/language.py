@@ -12,6 +12,7 @@ from phalanx.config.schema import LanguageRun
 from phalanx.data.language.batches import SampleReader, TokenBatchStream
 from phalanx.data.language.open import open_source
 from phalanx.data.language.sources import TokenSource
+from phalanx.errors import ConfigError
 from phalanx.evaluate.held_out import HeldOut, Sharing, score_split, spread_samples
 from phalanx.evaluate.text import TextTokenizer
 from phalanx.layout.execute import Executor
@@ -59,6 +60,8 @@ def open_inputs(run: LanguageRun, layout: ResolvedLayout, mesh: Mesh, device: to
     )
     files = _tokenizer_files(training)
     tokenizer = TextTokenizer.from_files(files, training[0].path) if files.files else None
+    if layout.world_size == 1:
+        _require_room(run, tokenizer)
     evaluator = TextEvaluator(
         run=run,
         sources=_held_out(run),
@@ -69,6 +72,19 @@ def open_inputs(run: LanguageRun, layout: ResolvedLayout, mesh: Mesh, device: to
     verification = Verification(training if run.data.verify and first else [])
     saved = {"special_tokens": files.special.as_config()}
     return TextInputs(stream, evaluator, verification, saved, files, run.model.max_positions)
+
+
+def _require_room(run: LanguageRun, tokenizer: TextTokenizer | None) -> None:
+    """Raises ConfigError for a prompt after which the model has no position left."""
+    prompt, most = run.evaluation.prompt, run.model.max_positions
+    if prompt is None or tokenizer is None:
+        return
+    count = len(tokenizer.encode_prompt(prompt))
+    if count >= most:
+        raise ConfigError(
+            f"evaluation.prompt has {count} tokens, and model.max_positions={most} leaves none to continue it; "
+            "give a shorter one"
+        )
 
 
 def _held_out(run: LanguageRun) -> list[TokenSource]:

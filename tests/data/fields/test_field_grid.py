@@ -73,3 +73,10 @@ def test_the_first_difference_between_grids_is_named() -> None:
     assert grid.difference(Grid(np.array([0.0, 10.0004]), EVERY_90)) is None
     assert grid.difference(Grid(np.array([0.0, 11.0]), EVERY_90)) == "latitude 1 is 11 instead of 10"
     assert grid.difference(Grid(np.array([0.0, 10.0]), EVERY_90[:3])) == "2 x 3 points instead of 2 x 4"
+
+
+def test_a_circle_that_lacks_one_column_does_not_wrap() -> None:
+    whole = np.arange(1440) * 0.25
+    rounded = np.round(np.arange(192) * 1.875, 2)
+    assert Grid(EVERY_90[:3], whole).wraps and Grid(EVERY_90[:3], rounded).wraps
+    assert not Grid(EVERY_90[:3], whole[:-1]).wraps

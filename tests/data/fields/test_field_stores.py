@@ -221,3 +221,36 @@ def test_what_lies_at_a_path_is_told(tmp_path: Path) -> None:
         open_at(tmp_path / "notes.txt")
     with pytest.raises(DataError, match="no netCDF file or zarr store has a name like that"):
         open_at(tmp_path / "*.nc")
+
+
+def test_the_wind_above_the_ground_is_not_that_of_a_pressure_level(tmp_path: Path) -> None:
+    hours = np.arange(4) * 6
+    base = dataset(hours, ("z500",))
+    base["u"] = (("time", "level", "lat", "lon"), np.stack([field("u10", hours), field("t850", hours)], axis=1))
+    base.assign_coords(level=("level", [10.0, 850.0], {"units": "hPa"})).to_netcdf(tmp_path / "levels.nc")
+    with pytest.raises(DataError, match=r"levels.nc has no variable u10; did you mean u_10"):
+        open_at(tmp_path / "levels.nc", variables=("u10",))
+    store = open_at(tmp_path / "levels.nc", variables=("u_10", "u850"))
+    np.testing.assert_array_equal(store.read(np.arange(4), [0])[:, 0], field("u10", hours))
+    np.testing.assert_array_equal(store.read(np.arange(4), [1])[:, 0], field("t850", hours))
+
+
+def test_names_that_preparing_has_applied_may_stay_in_the_run_file(tmp_path: Path) -> None:
+    hours = np.arange(10) * 6
+    dataset(hours).to_netcdf(tmp_path / "raw.nc")
+    for number, stored_as in enumerate(("z500", "t850")):
+        names = [FieldName(name="z500", stored_as=stored_as, scale=2.0, offset=1.0)]
+        source = FieldSource(path=str(tmp_path / "raw.nc"), names=names)
+        folder = tmp_path / f"prepared{number}"
+        prepare_fields(source, folder, variables=["z500"], statics=["orography"])
+        kept, left = (open_at(folder, variables=("z500",), names=rules) for rules in (names, []))
+        wanted = 1 + 2 * field(stored_as, hours)
+        for store in (kept, left):
+            np.testing.assert_allclose(store.read(np.arange(10), [0])[:, 0], wanted, rtol=1e-6)
+            np.testing.assert_allclose(store.read_survey().high[:, 0].max(), wanted.max(), rtol=1e-6)
+        assert kept.fingerprint == left.fingerprint
+        other = [FieldName(name="z500", stored_as=stored_as, scale=3.0)]
+        with pytest.raises(
+            DataError, match=r"z500 was prepared from .* with scale 2 and offset 1, but names says scale 3"
+        ):
+            open_at(folder, variables=("z500",), names=other)

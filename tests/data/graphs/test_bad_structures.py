@@ -56,6 +56,7 @@ def flat_cell(made: dict[str, Any], atoms: np.ndarray) -> None:
 
 def no_cell(made: dict[str, Any], atoms: np.ndarray) -> None:
     made["cell"][BAD] = 0.0
+    made["pbc"] = np.ones((len(made["cell"]), 3), dtype=bool)
 
 
 def scattered(made: dict[str, Any], atoms: np.ndarray) -> None:

@@ -96,6 +96,7 @@ def test_qm9_rows_are_molecules_with_numbers_as_mathematica_writes_them(tmp_path
         "Index,Elements,XYZ_Ang,Mulliken_pop,HOMO_LUMO_gap_au\n"
         "1,\"['O', 'H', 'H']\",\"[[0.,0.,1.5*^-6],\n[0.96,0.,0.],[-.24,0.93,0.]]\",\"[-0.5,0.25,2.5*^-1]\",0.5\n"
         '7,"[\'C\', \'Cl\']","{{0,0,0},{1.8,0,0}}","{0.1,-1*^-1}",0.25\n'
+        "\n"
     )
     source = source_of(
         path,
@@ -111,6 +112,15 @@ def test_qm9_rows_are_molecules_with_numbers_as_mathematica_writes_them(tmp_path
     )
     assert other.labels["gap"] == pytest.approx(0.25 * 27.211386)
     assert (water.raw.values["Index"], other.raw.values["Index"]) == ("1", "7")
+
+
+def test_without_flags_those_structures_are_periodic_that_have_a_cell(tmp_path: Path) -> None:
+    made = write_set(tmp_path / "some.npz", STRUCTURES, periodic=True)
+    made["cell"][2] = 0.0
+    write_set(tmp_path / "some.npz", STRUCTURES, periodic=True, cell=made["cell"])
+    source = source_of(tmp_path / "some.npz", properties={}, group_by=None)
+    found = [list(one.raw.periodic) for one in read_all(open_structures(tmp_path / "some.npz", source), source)]
+    assert found == [[number != 2] * 3 for number in range(STRUCTURES)]
 
 
 def cut(path: Path, share: float) -> None:

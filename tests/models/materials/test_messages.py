@@ -97,3 +97,34 @@ def test_what_a_chunk_computed_is_not_kept_between_the_passes(recompute: bool) -
     assert any(ref() is not None for ref in seen) == (not recompute)
     (second,) = torch.autograd.grad(grad.sum(), x)
     torch.testing.assert_close(second, 4.0 * torch.exp(2.0 * x.detach()))
+
+
+def test_messages_that_tie_share_the_gradient_of_the_largest_whatever_the_chunks() -> None:
+    """Of three that are the largest, one by a rounding error, and of one at 0, where no message stands beside it."""
+    one = 1.0 + torch.finfo(torch.float64).eps
+    values = torch.tensor([[1.0], [one], [0.5], [1.0], [0.0], [-3.0]], dtype=torch.float64)
+    target_E = torch.tensor([0, 0, 0, 0, 1, 1])
+    expected = torch.tensor([[1 / 3], [1 / 3], [0.0], [1 / 3], [0.5], [0.0]], dtype=torch.float64)
+    for order in (torch.arange(6), torch.tensor([3, 5, 1, 4, 2, 0])):
+        for chunk in (None, 1, 2, 5):
+            x = values[order].requires_grad_()
+            (largest,) = reduce_messages(lambda v: (v,), (x,), (), target_E[order], 2, ("amax",), chunk)
+            assert largest.flatten().tolist() == [one, 0.0]
+            (grad,) = torch.autograd.grad(largest.sum(), x)
+            torch.testing.assert_close(grad, expected[order], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_first_and_second_derivatives_of_maxima_beside_sums(chunk: int | None) -> None:
+    source_E, target_E = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([1, 0, 0, 2, 2])
+
+    def both(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        found = message(*tensors) ** 2
+        return found, found
+
+    def total(edge: Tensor, atoms: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return reduce_messages(both, (edge, source_E), (atoms, weight), target_E, 3, ("amax", "sum"), chunk)
+
+    inputs = tensors((5, 2), (3, 2), (2, 3))
+    assert torch.autograd.gradcheck(total, inputs)
+    assert torch.autograd.gradgradcheck(total, inputs)

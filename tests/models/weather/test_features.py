@@ -66,7 +66,17 @@ def test_waves_between_the_shortest_and_the_longest() -> None:
 
 @pytest.mark.parametrize(
     ("name", "level"),
-    [("temperature_850", 850), ("geopotential_50", 50), ("2m_temperature", None), ("10m_u_component_of_wind", None)],
+    [
+        ("temperature_850", 850),
+        ("geopotential_50", 50),
+        ("z500", 500),
+        ("u_10", 10),
+        ("2m_temperature", None),
+        ("10m_u_component_of_wind", None),
+        ("u10", None),
+        ("v100", None),
+        ("soil_temperature_level_1", None),
+    ],
 )
 def test_pressure_levels_stand_in_names(name: str, level: int | None) -> None:
     assert pressure_level(name) == level

@@ -39,9 +39,11 @@ class Grid:
     def wraps(self) -> bool:
         """Whether the last column is the western neighbour of the first."""
         columns = len(self.longitudes)
-        return columns > 1 and bool(
-            abs((self.longitudes[-1] - self.longitudes[0]) * columns / (columns - 1) - 360) < 360 * _TOLERANCE
-        )
+        if columns < 2:
+            return False
+        step = (self.longitudes[-1] - self.longitudes[0]) / (columns - 1)
+        # Rounded coordinates may come short of the whole circle, but not by a column.
+        return bool(abs(step * columns - 360) < min(360 * _TOLERANCE, step / 2))
 
     def difference(self, other: Grid) -> str | None:
         """The first way in which `other` is another grid, in words; None where it is the same."""

@@ -68,6 +68,7 @@ def prepare_fields(
             rows=store.grid.shape[0],
             columns=store.grid.shape[1],
             source=source.path,
+            converted=[rule for rule in source.names if rule.name in (*variables, *statics)],
             arrays=file_record(partial / FIELDS),
             shards=shards,
         )

@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from phalanx.config.field_data import FieldSource
+from phalanx.config.field_data import FieldName, FieldSource
 from phalanx.data.fields.grid import Float32Array, Grid
 from phalanx.data.fields.store import FieldStore, Naming, Segment, hash_of
 from phalanx.data.fields.survey import Survey
@@ -62,6 +62,8 @@ class FieldsManifest(Part):
     columns: _Count
     source: str
     """What was prepared, as given."""
+    converted: list[FieldName] = Field(default=[])
+    """The rules by which variables got their names and units when they were prepared."""
     arrays: FileRecord
     shards: list[ShardRecord]
 
@@ -97,7 +99,7 @@ class PreparedStore(FieldStore):
         self.variables = tuple(variables)
         self.statics = tuple(statics)
         self.manifest = read_fields_manifest(folder)
-        self._naming = Naming(source.names)
+        self._naming = Naming(_still_to_apply(source.names, self.manifest, folder))
         self._columns = [self._column(name, self.manifest.variables, "variable") for name in variables]
         static_columns = [self._column(name, self.manifest.statics, "static field") for name in statics]
         arrays = _load_arrays(folder, self.manifest)
@@ -171,6 +173,24 @@ class PreparedStore(FieldStore):
         if segment.path.stat().st_size != 4 * int(np.prod(shape)):
             raise DataError(f"{segment.path}: {segment.path.stat().st_size} bytes do not hold {shape} float32 values")
         return np.memmap(segment.path, np.dtype("<f4"), "r", 0, shape)
+
+
+def _still_to_apply(names: Sequence[FieldName], manifest: FieldsManifest, folder: Path) -> list[FieldName]:
+    """The rules that preparing has not applied: a run file may keep those of the files that its folder was made of.
+
+    Raises DataError for a rule that would have made other numbers of what was prepared.
+    """
+    applied = {rule.name: rule for rule in manifest.converted}
+    left = [rule for rule in names if rule != applied.get(rule.name)]
+    for rule in left:
+        before = applied.get(rule.name)
+        if before is not None and rule.stored_as == before.stored_as:
+            raise DataError(
+                f"{folder}: {rule.name} was prepared from {before.stored_as} with scale {before.scale:g} and offset "
+                f"{before.offset:g}, but names says scale {rule.scale:g} and offset {rule.offset:g}; take {rule.name} "
+                "out of names, or prepare the fields again"
+            )
+    return left
 
 
 def _load_arrays(folder: Path, manifest: FieldsManifest) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Opening reads coordinates only. Values come decoded (packed integers, fill value
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import numpy as np
 import xarray
 
 from phalanx.config.field_data import FieldSource
+from phalanx.config.field_names import level_name, split_level
 from phalanx.data.fields.grid import Float32Array, Float64Array, Grid, Orientation, orient
 from phalanx.data.fields.times import TimeAxis, decode_times
 from phalanx.errors import DataError
@@ -24,7 +24,6 @@ _LATITUDES = ("lat", "latitude", "nav_lat")
 _LONGITUDES = ("lon", "longitude", "nav_lon")
 _LEVELS = ("level", "pressure_level", "plev", "isobaricInhPa", "lev", "pressure")
 _TIMES = ("time", "valid_time")
-_AT_LEVEL = re.compile(r"(.+?)_?(\d+)")
 _PLAIN_BLOCK_BYTES = 2**18
 """What is read at once where nothing is compressed: a call through xarray takes about as long as reading this much."""
 _READ_ERRORS = (OSError, RuntimeError, ValueError, KeyError, IndexError)
@@ -58,14 +57,15 @@ class FieldFile:
         """Where the variable `name` lies: under that name, or as its level of an array with a level dimension."""
         if name in self.dataset.data_vars:
             return Slot(name, None)
-        match = _AT_LEVEL.fullmatch(name)
-        if match is None or match[1] not in self.dataset.data_vars:
+        named = split_level(name)
+        if named is None or named[0] not in self.dataset.data_vars:
             return None
-        levels = self._levels(self.dataset[match[1]])
+        array, level = named
+        levels = self._levels(self.dataset[array])
         if levels is None:
             return None
-        found = np.flatnonzero(np.abs(levels - float(match[2])) < 1e-3)
-        return Slot(match[1], int(found[0])) if found.size else None
+        found = np.flatnonzero(np.abs(levels - level) < 1e-3)
+        return Slot(array, int(found[0])) if found.size else None
 
     def in_time(self, slot: Slot) -> bool:
         """Whether a variable depends on time."""
@@ -77,7 +77,7 @@ class FieldFile:
             if not {self.lat_dim, self.lon_dim} <= set(array.dims):
                 continue
             levels = self._levels(array)
-            yield from [str(name)] if levels is None else [f"{name}{level:g}" for level in levels.tolist()]
+            yield from [str(name)] if levels is None else [level_name(str(name), level) for level in levels.tolist()]
 
     def _levels(self, array: Any) -> Float64Array | None:
         """The pressure levels of an array in hPa; None where it has no such dimension."""

@@ -1,7 +1,7 @@
 """Ragged arrays in one .npz file: atoms of structure i are ptr[i]:ptr[i+1].
 
-ptr [G+1]; z [N] (or numbers, species); pos [N, 3] (or positions); cell [G, 3, 3]; pbc [G, 3], absent means periodic
-wherever there is a cell; any further array has one row an atom or one row a structure.
+ptr [G+1]; z [N] (or numbers, species); pos [N, 3] (or positions); cell [G, 3, 3]; pbc [G, 3], absent means that a
+structure is periodic if its cell is not all zeros; any further array has one row an atom or one row a structure.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class NpzFile(StructureFile):
             if self._periodic is not None:
                 flags = np.broadcast_to(self._periodic[number], 3)
             else:
-                flags = np.full(3, self._cell is not None)
+                flags = np.full(3, bool(cell.any()))
             yield RawStructure(
                 str(self.path),
                 f"structure {number}",

@@ -45,7 +45,8 @@ class Qm9Csv(StructureFile):
             absent = [name for name in (_ELEMENTS, _POSITIONS) if name not in self._columns]
             if absent:
                 raise DataError(f"{path}: no column {absent[0]}; its columns are {', '.join(self._columns) or 'none'}")
-            self._count = sum(1 for _ in rows)
+            # Empty lines are no rows to DictReader either.
+            self._count = sum(1 for row in rows if row)
 
     def __len__(self) -> int:
         return self._count

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from phalanx.config.field_names import split_level
 from phalanx.config.weather import WeatherModel
 
 
@@ -35,6 +35,6 @@ def take(tensor: Tensor, places: Sequence[int], dim: int) -> Tensor:
 
 
 def pressure_level(name: str) -> int | None:
-    """Pressure in hPa that ends a variable's name (`temperature_850`); None for variables of the surface."""
-    match = re.search(r"_(\d+)$", name)
-    return int(match[1]) if match else None
+    """Pressure in hPa that ends a variable's name (`temperature_850`, `t850`); None for variables of the surface (`u10`)."""
+    found = split_level(name)
+    return None if found is None else found[1]
