@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -246,7 +247,8 @@ def _trained(
     count = torch.accelerator.device_count() if device != "cpu" and torch.accelerator.is_available() else 0
     abreast = min(jobs or count or available_cores(), len(recipes))
     threads = max(1, available_cores() // abreast)
-    train_side_by_side(recipes, abreast, threads, lambda text: print(text, file=sys.stderr, flush=True))
+    tell = partial(print, file=sys.stderr, flush=True)
+    train_side_by_side(recipes, abreast, threads, tell, devices=count)
     return [Candidate(recipe.folder, name=recipe.name) for recipe in recipes], wanted
 
 

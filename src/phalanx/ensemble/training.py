@@ -46,12 +46,18 @@ class _Training:
 
 
 def train_side_by_side(
-    recipes: Sequence[Recipe], jobs: int, threads: int, tell: Callable[[str], None] = lambda words: None
+    recipes: Sequence[Recipe],
+    jobs: int,
+    threads: int,
+    tell: Callable[[str], None] = lambda words: None,
+    *,
+    devices: int = 0,
 ) -> None:
-    """Train all of them, `jobs` at a time, each on a device of its own where there are so many.
+    """Train all of them, `jobs` at a time, each on a device of its own where there are so many; else they share them.
 
-    threads: of each on the host. tell: called as members begin and end. Ctrl-C and SIGTERM stop all in good order. Raises
-    PhalanxError with the last words of a member that failed, when the others have been stopped.
+    threads: of each on the host. devices: accelerators here; 0 for the CPU. tell: called as members begin and end. Ctrl-C
+    and SIGTERM stop all in good order. Raises PhalanxError with the last words of a member that failed, when the others
+    have been stopped.
     """
     waiting, running = list(recipes), dict[int, _Training]()
     previous = signal.signal(signal.SIGTERM, _interrupt)
@@ -60,7 +66,7 @@ def train_side_by_side(
             for place in range(jobs):
                 if waiting and place not in running:
                     recipe = waiting.pop(0)
-                    running[place] = _start(recipe, place, threads)
+                    running[place] = _start(recipe, place % devices if devices else 0, threads)
                     tell(f"{recipe.name}: training in {recipe.folder}")
             for place, training in list(running.items()):
                 code = training.process.poll()
@@ -81,12 +87,12 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _start(recipe: Recipe, place: int, threads: int) -> _Training:
+def _start(recipe: Recipe, device: int, threads: int) -> _Training:
     recipe.folder.mkdir(parents=True, exist_ok=True)
     log = (recipe.folder / LOG).open("ab")
     command = [sys.executable, "-m", "phalanx", "train", str(recipe.run), *recipe.words, "--run-dir"]
-    # One rank of its own, on the device with the number of its place.
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": str(place), "OMP_NUM_THREADS": str(threads)}
+    # One rank of its own.
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": str(device), "OMP_NUM_THREADS": str(threads)}
     process = subprocess.Popen(
         [*command, str(recipe.folder)],
         stdin=subprocess.DEVNULL,
