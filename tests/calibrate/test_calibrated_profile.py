@@ -14,7 +14,7 @@ from phalanx.calibrate.fit import profile_of
 from phalanx.calibrate.host_exchanges import HostExchanges
 from phalanx.calibrate.measure import Measurements, joined
 from phalanx.calibrate.operations import Passed
-from phalanx.calibrate.shapes import setting_of, shapes_for
+from phalanx.calibrate.shapes import Product, setting_of, shapes_for
 from phalanx.cluster.collectives import COLLECTIVES, Constants, default_constants
 from phalanx.cluster.machine import load_machine
 from phalanx.cluster.topology import place
@@ -29,6 +29,7 @@ MACHINE = load_machine("h200-x4")
 TRUE = default_profile("H200").profile.scaled(
     {
         "matmul_flop_s": 1.1,
+        "matmul64_flop_s": 0.7,
         "matmul_edge": 2.0,
         "attention_flop_s": 0.8,
         "memory_b_s": 0.9,
@@ -37,7 +38,7 @@ TRUE = default_profile("H200").profile.scaled(
     }
 )
 LINKS = replace(default_constants(MACHINE), launch_s=2e-5, efficiency=0.7)
-EFFORT = replace(ACCELERATOR, matmuls=40, singles=4, attentions=4, blocks=ACCELERATOR.blocks[:3])
+EFFORT = replace(ACCELERATOR, matmuls=40, singles=4, doubles=3, attentions=4, blocks=ACCELERATOR.blocks[:3])
 
 
 def _wobble(number: int) -> float:
@@ -49,11 +50,15 @@ def _operations(profile: Profile) -> list[TimedOperation]:
     shapes = shapes_for(EFFORT, 1e11)
     start = (0, Way.FORWARD, Cause.MATMUL)
     rows: list[tuple[tuple[float, ...], TimedOperation]] = []
-    for single, products in ((False, shapes.products), (True, shapes.singles)):
+
+    def add(kind: str, width: int, products: tuple[Product, ...]) -> None:
         for x in (one.sizes for one in products):
-            traffic = (4 if single else 2) * x.batch * (x.m * x.n + x.m * x.k + x.n * x.k)
-            row = (*start, Form.PRODUCT, False, x.batch, x.m, x.n, x.k, x.flops, traffic, 4 if single else 2)
-            rows.append((row, TimedOperation("matmul32" if single else "matmul", x.batch, x.m, x.n, x.k, 0.0)))
+            traffic = width * x.batch * (x.m * x.n + x.m * x.k + x.n * x.k)
+            row = (*start, Form.PRODUCT, False, x.batch, x.m, x.n, x.k, x.flops, traffic, width)
+            rows.append((row, TimedOperation(cast(Kind, kind), x.batch, x.m, x.n, x.k, 0.0)))
+
+    add("matmul", 2, shapes.products)
+    add("matmul32", 4, shapes.singles)
     for y in shapes.attentions:
         sizes = (y.samples * y.heads, y.queries, y.keys, y.head_size)
         for backward in (False, True):
@@ -61,6 +66,7 @@ def _operations(profile: Profile) -> list[TimedOperation]:
             row = (*start, form, False, *sizes, replace(y, backward=backward).flops, 0.0, 2)
             kind = ("" if y.causal else "whole_") + "attention" + ("_backward" if backward else "")
             rows.append((row, TimedOperation(cast(Kind, kind), *sizes, 0.0)))
+    add("matmul64", 8, shapes.doubles)
     seconds = compute_seconds(OperationTable.of([row for row, _ in rows]), profile).tolist()
     return [replace(x, seconds=s * _wobble(n)) for n, ((_, x), s) in enumerate(zip(rows, seconds, strict=True))]
 
@@ -115,6 +121,7 @@ def test_the_constants_that_made_the_measurements_come_back(measured: Measuremen
     for name in ("attention_flop_s", "attention_backward_flop_s"):
         assert getattr(profile, name) == pytest.approx(getattr(TRUE, name), rel=0.08), name
     assert profile.matmul32_flop_s == pytest.approx(TRUE.matmul32_flop_s, rel=0.05)
+    assert profile.matmul64_flop_s == pytest.approx(TRUE.matmul64_flop_s, rel=0.05)
     assert profile.optimizer_b_s == pytest.approx(2.5e12, rel=0.01)
     assert profile.copy_share == pytest.approx(300 / 450, rel=0.05)
     assert (profile.slowdown, profile.copy_slowdown) == (pytest.approx(0.2), pytest.approx(0.02))

@@ -11,7 +11,7 @@ from phalanx.calibrate.measure import Measurements, measure, of_all_ranks
 from phalanx.calibrate.where import plain_machine
 
 SHORT = replace(
-    PROCESSOR, span_s=0.001, samples=3, models=((64, 64, 1), (64, 64, 4)), matmuls=3, singles=1, attentions=1,
+    PROCESSOR, span_s=0.001, samples=3, models=((64, 64, 1), (64, 64, 4)), matmuls=3, singles=1, doubles=1, attentions=1,
     traffic=(2**18,), optimizer=(2**12,), exchanged=(2**12, 2**14), copied=(2**14,),
     blocks=((64, 64, 1),), beside=(64, 4, 2**12),
 )  # fmt: skip
@@ -30,7 +30,7 @@ def test_ranks_measure_together_and_agree_on_what_they_found() -> None:
     assert {(x.collective, x.size) for x in first.exchanged} == timed | {("copies", size) for size in SHORT.copied}
     assert all(x.members == 2 and x.seconds > 0 for x in first.exchanged)
     assert first.collectives_beside is not None and first.collectives_beside.both > 0
-    assert len(first.operations) == 3 + 1 + 2 + 2 and len(first.blocks) == 1
+    assert len(first.operations) == 3 + 1 + 1 + 2 + 2 and len(first.blocks) == 1
     assert any("2 ranks" in words for words in said)
     named = profile_of(first, plain_machine("CPU", 2), "measured").named
     assert named.collectives is not None and named.collectives.step_across_s == 0.0
@@ -39,6 +39,6 @@ def test_ranks_measure_together_and_agree_on_what_they_found() -> None:
 def test_without_time_the_least_is_measured_on_every_rank() -> None:
     (first, _), (second, _) = run_ranks(_measure, 2, 0.0)
     assert first == second
-    assert [x.kind for x in first.operations] == ["matmul", "matmul32", "attention", "attention_backward"]
+    assert [x.kind for x in first.operations] == ["matmul", "matmul32", "matmul64", "attention", "attention_backward"]
     assert {x.size for x in first.exchanged if x.collective != "copies"} == {SHORT.exchanged[0]}
     assert first.blocks == ()

@@ -23,6 +23,8 @@ def test_products_and_attention_span_what_models_have(effort: object) -> None:
     assert len(shapes.products) == len(set(shapes.products)) == wanted.matmuls
     causal = [attention for attention in shapes.attentions if attention.causal]
     assert 1 <= len(shapes.singles) <= wanted.singles and 1 <= len(causal) <= wanted.attentions
+    assert len(shapes.doubles) == wanted.doubles
+    assert max(product.sizes.flops for product in shapes.doubles) <= 2**37
     assert len(shapes.attentions) - len(causal) == len(wanted.whole) > 0
     assert {product.order for product in shapes.products} == {"forward", "input", "weight"}
     flops = [product.sizes.flops for product in shapes.products]

@@ -21,7 +21,7 @@ from phalanx.cli import calibrate as verb
 from phalanx.cost.profile import CONSTANTS, load_profile
 
 SHORT = replace(
-    effort.PROCESSOR, span_s=0.001, models=((64, 64, 1), (64, 64, 4)), matmuls=6, singles=1, attentions=1,
+    effort.PROCESSOR, span_s=0.001, models=((64, 64, 1), (64, 64, 4)), matmuls=6, singles=1, doubles=1, attentions=1,
     exchanged=(2**16, 2**18), blocks=((128, 64, 1),) * 2,
 )  # fmt: skip
 

@@ -24,6 +24,8 @@ class Effort:
     """Most 16-bit products."""
     singles: int
     """Most 32-bit products."""
+    doubles: int
+    """Most 64-bit products."""
     attentions: int
     """Most calls of causal attention, each forward and backward."""
     whole: tuple[tuple[int, int, int, int], ...]
@@ -52,6 +54,7 @@ ACCELERATOR = Effort(
     tp=(1, 2, 4, 8),
     matmuls=96,
     singles=6,
+    doubles=4,
     attentions=10,
     whole=(
         *((8, 2048, 16, 192), (16, 2048, 8, 192), (2, 2048, 8, 192), (1, 2048, 32, 256), (2, 2048, 16, 256)),
@@ -73,6 +76,7 @@ PROCESSOR = Effort(
     tp=(1, 2),
     matmuls=10,
     singles=6,
+    doubles=4,
     attentions=3,
     whole=((2, 64, 2, 32),),
     traffic=(MIB // 4, MIB, 4 * MIB),

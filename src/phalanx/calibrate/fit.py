@@ -16,7 +16,7 @@ from phalanx.cluster.fit import Point, fit_constants
 from phalanx.cluster.machine import Machine
 from phalanx.cluster.topology import place
 from phalanx.cost.least_squares import least_squares
-from phalanx.cost.measured import TimedOperation
+from phalanx.cost.measured import Kind, TimedOperation
 from phalanx.cost.operation_time import Cause, Floats, Form, OperationTable, Way, compute_seconds
 from phalanx.cost.part_time import part_times, parts_of
 from phalanx.cost.profile import CONSTANTS, RATES, NamedProfile, Profile, default_profile
@@ -28,6 +28,7 @@ _NOISE = 0.05
 _CURVES: Mapping[str, float] = {
     "matmul_flop_s": 0.5,
     "matmul32_flop_s": 1.0,
+    "matmul64_flop_s": 1.0,
     "matmul_edge": 1.0,
     "matmul_depth": 1.0,
     "matmul_area": 1.5,
@@ -40,6 +41,8 @@ _CURVES: Mapping[str, float] = {
 }
 """Constants that single operations decide, and how far from the device's default they may lie: standard deviations of the
 logarithm."""
+_WIDTHS: Mapping[Kind, int] = {"matmul": 2, "matmul32": 4, "matmul64": 8}
+"""Bytes of a number in products of each kind."""
 _BLOCK_NOISE = 0.02
 _BLOCKS: Mapping[str, float] = {
     "matmul_flop_s": 0.05,
@@ -81,9 +84,9 @@ class Found:
 def profile_of(found: Measurements, machine: Machine, source: str) -> Found:
     """The profile that says what was measured. machine: where it was; source: on what and when, in words."""
     prior = _prior(machine.node.device, found)
-    names = _CURVES if any(x.kind == "matmul32" for x in found.operations) else {
-        name: spread for name, spread in _CURVES.items() if name != "matmul32_flop_s"
-    }  # fmt: skip
+    timed = {x.kind for x in found.operations}
+    untimed = {f"{kind}_flop_s" for kind in _WIDTHS if kind not in timed}
+    names = {name: spread for name, spread in _CURVES.items() if name not in untimed}
     # Whole attention has no curve of its own: what its calls take is kept as a ratio to that of causal ones.
     fitted_to = replace(found, operations=tuple(x for x in found.operations if not _is_whole(x)))
     curves = _fitted(prior, names, lambda profile: _operation_errors(profile, fitted_to) / _NOISE)
@@ -164,8 +167,7 @@ def _is_whole(x: TimedOperation) -> bool:
 
 def _row(x: TimedOperation) -> tuple[float, ...]:
     start = (0, Way.FORWARD, Cause.MATMUL)
-    if x.kind in ("matmul", "matmul32"):
-        width = 4 if x.kind == "matmul32" else 2
+    if (width := _WIDTHS.get(x.kind)) is not None:
         traffic = width * x.batch * (x.m * x.n + x.m * x.k + x.n * x.k)
         flops = 2 * x.batch * x.m * x.n * x.k
         return (*start, Form.PRODUCT, False, x.batch, x.m, x.n, x.k, flops, traffic, width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from phalanx import compat
 from phalanx.calibrate.clock import Clock
 from phalanx.calibrate.shapes import Product, Shapes, model_of
-from phalanx.cost.measured import TimedOperation
+from phalanx.cost.measured import Kind, TimedOperation
 from phalanx.cost.operations import Attention
 from phalanx.layout.attention import AttentionChoice, AttentionShape, choose_attention, choose_whole_attention
 from phalanx.models.language.attention import attend, attention_context
@@ -31,6 +31,7 @@ class Passed:
     seconds: float
 
 
+_KINDS: Mapping[torch.dtype, Kind] = {torch.bfloat16: "matmul", torch.float32: "matmul32", torch.float64: "matmul64"}
 OPTIMIZER_BYTES = 28
 """Bytes a parameter that fused AdamW reads and writes: 32-bit master, gradient and two moments, and all but the gradient."""
 
@@ -51,6 +52,8 @@ def time_shapes(clock: Clock, shapes: Shapes, more: Callable[[], bool]) -> Itera
         yield _time_product(clock, product, torch.bfloat16)
     for product in _while(more, shapes.singles):
         yield _time_product(clock, product, torch.float32)
+    for product in _while(more, shapes.doubles):
+        yield _time_product(clock, product, torch.float64)
     for attention in _while(more, shapes.attentions):
         yield from _time_attention(clock, attention)
 
@@ -76,7 +79,7 @@ def _time_product(clock: Clock, product: Product, dtype: torch.dtype) -> TimedOp
     if x.batch == 1:
         a, b, out, multiply = a[0], b[0], out[0], torch.mm
     seconds = clock.seconds(lambda: multiply(a, b, out=out))
-    return TimedOperation("matmul" if dtype != torch.float32 else "matmul32", x.batch, x.m, x.n, x.k, seconds)
+    return TimedOperation(_KINDS[dtype], x.batch, x.m, x.n, x.k, seconds)
 
 
 def _time_attention(clock: Clock, x: Attention) -> Iterator[TimedOperation]:

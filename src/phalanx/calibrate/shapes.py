@@ -19,6 +19,9 @@ from phalanx.cost.family import Setting
 from phalanx.cost.operations import Attention, Matmul, Operation
 from phalanx.cost.parts import part_costs
 
+_DOUBLE_FLOPS = 2.0**37
+"""Operations of a 64-bit product at most: some devices do a trillion a second, and all are to be done in seconds."""
+
 Order = Literal["forward", "input", "weight"]
 """How a product's factors lie in memory: a layer's pass forward, the gradient of its input, of its weight."""
 
@@ -38,6 +41,8 @@ class Shapes:
     products: tuple[Product, ...]
     singles: tuple[Product, ...]
     """Of 32-bit numbers."""
+    doubles: tuple[Product, ...]
+    """Of 64-bit numbers."""
     attentions: tuple[Attention, ...]
     """Forward; each is timed backward too."""
 
@@ -75,6 +80,7 @@ def shapes_for(effort: Effort, memory_bytes: float) -> Shapes:
     room = memory_bytes / 4
     found = list(dict.fromkeys(_product(op) for op in operations if op.matmul is not None))
     products = [product for product in found if _bytes(product.sizes) < room]
+    small = [product for product in products if product.sizes.flops < _DOUBLE_FLOPS] or products[:1]
     attentions = list(
         dict.fromkeys(op.attention for op in operations if op.attention is not None and not op.attention.backward)
     )
@@ -83,10 +89,15 @@ def shapes_for(effort: Effort, memory_bytes: float) -> Shapes:
         for samples, length, heads, size in effort.whole
     ]
     return Shapes(
-        tuple(products[place] for place in spread([_place(x.sizes) for x in products], effort.matmuls)),
-        tuple(products[place] for place in spread([_place(x.sizes) for x in products], effort.singles)),
+        _spread_out(products, effort.matmuls),
+        _spread_out(products, effort.singles),
+        _spread_out(small, effort.doubles),
         (*(attentions[place] for place in spread([_attended(x) for x in attentions], effort.attentions)), *whole),
     )
+
+
+def _spread_out(products: Sequence[Product], most: int) -> tuple[Product, ...]:
+    return tuple(products[place] for place in spread([_place(x.sizes) for x in products], most))
 
 
 def spread(places: Sequence[Sequence[float]], most: int) -> list[int]:

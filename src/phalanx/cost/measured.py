@@ -16,7 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-Kind = Literal["matmul", "matmul32", "attention", "attention_backward", "whole_attention", "whole_attention_backward"]
+Kind = Literal[
+    "matmul",
+    "matmul32",
+    "matmul64",
+    "attention",
+    "attention_backward",
+    "whole_attention",
+    "whole_attention_backward",
+]
 """Attention is causal; that of all positions with all is whole."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

@@ -143,6 +143,7 @@ def _measurable(table: OperationTable, timed: Collection[Kind]) -> Iterable[tupl
     halves = table.width == 2
     yield "matmul", product & halves
     yield "matmul32", product & (table.width == 4)
+    yield "matmul64", product & (table.width == 8)
     forward = halves & ((table.form == Form.ATTENTION) | (table.form == Form.BIASED))
     backward = halves & ((table.form == Form.ATTENTION_BACKWARD) | (table.form == Form.BIASED_BACKWARD))
     if "whole_attention" not in timed:
