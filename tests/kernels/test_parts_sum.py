@@ -17,22 +17,24 @@ def test_sums_are_formed_in_the_wider_format(parts: str, total: str) -> None:
     found = torch.empty(1000, dtype=getattr(torch, total))
     sum_parts(values, found)
     torch.testing.assert_close(found.double(), values.double().sum(0), rtol=2e-7, atol=3e-7)
+    sum_parts(values, found, add=True)
+    torch.testing.assert_close(found.double(), 2 * values.double().sum(0), rtol=2e-7, atol=6e-7)
 
 
 @needs_triton
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize(("ranks", "add"), [(2, False), (8, False), (1, True)])
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
 @pytest.mark.parametrize("target", ASSEMBLY)
-def test_kernel_compiles_to_wide_accesses(target: str, element: str, ranks: int) -> None:
+def test_kernel_compiles_to_wide_accesses(target: str, element: str, ranks: int, add: bool) -> None:
     from phalanx.kernels import parts_sum_triton as module  # noqa: PLC0415
 
     types = {"parts": f"*{element}", "total": "*fp32", "n": "i64"}
-    constants = {"RANKS": ranks, "TILE": module.TILE, "EVEN": True}
+    constants = {"RANKS": ranks, "TILE": module.TILE, "EVEN": True, "ADD": add}
     kernel = module.sum_parts_kernel
     assembly = assembly_of(kernel, target, module.WARPS, types, constants, even=(0, 1, 2))
     load, store = WIDE[ASSEMBLY[target]]
     loaded, stored = ((size * module.TILE) // (16 * threads(target, module.WARPS)) for size in (_BYTES[element], 4))
-    assert len(re.findall(load, assembly)) == ranks * loaded
+    assert len(re.findall(load, assembly)) == ranks * loaded + (stored if add else 0)
     assert len(re.findall(store, assembly)) == stored
     assert not re.findall(NARROW[ASSEMBLY[target]], assembly)
 
@@ -50,8 +52,10 @@ for ranks, n in ((2, 2 * TILE), (3, TILE + 7), (5, 11)):
     wanted = parts[0].float()
     for part in parts[1:]:
         wanted = wanted + part.float()
-    sum_parts_kernel[(-(-n // TILE),)](parts, found, n, RANKS=ranks, TILE=TILE, EVEN=n % TILE == 0)
+    sum_parts_kernel[(-(-n // TILE),)](parts, found, n, RANKS=ranks, TILE=TILE, EVEN=n % TILE == 0, ADD=False)
     assert torch.equal(found, wanted)
+    sum_parts_kernel[(-(-n // TILE),)](parts, found, n, RANKS=ranks, TILE=TILE, EVEN=n % TILE == 0, ADD=True)
+    assert torch.equal(found, wanted + wanted)
 """
 
 

@@ -82,3 +82,31 @@ def test_modules_of_different_shape_are_no_pair() -> None:
     other = Decoder(SHAPE.model_copy(update={"tied_head": False}), dtype=torch.bfloat16)
     with pytest.raises(AssertionError):
         WorkingCopy(filled_masters(), other)
+
+
+def test_what_is_written_already_is_left_alone() -> None:
+    masters, working = filled_masters(), decoder(torch.bfloat16)
+    copy = WorkingCopy(masters, working)
+    copy.refresh()
+    assert copy.of_masters[masters.blocks[0].mlp.up.weight] is working.blocks[0].mlp.up.weight
+    before = {name: parameter.detach().clone() for name, parameter in working.named_parameters()}
+    written = working.blocks[1].mlp.up.weight
+    with torch.no_grad():
+        for parameter in masters.parameters():
+            parameter.add_(1.0)
+    copy.refresh([written])
+    for name, parameter in working.named_parameters():
+        assert torch.equal(parameter, before[name]) == (parameter is written), name
+
+
+def test_large_gradients_are_summed_as_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = []
+    for large in (1 << 20, 1):
+        monkeypatch.setattr("phalanx.layout.working_copy.LARGE", large)
+        masters, working = filled_masters(), decoder(torch.bfloat16)
+        WorkingCopy(masters, working).refresh()
+        for seed in (0, 1, 2):
+            working(*batch(seed)).total.backward()
+        sums.append([parameter.grad for parameter in masters.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*sums, strict=True) if a is not None and b is not None)
+    assert len(sums[0]) == len(sums[1]) and all(grad is not None for some in sums for grad in some)

@@ -24,23 +24,31 @@ def test_what_is_not_large_is_pytorchs() -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize("copy", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("target", ASSEMBLY)
-def test_kernel_compiles_to_wide_accesses(target: str) -> None:
+def test_kernel_compiles_to_wide_accesses(target: str, copy: str | None) -> None:
     from phalanx.kernels import adamw_triton as module  # noqa: PLC0415
 
-    tensors = ("parameter", "gradient", "first_moment", "second_moment", "corrections", "divisor", "skip")
+    tensors = ("parameter", "gradient", "first_moment", "second_moment", "rounded", "corrections", "divisor", "skip")
     numbers = ("lr", "decay", "beta1", "beta2", "eps")
-    types = {**dict.fromkeys(tensors, "*fp32"), "n": "i64", **dict.fromkeys(numbers, "fp32")}
-    constants = {"TILE": module.TILE, "EVEN": True}
-    assembly = assembly_of(module.adamw_kernel, target, module.WARPS, types, constants, even=tuple(range(8)))
+    types = {
+        **dict.fromkeys(tensors, "*fp32"),
+        "rounded": f"*{copy or 'fp32'}",
+        "n": "i64",
+        **dict.fromkeys(numbers, "fp32"),
+    }
+    constants = {"TILE": module.TILE, "EVEN": True, "COPY": copy is not None}
+    assembly = assembly_of(module.adamw_kernel, target, module.WARPS, types, constants, even=tuple(range(9)))
     load, store = WIDE[ASSEMBLY[target]]
     of_16_bytes = 4 * module.TILE // (16 * threads(target, module.WARPS))
     assert len(re.findall(load, assembly)) == 4 * of_16_bytes
-    assert len(re.findall(store, assembly)) == 3 * of_16_bytes
-    # The four numbers that all threads read.
-    assert all(
-        "store" not in access and "st." not in access for access in re.findall(NARROW[ASSEMBLY[target]], assembly)
-    )
+    assert len(re.findall(store, assembly)) == 3 * of_16_bytes + (of_16_bytes // 2 if copy else 0)
+    # The four numbers that all threads read, and on AMD half as many bytes of the copy as of the parameter.
+    half = "dwordx2" if copy and target != "sm_90" else "(?!)"
+    narrow = [x for x in re.findall(NARROW[ASSEMBLY[target]], assembly) if not re.search(half, x)]
+    assert all("store" not in access and "st." not in access for access in narrow)
+    # AMD's bfloat16 is rounded by adding half of the last place, not cut off.
+    assert copy != "bf16" or target == "sm_90" or "0x7fff" in assembly
 
 
 INTERPRETED = """
@@ -61,7 +69,10 @@ ours, theirs = ([nn.Parameter(x.clone()) for x in start] for _ in range(2))
 def groups(p):
     return [{"params": [p[0], p[2]], "weight_decay": 0.1}, {"params": [p[1]], "weight_decay": 0.0}]
 options = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "fused": True}
+# The interpreter cuts bfloat16 off where devices round: float16 it rounds.
+copies = {p: p.detach().half() for p in ours}
 optimizers = Large(groups(ours), **options), torch.optim.AdamW(groups(theirs), **options)
+optimizers[0].copies = copies
 for number, (scale, skip) in enumerate(((1.0, 0.0), (2.0, 0.0), (1.0, 1.0), (0.5, 0.0), (None, None))):
     for optimizer, parameters in zip(optimizers, (ours, theirs)):
         for p in parameters:
@@ -72,6 +83,11 @@ for number, (scale, skip) in enumerate(((1.0, 0.0), (2.0, 0.0), (1.0, 1.0), (0.5
         else:
             compat.update_scaled(optimizer, torch.tensor(scale), torch.tensor(skip))
         assert all(p.grad is grad for p, grad in zip(parameters, kept))
+    # The first update, and small parameters, are PyTorch's, which knows no copies.
+    large = [copies[p] for p in ours[:2]] if number else []
+    assert sorted(map(id, optimizers[0].written)) == sorted(map(id, large))
+    for p in ours[:2] if number else ():
+        assert torch.equal(copies[p], p.to(copies[p].dtype))
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
         for name in ("exp_avg", "exp_avg_sq", "step"):

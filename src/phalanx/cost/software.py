@@ -45,6 +45,8 @@ class Software:
     """Whether shards in one node exchange by copies instead of collectives."""
     chunked_loss: bool = True
     """Whether the head's logits exist for some tokens at a time."""
+    working_copy: bool = True
+    """Whether a rank that holds whole parameters has copies of 16 bits, whose gradients are passed on into 32-bit sums."""
     optimizer_bytes: int = 30
     """Bytes an optimizer step reads and writes for each parameter: 32-bit master, two moments and gradient read, all but
     the gradient written, and the 16-bit copy."""
@@ -59,6 +61,7 @@ class Software:
             self,
             gather_bytes=width,
             reduce_bytes=max(width, self.reduce_bytes),
+            working_copy=self.working_copy and width < 4,
             optimizer_bytes=self.optimizer_bytes - self.gather_bytes + _PASSES * (width - 4),
         )
 
@@ -84,6 +87,7 @@ _MEGATRON = Software(
     overlap=False,
     even_stages=True,
     chunked_loss=False,
+    working_copy=False,
     optimizer_bytes=46,
 )
 """Gradients are copied to 32-bit and checked for overflow on their way to the optimizer."""
@@ -96,6 +100,7 @@ _FSDP = Software(
     plain_recompute=True,
     reduce_bytes=2,
     chunked_loss=False,
+    working_copy=False,
 )
 
 _KNOWN: tuple[tuple[str, Software], ...] = (

@@ -125,7 +125,10 @@ def closed_form(
     added = np.where((layouts.zero < 2) | ~np.bool_(software.overlap), held, mine) * (
         software.gather_bytes + 2 * software.reduce_bytes
     )
-    seconds[StepCause.MEMORY] += (count - 1) * added / profile.memory_b_s
+    # Those of the first are where nobody reduces them brought into the sums' format, where that is another.
+    alone = (steps.shards.size == 1) & (steps.replicas.size == 1) & software.working_copy
+    begun = np.where(alone, held, 0.0) * (software.gather_bytes + software.reduce_bytes)
+    seconds[StepCause.MEMORY] += ((count - 1) * added + begun) / profile.memory_b_s
     seconds[StepCause.REST] = profile.step_s + 4 * mine / profile.memory_b_s
     return StepTimes(seconds.T)
 

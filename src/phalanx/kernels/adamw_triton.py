@@ -1,7 +1,7 @@
 """The Triton kernel behind `train.adamw`; import only where Triton is installed.
 
-One pass: parameter, gradient and both moments are read once, parameter and moments written once, by threads that move 16
-bytes at a time.
+One pass: parameter, gradient and both moments are read once, parameter and moments written once, and the parameter once
+more in the format of the arithmetic where a copy is kept in it, by threads that move 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def adamw_kernel(
     gradient: tl.tensor,
     first_moment: tl.tensor,
     second_moment: tl.tensor,
+    rounded: tl.tensor,
     corrections: tl.tensor,
     divisor: tl.tensor,
     skip: tl.tensor,
@@ -33,8 +34,10 @@ def adamw_kernel(
     eps: tl.tensor,
     TILE: tl.constexpr,
     EVEN: tl.constexpr,
+    COPY: tl.constexpr,
 ) -> None:
-    """TILE of `n` elements, all float32. corrections: [2], see `run_adamw`. EVEN: whether TILE divides `n`."""
+    """TILE of `n` elements, all float32 but for `rounded`. corrections: [2], see `run_adamw`. EVEN: whether TILE divides
+    `n`. COPY: whether `rounded` is written."""
     if tl.load(skip) != 0.0:
         return
     start = tl.program_id(0).to(tl.int64) * TILE
@@ -59,12 +62,15 @@ def adamw_kernel(
     tl.store(parameter + place, p, mask=inside)
     tl.store(first_moment + place, m, mask=inside)
     tl.store(second_moment + place, v, mask=inside)
+    if COPY:
+        tl.store(rounded + start + place, p.to(rounded.dtype.element_ty), mask=inside)
 
 
 def run_adamw(
     parameter: Tensor,
     gradient: Tensor,
     moments: tuple[Tensor, Tensor],
+    rounded: Tensor | None,
     corrections: Tensor,
     divisor: Tensor,
     skip: Tensor,
@@ -76,8 +82,9 @@ def run_adamw(
 ) -> None:
     """One AdamW update in place (Loshchilov & Hutter 2019, algorithm 2), of contiguous float32 tensors of one device.
 
-    corrections: [2], 1 - beta1^t and sqrt(1 - beta2^t) of the update's number t. divisor: 0-dim, of the gradient. skip:
-    0-dim, nothing is changed unless it is 0.
+    rounded: takes the parameter in its own format, where there is such a copy. corrections: [2], 1 - beta1^t and
+    sqrt(1 - beta2^t) of the update's number t. divisor: 0-dim, of the gradient. skip: 0-dim, nothing is changed unless it
+    is 0.
     """
     n = parameter.numel()
     with torch.cuda.device(parameter.device):
@@ -85,6 +92,7 @@ def run_adamw(
             parameter,
             gradient,
             *moments,
+            parameter if rounded is None else rounded,
             corrections,
             divisor,
             skip,
@@ -95,5 +103,6 @@ def run_adamw(
             eps,
             TILE=TILE,
             EVEN=n % TILE == 0,
+            COPY=rounded is not None,
             num_warps=WARPS,
         )

@@ -1,6 +1,7 @@
 """The Triton kernel behind `kernels.parts_sum`; import only where Triton is installed.
 
-Each part is read once and the sum written once, by threads that move 16 bytes at a time.
+Each part is read once and the sum written once, or read and written where it is added to, by threads that move 16 bytes
+at a time.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ WARPS = 4
 
 @triton.jit  # type: ignore[untyped-decorator]
 def sum_parts_kernel(
-    parts: tl.tensor, total: tl.tensor, n: tl.tensor, RANKS: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr
+    parts: tl.tensor,
+    total: tl.tensor,
+    n: tl.tensor,
+    RANKS: tl.constexpr,
+    TILE: tl.constexpr,
+    EVEN: tl.constexpr,
+    ADD: tl.constexpr,
 ) -> None:
-    """TILE of the `n` elements of each part. EVEN: whether TILE divides `n`."""
+    """TILE of the `n` elements of each part. EVEN: whether TILE divides `n`. ADD: whether `total` counts too."""
     first = tl.program_id(0).to(tl.int64) * TILE
     place = tl.arange(0, TILE)
     if EVEN:
@@ -31,13 +38,16 @@ def sum_parts_kernel(
     for _ in tl.static_range(1, RANKS):
         parts += n
         result += tl.load(parts + place, mask=inside).to(tl.float32)
-    tl.store(total + first + place, result, mask=inside)
+    total += first
+    if ADD:
+        result += tl.load(total + place, mask=inside)
+    tl.store(total + place, result, mask=inside)
 
 
-def run_sum_parts(parts: Tensor, total: Tensor) -> None:
+def run_sum_parts(parts: Tensor, total: Tensor, *, add: bool) -> None:
     """As `kernels.parts_sum.sum_parts`, for tensors of a CUDA or ROCm device and a float32 sum."""
     ranks, n = parts.shape
     with torch.cuda.device(total.device):
         sum_parts_kernel[(triton.cdiv(n, TILE),)](
-            parts, total, n, RANKS=ranks, TILE=TILE, EVEN=n % TILE == 0, num_warps=WARPS
+            parts, total, n, RANKS=ranks, TILE=TILE, EVEN=n % TILE == 0, ADD=add, num_warps=WARPS
         )

@@ -7,6 +7,9 @@ import importlib.util
 from functools import cache
 from types import ModuleType
 
+LARGE = 1 << 20
+"""Elements of a tensor from which on a kernel of our own is worth its launch."""
+
 
 @cache
 def triton_module(name: str) -> ModuleType | None:

@@ -13,11 +13,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx import compat
 from phalanx.config.schema import Run
@@ -68,11 +69,17 @@ class Applied:
     copies: PeerCopies | None = None
     """What gathers parameters, where collectives do not."""
 
-    def refresh(self) -> None:
-        """Let the stages see the present masters."""
+    @property
+    def working(self) -> dict[Tensor, Tensor]:
+        """What computes in place of each parameter that is a master."""
+        copies = [stage.working.of_masters for stage in self.stages if stage.working is not None]
+        return {master: copy for some in copies for master, copy in some.items()}
+
+    def refresh(self, written: Collection[Tensor] = ()) -> None:
+        """Let the stages see the present masters. written: those of `working` that hold their master's value already."""
         for stage in self.stages:
             if stage.working is not None:
-                stage.working.refresh()
+                stage.working.refresh(written)
         if self.copies is not None:
             self.copies.renew()
 

@@ -3,26 +3,30 @@
 PyTorch's fused kernel writes the gradients that it scales back to memory, where nobody reads them again, and moves its bytes
 at three quarters of the speed of an H200's memory. Parameters of over a million elements on an accelerator have a kernel of
 our own (`kernels.adamw_triton`): 0.72 of the time, measured over 880 million parameters. All others are PyTorch's, as are
-state and options.
+state and options. Where a parameter has a copy in the format of the arithmetic, the kernel writes that too, instead of a
+pass that reads the parameter again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from phalanx.kernels.triton_modules import triton_module
-
-_LARGE = 1 << 20
-"""Elements from which on a kernel of its own is worth its launch."""
+from phalanx.kernels.triton_modules import LARGE, triton_module
 
 
 class AdamW(torch.optim.AdamW):
     """See `torch.optim.AdamW` with `fused=True`, whose gradient scale and skipped updates it knows."""
+
+    copies: Mapping[Tensor, Tensor] = MappingProxyType({})
+    """Of parameters, in other formats: each equals its parameter, rounded, whenever a step begins."""
+    written: tuple[Tensor, ...] = ()
+    """Those that the last step left equal to their parameters; the others are for the caller to renew."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -33,6 +37,7 @@ class AdamW(torch.optim.AdamW):
         for group, parameters in large:
             if parameters:
                 self._update(group, parameters)
+        self.written = tuple(copy for p in gradients if (copy := self._copy_of(p)) is not None)
         for p in gradients:
             p.grad = None
         super().step()
@@ -45,7 +50,11 @@ class AdamW(torch.optim.AdamW):
             return False
         local, gradient = _local(p), _local(p.grad)
         even = local.is_contiguous() and gradient.is_contiguous()
-        return local.numel() >= _LARGE and even and triton_module("adamw_triton") is not None
+        return local.numel() >= LARGE and even and triton_module("adamw_triton") is not None
+
+    def _copy_of(self, p: Tensor) -> Tensor | None:
+        copy = self.copies.get(p)
+        return copy if copy is not None and copy.is_contiguous() else None
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         kernel = triton_module("adamw_triton")
@@ -65,6 +74,7 @@ class AdamW(torch.optim.AdamW):
                 _local(p),
                 _local(p.grad),
                 (_local(state["exp_avg"]), _local(state["exp_avg_sq"])),
+                self._copy_of(p),
                 correction,
                 divisor,
                 skip,

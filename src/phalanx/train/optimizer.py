@@ -19,11 +19,15 @@ from phalanx.train.adamw import AdamW
 
 
 def build_optimizer(
-    parameters: Mapping[str, nn.Parameter], config: Optimizer, kind: Callable[[str], ParameterKind]
+    parameters: Mapping[str, nn.Parameter],
+    config: Optimizer,
+    kind: Callable[[str], ParameterKind],
+    copies: Mapping[Tensor, Tensor] | None = None,
 ) -> AdamW:
     """AdamW (Loshchilov & Hutter 2019) over parameters by name, in groups: first those with weight decay.
 
-    Fused, on every device type. kind: of the parameter with this name, as its family says.
+    Fused, on every device type. kind: of the parameter with this name, as its family says. copies: see
+    `AdamW`.
     """
     groups: dict[tuple[float, bool], dict[str, Any]] = {}
     for name, parameter in parameters.items():
@@ -31,13 +35,15 @@ def build_optimizer(
         # One kernel takes either plain tensors (streamed matrices) or sharded ones.
         group = groups.setdefault((decay, isinstance(parameter, DTensor)), {"params": [], "weight_decay": decay})
         group["params"].append(parameter)
-    return AdamW(
+    optimizer = AdamW(
         sorted(groups.values(), key=lambda group: -group["weight_decay"]),
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
         fused=True,
     )
+    optimizer.copies = copies or {}
+    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
@@ -55,8 +61,17 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     grads = [grad for p in parameters if (grad := local_gradient(p)) is not None and grad.numel()]
     if not grads:
         return torch.zeros(())
-    squares = [torch.dot(part, part) for run in _runs(grads) for part in run.split(_RUN)]
-    return torch.stack(squares).double().sum().sqrt().to(grads[0].dtype)
+    parts = [part for run in _runs(grads) for part in run.split(_RUN)]
+    return _squares(parts).sum().sqrt().to(grads[0].dtype)
+
+
+def _squares(parts: list[Tensor]) -> Tensor:
+    """Sums of squares of each part, float64 [parts]."""
+    if parts[0].device.type == "cpu":
+        # Norms are summed up there with an error of 8e-4 over 2^24 float32 numbers.
+        return torch.stack([torch.dot(part, part) for part in parts]).double()
+    # Products read each number twice and have 0.6 of the speed.
+    return torch.stack([torch.linalg.vector_norm(part) for part in parts]).double().square()
 
 
 _RUN = 2**24

@@ -17,6 +17,7 @@ from phalanx.data.batch import Batch
 from phalanx.layout.apply import Applied
 from phalanx.layout.execute import Executor
 from phalanx.models.families import family_of
+from phalanx.train.adamw import AdamW
 from phalanx.train.optimizer import build_optimizer, clipped_update, global_gradient_norm
 
 
@@ -42,7 +43,7 @@ def build_step(run: Run, applied: Applied, device: torch.device) -> TrainStep:
     """The training step that `run` asks for, with a fresh optimizer."""
     return TrainStep(
         applied,
-        build_optimizer(applied.parameters, run.optimizer, family_of(run).parameter_kind),
+        build_optimizer(applied.parameters, run.optimizer, family_of(run).parameter_kind, applied.working),
         device=device,
         grad_clip=run.optimizer.grad_clip,
         scaler=GradScaler(device.type) if run.layout.precision == "fp16" else None,
@@ -55,7 +56,7 @@ class TrainStep:
     def __init__(
         self,
         applied: Applied,
-        optimizer: torch.optim.AdamW,
+        optimizer: AdamW,
         *,
         device: torch.device,
         grad_clip: float | None,
@@ -110,7 +111,7 @@ class TrainStep:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.applied.refresh()
+        self.applied.refresh(self.optimizer.written)
         return torch.stack((loss.double(), norm.double()))
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:

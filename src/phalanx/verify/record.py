@@ -69,7 +69,7 @@ def record(
     copies = choose_peer_copies(run, layout, mesh, device)
     applied = apply_layout(run, layout, mesh, device, AttentionChoice("sdpa"), copies)
     _shake(applied, run)
-    optimizer = build_optimizer(applied.parameters, run.optimizer, family_of(run).parameter_kind)
+    optimizer = build_optimizer(applied.parameters, run.optimizer, family_of(run).parameter_kind, applied.working)
     step = _Recorded(applied, optimizer, device=device, grad_clip=run.optimizer.grad_clip)
     share = layout.samples_per_rank
     first = mesh.data_rank * share
