@@ -36,6 +36,7 @@ _CURVES: Mapping[str, float] = {
     "attention_backward_flop_s": 0.7,
     "attention_length": 1.0,
     "attention_head": 0.7,
+    "attention_area": 1.5,
     "memory_b_s": 0.5,
     "kernel_s": 1.0,
 }
@@ -83,13 +84,7 @@ class Found:
 
 def profile_of(found: Measurements, machine: Machine, source: str) -> Found:
     """The profile that says what was measured. machine: where it was; source: on what and when, in words."""
-    prior = _prior(machine.node.device, found)
-    timed = {x.kind for x in found.operations}
-    untimed = {f"{kind}_flop_s" for kind in _WIDTHS if kind not in timed}
-    names = {name: spread for name, spread in _CURVES.items() if name not in untimed}
-    # Whole attention has no curve of its own: what its calls take is kept as a ratio to that of causal ones.
-    fitted_to = replace(found, operations=tuple(x for x in found.operations if not _is_whole(x)))
-    curves = _fitted(prior, names, lambda profile: _operation_errors(profile, fitted_to) / _NOISE)
+    curves = _with_curves(_prior(machine.node.device, found), found)
     by_curves = np.exp(_operation_errors(curves, found))
     operations = tuple(
         replace(x, ratio=float(1 / ratio)) for x, ratio in zip(found.operations, by_curves.tolist(), strict=False)
@@ -150,6 +145,21 @@ def _fitted(start: Profile, spread: Mapping[str, float], errors: Callable[[Profi
 
 
 # --- single operations -------------------------------------------------------------------------------------------------
+
+
+def _with_curves(prior: Profile, found: Measurements) -> Profile:
+    """`prior` with its curves moved to single operations.
+
+    Whole attention has none of its own: what its calls take is kept as a ratio to that of causal ones.
+    """
+    fitted_to = replace(found, operations=tuple(x for x in found.operations if not _is_whole(x)))
+    timed = {x.kind for x in fitted_to.operations}
+    untimed = {f"{kind}_flop_s" for kind in _WIDTHS if kind not in timed}
+    names = {name: spread for name, spread in _CURVES.items() if name not in untimed}
+    if areas := [x.batch * x.m for x in fitted_to.operations if x.kind not in _WIDTHS]:
+        # By default 0, which no factor moves; so little costs the fewest rows a ninth of their rate.
+        prior = replace(prior, attention_area=min(areas) / 8)
+    return _fitted(prior, names, lambda profile: _operation_errors(profile, fitted_to) / _NOISE)
 
 
 def _operation_errors(profile: Profile, found: Measurements) -> Floats:

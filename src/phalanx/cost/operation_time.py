@@ -1,8 +1,8 @@
 """How long operations take on a device: arrays of what they are, and their seconds by a profile.
 
 Matrix products: the rate of large ones, times how well the result's sides, its area and the sums' depth fill the device;
-never faster than memory gives their data. Attention: the rate of long sequences, times how well length and head size fill
-it. Everything else is memory traffic. Any kernel takes a little more than its work.
+never faster than memory gives their data. Attention: the rate of long sequences, times how well length, head size and the
+rows of queries fill it. Everything else is memory traffic. Any kernel takes a little more than its work.
 """
 
 from __future__ import annotations
@@ -168,7 +168,8 @@ def _by_curves(table: OperationTable, profile: Profile) -> Floats:
     rate = np.select(
         [table.width == 8, table.width == 4], [profile.matmul64_flop_s, profile.matmul32_flop_s], profile.matmul_flop_s
     )
-    area = table.batch * table.m * table.n
+    rows = table.batch * table.m
+    area = rows * table.n
     edge, depth = profile.matmul_edge, profile.matmul_depth
     fill = table.m / (table.m + edge) * (table.n / (table.n + edge)) * (table.k / (table.k + depth))
     fill = fill * (area / (area + profile.matmul_area))
@@ -184,6 +185,7 @@ def _by_curves(table: OperationTable, profile: Profile) -> Floats:
     # Wider numbers go through the same kernels at the rate of their products.
     attention = attention * np.where(biased, profile.attention_biased, 1.0) * (rate / profile.matmul_flop_s)
     share = table.n / (table.n + profile.attention_length) * (table.k / (table.k + profile.attention_head))
+    share = share * (rows / (rows + profile.attention_area))
     product = np.maximum(table.flops / (rate * fill), traffic)
     attended = np.maximum(table.flops / (attention * share), traffic)
     seconds = np.where(table.form == Form.PRODUCT, product, np.where(fused, attended, traffic))

@@ -51,6 +51,9 @@ class Profile:
     """Keys at which half of the rate is lost."""
     attention_head: float
     """Size of a head at which half of the rate is lost."""
+    attention_area: float
+    """Rows of queries, of all samples and heads together, at which half of the rate is lost: the last of them keep only a
+    part of the device busy."""
     attention_biased: float
     """Rate with a bias on the scores (ALiBi, document masks), over that without."""
     memory_b_s: float
@@ -103,7 +106,7 @@ class Profile:
 CONSTANTS = tuple(field.name for field in fields(Profile) if field.name != "measured")
 RATES = ("matmul_flop_s", "matmul32_flop_s", "matmul64_flop_s")
 """Those of matrix products."""
-_NEWER = frozenset({"matmul64_flop_s", "eager_share", "exchange_host_s", "shard_host_s"})
+_NEWER = frozenset({"matmul64_flop_s", "attention_area", "eager_share", "exchange_host_s", "shard_host_s"})
 """Constants that a profile may lack, since it was written before they were thought of: the device's default stands."""
 SHARES = frozenset({"hidden", "copy_share"})
 """Constants that cannot be more than 1."""
