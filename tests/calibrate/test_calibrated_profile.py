@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phalanx.calibrate.blocks import TimedBlock
-from phalanx.calibrate.effort import ACCELERATOR
+from phalanx.calibrate.effort import ACCELERATOR, Effort
 from phalanx.calibrate.exchange import Beside, Exchanged
 from phalanx.calibrate.fit import profile_of
 from phalanx.calibrate.host_exchanges import HostExchanges
@@ -46,8 +46,8 @@ def _wobble(number: int) -> float:
     return 1.0 + 0.03 * float(np.sin(12.9 * number))
 
 
-def _operations(profile: Profile) -> list[TimedOperation]:
-    shapes = shapes_for(EFFORT, 1e11)
+def _operations(profile: Profile, effort: Effort = EFFORT) -> list[TimedOperation]:
+    shapes = shapes_for(effort, 1e11)
     start = (0, Way.FORWARD, Cause.MATMUL)
     rows: list[tuple[tuple[float, ...], TimedOperation]] = []
 
@@ -131,13 +131,30 @@ def test_the_constants_that_made_the_measurements_come_back(measured: Measuremen
     assert found.named.beside == {"context": 6e8, "communicator": 1e8}
 
 
+@pytest.mark.parametrize("area", [0.0, 4e3, 3e4])
+def test_how_many_rows_keep_attention_busy_comes_back(measured: Measurements, area: float) -> None:
+    # As many shapes as accelerators time: of fewer, lengths and rows say the same.
+    true = replace(TRUE, attention_area=area)
+    operations = tuple(_operations(true, replace(EFFORT, attentions=ACCELERATOR.attentions)))
+    found = profile_of(replace(measured, operations=operations, blocks=()), MACHINE, "measured")
+    assert found.named.profile.attention_area == pytest.approx(area, rel=0.15, abs=600)
+    assert np.abs(found.operations).max() < 0.06
+
+
 def test_shapes_that_are_faster_or_slower_than_the_curve_are_predicted_as_they_were_timed(
     measured: Measurements,
 ) -> None:
     found = profile_of(replace(measured, blocks=()), MACHINE, "measured")
     wobbled = [abs(x.ratio - 1) for x in found.named.profile.measured]
     assert max(wobbled) > 0.02
-    assert len(found.operations) == len(measured.operations)
+    assert len(found.named.profile.measured) == len(measured.operations)
+
+
+def test_whole_attention_is_no_error_of_the_curves_that_it_does_not_have(measured: Measurements) -> None:
+    slower = [replace(x, seconds=3 * x.seconds) if x.kind.startswith("whole") else x for x in measured.operations]
+    found = profile_of(replace(measured, operations=tuple(slower), blocks=()), MACHINE, "measured")
+    assert 0 < len(found.operations) == sum(not x.kind.startswith("whole") for x in slower)
+    assert np.abs(found.operations).max() < 0.1
 
 
 def test_whole_attention_is_predicted_as_it_was_timed_and_causal_attention_as_before(measured: Measurements) -> None:

@@ -76,7 +76,7 @@ class Found:
 
     named: NamedProfile
     operations: Floats
-    """By the curves alone."""
+    """By the curves alone, of those that these were fitted to: not of whole attention."""
     exchanged: Floats
     blocks: Floats
     """Of each block by a fit without it, forward and backward together."""
@@ -110,7 +110,8 @@ def profile_of(found: Measurements, machine: Machine, source: str) -> Found:
         collectives=constants,
         beside=found.beside,
     )
-    return Found(named, by_curves[: len(operations)] - 1, exchanged, blocks)
+    fitted_to = np.array([not _is_whole(x) for x in operations], np.bool_)
+    return Found(named, by_curves[: len(operations)][fitted_to] - 1, exchanged, blocks)
 
 
 def _prior(device: str, found: Measurements) -> Profile:

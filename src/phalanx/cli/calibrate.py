@@ -144,6 +144,7 @@ def _show(found: Found, measured: Measurements, machine: Machine, path: Path, *,
         "collectives": None if named.collectives is None else asdict(named.collectives),
         "beside": named.beside,
         "operations": len(measured.operations),
+        "operations_on_curves": len(found.operations),
         "operation_errors": _errors(found.operations),
         "exchanges": len(measured.exchanged),
         "exchange_errors": _errors(found.exchanged),
@@ -158,8 +159,10 @@ def _show(found: Found, measured: Measurements, machine: Machine, path: Path, *,
         f"matrix products {constants.matmul_flop_s / 1e12:.4g} TFLOP/s, attention {constants.attention_flop_s / 1e12:.3g} "
         f"forward and {constants.attention_backward_flop_s / 1e12:.3g} backward, memory {constants.memory_b_s / 1e9:.4g} "
         f"GB/s, optimizer {constants.optimizer_b_s / 1e9:.4g} GB/s",
-        f"{len(measured.operations)} operations: {_words(found.operations)} around the curves, which they correct",
+        f"{len(found.operations)} operations: {_words(found.operations)} around the curves, which they correct",
     ]
+    if whole := len(measured.operations) - len(found.operations):
+        lines.append(f"{whole} calls of attention of all positions with all: kept as ratios to causal ones")
     if len(found.exchanged):
         lines.append(f"{len(found.exchanged)} collectives: {_words(found.exchanged)}")
     if len(found.blocks):
