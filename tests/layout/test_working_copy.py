@@ -88,9 +88,9 @@ def test_what_is_written_already_is_left_alone() -> None:
     masters, working = filled_masters(), decoder(torch.bfloat16)
     copy = WorkingCopy(masters, working)
     copy.refresh()
-    assert copy.of_masters[masters.blocks[0].mlp.up.weight] is working.blocks[0].mlp.up.weight
+    assert copy.of_masters[masters.blocks[0].mlp.down.weight] is working.blocks[0].mlp.down.weight
     before = {name: parameter.detach().clone() for name, parameter in working.named_parameters()}
-    written = working.blocks[1].mlp.up.weight
+    written = working.blocks[1].mlp.down.weight
     with torch.no_grad():
         for parameter in masters.parameters():
             parameter.add_(1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -16,9 +17,11 @@ Call = Callable[[], object]
 _SHORT_S = 2e-3
 """Calls that take less are queued behind other work, so that the device never waits for the host between them."""
 _QUEUED = 50
-"""Short calls in a sample: few enough for the host to issue while the work in front of them runs."""
+"""Short calls in a sample."""
 _BLOCKER = 8192
 """Sides of the product in front of them."""
+_BLOCKED = 2.0
+"""How long products run in front of them, over what the host took to issue as many calls: hosts are not always as quick."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,23 @@ class Clock:
             calls = max(1, min(_QUEUED if first < _SHORT_S else 1000, round(self.span_s / max(first, 1e-6))))
         if self.device.type == "cpu":
             return statistics.median(self._wall(call, calls) for _ in range(self.samples))
-        return statistics.median(self._on_device(call, calls, first < _SHORT_S) for _ in range(self.samples))
+        blockers = 0 if first >= _SHORT_S else self._blockers(_BLOCKED * calls * self._issued(call))
+        return statistics.median(self._on_device(call, calls, blockers) for _ in range(self.samples))
+
+    def _issued(self, call: Call) -> float:
+        """Seconds the host takes to issue `call`, not waiting for what it does."""
+        synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(_ISSUED):
+            call()
+        issued = (time.perf_counter() - start) / _ISSUED
+        synchronize(self.device)
+        return issued
+
+    def _blockers(self, seconds: float) -> int:
+        """Products that keep the device busy for so long."""
+        blocker = _blocker(self.device)
+        return 1 + math.ceil(seconds / self._on_device(lambda: torch.mm(blocker, blocker), 3, 0))
 
     def host_seconds(self, call: Call, *, calls: int | None = None) -> float:
         """What the host takes to issue `call`, the median: for calls that the device does faster than that. calls: as for
@@ -57,10 +76,10 @@ class Clock:
         synchronize(self.device)
         return (time.perf_counter() - start) / calls
 
-    def _on_device(self, call: Call, calls: int, short: bool) -> float:
-        if short:
+    def _on_device(self, call: Call, calls: int, blockers: int) -> float:
+        if blockers:
             blocker = _blocker(self.device)
-            for _ in range(3):
+            for _ in range(blockers):
                 torch.mm(blocker, blocker)
         start = Moment(self.device)
         for _ in range(calls):
@@ -70,10 +89,12 @@ class Clock:
         return end.seconds_since(start) / calls
 
 
-_blockers: dict[torch.device, torch.Tensor] = {}
+_ISSUED = 5
+"""Calls that the host's work is timed over."""
+_blocker_of: dict[torch.device, torch.Tensor] = {}
 
 
 def _blocker(device: torch.device) -> torch.Tensor:
-    if device not in _blockers:
-        _blockers[device] = torch.randn(_BLOCKER, _BLOCKER, device=device, dtype=torch.bfloat16)
-    return _blockers[device]
+    if device not in _blocker_of:
+        _blocker_of[device] = torch.randn(_BLOCKER, _BLOCKER, device=device, dtype=torch.bfloat16)
+    return _blocker_of[device]
