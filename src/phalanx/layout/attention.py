@@ -1,7 +1,7 @@
 """Which attention kernel a run uses: measured on the device at hand, at the run's own shape, not assumed.
 
 The measurement takes seconds (FlexAttention must be compiled), so its outcome is kept in the user's cache folder, keyed by
-everything it depends on. On AMD devices SDPA's own choice is kept.
+everything it depends on. On AMD devices SDPA's own choice is kept. 64-bit numbers have no fused kernel anywhere.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import contextlib
 import json
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast, get_args
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -73,8 +75,19 @@ class AttentionChoice:
             yield
 
 
-def check_attention(requested: str, device: torch.device) -> None:
-    """Raise ConfigError for a kernel that cannot train on `device`."""
+_OF_64_BITS = AttentionChoice("math")
+"""Of 64-bit numbers: no fused kernel takes them, but that FlexAttention would add up in 32 bits."""
+_WIDEST_OF = {"flex": torch.float32, "flash4": torch.bfloat16}
+"""The widest numbers of kernels that do not give way to another."""
+
+
+def check_attention(requested: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError for a kernel that cannot train on `device`, or not in `dtype`."""
+    if requested in _WIDEST_OF and dtype.itemsize > _WIDEST_OF[requested].itemsize:
+        raise ConfigError(
+            f"training.attention={requested} cannot compute in {dtype}: it knows nothing wider than "
+            f"{_WIDEST_OF[requested]}\nnearest: training.attention=auto"
+        )
     if requested == "flex" and device.type == "cpu":
         raise ConfigError(
             "training.attention=flex cannot train on the CPU: FlexAttention has no backward pass there\n"
@@ -95,6 +108,8 @@ def choose_attention(
         return AttentionChoice(requested)
     if device.type == "cpu" or compat.is_rocm():
         return AttentionChoice("sdpa")
+    if shape.dtype == torch.float64:
+        return _OF_64_BITS
     return fastest(_cache_key(model, shape, device), lambda: _measure_all(model, shape, device))
 
 
@@ -104,6 +119,8 @@ def choose_whole_attention(
     """The fastest kernel for queries, keys and values of `shape`, [B, S, A, E], of which none is masked."""
     if device.type == "cpu" or compat.is_rocm():
         return AttentionChoice("sdpa")
+    if dtype == torch.float64:
+        return _OF_64_BITS
     words = "B{} S{} H{} E{}".format(*shape)
     key = f"{device_name(device)} | {torch.__version__} | {words} | {dtype} not causal"
     return fastest(key, lambda: _measure_whole(shape, dtype, device))
@@ -165,7 +182,10 @@ def milliseconds_of(name: str, attention: Callable[[], torch.Tensor], grad: torc
     """
     backend = sdpa_kernel([_BACKENDS[name]]) if name in _BACKENDS else contextlib.nullcontext()
     seconds = []
-    with backend:
+    with backend, warnings.catch_warnings():
+        # SDPA warns of each reason why the one kernel that it may take cannot run. This asks whether it can: no news to a
+        # user, who trains with another. What is of interest beyond is said again where the chosen kernel trains.
+        warnings.simplefilter("ignore", UserWarning)
         for _ in range(8):
             synchronize(grad.device)
             start = time.perf_counter()
@@ -176,7 +196,7 @@ def milliseconds_of(name: str, attention: Callable[[], torch.Tensor], grad: torc
 
 
 def _code_path(name: str) -> AttentionKernel:
-    return "flex" if name == "flex" else "flash4" if name == "flash4" else "sdpa"
+    return cast(AttentionKernel, name) if name in get_args(AttentionKernel) else "sdpa"
 
 
 def _flash4_runs(shape: AttentionShape, device: torch.device) -> bool:
@@ -189,7 +209,8 @@ def _cache_key(model: LanguageModel, shape: AttentionShape, device: torch.device
     parts = (
         device_name(device),
         version,
-        f"B{shape.samples} S{shape.length} H{model.n_heads} K{model.kv_heads} E{model.head_size}",
+        # Heads are written otherwise than by versions that could not measure the memory-efficient kernel where they share.
+        f"B{shape.samples} S{shape.length} H{model.n_heads}/{model.kv_heads} E{model.head_size}",
         f"{shape.dtype} {model.positions}{' documents' if shape.documents else ''}",
     )
     return " | ".join(parts)

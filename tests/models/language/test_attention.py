@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 
+from phalanx import compat
 from phalanx.config.model import LanguageModel
 from phalanx.models.language.attention import AttentionKernel, attend, attention_context
 from phalanx.models.language.loss import IGNORED
@@ -39,6 +43,56 @@ def test_only_plain_causal_masks_run_without_the_guard_for_masked_rows() -> None
     assert attention_context(MPT, positions, torch.float32, kernel="flex").rows_safe
     packed = attention_context(MPT, positions, torch.float32, kernel="flex", document_ids_BS=DOCUMENTS)
     assert not packed.rows_safe
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_repeated_keys_give_the_numbers_of_shared_ones(dtype: torch.dtype, documents: torch.Tensor | None) -> None:
+    assert LLAMA.kv_heads < LLAMA.n_heads
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(2, heads, 40, LLAMA.head_size) for heads in (LLAMA.n_heads, LLAMA.kv_heads, LLAMA.kv_heads)]
+    inputs = [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+    grad = torch.randn(shapes[0], generator=generator, dtype=dtype)
+    found = {}
+    kernels: tuple[AttentionKernel, ...] = ("sdpa", "efficient")
+    for kernel in kernels:
+        context = attention_context(LLAMA, torch.arange(40), dtype, kernel=kernel, document_ids_BS=documents)
+        assert context.repeated == (kernel == "efficient")
+        out = attend(*inputs, context)
+        found[kernel] = (out, *torch.autograd.grad(out, inputs, grad))
+    bound = 1e-5 if dtype == torch.float32 else 1e-13
+    torch.testing.assert_close(found["efficient"], found["sdpa"], rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "documents", "rocm", "repeated"),
+    [
+        (torch.bfloat16, None, False, False),
+        (torch.bfloat16, DOCUMENTS, False, False),
+        (torch.bfloat16, DOCUMENTS, True, True),
+        (torch.float32, None, False, True),
+        (torch.float32, None, True, True),
+        (torch.float32, DOCUMENTS, False, True),
+    ],
+)
+def test_accelerators_get_keys_for_every_head_where_no_fused_kernel_shares_them(
+    dtype: torch.dtype, documents: torch.Tensor | None, rocm: bool, repeated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "is_rocm", lambda: rocm)
+    context = attention_context(LLAMA, torch.arange(40), dtype, document_ids_BS=documents)
+    query, key = (
+        torch.empty(2, heads, 40, LLAMA.head_size, dtype=dtype, device="meta")
+        for heads in (LLAMA.n_heads, LLAMA.kv_heads)
+    )
+    given: list[tuple[int, bool]] = []
+
+    def sdpa(_query: torch.Tensor, key: torch.Tensor, *_: Any, enable_gqa: bool, **__: Any) -> torch.Tensor:
+        given.append((key.shape[1], enable_gqa))
+        return key
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    attend(query, key, key, context)
+    assert given == [(LLAMA.n_heads, False) if repeated else (LLAMA.kv_heads, True)]
 
 
 def test_alibi_bias_is_slope_times_distance() -> None:

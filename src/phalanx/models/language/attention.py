@@ -1,8 +1,9 @@
-"""Causal self-attention, with three interchangeable kernels that give the same numbers.
+"""Causal self-attention, with interchangeable kernels that give the same numbers.
 
 `sdpa` is torch's scaled_dot_product_attention with a dense bias where ALiBi or document masks ask for one; which of its
-kernels runs is the caller's choice (`torch.nn.attention.sdpa_kernel`). `flex` is FlexAttention, which never builds the
-bias. Causal attention without ALiBi or document masks needs no bias in either. `flash4` is FlashAttention-4, for that alone.
+kernels runs is the caller's choice (`torch.nn.attention.sdpa_kernel`). `efficient` is the same for its memory-efficient
+kernel, which takes as many keys and values as queries. `flex` is FlexAttention, which never builds the bias. Causal
+attention without ALiBi or document masks needs no bias in any. `flash4` is FlashAttention-4, for that alone.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from phalanx import compat
 from phalanx.config.model import LanguageModel
 from phalanx.kernels.flash4 import flash4_attention
 from phalanx.models.language.layers import Linear, Norm
 from phalanx.models.language.positions import alibi_slopes, rope_tables, rotate
 
-AttentionKernel = Literal["sdpa", "flex", "flash4"]
+AttentionKernel = Literal["sdpa", "efficient", "flex", "flash4"]
 
 
 class RotaryContext(Protocol):
@@ -52,6 +54,8 @@ class AttentionContext(NamedTuple):
     """
     flash4: bool = False
     """Whether FlashAttention-4 runs; it has no bias and no mask but the causal one."""
+    repeated: bool = False
+    """Whether each query head gets keys and values of its own, for a kernel that knows no shared ones."""
 
 
 @dataclass
@@ -103,11 +107,12 @@ def attention_context(
         mask = _flex_mask(positions_S, document_ids_BS)
         return AttentionContext(rope, None, slopes, mask, rows_safe=document_ids_BS is None)
     if not alibi and document_ids_BS is None and past == 0:
-        return AttentionContext(rope, None, None, None, flash4=kernel == "flash4")
+        return AttentionContext(rope, None, None, None, flash4=kernel == "flash4", repeated=kernel == "efficient")
     keys = torch.arange(past + len(positions_S), device=positions_S.device)
     documents = None if document_ids_BS is None else (document_ids_BS, document_ids_BS)
     slopes_H = alibi_slopes(config, positions_S.device)[heads] if alibi else None
-    return AttentionContext(rope, dense_bias(slopes_H, positions_S, keys, dtype, documents), None, None)
+    bias = dense_bias(slopes_H, positions_S, keys, dtype, documents)
+    return AttentionContext(rope, bias, None, None, repeated=kernel == "efficient")
 
 
 def dense_bias(
@@ -160,14 +165,36 @@ def attend(query_BHSE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, context: At
         return _flex(query_BHSE, key_BKSE, value_BKSE, context)
     if context.flash4:
         return flash4_attention(query_BHSE, key_BKSE, value_BKSE)
+    heads = query_BHSE.shape[1]
+    if context.repeated or not _heads_can_share(query_BHSE, context.bias):
+        key_BKSE, value_BKSE = repeat_heads(key_BKSE, heads), repeat_heads(value_BKSE, heads)
     return F.scaled_dot_product_attention(
         query_BHSE,
         key_BKSE,
         value_BKSE,
         attn_mask=context.bias,
         is_causal=context.bias is None and query_BHSE.shape[2] > 1,
-        enable_gqa=query_BHSE.shape[1] != key_BKSE.shape[1],
+        enable_gqa=heads != key_BKSE.shape[1],
     )
+
+
+def _heads_can_share(query: Tensor, bias: Tensor | None) -> bool:
+    """Whether one of SDPA's fused kernels takes keys and values that several query heads share.
+
+    On accelerators flash attention and cuDNN's do, both of 16-bit numbers alone, and with a bias only cuDNN's. Of others
+    SDPA would write all scores, where the memory-efficient kernel needs no more than keys and values for every head.
+    """
+    if query.device.type == "cpu":
+        return True
+    return query.dtype in (torch.bfloat16, torch.float16) and (bias is None or not compat.is_rocm())
+
+
+def repeat_heads(x_BKSE: Tensor, heads: int) -> Tensor:
+    """Keys or values [B, K, S, E] for each of `heads` query heads, [B, heads, S, E]; gradients of a group are summed."""
+    kv_heads = x_BKSE.shape[1]
+    if kv_heads == heads:
+        return x_BKSE
+    return x_BKSE.unsqueeze(2).expand(-1, -1, heads // kv_heads, -1, -1).flatten(1, 2)
 
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
