@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from phalanx.compat_compiler import _no_random_state
 from phalanx.config.model import LanguageModel
 from phalanx.cost import parts
-from phalanx.cost.family import PartParameter, Setting, build_stage
+from phalanx.cost.family import Kernel, PartParameter, Setting, build_stage
 from phalanx.cost.fusion import elements, source
 from phalanx.cost.operations import Scale
 from phalanx.cost.parts import part_costs
@@ -104,6 +104,49 @@ def test_kept_bytes_of_a_compiled_gated_block() -> None:
     expected = LENGTH * (2 * numbers + 4 * a + 8)
     kept = part_costs("block", setting(), 1).costs.kept_bytes
     assert kept == pytest.approx(expected, abs=64)  # random state of attention's dropout
+
+
+def wide_kept(kernel: Kernel, precision: str, *, compiled: bool = False) -> int:
+    """Bytes kept of one sample, of numbers that have no kernel that shares keys and values."""
+    chosen = setting(precision=precision, attention=kernel, compile=compiled)
+    return part_costs("block", chosen, 1).costs.kept_bytes
+
+
+def test_kept_bytes_of_32_bit_numbers_hold_keys_and_values_for_every_query_head() -> None:
+    h, a, f = WIDE.d_model, WIDE.n_heads, WIDE.ff_size
+    # Both norms' inputs and results; queries, keys, values and what attention makes of them, of as many heads each; the
+    # MLP's two halves; one number a row and head, and one a row and norm. Nothing of the scores.
+    numbers = 2 * (h + h) + 4 * h + 2 * f
+    expected = LENGTH * 4 * (numbers + a + 2)
+    assert wide_kept("efficient", "fp32") == pytest.approx(expected, abs=64)
+    # A compiled block may keep another of equally many numbers, never more.
+    assert wide_kept("efficient", "fp32", compiled=True) <= expected + 64
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp64", 8), ("fp32", 4)])
+def test_the_math_kernel_keeps_its_probabilities(precision: str, width: int) -> None:
+    h, a, e, f = WIDE.d_model, WIDE.n_heads, WIDE.head_size, WIDE.ff_size
+    probabilities = width * a * LENGTH**2
+    rows = LENGTH * width * (2 * (h + h) + 4 * h + 2 * f + 2)
+    # Tables of rotary angles are brought to 64 bits by each that uses them: sine and cosine, of queries and keys.
+    tables = 4 * LENGTH * e // 2 * width if precision == "fp64" else 0
+    assert wide_kept("math", precision) == pytest.approx(rows + tables + probabilities, abs=64)
+    without = wide_kept("efficient", precision, compiled=True)
+    # What the fused kernel keeps of each row is its own.
+    difference = wide_kept("math", precision, compiled=True) - without
+    assert difference == pytest.approx(probabilities, rel=0.05) and difference >= 0.95 * probabilities
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_scores_of_the_math_kernel_are_there_beside_their_probabilities(compiled: bool) -> None:
+    scores = 8 * WIDE.n_heads * LENGTH**2
+    costs = part_costs("block", setting(precision="fp64", attention="math", compile=compiled), 1).costs
+    # Backward there are the probabilities, their gradients and those of the scores.
+    assert costs.backward_peak > 3 * scores
+    assert costs.forward_peak > (1 if compiled else 2) * scores
+    # They are read and written by what runs, forward and backward.
+    fused = part_costs("block", setting(precision="fp64", attention="efficient", compile=compiled), 1).costs
+    assert costs.traffic() - fused.traffic() > 10 * scores
 
 
 def test_kept_bytes_of_a_gelu_block_are_those_of_the_literature() -> None:

@@ -18,6 +18,7 @@ from phalanx.cost.operations import Collective
 from phalanx.cost.recorder import Opaque, Recorder
 from phalanx.cost.timeline import Step
 from phalanx.layout.ring import RING_ATTENTION, RING_GRADIENTS, Ring, attend_along, gradients_along
+from phalanx.models.language.attention import repeat_heads
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
@@ -54,9 +55,7 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
 
 def _efficient(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
     bias = _whole_bias(query, context)
-    group = query.shape[1] // key.shape[1]
-    if group > 1:
-        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
     operation = torch.ops.aten._scaled_dot_product_efficient_attention
     out: Tensor = operation(query, key, value, bias, True, 0.0, bias is None)[0]
     return out
@@ -74,9 +73,7 @@ def _math(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
 
 
 def _cpu(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
-    group = query.shape[1] // key.shape[1]
-    if group > 1:
-        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
     operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out: Tensor = operation(query, key, value, 0.0, context.bias is None, attn_mask=context.bias)[0]
     return out

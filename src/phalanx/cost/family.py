@@ -186,6 +186,21 @@ def likely_kernel(run: Run, *, rocm: bool) -> Kernel:
     return cost_family(run.model).likely_kernel(run, rocm=rocm)
 
 
+def sdpa_choice(requested: str, precision: str, *, biased: bool, rocm: bool) -> Kernel:
+    """The kernel of SDPA that runs where `requested` is tried first: what does not cover a case gives way to what does.
+
+    64-bit numbers are for the math kernel alone. Of 32-bit ones, and of biases, flash attention and cuDNN's know nothing,
+    but that cuDNN's adds biases of 16 bits; AMD devices have no cuDNN.
+    """
+    if precision == "fp64" or requested == "math":
+        return "math"
+    if precision == "fp32" or requested == "efficient":
+        return "efficient"
+    if requested == "cudnn" and not rocm:
+        return "cudnn"
+    return "efficient" if biased else "flash"
+
+
 def loss_chunks(run: Run, degrees: Iterable[int]) -> dict[int, int]:
     """Tokens whose logits are held at once, by tensor-parallel degree."""
     family = cost_family(run.model)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from phalanx.config.model import LanguageModel
 from phalanx.config.schema import LanguageRun
 from phalanx.cost.accelerator import core_attention, fused_rms_norm
-from phalanx.cost.family import MODEL_PARTS, Kernel, PartName, Setting
+from phalanx.cost.family import MODEL_PARTS, Kernel, PartName, Setting, sdpa_choice
 from phalanx.cost.recorder import Recorder
 from phalanx.layout.context import split_context
 from phalanx.layout.hybrid_stop import Stream, Streamed, stream_matrices
@@ -48,15 +48,12 @@ def setting_of(run: LanguageRun, layout: ResolvedLayout, *, attention: Kernel, c
 
 def likely_kernel(run: LanguageRun, *, rocm: bool) -> Kernel:
     """The attention kernel a run will use: the one it names, or what `auto` finds fastest on such devices as a rule."""
-    requested = run.training.attention
-    if requested in ("cudnn", "flash", "efficient", "math", "flex"):
-        return requested
-    if run.layout.precision == "fp64":
-        return "math"
+    requested, precision = run.training.attention, run.layout.precision
     biased = run.model.positions == "alibi" or run.data.document_mask
-    if biased and requested == "auto" and not rocm:
+    measured = requested == "auto" and not rocm and precision != "fp64"
+    if requested == "flex" or (biased and measured):
         return "flex"
-    return "efficient" if biased or run.layout.precision == "fp32" else "flash"
+    return sdpa_choice(requested, precision, biased=biased, rocm=rocm)
 
 
 def build_stage(name: PartName, setting: Setting, share: SequenceShare, stream: Stream | None) -> Stage:

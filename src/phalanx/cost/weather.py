@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from phalanx.config.families import WeatherRun
 from phalanx.config.weather import WeatherModel
-from phalanx.cost.family import MODEL_PARTS, Kernel, PartName, Setting
+from phalanx.cost.family import MODEL_PARTS, Kernel, PartName, Setting, sdpa_choice
 from phalanx.cost.recorder import Recorder
 from phalanx.errors import ConfigError
 from phalanx.layout.hybrid_stop import Stream, stream_matrices
@@ -48,12 +48,7 @@ def setting_of(run: WeatherRun, layout: ResolvedLayout, *, attention: Kernel, co
 
 def likely_kernel(run: WeatherRun, *, rocm: bool) -> Kernel:
     """See `family.CostFamily`; there is neither bias nor mask."""
-    requested = run.training.attention
-    if requested in ("cudnn", "flash", "efficient", "math"):
-        return requested
-    if run.layout.precision == "fp64":
-        return "math"
-    return "efficient" if run.layout.precision == "fp32" else "flash"
+    return sdpa_choice(run.training.attention, run.layout.precision, biased=False, rocm=rocm)
 
 
 def chunk_tokens(run: WeatherRun, tp: int) -> int:
