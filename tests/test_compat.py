@@ -49,6 +49,18 @@ def test_an_accelerator_counts_what_was_refused(monkeypatch: pytest.MonkeyPatch)
     assert compat.memory_statistics(device) == {"now": 0, "peak": 0, "retries": 0}
 
 
+def test_only_computations_in_64_bits_are_compiled_with_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = {"triton.mix_order_reduction": False}
+    # PyTorch takes no option that it does not know.
+    known = torch.nn.Linear(1, 1)
+    assert compat.compile_options(torch.float64) == off
+    known.compile(options=compat.compile_options(torch.float64))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert compat.compile_options(dtype) is None
+    monkeypatch.setattr(torch._inductor, "list_options", lambda: ["triton.cudagraphs"])
+    assert compat.compile_options(torch.float64) is None
+
+
 COMES_FIRST = ("cudnn", "flash4", "efficient")
 """Choices with which SDPA tries cuDNN before flash attention."""
 

@@ -20,7 +20,7 @@ def slope_and_its_gradient(x: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_derivatives_are_part_of_the_program() -> None:
     x, factor = torch.linspace(-1.0, 2.0, 7, dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64)
-    program = SizedProgram(slope_and_its_gradient, (x, factor), ROWS).compile()
+    program = SizedProgram(slope_and_its_gradient, (x, factor), ROWS).compile(torch.float32)
     for rows in (7, 3, 50):
         assert program.holds_for({"rows": rows})
         given = torch.linspace(-1.0, 2.0, rows, dtype=torch.float64)
@@ -49,5 +49,7 @@ def test_sizes_that_differ_only_by_name_are_told_apart() -> None:
 
 
 def test_numbers_are_arguments_like_others() -> None:
-    program = SizedProgram(torch.mul, (torch.ones(4), torch.tensor(2.0, dtype=torch.float64)), ROWS).compile()
+    program = SizedProgram(torch.mul, (torch.ones(4), torch.tensor(2.0, dtype=torch.float64)), ROWS).compile(
+        torch.float32
+    )
     torch.testing.assert_close(program(torch.ones(3), torch.tensor(5.0, dtype=torch.float64)), torch.full((3,), 5.0))

@@ -81,6 +81,16 @@ def _cpu_kernels(x: Tensor) -> bool:
     return x.device.type == "cpu" and not _stand_in.active
 
 
+def compile_options(dtype: torch.dtype) -> dict[str, Any] | None:
+    """Options of `torch.compile` for what computes in `dtype`; None: PyTorch's own."""
+    # Since 2.10 Inductor sums along rows and along columns in one kernel, whose sums over columns are float32 whatever is
+    # added up: of 64-bit numbers Triton refuses to compile it.
+    option = "triton.mix_order_reduction"
+    if dtype != torch.float64 or option not in torch._inductor.list_options():
+        return None
+    return {option: False}
+
+
 def storage_key(tensor: Tensor) -> int:
     """A number of the memory behind a tensor, which no other memory has while this one is there."""
     return int(tensor.untyped_storage()._cdata)

@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from phalanx.compat import compile_options
+
 
 class SizedProgram:
     """A function of tensors as one program for tensors of many sizes, its derivatives included.
@@ -51,11 +53,14 @@ class SizedProgram:
         self.graph.recompile()
         self._program: Callable[..., Any] = self.graph
 
-    def compile(self) -> SizedProgram:
-        """Fuse operations into kernels of the arguments' device; of the same numbers up to rounding."""
+    def compile(self, dtype: torch.dtype) -> SizedProgram:
+        """Fuse operations into kernels of the arguments' device; of the same numbers up to rounding.
+
+        dtype: what most is computed in.
+        """
         # Kernels are cached all the same; some versions fail to look this cache up, and warn of it.
         with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
-            self._program = torch._inductor.compile(self.graph, self._examples)
+            self._program = torch._inductor.compile(self.graph, self._examples, compile_options(dtype))
         return self
 
     def holds_for(self, sizes: Mapping[str, int]) -> bool:

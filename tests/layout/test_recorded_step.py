@@ -164,7 +164,7 @@ def test_a_number_scales_all_tasks_alike() -> None:
 
 def test_one_program_serves_batches_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph that the compiler is given; tests/test_compat_program.py compiles one."""
-    monkeypatch.setattr(SizedProgram, "compile", lambda program: program)
+    monkeypatch.setattr(SizedProgram, "compile", lambda program, dtype: program)
     run = run_of("painn")
     net = network(run)
     recorder = StepRecorder(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=True)

@@ -192,7 +192,7 @@ def _whole_name(name: str, tied: dict[str, str]) -> str:
 
 def _compile(stage: Stage) -> None:
     for block in stage.part.blocks:
-        block.compile()
+        block.compile(options=compat.compile_options(stage.part.dtype))
     if stage.part.part.last:
         stage.compile_loss()
 

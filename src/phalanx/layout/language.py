@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx import compat
 from phalanx.config.schema import LanguageRun
 from phalanx.counter_random import DropoutContext
 from phalanx.data.language.batches import TokenBatch
@@ -55,7 +56,8 @@ class LanguageStage(Stage):
 
     def compile_loss(self) -> None:
         """The loss of one chunk of logits."""
-        self.part.head.loss_kernel = torch.compile(self.part.head.loss_kernel)
+        options = compat.compile_options(self.part.dtype)
+        self.part.head.loss_kernel = torch.compile(self.part.head.loss_kernel, options=options)
 
 
 class LanguageLayout:

@@ -125,7 +125,8 @@ class _Step:
         # Constants are on the device from then on, and need not be brought there by the program.
         self._losses_and_gradients(*example)
         varying = [None] * len(self.parameters) + [varying_size(name) for name in self._inputs] + [None]
-        self.program = SizedProgram(self._losses_and_gradients, example, varying).compile()
+        program = SizedProgram(self._losses_and_gradients, example, varying)
+        self.program = program.compile(self.parameters[0].dtype)
 
     def _losses_and_gradients(self, *arguments: Tensor) -> tuple[Tensor, Tensor]:
         """Summed losses, and gradients one behind the other."""
