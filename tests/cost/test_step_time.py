@@ -102,6 +102,28 @@ def test_one_rank_takes_what_its_operations_take(steps: Steps) -> None:
     assert np.all(found[[StepCause.TP, StepCause.CP, StepCause.BUBBLE, StepCause.TRANSFER, StepCause.DATA]] == 0)
 
 
+def test_whole_parameters_have_a_copy_whose_gradients_are_passed_on(steps: Steps) -> None:
+    times = part_times(steps.parts, MACHINE, CONSTANTS, PROFILE)
+    without = replace(OURS, working_copy=False)
+    one, other = (closed_form(steps, times, PROFILE, CONSTANTS, software).seconds for software in (OURS, without))
+    passed = (one - other)[:, StepCause.MEMORY]
+    # The first layout holds all of them, two others those of a stage split in two; the rest have ranks to reduce with.
+    whole = (MANY.data_ranks == 1) & (MANY.cp == 1)
+    assert np.array_equal(passed > 0, whole) and whole.sum() == 4
+    parameters = (
+        RUN.model.n_layers * steps.block_parameters[0] + steps.embedding_parameters[0] + steps.head_parameters[0]
+    )
+    assert passed[0] == pytest.approx(6 * parameters / PROFILE.memory_b_s)
+    assert OURS.computing_in("fp16").working_copy and not OURS.computing_in("fp32").working_copy
+
+
+def test_a_rank_that_waits_for_no_other_has_less_between_its_steps(steps: Steps) -> None:
+    rest = _seconds(steps)[:, StepCause.REST] - _seconds(steps, replace(PROFILE, step_s=0.0))[:, StepCause.REST]
+    alone = MANY.world_size == 1
+    assert alone.sum() == 1
+    assert rest == pytest.approx(np.where(alone, OURS.step_alone, 1.0) * PROFILE.step_s)
+
+
 @pytest.mark.parametrize(("precision", "width"), [("bf16", 2), ("fp32", 4), ("fp64", 8)])
 def test_what_ranks_exchange_and_pass_over_grows_with_the_numbers(precision: str, width: int) -> None:
     run = RUN.model_copy(update={"layout": RUN.layout.model_copy(update={"precision": precision})})

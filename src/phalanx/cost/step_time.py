@@ -129,7 +129,8 @@ def closed_form(
     alone = (steps.shards.size == 1) & (steps.replicas.size == 1) & software.working_copy
     begun = np.where(alone, held, 0.0) * (software.gather_bytes + software.reduce_bytes)
     seconds[StepCause.MEMORY] += ((count - 1) * added + begun) / profile.memory_b_s
-    seconds[StepCause.REST] = profile.step_s + 4 * mine / profile.memory_b_s
+    between = profile.step_s * np.where(layouts.world_size == 1, software.step_alone, 1.0)
+    seconds[StepCause.REST] = between + 4 * mine / profile.memory_b_s
     return StepTimes(seconds.T)
 
 
