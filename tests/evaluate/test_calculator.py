@@ -14,6 +14,7 @@ from phalanx.config.load import load_run
 from phalanx.data.graphs.prepare import prepare_graphs
 from phalanx.data.graphs.shards import open_prepared
 from phalanx.data.graphs.stream import GraphBatchStream, graph_order
+from phalanx.data.graphs.trained_elements import elements_of, trained_elements, write_elements
 from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.train.materials import columns_of
 from phalanx.train.start import train
@@ -147,6 +148,44 @@ def test_what_is_no_element_is_refused(run_dir: Path) -> None:
     atoms.calc = PhalanxCalculator(run_dir, device="cpu")
     with pytest.raises(DataError, match="atom 3 has atomic number 0, which is no element"):
         atoms.get_potential_energy()
+
+
+def test_an_element_that_no_training_structure_had_is_refused_unless_asked_for(run_dir: Path) -> None:
+    known = trained_elements(run_dir)
+    assert known is not None and {6, 8} <= known
+    assert trained_elements(newest_checkpoint(run_dir)) == known
+    strange = min(set(range(1, 9)) - known)
+    atoms = crystal()
+    atoms.numbers[2] = strange
+    atoms.calc = PhalanxCalculator(run_dir, device="cpu")
+    with pytest.raises(DataError, match=rf"atomic number {strange}, which nothing that the model of .* was trained on"):
+        atoms.get_potential_energy()
+    atoms.calc = PhalanxCalculator(run_dir, device="cpu", untrained_elements=True)
+    assert np.isfinite(atoms.get_potential_energy())
+
+
+def test_weights_that_were_trained_before_know_what_they_were_trained_on(tmp_path: Path, run_dir: Path) -> None:
+    known = trained_elements(run_dir)
+    assert known is not None
+    write_elements(frozenset({1, 79}), tmp_path)
+    statistics = [source.manifest.statistics for source in open_prepared(load_prepared_run(run_dir).data, "train")]
+    assert elements_of(statistics, None) == known
+    assert elements_of(statistics, tmp_path) == known | {1, 79}
+    # A run of an older version does not say.
+    assert elements_of(statistics, tmp_path / "elsewhere") is None
+    (tmp_path / "elements.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="no list of atomic numbers"):
+        trained_elements(tmp_path)
+
+
+def newest_checkpoint(run_dir: Path) -> Path:
+    return max((run_dir / "checkpoints").iterdir())
+
+
+def load_prepared_run(run_dir: Path) -> MaterialsRun:
+    run = load_run(run_dir / "run.yaml", [])
+    assert isinstance(run, MaterialsRun)
+    return run
 
 
 def test_what_cannot_be_computed_is_refused(run_dir: Path, tmp_path: Path) -> None:

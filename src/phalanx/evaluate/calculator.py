@@ -20,6 +20,7 @@ from torch import Tensor
 
 from phalanx.cluster.device import choose_device
 from phalanx.data.graphs.device_neighbours import device_edges
+from phalanx.data.graphs.trained_elements import trained_elements
 from phalanx.ensemble.document import is_ensemble
 from phalanx.ensemble.loaded import LoadedEnsemble
 from phalanx.errors import ConfigError, DataError, PhalanxError
@@ -53,11 +54,13 @@ class PhalanxCalculator(Calculator):
         device: str = "auto",
         precision: str | None = None,
         edge_chunk: int | None = None,
+        untrained_elements: bool = False,
         **options: Any,
     ) -> None:
         """checkpoint: folder of a run, of one checkpoint, or of an ensemble. branch: the data set whose energies are meant,
         of a model that has several. device: as `cluster.device`. precision: fp32 or fp64 instead of the run's. edge_chunk:
-        edges computed at a time, for structures that would not fit. options: ASE's own.
+        edges computed at a time, for structures that would not fit. untrained_elements: compute structures with elements
+        that no training structure had, whatever comes of it. options: ASE's own.
 
         Raises CheckpointError where there is no sound checkpoint, ConfigError for an unknown branch, device or precision,
         and for a model without energies.
@@ -80,6 +83,9 @@ class PhalanxCalculator(Calculator):
         if self.ensemble is not None:
             self.ensemble.use_edge_chunk(edge_chunk)
         self._branch = self.network.branch(branch)
+        networks = [self.network] if self.ensemble is None else self.ensemble.members
+        known = [] if untrained_elements else [(network.where, trained_elements(network.where)) for network in networks]
+        self._known = [(where, elements) for where, elements in known if elements is not None]
         extra = {"charges": model.charges, "dipole": model.dipole}
         self.implemented_properties = [
             *("energy", "free_energy", "energies", "forces", "stress"),
@@ -101,7 +107,8 @@ class PhalanxCalculator(Calculator):
         properties: Sequence[str] = ("energy",),
         system_changes: Sequence[str] = tuple(all_changes),
     ) -> None:
-        """What ASE calls. Raises DataError for an element the model does not know and for a position that is no number."""
+        """What ASE calls. Raises DataError for an element the model does not know or was not trained on, and for a position
+        that is no number."""
         super().calculate(atoms, properties, system_changes)
         assert self.atoms is not None
         periodic = bool(self.atoms.pbc.all())
@@ -138,6 +145,13 @@ class PhalanxCalculator(Calculator):
                 f"the structure has atomic number {heaviest}; the model of {least.where} knows elements up to "
                 f"{least.run.model.max_atomic_number}"
             )
+        present = frozenset(atoms.numbers.tolist())
+        for where, elements in self._known:
+            if strange := sorted(present - elements):
+                raise DataError(
+                    f"the structure has atomic number {strange[0]}, which nothing that the model of {where} was trained on "
+                    "has: it would answer at random; train with such structures, or say untrained_elements=True"
+                )
         # Float64 as ASE has them: dynamics take differences of positions that are far smaller than the positions.
         positions_N3 = torch.from_numpy(np.asarray(atoms.positions, dtype=np.float64)).to(device)
         cell = np.where(atoms.pbc[:, None], atoms.cell.array, 0.0)

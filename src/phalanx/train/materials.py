@@ -22,6 +22,7 @@ from phalanx.data.graphs.cost import CostModel
 from phalanx.data.graphs.order import Located
 from phalanx.data.graphs.shards import PreparedSource, open_prepared
 from phalanx.data.graphs.stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.data.graphs.trained_elements import elements_of, write_elements
 from phalanx.errors import DataError
 from phalanx.files import write_atomically
 from phalanx.layout.apply import Applied
@@ -49,6 +50,8 @@ class GraphInputs(Inputs):
     """Of a run on several ranks."""
     graphs: GraphBatchStream | None = None
     """Whole batches, of a run with several readers."""
+    elements: frozenset[int] | None = None
+    """Atomic numbers that the model will know when this run is over, where that can be said."""
 
     def watch(self, applied: Applied) -> None:
         """See `Inputs.watch`."""
@@ -69,7 +72,10 @@ class GraphInputs(Inputs):
             self.balancer.restore(state)
 
     def write(self, run_dir: Path) -> None:
-        """How evenly the first steps are shared out, by the cost model; beside it, structures dealt out by number alone."""
+        """The elements, and how evenly the first steps are shared out, by the cost model; beside it, structures dealt out by
+        number alone."""
+        if self.elements is not None:
+            write_elements(self.elements, run_dir)
         if self.graphs is None:
             return
         order, ranks, steps = self.graphs.order, self.graphs.ranks, range(1, _BALANCED_STEPS + 1)
@@ -111,11 +117,12 @@ def open_inputs(run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: t
         stream = ShareStream(graphs, layout.accumulation, cutting_of(run, mesh.cp), pin_memory=pin_memory)
     evaluator = GraphEvaluator(run, open_prepared(run.data, "validation"), columns, device, run.evaluation.samples)
     verification = Verification(training if run.data.verify and first else [])
+    start = run.training.init_from
+    known = elements_of((source.manifest.statistics for source in training), None if start is None else Path(start))
     if layout.data_ranks == 1:
-        return GraphInputs(stream, evaluator, verification)
-    return GraphInputs(
-        stream, evaluator, verification, balancer=_balancer(run, layout, mesh, device, graphs), graphs=graphs
-    )
+        return GraphInputs(stream, evaluator, verification, elements=known)
+    balancer = _balancer(run, layout, mesh, device, graphs)
+    return GraphInputs(stream, evaluator, verification, balancer=balancer, graphs=graphs, elements=known)
 
 
 def _balancer(

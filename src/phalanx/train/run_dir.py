@@ -5,6 +5,7 @@
     checkpoints/    see train.checkpoint       tokenizer/      of the data, where it has one
     tensorboard/  profile/  memory/            when asked for
     trackers.json   who it is to W&B and MLflow, where it logs to them
+    statistics.json, elements.json, balance.json   what a family says of its data, see `Inputs.write`
 
 A resumed run continues metrics.jsonl without a gap or a repeat: lines past the checkpoint it starts from are dropped.
 """
