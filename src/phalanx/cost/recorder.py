@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from phalanx.cost.meta import on_meta
 from phalanx.cost.operations import (
     COLLECTIVES,
     FREE,
@@ -62,7 +63,7 @@ class Recorder(TorchDispatchMode):
             if parts is not NotImplemented:
                 return parts
         # Nothing is computed on meta, and PyTorch 2.11 cannot add there into a matrix of another format.
-        result = keywords["out"] if "out" in keywords else func(*args, **keywords)
+        result = keywords["out"] if "out" in keywords else on_meta(func, args, keywords)
         if not func.is_view:
             self._record(func, name, args, keywords, result)
         return result
