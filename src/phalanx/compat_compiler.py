@@ -1,5 +1,5 @@
 """The private parts of PyTorch's compiler that cost models read. Beside `compat`, of which it is a part, because
-importing the compiler takes half a second, which no other verb should wait for."""
+importing the compiler takes two seconds: only what traces waits for that, and no verb does that finds its traces kept."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch import partitioners
-from torch._functorch.aot_autograd import aot_function
-from torch._inductor.decomposition import select_decomp_table
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.dialect.common.cse_pass import CSEPass, get_CSE_banned_ops
@@ -29,6 +26,8 @@ def joint_graph(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Join
 
     Nothing is compiled or run. Raises whatever tracing raises.
     """
+    from torch._functorch.aot_autograd import aot_function  # noqa: PLC0415
+
     found: list[JointGraph] = []
 
     def keep(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
@@ -58,6 +57,7 @@ class JointGraph:
 
         policy: what a recompute region says of an operation and its arguments; None outside of any region.
         """
+        partitioners = _partitioners()
         with _unwritten():
             module = copy.deepcopy(self.module)
         if policy is not None:
@@ -94,6 +94,7 @@ def _no_random_state() -> Iterator[None]:
 
     Attention kernels count as random for their dropout, which is off here, and meta tensors have no generator to save.
     """
+    partitioners = _partitioners()
     original = partitioners.functionalize_rng_ops
     partitioners.functionalize_rng_ops = lambda _joint, forward, backward, *_: (forward, backward)
     try:
@@ -106,12 +107,19 @@ def _no_random_state() -> Iterator[None]:
 def _light_deduplication() -> Iterator[None]:
     """Divide graphs with the pass for equal operations that does not load all of the compiler for a question about writes
     in place, which joint graphs do not have."""
+    partitioners = _partitioners()
     original = partitioners.fx_graph_cse
     partitioners.fx_graph_cse = _without_repeats
     try:
         yield
     finally:
         partitioners.fx_graph_cse = original
+
+
+def _partitioners() -> Any:
+    from torch._functorch import partitioners  # noqa: PLC0415
+
+    return partitioners
 
 
 def _without_repeats(fx_g: fx.Graph) -> fx.Graph:
@@ -139,8 +147,16 @@ unseen = _disable_current_modes
 """A context in which no dispatch mode that is active sees what runs."""
 
 
+def load_compiler() -> None:
+    """Import all of it now, as a process does well to do that is going to be copied."""
+    _partitioners()
+    _inductor_decompositions()
+
+
 @cache
 def _inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    from torch._inductor.decomposition import select_decomp_table  # noqa: PLC0415
+
     return dict(select_decomp_table())
 
 

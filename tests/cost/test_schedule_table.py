@@ -16,9 +16,9 @@ from phalanx.cost.bubble import in_flight
 from phalanx.cost.schedule_table import LETTERS, Action, Pass, schedule_table, table_of
 from phalanx.layout.legality import reasons
 from phalanx.layout.mesh import Groups
-from phalanx.layout.pipeline import rank_of_stage, stages_of_rank
 from phalanx.layout.resolve import every_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stages import rank_of_stage, stages_of_rank
 from whole_model import backward, laid_out, whole_run
 
 SCHEDULES = [

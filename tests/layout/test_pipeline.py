@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from layout_runs import run_with
-from phalanx.layout import pipeline
+from phalanx.layout import stages
 from phalanx.layout.legality import reasons
-from phalanx.layout.pipeline import model_parts, rank_of_stage, split_layers, stages_of_rank
 from phalanx.layout.resolve import every_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stages import model_parts, rank_of_stage, split_layers, stages_of_rank
 from phalanx.models.language.declare import relative_block_costs
 
 COSTS = st.sampled_from([0.0, 0.1, 0.3, 0.7, 1.0, 1.3, 2.0, 2.6, 3.9])
@@ -74,7 +74,7 @@ def test_a_costly_head_leaves_its_stage_fewer_layers() -> None:
 def test_many_layers_are_split_as_well(size: tuple[int, int], first: float, last: float) -> None:
     exact = split_layers(*size, first, last)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "_EXACT", 0)
+        patch.setattr(stages, "_EXACT", 0)
         filled = split_layers(*size, first, last)
     check_split(filled, *size)
     assert max(costs_of(filled, first, last)) == pytest.approx(max(costs_of(exact, first, last)), abs=1e-6)
@@ -157,7 +157,7 @@ def test_a_schedule_exists_for_whatever_number_of_microbatches_is_legal(schedule
         if reasons(run, layout, pp):
             continue
         legal += 1
-        actions = get_schedule_ops(pipeline.TORCH_SCHEDULES[schedule], pp, count, per_rank)
+        actions = get_schedule_ops(stages.TORCH_SCHEDULES[schedule], pp, count, per_rank)
         for rank, steps in enumerate(actions):
             forward = Counter(step.stage_index for step in steps if step and step.computation_type.value == "F")
             assert forward == dict.fromkeys(stages_of_rank(layout, rank), count)
@@ -172,4 +172,4 @@ def test_every_pipelined_layout_of_eight_ranks_has_a_schedule() -> None:
     }
     assert len({schedule for schedule, *_ in layouts}) == 5
     for schedule, pp, count, per_rank in layouts:
-        assert len(get_schedule_ops(pipeline.TORCH_SCHEDULES[schedule], pp, count, per_rank)) == pp
+        assert len(get_schedule_ops(stages.TORCH_SCHEDULES[schedule], pp, count, per_rank)) == pp

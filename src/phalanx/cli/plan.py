@@ -47,7 +47,6 @@ from phalanx.plan.judge import Planner, Task, fixed_fields
 from phalanx.plan.plan import Plan, Wishes, fit_plan, make_plan
 from phalanx.plan.scaling import parse_scale
 from phalanx.plan.write import planned_text
-from phalanx.report.plan_page import render_plan
 
 _UNITS = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -127,7 +126,7 @@ def _planner(cluster: str, profile: str | None, p_fits: float) -> Planner:
 def _write_all(made: Plan, run: Path | None, html: Path | None) -> dict[str, str]:
     """Write what was asked for; what it is, and the path of each."""
     written: dict[str, str] = {}
-    for kind, file, text in (("run", run, _run_file), ("html", html, render_plan)):
+    for kind, file, text in (("run", run, _run_file), ("html", html, _page)):
         if file is not None:
             write_file(file, text(made))
             written[kind] = str(file)
@@ -153,6 +152,12 @@ def _tokens(words: str) -> int:
     if not 1 <= count < 1e18:
         raise ConfigError(f"--tokens {words}: write a number, such as 300B, 1.4T or 3e11")
     return round(count)
+
+
+def _page(made: Plan) -> str:
+    from phalanx.report.plan_page import render_plan  # noqa: PLC0415  (templates are loaded for pages alone)
+
+    return render_plan(made)
 
 
 def _run_file(made: Plan) -> str:

@@ -11,8 +11,8 @@ from phalanx import compat, compat_fake
 from phalanx.cost.accelerator_norm import fused_norms
 from phalanx.cost.memory_trace import StepTrace
 from phalanx.layout.mesh import Mesh, build_mesh
-from phalanx.layout.pipeline import from_other_ranks
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stages import from_other_ranks
 from phalanx.models.language.attention import causal_block_mask
 
 DEVICE = torch.device("cpu")

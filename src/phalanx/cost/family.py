@@ -18,13 +18,12 @@ from phalanx.config.schema import Run
 from phalanx.config.weather import WeatherModel
 from phalanx.cost.recorder import Recorder
 from phalanx.errors import ConfigError
-from phalanx.layout.apply import named_parameters
 from phalanx.layout.hybrid_stop import Stream
 from phalanx.layout.mesh import Axis
 from phalanx.layout.recompute import Recompute
 from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage import Stage
+from phalanx.layout.stage import Stage, named_parameters
 from phalanx.models.kinds import ParameterKind
 from phalanx.models.language.layers import separate_gradients
 from phalanx.models.splits import ModelPart

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from phalanx.cost.candidates import SCHEDULES, Candidates
 from phalanx.cost.memory_parts import distinct
 from phalanx.cost.stage_layers import split
-from phalanx.layout.pipeline import from_other_ranks, stages_of_rank
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stages import from_other_ranks, stages_of_rank
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -63,7 +63,7 @@ class Holdings:
 def holdings(candidates: Candidates, n_layers: int, costs: tuple[float, float]) -> list[Holdings]:
     """For each candidate the ranks that may hold most: the n-th of them in the n-th of the lists, the last one repeated.
 
-    costs: what the embedding and the head cost beside one block, see `layout.pipeline.split_layers`.
+    costs: what the embedding and the head cost beside one block, see `layout.stages.split_layers`.
     """
     counted = _as_many_as_matter(candidates)
     first, inverse = distinct([candidates.pp, candidates.schedule, candidates.stages_per_rank, counted])

@@ -13,8 +13,8 @@ from functools import cache
 import numpy as np
 
 from phalanx.cost.memory_situation import Amount, Rank, Situation
-from phalanx.layout.peer_copies import resting
 from phalanx.layout.peer_memory import aligned
+from phalanx.layout.peer_turns import resting
 
 _UNITS = 6
 """Units of blocks beyond which a pass repeats itself; an odd number leaves other buffers at rest than an even one."""

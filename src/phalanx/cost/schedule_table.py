@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from phalanx.compat import schedule_actions
-from phalanx.layout.pipeline import TORCH_SCHEDULES
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stages import TORCH_SCHEDULES
 
 IntArray = npt.NDArray[np.int64]
 
@@ -144,6 +143,9 @@ def schedule_table(schedule: str, pp: int, stages_per_rank: int, microbatches: i
     elif schedule == "interleaved_1f1b":
         columns = _interleaved(pp, stages_per_rank, microbatches)
     else:
+        # Which the other schedules can do without for a second.
+        from torch.distributed.pipelining.schedules import get_schedule_class  # noqa: PLC0415
+
         found = schedule_actions(get_schedule_class(TORCH_SCHEDULES[schedule]), pp, stages_per_rank, microbatches)
         rows = [[(LETTERS[kind], stage, number) for kind, stage, number in rank] for rank in found]
         columns = np.asarray(rows, dtype=np.int64).transpose(2, 0, 1)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx import compat
 from phalanx.config.schema import Run
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.family import Building, family_layout
@@ -31,14 +30,15 @@ from phalanx.layout.init import initialise_parameters
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.multitask import branch_groups
 from phalanx.layout.peer_copies import PeerCopies
-from phalanx.layout.pipeline import Pipeline, model_parts
+from phalanx.layout.pipeline import Pipeline
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.recompute import recompute_block
 from phalanx.layout.shard import shard_stage
 from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage import Stage
+from phalanx.layout.stage import Stage, named_parameters, whole_name
+from phalanx.layout.stages import model_parts
 from phalanx.layout.working_copy import WorkingCopy
 from phalanx.models.families import family_of
 from phalanx.models.language.layers import separate_gradients
@@ -176,18 +176,8 @@ class _Builder:
 
     def part(self, part: ModelPart, parameter_dtype: torch.dtype) -> Any:
         model, splits = family_layout(self.building.run).build(self.building, part)
-        self.splits.update({_whole_name(name, self.tied): split for name, split in splits.items()})
+        self.splits.update({whole_name(name, self.tied): split for name, split in splits.items()})
         return model.to(parameter_dtype)
-
-
-def named_parameters(part: nn.Module, tied: dict[str, str]) -> dict[str, nn.Parameter]:
-    """The parameters of a part by their names in the whole model: a copy of a shared table goes by the table's name."""
-    return {_whole_name(name, tied): parameter for name, parameter in part.named_parameters()}
-
-
-def _whole_name(name: str, tied: dict[str, str]) -> str:
-    name = compat.full_name(name)
-    return tied.get(name, name)
 
 
 def _compile(stage: Stage) -> None:

@@ -16,7 +16,7 @@ import math
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,30 +30,9 @@ from phalanx.kernels.parts_sum import sum_parts
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.peer_gather import PeerGather, PublishedShards
 from phalanx.layout.peer_memory import PeerBuffer, Small, aligned, from_the_next, peer_buffer_at_rest, reaches_peers
+from phalanx.layout.peer_turns import resting
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.spec import ResolvedLayout
-
-
-class Turn(Protocol):
-    """A buffer of a pool, or one that is only thought of, and where it is in its round."""
-
-    exchange: int
-    """The last exchange it was used in; exchanges count from 1."""
-    lent: bool
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-
-
-AnyTurn = TypeVar("AnyTurn", bound=Turn)
-
-
-def resting(turns: Iterable[AnyTurn], size: int, exchanges: int) -> AnyTurn | None:
-    """The smallest of `turns` that is large enough, not lent out, and not one the peers may still be reading after so many
-    exchanges; of equal ones that which rests longest."""
-    fitting = [x for x in turns if x.size >= size and not x.lent and not 0 < x.exchange == exchanges]
-    return min(fitting, key=lambda x: (x.size, x.exchange), default=None)
 
 
 @dataclass(eq=False)

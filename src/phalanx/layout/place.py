@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-
-from phalanx import compat
 
 
 @dataclass(frozen=True)
@@ -39,11 +36,12 @@ class Place(NamedTuple):
 
 def place_of(tensor: Tensor, split: TensorSplit | None = None) -> Place:
     """This rank's part of a parameter, or of a tensor like it: its data-parallel shard of its tensor-parallel part."""
+    # What only reads of splits, as plans do, need not load sharded tensors.
+    from phalanx.compat_sharded import local_part  # noqa: PLC0415
+
     shape = list(tensor.shape)
-    if isinstance(tensor, DTensor):
-        local, offsets = tensor.to_local(), list(compat.shard_offsets(tensor))
-    else:
-        local, offsets = tensor, [0] * tensor.dim()
+    local, begins = local_part(tensor)
+    offsets = list(begins)
     if split is not None:
         offsets[split.dim] += split.start
         shape[split.dim] = split.whole

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx import compat
 from phalanx.data.batch import Batch
 from phalanx.layout.share import SequenceShare
 from phalanx.layout.working_copy import WorkingCopy
@@ -76,3 +77,14 @@ class Stage(nn.Module, ABC):
 
     def compile_loss(self) -> None:
         """Compile what of the loss is worth it."""
+
+
+def named_parameters(part: nn.Module, tied: dict[str, str]) -> dict[str, nn.Parameter]:
+    """The parameters of a part by their names in the whole model: a copy of a shared table goes by the table's name."""
+    return {whole_name(name, tied): parameter for name, parameter in part.named_parameters()}
+
+
+def whole_name(name: str, tied: dict[str, str]) -> str:
+    """The name in the whole model of a part's parameter `name`."""
+    name = compat.full_name(name)
+    return tied.get(name, name)

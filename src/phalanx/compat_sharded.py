@@ -1,0 +1,44 @@
+"""The private parts of PyTorch's sharded tensors. Beside `compat`, of which it is a part, because importing them takes a
+second, which no verb that shards nothing should wait for."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's part of `tensor`, and where it begins in the whole, by dim; of a plain tensor, all of it."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local(), shard_offsets(tensor)
+    return tensor, (0,) * tensor.dim()
+
+
+def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
+    """Where this rank's part of `tensor`, one contiguous box, begins in the whole, by dim.
+
+    PyTorch's own answer (`__create_chunk_list__`) is wrong for some uneven sizes split twice along one dim.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank holds no part"
+    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
+    for axis, placement in _in_order_of_splitting(tensor):
+        each = -(-sizes[placement.dim] // tensor.device_mesh.size(axis))
+        start = min(coordinate[axis] * each, sizes[placement.dim])
+        offsets[placement.dim] += start
+        sizes[placement.dim] = min(each, sizes[placement.dim] - start)
+    local = tensor.to_local()
+    assert local.numel() == math.prod(sizes) == 0 or list(local.shape) == sizes, (tensor.placements, local.shape, sizes)
+    return tuple(offsets)
+
+
+def _in_order_of_splitting(tensor: DTensor) -> list[tuple[int, Shard | _StridedShard]]:
+    """Mesh axes that split `tensor`, with how: a strided shard was split after all plain ones and those to its right."""
+    placed = list(enumerate(tensor.placements))
+    strided = [(axis, placement) for axis, placement in placed if isinstance(placement, _StridedShard)]
+    plain = [(axis, p) for axis, p in placed if type(p) is Shard]
+    assert len(plain) + len(strided) == sum(not p.is_replicate() for _, p in placed), tensor.placements
+    return [*plain, *reversed(strided)]
