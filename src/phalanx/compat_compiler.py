@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -149,8 +150,15 @@ unseen = _disable_current_modes
 
 def load_compiler() -> None:
     """Import all of it now, as a process does well to do that is going to be copied."""
+    collects = gc.isenabled()
+    # It stays for good: the collector would look through it again and again.
+    gc.disable()
     _partitioners()
     _inductor_decompositions()
+    if gc.get_freeze_count():
+        gc.freeze()
+    if collects:
+        gc.enable()
 
 
 @cache

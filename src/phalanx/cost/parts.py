@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from phalanx.compat_compiler import JointGraph, joint_graph
+from phalanx.compat_compiler import JointGraph, joint_graph, load_compiler
 from phalanx.config.model import LanguageModel
 from phalanx.cost.accelerator import ring_operations
 from phalanx.cost.chunked_head import Chunks, chunked_costs, shown_setting
@@ -216,7 +216,7 @@ def _effort(trace: _Trace, first: bool) -> int:
     return 2 if trace.name == "embedding" else 8
 
 
-_trace = SharedMemo(_trace_now, _graph_of, _effort)
+_trace = SharedMemo(_trace_now, _graph_of, _effort, load_compiler)
 
 
 def _streamed_costs(setting: Setting, traced: _Traced, scale: Scale) -> PartCosts:

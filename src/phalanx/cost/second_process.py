@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
 from phalanx.cost.shelf import open_shelf
@@ -24,34 +25,51 @@ Result = TypeVar("Result")
 
 _second: Connection | None = None
 """To the second process, while there is one."""
+_process: BaseProcess | None = None
+_wanted = False
+"""Whether one may be started: it begins with its first task, as a copy of what this one knows by then."""
 
 
 @contextlib.contextmanager
 def second_process() -> Iterator[None]:
-    """Have a second process in here, where there is a core for it and this one may be copied."""
-    global _second
-    if _second is not None or not _can_copy():
+    """Have a second process in here when there is work for it, a core, and this one may be copied."""
+    global _process, _wanted
+    if _wanted or _process is not None:
         yield
         return
+    _wanted = True
+    try:
+        yield
+    finally:
+        _wanted = False
+        _dismiss()
+        if _process is not None and _process.pid is not None:
+            _process.kill()
+            _process.join()
+        _process = None
+
+
+def _present() -> Connection | None:
+    """To the second process, which is started where it may be and is not there yet."""
+    global _second, _process, _wanted
+    if not _wanted:
+        return _second
+    _wanted = False
+    if not _can_copy():
+        return None
     mine, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_serve, args=(theirs, mine), daemon=True)
+    _process = multiprocessing.get_context("fork").Process(target=_serve, args=(theirs, mine), daemon=True)
     with warnings.catch_warnings():
         # Threads that numeric libraries start when they are loaded hold no locks.
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
-            process.start()
+            _process.start()
             _second = mine
         except OSError:
             # No memory or no number for another process.
             mine.close()
     theirs.close()
-    try:
-        yield
-    finally:
-        _dismiss()
-        if process.pid is not None:
-            process.kill()
-            process.join()
+    return _second
 
 
 def compute(function: Callable[[Task], Result], here: Sequence[Task], there: Sequence[Task]) -> list[Result]:
@@ -59,8 +77,8 @@ def compute(function: Callable[[Task], Result], here: Sequence[Task], there: Seq
 
     Raises what `function` raises. `function` is one of a module, `there` and its results can be pickled.
     """
-    second = _second
-    if second is None or not there:
+    second = _present() if there else None
+    if second is None:
         return [function(task) for task in (*here, *there)]
     with contextlib.suppress(OSError):
         second.send((function, there))
@@ -87,13 +105,15 @@ class SharedMemo(Generic[Key, Result]):
         function: Callable[[Key], Result],
         group: Callable[[Key], Hashable],
         effort: Callable[[Key, bool], int],
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         """group: tasks of one group share work that each process would have to do anew; None stands alone. effort: what a
-        task takes, and whether it is the first of its group."""
+        task takes, and whether it is the first of its group. prepare: what all tasks need, done before the first."""
         self.function = function
         self.known: dict[Key, Result] = {}
         self._group = group
         self._effort = effort
+        self._prepare = prepare
         self._owners: dict[Hashable, int] = {}
         """The process that did the common work of a group: 0 for this one, 1 for the second."""
 
@@ -110,10 +130,14 @@ class SharedMemo(Generic[Key, Result]):
         if kept is not None and missing:
             self.known.update(kept.find(missing))
             missing = [task for task in missing if task not in self.known]
-        here, there = self._dealt(missing) if _second else (missing, [])
+        if not missing:
+            return
+        # Before there is a second process, which then need not do the same.
+        self._prepare()
+        here, there = self._dealt(missing) if _present() else (missing, [])
         found = dict(zip((*here, *there), compute(self.function, here, there), strict=True))
         self.known.update(found)
-        if kept is not None and found:
+        if kept is not None:
             kept.keep(found)
 
     def _dealt(self, tasks: Sequence[Key]) -> tuple[list[Key], list[Key]]:
@@ -152,8 +176,8 @@ def _dismiss() -> None:
 
 def _serve(connection: Connection, other: Connection) -> None:
     """The second process: answers until nobody asks any more, or a task fails."""
-    global _second
-    _second = None
+    global _second, _process
+    _second = _process = None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     other.close()
     with contextlib.suppress(Exception):
