@@ -132,10 +132,18 @@ def _without_repeats(fx_g: fx.Graph) -> fx.Graph:
 _NEVER_EQUAL = get_CSE_banned_ops() | {torch.ops.aten.empty}
 
 
-def _unwritten() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def _unwritten() -> Iterator[None]:
     """Graphs made in here are not written out as Python code, a third of the time that dividing one takes: none is run."""
-    found: contextlib.AbstractContextManager[None] = _use_lazy_graph_module(True)
-    return found
+    kind: Any = fx.GraphModule
+    original = kind.recompile
+    # Some are made by modules that have not been told to write them when they first run.
+    kind.recompile = lambda _module: None
+    try:
+        with _use_lazy_graph_module(True):
+            yield
+    finally:
+        kind.recompile = original
 
 
 def plain_graph(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.Graph:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 Phase = Literal["forward", "recompute", "backward"]
 Kind = Literal["matmul", "attention", "pointwise", "reduction", "lookup", "copy", "collective"]
@@ -250,4 +249,17 @@ def attention_of(operation: Any, arguments: Sequence[Any], keywords: dict[str, A
 
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in a nest of tuples, lists and dictionaries."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    _add_tensors(value, found)
+    return found
+
+
+def _add_tensors(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            _add_tensors(each, found)
+    elif isinstance(value, dict):
+        for each in value.values():
+            _add_tensors(each, found)
