@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.cost.bubble import MeanStage, makespan
 from phalanx.cost.schedule_table import Action, Pass, ScheduleTable, schedule_table
-from phalanx.cost.simulate import StageTimes, makespans, simulate
+from phalanx.cost.simulate import StageTimes, makespans, makespans_together, simulate
 
 SCHEDULES = [
     ("gpipe", 1),
@@ -112,6 +112,23 @@ def test_candidates_are_computed_together_as_one_by_one(monkeypatch: pytest.Monk
     assert makespans(table, one_speed)[3] == pytest.approx(
         simulate(table, StageTimes(forward[0], backward[0], None, transfer[3], 0.5)).makespan
     )
+
+
+def test_pipelines_side_by_side_take_what_each_takes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(4)
+    pipelines = []
+    for (schedule, per_rank), candidates in zip(SCHEDULES, (3, 1, 4, 2, 1, 3, 2), strict=True):
+        for pp, rounds in ((2, 2), (4, 3), (3, 5)):
+            table = schedule_table(schedule, pp, per_rank, pp * rounds)
+            forward, inputs, weight = random.uniform(0.5, 2.0, (3, candidates, table.n_stages))
+            after = random.uniform(0.0, 3.0, (candidates, pp))
+            transfer = random.uniform(0.0, 0.2, (candidates, 1))
+            pipelines.append((table, StageTimes(forward, inputs + weight, weight, transfer, after)))
+    alone = [makespans(*pipeline).tolist() for pipeline in pipelines]
+    for room in (1, 2_000, 10**9):
+        monkeypatch.setattr("phalanx.cost.simulate._TOGETHER", room)
+        assert [found.tolist() for found in makespans_together(pipelines)] == alone
+    assert makespans_together([]) == []
 
 
 def test_what_ranks_do_afterwards_counts_from_their_own_last_action() -> None:

@@ -33,7 +33,7 @@ _wanted = False
 @contextlib.contextmanager
 def second_process() -> Iterator[None]:
     """Have a second process in here when there is work for it, a core, and this one may be copied."""
-    global _process, _wanted
+    global _wanted
     if _wanted or _process is not None:
         yield
         return
@@ -43,10 +43,15 @@ def second_process() -> Iterator[None]:
     finally:
         _wanted = False
         _dismiss()
-        if _process is not None and _process.pid is not None:
-            _process.kill()
-            _process.join()
-        _process = None
+        _end()
+
+
+def _end() -> None:
+    global _process
+    process, _process = _process, None
+    if process is not None and process.pid is not None:
+        process.kill()
+        process.join()
 
 
 def _present() -> Connection | None:

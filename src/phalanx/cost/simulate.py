@@ -10,7 +10,7 @@ the arithmetic down, and one between two stages of the same rank takes no time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -24,6 +24,8 @@ FloatArray = npt.NDArray[np.float64]
 
 _AT_ONCE = 4_000_000
 """Numbers held for one array of times; more candidates are computed one lot after another."""
+_TOGETHER = 6_000_000
+"""Likewise, of pipelines that are simulated together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +73,8 @@ class Simulation:
 
 def simulate(table: ScheduleTable, times: StageTimes) -> Simulation:
     """Place every action of `table` in time, for one candidate: `times` holds arrays of [stages]."""
-    program = _compile(table)
-    costs = _action_costs(program, times)
+    program = _compile_one(table)
+    costs = _action_costs(program, [times])
     end = _run(program, costs)[:-1, 0]
     busy_time = costs.duration(slice(None))[:, 0]
     whole = np.empty((2, *table.kind.shape))
@@ -86,14 +88,49 @@ def simulate(table: ScheduleTable, times: StageTimes) -> Simulation:
 
 def makespans(table: ScheduleTable, times: StageTimes) -> FloatArray:
     """The makespan of each candidate in `times`, [candidates]; seconds. As exact as `simulate`, and without its detail."""
-    program = _compile(table)
-    after = _per_rank(table, times)
-    costs = _action_costs(program, times)
+    program = _compile_one(table)
+    costs = _action_costs(program, [times])
     results = []
     for lot in costs.lots(_AT_ONCE // len(program.order) + 1):
         end = _run(program, lot)
-        results.append(end[program.last])
-    return np.asarray((np.concatenate(results, axis=1).T + after).max(axis=1))
+        results.append(end[program.last[0]])
+    return _latest(np.concatenate(results, axis=1), table, times)
+
+
+def makespans_together(pipelines: Sequence[tuple[ScheduleTable, StageTimes]]) -> list[FloatArray]:
+    """`makespans` of each. Side by side they take little longer than the longest of them alone."""
+    found: dict[int, FloatArray] = {}
+    for lot in _lots(pipelines):
+        if len(lot) == 1:
+            found[lot[0]] = makespans(*pipelines[lot[0]])
+            continue
+        program = _compile([pipelines[place][0] for place in lot])
+        end = _run(program, _action_costs(program, [pipelines[place][1] for place in lot]))
+        for place, last in zip(lot, program.last, strict=True):
+            table, times = pipelines[place]
+            found[place] = _latest(end[last, : _candidates(times)], table, times)
+    return [found[place] for place in range(len(pipelines))]
+
+
+def _lots(pipelines: Sequence[tuple[ScheduleTable, StageTimes]]) -> Iterator[list[int]]:
+    """Places of pipelines that are simulated together: about equally long, of one runtime, as many as there is room for."""
+    sizes = [(table.stages_per_rank > 1, table.kind.shape[1] + table.pp) for table, _ in pipelines]
+    lot: list[int] = []
+    actions = candidates = 0
+    for place in sorted(range(len(pipelines)), key=sizes.__getitem__, reverse=True):
+        table, times = pipelines[place]
+        actions, candidates = actions + table.kind.size, max(candidates, _candidates(times))
+        if lot and (sizes[place][0] != sizes[lot[0]][0] or actions * candidates > _TOGETHER):
+            yield lot
+            lot, actions, candidates = [], table.kind.size, _candidates(times)
+        lot.append(place)
+    if lot:
+        yield lot
+
+
+def _latest(last: FloatArray, table: ScheduleTable, times: StageTimes) -> FloatArray:
+    """Makespans, [candidates]. last: when the last action of each rank ends, [ranks, candidates]."""
+    return np.asarray((last.T + _per_rank(table, times)).max(axis=1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,50 +138,77 @@ class _Program:
     """The actions of all ranks in one order in which each comes after what it waits for, cut into groups that wait for
     nothing of their own group. Arrays of [actions] in that order, unless stated."""
 
-    table: ScheduleTable
+    tables: Sequence[ScheduleTable]
     order: IntArray
-    """Place of the action in the flattened table."""
+    """Place of the action in the flattened tables, one after the other."""
     bounds: list[int]
     """Where each group begins, and the end."""
     rank: IntArray
     column: IntArray
-    """Which duration: kind * stages + stage."""
+    """Which duration: kind * stages + stage, behind those of the tables before."""
     before: IntArray
     """The action before it on its rank; one past the end of the order stands for time zero."""
     source: IntArray
     """The action of the neighbouring stage whose result it takes; likewise."""
     link: IntArray
-    """Between which stages that result travels, by the earlier stage; stages - 1 where nothing travels."""
-    last: IntArray
-    """The last action of each rank, [ranks]."""
+    """Between which stages that result travels, by the earlier stage; stages - 1 where nothing travels. Behind those of
+    the tables before, likewise."""
+    last: list[IntArray]
+    """The last action of each rank, [ranks], by table."""
 
 
 @lru_cache(maxsize=16)
-def _compile(table: ScheduleTable) -> _Program:
-    waits_for = _sources(table)
-    groups = list(_groups(table, waits_for))
+def _compile_one(table: ScheduleTable) -> _Program:
+    return _compile([table])
+
+
+def _compile(tables: Sequence[ScheduleTable]) -> _Program:
+    n = sum(table.kind.size for table in tables)
+    starts = np.cumsum([0, *(table.kind.size for table in tables)]).tolist()
+    stages = np.cumsum([0, *(table.n_stages for table in tables)]).tolist()
+    actions = [_actions(*each, n) for each in zip(tables, starts[:-1], stages[:-1], strict=True)]
+    rank, column, before, source, link = (np.concatenate(part) for part in zip(*actions, strict=True))
+    groups = list(_groups(tables, source))
     order = np.concatenate(groups)
-    n = len(order)
     place = np.empty(n + 1, dtype=np.int64)
     place[order] = np.arange(n)
     place[n] = n
-    flat = np.arange(n).reshape(table.kind.shape)
-    before = np.concatenate([np.full((table.pp, 1), n), flat[:, :-1]], axis=1)
-    kind, stage = table.kind.ravel()[order], table.stage.ravel()[order]
-    source = waits_for.ravel()[order]
-    here = table.rank_of_stage[stage]
-    neighbour = np.clip(np.where(kind == Pass.FORWARD, stage - 1, stage + 1), 0, table.n_stages - 1)
-    travels = (source < n) & (table.rank_of_stage[neighbour] != here)
     return _Program(
-        table=table,
+        tables=tables,
         order=order,
         bounds=np.cumsum([0, *map(len, groups)]).tolist(),
-        rank=here,
-        column=kind * table.n_stages + stage,
-        before=place[before.ravel()[order]],
-        source=place[source],
-        link=np.where(travels, np.minimum(stage, neighbour), table.n_stages - 1),
-        last=place[flat[:, -1]],
+        rank=rank[order],
+        column=column[order],
+        before=place[before[order]],
+        source=place[source[order]],
+        link=link[order],
+        last=[
+            place[start + table.kind.shape[1] * np.arange(1, table.pp + 1) - 1]
+            for table, start in zip(tables, starts[:-1], strict=True)
+        ],
+    )
+
+
+def _actions(table: ScheduleTable, start: int, first_stage: int, none: int) -> tuple[IntArray, ...]:
+    """Rank, column, before, source and link of each action in the order of the table; see `_Program`.
+
+    start, first_stage: actions and stages of the tables before. none: stands for time zero.
+    """
+    kind, stage = table.kind.ravel(), table.stage.ravel()
+    waits_for = _sources(table).ravel()
+    waits = waits_for < table.kind.size
+    flat = start + np.arange(table.kind.size).reshape(table.kind.shape)
+    before = np.concatenate([np.full((table.pp, 1), none), flat[:, :-1]], axis=1)
+    here = table.rank_of_stage[stage]
+    neighbour = np.clip(np.where(kind == Pass.FORWARD, stage - 1, stage + 1), 0, table.n_stages - 1)
+    travels = waits & (table.rank_of_stage[neighbour] != here)
+    link = np.where(travels, np.minimum(stage, neighbour), table.n_stages - 1)
+    return (
+        here,
+        len(Pass) * first_stage + kind * table.n_stages + stage,
+        before.ravel(),
+        np.where(waits, start + waits_for, none),
+        first_stage + link,
     )
 
 
@@ -162,19 +226,20 @@ def _sources(table: ScheduleTable) -> IntArray:
     return np.asarray(of_kind[table.kind, table.stage, table.microbatch])
 
 
-def _groups(table: ScheduleTable, waits_for: IntArray) -> Iterator[IntArray]:
+def _groups(tables: Sequence[ScheduleTable], waits_for: IntArray) -> Iterator[IntArray]:
     """One action of every rank that can go on, again and again; asserts that some rank always can."""
-    ranks, each = table.kind.shape
-    none, never = ranks * each, ranks * each + 1
-    done = np.zeros(ranks * each + 2, dtype=np.bool_)
+    each = np.repeat([table.kind.shape[1] for table in tables], [table.pp for table in tables])
+    left = len(waits_for)
+    none, never = left, left + 1
+    done = np.zeros(left + 2, dtype=np.bool_)
     done[none] = True
     # A column past the last action, which nothing fulfils, holds the ranks that are through.
-    waiting = np.concatenate([waits_for, np.full((ranks, 1), never)], axis=1).ravel()
-    coming = np.arange(ranks) * (each + 1)
-    left = ranks * each
+    ends = np.cumsum(each)
+    waiting = np.insert(waits_for, ends, never)
+    coming = ends - each + np.arange(len(each))
     while left:
         ready = np.flatnonzero(done.take(waiting.take(coming)))
-        assert len(ready), f"{table.schedule}: ranks wait for each other for ever"
+        assert len(ready), f"{', '.join({t.schedule for t in tables})}: ranks wait for each other for ever"
         # Rows are shorter by one without that column.
         group = coming.take(ready) - ready
         done[group] = True
@@ -204,19 +269,32 @@ class _Costs:
             yield _Costs(self.program, np.ascontiguousarray(self.compute[:, some]), self.transfer[:, some])
 
 
-def _action_costs(program: _Program, times: StageTimes) -> _Costs:
-    table = program.table
+def _action_costs(program: _Program, times: Sequence[StageTimes]) -> _Costs:
+    """times: of each table; those with fewer candidates than others are filled up with zeros."""
+    compute, links = zip(*map(_stage_costs, program.tables, times), strict=True)
+    most = max(len(part) for part in compute)
+    filled = [[np.pad(x, ((0, most - len(x)), (0, 0))) for x in parts] for parts in (compute, links)]
+    together = [np.concatenate(parts, axis=1).T.copy() for parts in filled]
+    return _Costs(program, *together)
+
+
+def _candidates(times: StageTimes) -> int:
+    given = (times.forward, times.backward, times.transfer, *(() if times.weight is None else (times.weight,)))
+    return max(len(np.atleast_2d(part)) for part in given)
+
+
+def _stage_costs(table: ScheduleTable, times: StageTimes) -> tuple[FloatArray, FloatArray]:
+    """Seconds of each kind in each stage, [candidates, kinds * stages], and of each link, [candidates, stages]."""
     forward, backward = np.atleast_2d(times.forward), np.atleast_2d(times.backward)
     assert times.weight is not None or not table.split_backward, f"{table.schedule} needs the time of weight gradients"
     weight = np.atleast_2d(0.0 if times.weight is None else times.weight)
-    candidates = max(map(len, (forward, backward, weight, np.atleast_2d(times.transfer))))
-    shape = (candidates, table.n_stages)
+    shape = (_candidates(times), table.n_stages)
     apart = np.broadcast_to(weight, shape).copy()
     apart[:, 0] = backward[:, 0]
     compute = [np.broadcast_to(part, shape) for part in (forward, backward, backward - apart, apart)]
     links = np.zeros(shape)
     links[:, :-1] = times.transfer
-    return _Costs(program, np.concatenate(compute, axis=1, dtype=np.float64).T.copy(), links.T.copy())
+    return np.concatenate(compute, axis=1, dtype=np.float64), links
 
 
 def _per_rank(table: ScheduleTable, times: StageTimes) -> FloatArray:
@@ -229,7 +307,7 @@ def _run(program: _Program, costs: _Costs) -> FloatArray:
     """When each action ends, in program order, [actions + 1, candidates]; the last row is time zero."""
     end = np.zeros((len(program.order) + 1, costs.compute.shape[1]))
     waits = costs.transfer.any()
-    in_advance = program.table.stages_per_rank > 1
+    in_advance = program.tables[0].stages_per_rank > 1
     for first, stop in pairwise(program.bounds):
         group = slice(first, stop)
         mine, theirs = end.take(program.before[group], axis=0), end.take(program.source[group], axis=0)

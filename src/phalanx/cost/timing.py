@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -15,9 +16,9 @@ from phalanx.cost.family import Kernel, likely_kernel, loss_chunks, setting_of
 from phalanx.cost.operation_time import Floats, Way
 from phalanx.cost.part_time import PartTimes, in_training, part_times
 from phalanx.cost.profile import Profile
-from phalanx.cost.schedule_table import table_of
+from phalanx.cost.schedule_table import ScheduleTable, table_of
 from phalanx.cost.second_process import compute, deal
-from phalanx.cost.simulate import StageTimes, makespans
+from phalanx.cost.simulate import StageTimes, makespans_together
 from phalanx.cost.software import EAGER, OURS, Software
 from phalanx.cost.stage_layers import split
 from phalanx.cost.step_time import StepCause, StepTimes, closed_form
@@ -92,7 +93,8 @@ def with_simulated_pipelines(
         forward, backward, weight = (_of_stages(steps, rows, column, blocks) for column in columns)
         pipelines[dealt[key]].append(_Pipelines(layout, rows, forward, backward, weight, sent[rows]))
     here, there = pipelines
-    for one, (ramp, transfer) in zip((*here, *there), compute(_simulated, here, there), strict=True):
+    results = compute(_simulated, [here], [there] if there else [])
+    for one, (ramp, transfer) in zip((*here, *there), chain(*results), strict=True):
         seconds[one.rows, StepCause.BUBBLE] = ramp * profile.pipeline_ramp
         seconds[one.rows, StepCause.TRANSFER] = transfer
     return StepTimes(seconds)
@@ -118,14 +120,24 @@ class _Pipelines:
     """Seconds of a transfer, [rows]."""
 
 
-def _simulated(pipelines: _Pipelines) -> tuple[Floats, Floats]:
-    """(seconds in which pipelines fill and drain, those of transfers), [rows]."""
-    table = table_of(pipelines.layout)
-    # Each layout twice, without transfers and with them, and all in one simulation.
+def _simulated(every: Sequence[_Pipelines]) -> list[tuple[Floats, Floats]]:
+    """(seconds in which pipelines fill and drain, those of transfers), [rows], of each kind."""
+    tables = [table_of(pipelines.layout) for pipelines in every]
+    found = makespans_together(list(zip(tables, map(_stage_times, every), strict=True)))
+    return list(map(_ramp_and_transfer, every, tables, found))
+
+
+def _stage_times(pipelines: _Pipelines) -> StageTimes:
+    """Each layout twice, without transfers and with them."""
     stages = (pipelines.forward, pipelines.backward, pipelines.weight)
     forward, backward, weight = (np.concatenate([stage, stage]) for stage in stages)
     transfer = np.concatenate([np.zeros(len(pipelines.rows)), pipelines.sent])[:, None]
-    alone, together = np.split(makespans(table, StageTimes(forward, backward, weight, transfer)), 2)
+    return StageTimes(forward, backward, weight, transfer)
+
+
+def _ramp_and_transfer(pipelines: _Pipelines, table: ScheduleTable, seconds: Floats) -> tuple[Floats, Floats]:
+    """See `_simulated`. seconds: of the layouts, and then of the same with transfers."""
+    alone, together = np.split(seconds, 2)
     each = pipelines.forward + pipelines.backward
     busiest = each[:, table.stages_of_rank].sum(axis=2).max(axis=1)
     return alone - pipelines.layout.accumulation * busiest, together - alone
