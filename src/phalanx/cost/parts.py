@@ -212,8 +212,8 @@ def _graph_of(trace: _Trace) -> Hashable:
 def _effort(trace: _Trace, first: bool) -> int:
     """About what tracing takes, in hundredths of a second. first: of those with the same graph."""
     if _compiled(trace):
-        return 50 if first else 8
-    return 2 if trace.name == "embedding" else 8
+        return 50 if first else 10
+    return 1 if trace.name == "embedding" else 4
 
 
 _trace = SharedMemo(_trace_now, _graph_of, _effort, load_compiler)
