@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx import compat
 from phalanx.config.schema import Run
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.family import Building, family_layout
