@@ -25,6 +25,14 @@ from phalanx.errors import ConfigError
             "training.attention=flash4 cannot compute with layout.precision=fp32\nnearest: training.attention=auto",
         ),
         (
+            ["training.attention=flash4", "layout.precision=fp64"],
+            "training.attention=flash4 cannot compute with layout.precision=fp64\nnearest: training.attention=auto",
+        ),
+        (
+            ["training.attention=flex", "layout.precision=fp64"],
+            "training.attention=flex cannot compute with layout.precision=fp64\nnearest: training.attention=auto",
+        ),
+        (
             ["layout.global_batch=1000000 tokens"],
             "layout.global_batch=1000000 tokens is not a multiple of data.sequence_length=2048\n"
             "nearest: 999424 tokens (488 samples) or 1001472 tokens (489 samples)",
@@ -99,6 +107,12 @@ def test_rules(overrides: list[str], message: str) -> None:
         ["checkpoint.keep_every=60", "checkpoint.every=20"],
         ["evaluation.prompt_tokens=100000"],
         ["training.resume=runs/a/step-10"],
+        # Others stay behind a kernel that is named, but for two of them.
+        *(
+            [f"training.attention={name}", "layout.precision=fp64"]
+            for name in ("sdpa", "cudnn", "flash", "efficient", "math", "auto")
+        ),
+        ["training.attention=flex", "layout.precision=fp32"],
     ],
 )
 def test_edges_of_the_rules_are_sound(overrides: list[str]) -> None:

@@ -107,7 +107,7 @@ def test_whole_parameters_have_a_copy_whose_gradients_are_passed_on(steps: Steps
     without = replace(OURS, working_copy=False)
     one, other = (closed_form(steps, times, PROFILE, CONSTANTS, software).seconds for software in (OURS, without))
     passed = (one - other)[:, StepCause.MEMORY]
-    # The first layout holds all of them, two others those of a stage split in two; the rest have ranks to reduce with.
+    # The first layout holds all of them, three pipelines those of a stage; the rest have ranks to reduce with.
     whole = (MANY.data_ranks == 1) & (MANY.cp == 1)
     assert np.array_equal(passed > 0, whole) and whole.sum() == 4
     parameters = (

@@ -81,7 +81,7 @@ def test_the_choice_leads_to_the_kernel() -> None:
 
 def test_a_device_it_cannot_run_on_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
-        check_attention("flash4", torch.bfloat16, torch.device("cpu"))
+        check_attention("flash4", torch.device("cpu"))
     assert str(error.value) == (
         "training.attention=flash4 cannot run on cpu: it needs an NVIDIA device of compute capability 9.0 or above\n"
         "nearest: training.attention=auto"

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -22,6 +23,8 @@ _BLOCKER = 8192
 """Sides of the product in front of them."""
 _BLOCKED = 2.0
 """How long products run in front of them, over what the host took to issue as many calls: hosts are not always as quick."""
+_ISSUED = 5
+"""Calls that the host's work is timed over."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +92,6 @@ class Clock:
         return end.seconds_since(start) / calls
 
 
-_ISSUED = 5
-"""Calls that the host's work is timed over."""
-_blocker_of: dict[torch.device, torch.Tensor] = {}
-
-
+@cache
 def _blocker(device: torch.device) -> torch.Tensor:
-    if device not in _blocker_of:
-        _blocker_of[device] = torch.randn(_BLOCKER, _BLOCKER, device=device, dtype=torch.bfloat16)
-    return _blocker_of[device]
+    return torch.randn(_BLOCKER, _BLOCKER, device=device, dtype=torch.bfloat16)

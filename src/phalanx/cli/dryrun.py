@@ -17,7 +17,6 @@ from phalanx.cost.memory_trace import CATEGORIES
 from phalanx.errors import ConfigError
 from phalanx.layout.apply import Applied, compiles
 from phalanx.layout.attention import check_attention
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.train.checkpoint import materialise_optimizer_state
@@ -62,7 +61,7 @@ def dryrun(
     per_node = loaded.cluster.devices_per_node or devices_per_node
     layout = resolve_layout(loaded, devices, per_node)
     if device == "cpu":
-        check_attention(loaded.training.attention, PRECISIONS[loaded.layout.precision], torch.device("cpu"))
+        check_attention(loaded.training.attention, torch.device("cpu"))
     if rank is not None and rank >= devices:
         raise ConfigError(f"--rank {rank} is not one of {devices} ranks; give 0 to {devices - 1}")
     ranks = [rank] if rank is not None else _ranks_of_stages(layout)

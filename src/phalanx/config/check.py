@@ -56,19 +56,22 @@ def _sequence(run: LanguageRun) -> Iterator[Problem]:
 
 
 def _attention(run: LanguageRun) -> Iterator[Problem]:
-    """FlashAttention-4 has no bias, no mask but the causal one, and two formats."""
-    if run.training.attention != "flash4":
-        return
+    """Kernels that do not give way to another: FlashAttention-4 has no bias, no mask but the causal one, and two formats;
+    FlexAttention adds up in 32 bits."""
+    kernel, precision = run.training.attention, run.layout.precision
     unfit = {
-        "model.positions=alibi": run.model.positions == "alibi",
-        "data.document_mask=true": run.data.document_mask,
-        f"layout.precision={run.layout.precision}": run.layout.precision not in ("bf16", "fp16"),
+        "flash4": {
+            "model.positions=alibi": run.model.positions == "alibi",
+            "data.document_mask=true": run.data.document_mask,
+            f"layout.precision={precision}": precision not in ("bf16", "fp16"),
+        },
+        "flex": {f"layout.precision={precision}": precision == "fp64"},
     }
-    for stated, present in unfit.items():
+    for stated, present in unfit.get(kernel, {}).items():
         if present:
             yield Problem(
                 ("training", "attention"),
-                f"training.attention=flash4 cannot compute with {stated}",
+                f"training.attention={kernel} cannot compute with {stated}",
                 "training.attention=auto",
             )
 

@@ -83,8 +83,9 @@ class PhalanxCalculator(Calculator):
         if self.ensemble is not None:
             self.ensemble.use_edge_chunk(edge_chunk)
         self._branch = self.network.branch(branch)
-        networks = [self.network] if self.ensemble is None else self.ensemble.members
-        known = [] if untrained_elements else [(network.where, trained_elements(network.where)) for network in networks]
+        self._networks = [self.network] if self.ensemble is None else self.ensemble.members
+        places = [] if untrained_elements else [network.where for network in self._networks]
+        known = [(where, trained_elements(where)) for where in places]
         self._known = [(where, elements) for where, elements in known if elements is not None]
         extra = {"charges": model.charges, "dipole": model.dipole}
         self.implemented_properties = [
@@ -138,8 +139,7 @@ class PhalanxCalculator(Calculator):
                 f"atom {int(atoms.numbers.argmin())} has atomic number {int(atoms.numbers.min())}, which is no element; "
                 "take it out of the structure"
             )
-        networks = [self.network] if self.ensemble is None else self.ensemble.members
-        least = min(networks, key=lambda network: network.run.model.max_atomic_number)
+        least = min(self._networks, key=lambda network: network.run.model.max_atomic_number)
         if heaviest > least.run.model.max_atomic_number:
             raise DataError(
                 f"the structure has atomic number {heaviest}; the model of {least.where} knows elements up to "

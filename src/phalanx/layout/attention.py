@@ -77,17 +77,10 @@ class AttentionChoice:
 
 _OF_64_BITS = AttentionChoice("math")
 """Of 64-bit numbers: no fused kernel takes them, but that FlexAttention would add up in 32 bits."""
-_WIDEST_OF = {"flex": torch.float32, "flash4": torch.bfloat16}
-"""The widest numbers of kernels that do not give way to another."""
 
 
-def check_attention(requested: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError for a kernel that cannot train on `device`, or not in `dtype`."""
-    if requested in _WIDEST_OF and dtype.itemsize > _WIDEST_OF[requested].itemsize:
-        raise ConfigError(
-            f"training.attention={requested} cannot compute in {dtype}: it knows nothing wider than "
-            f"{_WIDEST_OF[requested]}\nnearest: training.attention=auto"
-        )
+def check_attention(requested: str, device: torch.device) -> None:
+    """Raise ConfigError for a kernel that cannot train on `device`."""
     if requested == "flex" and device.type == "cpu":
         raise ConfigError(
             "training.attention=flex cannot train on the CPU: FlexAttention has no backward pass there\n"

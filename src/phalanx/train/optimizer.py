@@ -26,8 +26,7 @@ def build_optimizer(
 ) -> AdamW:
     """AdamW (Loshchilov & Hutter 2019) over parameters by name, in groups: first those with weight decay.
 
-    Fused, on every device type. kind: of the parameter with this name, as its family says. copies: see
-    `AdamW`.
+    Fused, on every device type. kind: of the parameter with this name, as its family says. copies: see `AdamW`.
     """
     groups: dict[tuple[float, bool], dict[str, Any]] = {}
     for name, parameter in parameters.items():
@@ -68,9 +67,9 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 def _squares(parts: list[Tensor]) -> Tensor:
     """Sums of squares of each part, float64 [parts]."""
     if parts[0].device.type == "cpu":
-        # Norms are summed up there with an error of 8e-4 over 2^24 float32 numbers.
+        # Norms of many float32 numbers lose digits there that products keep.
         return torch.stack([torch.dot(part, part) for part in parts]).double()
-    # Products read each number twice and have 0.6 of the speed.
+    # Products read each number twice, and take 1.6 times as long (benchmarks/README.md).
     return torch.stack([torch.linalg.vector_norm(part) for part in parts]).double().square()
 
 

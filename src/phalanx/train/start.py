@@ -59,7 +59,7 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
     ranks = ranks_from_environment()
     layout = resolve_layout(run, ranks.world_size, ranks.ranks_per_node)
     device = choose_device(run.cluster.device, ranks.local_rank)
-    check_attention(run.training.attention, PRECISIONS[run.layout.precision], device)
+    check_attention(run.training.attention, device)
     if run.training.deterministic:
         torch.use_deterministic_algorithms(True)
     join_process_group(ranks, device)
