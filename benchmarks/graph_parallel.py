@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -277,7 +278,7 @@ def main() -> None:
     options = parser.parse_args()
     names = ("body", "side", "width", "layers", "precision", "recompute", "steps")
     setting = Setting(*(getattr(options, name) for name in names))
-    if ranks_from_environment().world_size > 1:
+    if "WORLD_SIZE" in os.environ or ranks_from_environment().world_size > 1:
         rows, first, device = rows_under_a_launcher(setting, options.cp)
     else:
         cpu, first, device = torch.device("cpu"), True, "CPU, gloo"

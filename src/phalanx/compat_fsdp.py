@@ -1,4 +1,4 @@
-"""FSDP2's exchanges without the copies before and behind them.
+"""FSDP2's exchanges without the copies before and behind them, and its sums over micro-batches by other means.
 
 FSDP2 gathers into a buffer and copies parameters out of it, and copies gradients into a buffer that it reduces from: both on
 the stream that computes. An exchange that can put each parameter where it belongs, and take each gradient from where it is,
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
@@ -42,6 +43,21 @@ class Reduce(Protocol):
         """
 
 
+class AddUp(Protocol):
+    """Adds up gradients that are not reduced after each micro-batch."""
+
+    def __call__(self, gradient: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`gradient` added to `total`, which may be used up; `gradient` in `dtype` where there is none yet."""
+
+
+def accumulate_by(modules: Iterable[FSDPModule], add_up: AddUp) -> None:
+    """Let `modules` sum up gradients over micro-batches by `add_up`, wherever FSDP2 sums them in a wider format."""
+    for group in _groups(modules):
+        for parameter in group.fsdp_params:
+            parameter.__class__ = _Accumulated
+            cast(_Accumulated, parameter).add_up = add_up
+
+
 def exchange_in_place(
     modules: Iterable[FSDPModule], gathers: Callable[[list[list[int]]], Sequence[Gather]], reduce: Reduce
 ) -> None:
@@ -50,9 +66,7 @@ def exchange_in_place(
     gathers: called with the elements of shards, padding counts and the same on every rank, for each parameter of each unit
     that is gathered together. Gives what gathers each of these units.
     """
-    found = [module._get_fsdp_state()._fsdp_param_group for module in modules]
-    # Modules that are sharded together have one group; the root may have no parameters of its own.
-    groups: list[FSDPParamGroup] = [group for group in dict.fromkeys(found) if group is not None]
+    groups = _groups(modules)
     sizes = [[p.padded_sharded_param_size.numel() for p in group.fsdp_params] for group in groups]
     for group, gather in zip(groups, gathers(sizes), strict=True):
         assert all(p.fsdp_placement.dim == 0 and not p.offload_to_cpu for p in group.fsdp_params)
@@ -60,6 +74,35 @@ def exchange_in_place(
         group.__class__ = _GatheredInPlace
         cast(_GatheredInPlace, group).gather = gather
         group._reduce_scatter_comm = cast(Any, _ReducedFromPlace(reduce))
+
+
+def _groups(modules: Iterable[FSDPModule]) -> list[FSDPParamGroup]:
+    """Modules that are sharded together have one group; the root may have no parameters of its own."""
+    found = [module._get_fsdp_state()._fsdp_param_group for module in modules]
+    return [group for group in dict.fromkeys(found) if group is not None]
+
+
+class _Accumulated(FSDPParam):
+    """A parameter with its gradients of the micro-batches so far, in `reduce_dtype`."""
+
+    add_up: AddUp
+
+    def to_accumulated_grad_if_needed(self) -> None:
+        """Begin a sum with the gradient at hand; one in the format of sums stays where autograd adds to it."""
+        gradient = self._unsharded_param.grad
+        if gradient is None or self.reduce_dtype in (None, gradient.dtype):
+            return
+        self._unsharded_param.grad = None
+        self.unsharded_accumulated_grad = self.add_up(gradient, None, self.reduce_dtype)
+
+    def accumulate_unsharded_grad_if_needed(self) -> None:
+        """Add the gradient at hand to a sum that has begun."""
+        gradient = self.unsharded_param.grad
+        if self.unsharded_accumulated_grad is None or gradient is None:
+            return
+        total = self.unsharded_accumulated_grad
+        self.unsharded_accumulated_grad = self.add_up(gradient, total, total.dtype)
+        self._unsharded_param.grad = None
 
 
 class _ReducedFromPlace:

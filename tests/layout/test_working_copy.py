@@ -102,7 +102,7 @@ def test_what_is_written_already_is_left_alone() -> None:
 def test_large_gradients_are_summed_as_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = []
     for large in (1 << 20, 1):
-        monkeypatch.setattr("phalanx.layout.working_copy.LARGE", large)
+        monkeypatch.setattr("phalanx.kernels.parts_sum.LARGE", large)
         masters, working = filled_masters(), decoder(torch.bfloat16)
         WorkingCopy(masters, working).refresh()
         for seed in (0, 1, 2):

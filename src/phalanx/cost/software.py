@@ -49,7 +49,8 @@ class Software:
     """What lies between two steps of a rank that waits for no other, over what programs take that read each step's loss
     before they begin the next: 2.3 ms in a trace of one H100 (benchmarks/README.md)."""
     working_copy: bool = True
-    """Whether a rank that holds whole parameters has copies of 16 bits, whose gradients are passed on into 32-bit sums."""
+    """Whether a rank that holds whole parameters, or gathers them once a step, has them in 16 bits and passes their
+    gradients on into 32-bit sums."""
     optimizer_bytes: int = 30
     """Bytes an optimizer step reads and writes for each parameter: 32-bit master, two moments and gradient read, all but
     the gradient written, and the 16-bit copy."""

@@ -125,9 +125,12 @@ def closed_form(
     added = np.where((layouts.zero < 2) | ~np.bool_(software.overlap), held, mine) * (
         software.gather_bytes + 2 * software.reduce_bytes
     )
-    # Those of the first are where nobody reduces them brought into the sums' format, where that is another.
-    alone = (steps.shards.size == 1) & (steps.replicas.size == 1) & software.working_copy
-    begun = np.where(alone, held, 0.0) * (software.gather_bytes + software.reduce_bytes)
+    # Those of the first are where nobody reduces them at once brought into the sums' format, where that is another.
+    alone = (steps.shards.size == 1) & (steps.replicas.size == 1)
+    waits_for_more = (layouts.zero < 2) & (count > 1)
+    begun = np.where((alone | waits_for_more) & software.working_copy, held, 0.0) * (
+        software.gather_bytes + software.reduce_bytes
+    )
     seconds[StepCause.MEMORY] += ((count - 1) * added + begun) / profile.memory_b_s
     between = profile.step_s * np.where(layouts.world_size == 1, software.step_alone, 1.0)
     seconds[StepCause.REST] = between + 4 * mine / profile.memory_b_s

@@ -29,6 +29,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from phalanx import compat_fsdp
+from phalanx.kernels.parts_sum import added_up
 from phalanx.layout.hybrid_stop import streamed_parameters
 from phalanx.layout.peer_copies import PeerCopies
 from phalanx.layout.stage import Stage
@@ -86,7 +88,9 @@ def shard_stage(
         )
     # Of one unit too: its backward pass follows at once, so that freeing it between would cost a gather and save nothing.
     fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=apart)
-    choose_exchanges(list(_sharded(stage)), copies)
+    sharded = list(_sharded(stage))
+    choose_exchanges(sharded, copies)
+    compat_fsdp.accumulate_by(sharded, added_up)
     _gather_ahead(_fsdp(first), _fsdp([unit[0] for unit in units]), _fsdp(last), gathers_ahead)
 
 

@@ -14,8 +14,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor, nn
 
-from phalanx.kernels.parts_sum import sum_parts
-from phalanx.kernels.triton_modules import LARGE
+from phalanx.kernels.parts_sum import added_up
 
 
 class WorkingCopy:
@@ -54,13 +53,5 @@ class WorkingCopy:
     def _move_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         master = self._master_of[id(parameter)]
-        first = master.grad is None
-        total = torch.empty_like(master) if master.grad is None else master.grad
-        # PyTorch's own kernels move tensors of two formats at half the speed of memory.
-        if parameter.numel() >= LARGE and parameter.grad.is_contiguous() and total.is_contiguous():
-            sum_parts(parameter.grad.view(1, -1), total.view(-1), add=not first)
-        elif first:
-            total.copy_(parameter.grad)
-        else:
-            total.add_(parameter.grad)
-        master.grad, parameter.grad = total, None
+        master.grad = added_up(parameter.grad, master.grad, master.dtype)
+        parameter.grad = None
