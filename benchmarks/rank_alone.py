@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from phalanx.cluster.device import choose_device, device_name, synchronize
-from phalanx.compat_fake import fake_process_group
+from phalanx.compat_fake import fake_process_group, silent_neighbours
 from phalanx.config.families import require_language
 from phalanx.config.load import load_run
 from phalanx.files import write_atomically
@@ -39,7 +39,7 @@ GIB = 2**30
 
 def measure(run_file: Path, words: list[str], world: int, rank: int, steps: int) -> dict[str, Any]:
     """Seconds of each step of `rank`, and the most that its allocator gave out (None on the CPU)."""
-    with fake_process_group(rank, world):
+    with fake_process_group(rank, world), silent_neighbours():
         run = require_language(load_run(run_file, [*words, "layout.peer_copies=false"]), "rank_alone")
         layout = resolve_layout(run, world, world)
         device = choose_device(run.cluster.device, 0)

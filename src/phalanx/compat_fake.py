@@ -41,6 +41,18 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def silent_neighbours() -> Iterator[None]:
+    """Stages of a pipeline ask their neighbours nothing before the first step."""
+    with contextlib.ExitStack() as stack:
+        if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
+            stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _take_stated_shapes))
+        if hasattr(_Stage, "_get_init_p2p_neighbors_ops"):
+            # Up to PyTorch 2.11 neighbours greet each other before their first step.
+            stack.enter_context(patch.object(_Stage, "_get_init_p2p_neighbors_ops", lambda _stage: []))
+        yield
+
+
+@contextlib.contextmanager
 def fake_tensors_everywhere(most_sent: int | None = None) -> Iterator[FakeTensorMode]:
     """Every tensor made is fake, in PyTorch's parallel code too, which by itself trips over that in three places.
 
@@ -53,11 +65,7 @@ def fake_tensors_everywhere(most_sent: int | None = None) -> Iterator[FakeTensor
         if isinstance(mesh := DeviceMesh.__dict__.get("mesh"), property):
             stack.enter_context(patch.object(DeviceMesh, "mesh", property(_real(mesh.fget))))
         stack.enter_context(unseen_propagation())
-        if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
-            stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _take_stated_shapes))
-        if hasattr(_Stage, "_get_init_p2p_neighbors_ops"):
-            # Up to PyTorch 2.11 neighbours greet each other before their first step.
-            stack.enter_context(patch.object(_Stage, "_get_init_p2p_neighbors_ops", lambda _stage: []))
+        stack.enter_context(silent_neighbours())
         # One object: PyTorch asks whether an operation is that very function.
         send = _Transport(most_sent).isend
         for module in (dist, distributed_c10d):

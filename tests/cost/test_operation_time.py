@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from phalanx.cluster.collectives import default_constants
 from phalanx.cluster.machine import load_machine
@@ -11,6 +12,7 @@ from phalanx.config.model import LanguageModel
 from phalanx.cost.family import Setting
 from phalanx.cost.measured import TimedOperation
 from phalanx.cost.operation_time import Cause, Form, OperationTable, Way, compute_seconds, operation_rows
+from phalanx.cost.operations import Attention, Operation
 from phalanx.cost.part_time import part_operations, part_times, parts_of
 from phalanx.cost.profile import default_profile
 from phalanx.cost.software import OURS, Software, software_of
@@ -151,6 +153,32 @@ def test_unfused_attention_multiplies_whole_score_matrices() -> None:
     assert fused.flops[fused.cause == Cause.ATTENTION].sum() == 7 * scores
 
 
+@pytest.mark.parametrize(
+    ("samples", "heads", "length", "fused"), [(2, 2, 1024, True), (1, 2, 1024, False), (2, 2, 8192, False)]
+)
+def test_scores_pass_through_memory_once_where_the_softmax_kernel_takes_them(
+    samples: int, heads: int, length: int, fused: bool
+) -> None:
+    attention = Attention(samples, heads, heads, length, length, 64, causal=True, backward=False, width=2)
+    op = Operation("attention", "attention", "forward", torch.bfloat16, 0, 0, 0, attention=attention)
+    table = OperationTable.of(operation_rows(0, [op], replace(PLAIN, fused_attention=False), 1))
+    passes = table.bytes[table.form == Form.TRAFFIC] / (samples * heads * length**2)
+    assert passes.tolist() == ([4] if fused else [6, 8, 8, 8, 6])
+
+
+def test_a_bias_behind_a_split_matrix_is_added_with_the_residual() -> None:
+    biased = replace(SETTING, model=MODEL.model_copy(update={"bias": True}), tp=2)
+    operations = part_operations("block", biased, 2, PLAIN)
+    ways = (replace(PLAIN, fused_residual=way) for way in (False, True))
+    apart, together = (OperationTable.of(operation_rows(0, operations, way, 2)) for way in ways)
+    # Behind attention and behind the MLP: a rank's half of the two samples is read and written once less, the bias read.
+    half = 2 * 256 * MODEL.d_model // 2
+    assert len(apart) - len(together) == 2
+    assert apart.bytes.sum() - together.bytes.sum() == 2 * 2 * (2 * half + MODEL.d_model)
+    # Without a bias there is nothing to add with it.
+    assert len(_rows(replace(PLAIN, fused_residual=True), tp=2)) == len(_rows(PLAIN, tp=2))
+
+
 def test_without_sequence_parallelism_sums_replace_gathers() -> None:
     split, whole = (_rows(replace(PLAIN, sequence_parallel=way), tp=2) for way in (True, False))
     assert np.sum(split.form == Form.ALL_GATHER) == np.sum(split.form == Form.REDUCE_SCATTER) == 4
@@ -191,3 +219,17 @@ def test_software_is_known_by_the_start_of_its_name() -> None:
     assert megatron is not None and megatron.sequence_parallel and not megatron.fused_attention
     flash = software_of("GPT-NeoX", "flash2")
     assert flash is not None and flash.fused_attention
+
+
+def test_an_exchange_is_one_call_of_the_host_however_finely_a_program_cuts_up_its_work() -> None:
+    machine = load_machine("h200-x4")
+
+    def issued(work: float, tp: int) -> float:
+        software = replace(PLAIN, host_work=work, host_exchanges=False)
+        parts = parts_of([("block", replace(SETTING, tp=tp), 8)], software)
+        return float(part_times(parts, machine, default_constants(machine), PROFILE).issued.sum())
+
+    # Four gathers and four scatters, two of each in either pass.
+    exchanges = 8 * PROFILE.host_s
+    assert issued(3.0, 1) == pytest.approx(3 * issued(1.0, 1))
+    assert issued(3.0, 2) - exchanges == pytest.approx(3 * (issued(1.0, 2) - exchanges))

@@ -215,6 +215,8 @@ def operation_rows(
     rows: list[tuple[float, ...]] = []
     if tp > 1 and not software.sequence_parallel:
         operations = _without_moves(operations)
+    if tp > 1 and software.fused_residual:
+        operations = _with_one_sum(operations)
     inside = {"forward": False, "recompute": False, "backward": False}
     for op in operations:
         collective = op.collective
@@ -232,6 +234,16 @@ def _without_moves(operations: Sequence[Operation]) -> list[Operation]:
         gathered = before is not None and _moves(before, "all_gather")
         scattered = after is not None and _moves(after, "reduce_scatter")
         if not (op.kind == "copy" and (gathered or scattered)):
+            kept.append(op)
+    return kept
+
+
+def _with_one_sum(operations: Sequence[Operation]) -> list[Operation]:
+    """Without the pass that adds the bias of a row-split matrix where another adds the residual right after."""
+    kept = []
+    for before, op, after in zip([None, *operations], operations, [*operations[1:], None], strict=False):
+        scattered = before is not None and _moves(before, "reduce_scatter")
+        if not (scattered and op.kind == "pointwise" and after is not None and after.kind == "pointwise"):
             kept.append(op)
     return kept
 
@@ -277,10 +289,9 @@ def _unfused(part: int, way: Way, x: Attention, dropout: bool) -> list[tuple[flo
     queries, keys, size = x.queries, x.keys, x.head_size
     products = [(queries, keys, size), (queries, size, keys)]
     width = x.width
-    passes = [2 * width] + [2 * width + 1] * dropout
     if x.backward:
         products = [(keys, size, queries), (queries, keys, size), (queries, size, keys), (keys, size, queries)]
-        passes = [3 * width] + [2 * width + 1] * dropout
+    passes = [*_softmax_passes(x), *[2 * width + 1] * dropout]
     rows: list[tuple[float, ...]] = []
     start = (part, way, Cause.ATTENTION)
     for m, n, k in products:
@@ -288,3 +299,15 @@ def _unfused(part: int, way: Way, x: Attention, dropout: bool) -> list[tuple[flo
         rows.append((*start, Form.PRODUCT, False, batch, m, n, k, Matmul(batch, m, n, k).flops, traffic, width))
     rows += [(*start, Form.TRAFFIC, False, 1, 1, 1, 1, 0.0, bytes * scores, 1) for bytes in passes]
     return rows
+
+
+def _softmax_passes(x: Attention) -> list[int]:
+    """Bytes an element of each pass over the scores: one where Megatron's softmax kernel scales and masks as well, else one
+    to and from 32 bits each, one each for scale and mask, and the softmax itself.
+
+    The kernel wants score matrices in fours, rows in fours and at most 4,096 columns (Megatron-LM,
+    megatron/core/fusions/fused_softmax.py, `is_kernel_available`).
+    """
+    if x.samples * x.heads % 4 == 0 and x.queries % 4 == 0 and x.keys <= 4096:
+        return [3 * x.width if x.backward else 2 * x.width]
+    return [x.width + 4, 8, 8, 12 if x.backward else 8, 4 + x.width]

@@ -53,6 +53,8 @@ class Parts:
     cp: Ints
     host_work: Floats
     """See `Software`."""
+    exchange_work: Floats
+    """The same of an exchange of activations, which is one call however finely a program cuts up what it computes."""
     host_exchanges: Floats
     """1 where the host pays for exchanges of activations, else 0."""
 
@@ -71,6 +73,7 @@ class Parts:
             np.concatenate([parts.tp for parts in several]),
             np.concatenate([parts.cp for parts in several]),
             np.concatenate([parts.host_work for parts in several]),
+            np.concatenate([parts.exchange_work for parts in several]),
             np.concatenate([parts.host_exchanges for parts in several]),
         )
 
@@ -104,11 +107,12 @@ def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], software: Software
     """The parts in `wanted`: name, setting, samples of a micro-batch."""
     rows = [_rows_of(*part, software) for part in wanted]
     tp, cp = (np.array([getattr(setting, axis) for _, setting, _ in wanted], np.int64) for axis in ("tp", "cp"))
-    work = [max(software.host_work, _STREAMED) if s.streamed > 1 else software.host_work for _, s, _ in wanted]
+    streamed = np.array([setting.streamed > 1 for _, setting, _ in wanted])
+    work = np.where(streamed, max(software.host_work, _STREAMED), software.host_work)
     together = np.concatenate(rows)
     together[:, 0] = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
     exchanges = np.full(len(rows), float(software.host_exchanges))
-    return Parts(OperationTable.of_matrix(together), tp, cp, np.array(work), exchanges)
+    return Parts(OperationTable.of_matrix(together), tp, cp, work, np.where(streamed, work, 1.0), exchanges)
 
 
 @cache
@@ -172,10 +176,13 @@ def slower_of(device: Floats, host: Floats) -> Floats:
 def _issued(parts: Parts, profile: Profile) -> Floats:
     table, count, ways = parts.operations, parts.count, len(Way)
     where = table.part * ways + table.way
-    calls = np.bincount(where, table.times, count * ways).reshape(count, ways) * parts.host_work[:, None]
-    exchanged = np.where(table.form >= Form.ALL_REDUCE, table.times, 0)
-    exchanges = np.bincount(where, exchanged, count * ways).reshape(count, ways) * parts.host_exchanges[:, None]
-    return np.asarray(calls * profile.host_s + exchanges * profile.exchange_host_s)
+    exchanged = table.form >= Form.ALL_REDUCE
+    calls, exchanges = (
+        np.bincount(where, np.where(which, table.times, 0), count * ways).reshape(count, ways)
+        for which in (~exchanged, exchanged)
+    )
+    issued = calls * parts.host_work[:, None] + exchanges * parts.exchange_work[:, None]
+    return np.asarray(issued * profile.host_s + exchanges * parts.host_exchanges[:, None] * profile.exchange_host_s)
 
 
 def _collective_seconds(parts: Parts, machine: Machine, constants: Constants) -> Floats:

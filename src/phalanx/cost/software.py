@@ -25,6 +25,8 @@ class Software:
     """Whether scores stay on the chip; else they are written, and pass through memory several times."""
     attention_dropout: bool = False
     """Whether scores pass through memory once more for dropout; of no meaning with fused attention."""
+    fused_residual: bool = False
+    """Whether a bias behind a row-split matrix is added in the same pass as the residual, though nothing is compiled."""
     sequence_parallel: bool = True
     """Whether tensor-parallel ranks share out what lies between the matmuls; else they sum whole activations, and each
     computes norms and sums of all positions."""
@@ -85,6 +87,7 @@ _MEGATRON = Software(
     host_exchanges=False,
     fused_attention=False,
     attention_dropout=True,
+    fused_residual=True,
     sequence_parallel=False,
     plain_recompute=True,
     reduce_bytes=2,
