@@ -98,6 +98,13 @@ def is_rocm() -> bool:
     return torch.version.hip is not None
 
 
+def device_address(device: torch.device) -> str:
+    """The PCI address of an accelerator as Linux writes it, `0000:c1:00.0`; empty where PyTorch does not say."""
+    facts = torch.get_device_module(device).get_device_properties(device)
+    domain, bus, slot = (getattr(facts, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id"))
+    return "" if bus is None or slot is None else f"{domain or 0:04x}:{bus:02x}:{slot:02x}.0"
+
+
 def full_name(name: str) -> str:
     """A parameter's name without the parts that torch.compile and checkpoint wrappers put into it."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

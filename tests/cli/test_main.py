@@ -39,6 +39,7 @@ def test_help_lists_the_verbs_in_order_of_use(call: Call) -> None:
         "tune",
         "verify",
         "dryrun",
+        "doctor",
         "train",
         "launch",
         "evaluate",

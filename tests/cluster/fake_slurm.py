@@ -50,6 +50,10 @@ else:
 _PHALANX = """
 import json, os, sys, time
 rank = os.environ["SLURM_PROCID"]
+if sys.argv[1] == "doctor":
+    with open(os.environ["FAKE_LOGS"] + "/doctor", "a") as log:
+        log.write(json.dumps(sys.argv[1:]) + "\\n")
+    sys.exit(int(os.environ.get("DOCTOR_EXIT", "0")) if rank == "0" else 0)
 seen = {"environment": dict(os.environ), "arguments": sys.argv[1:], "directory": os.getcwd()}
 path = os.environ["FAKE_LOGS"] + "/rank-" + rank
 with open(path + ".new", "w") as file:
@@ -161,6 +165,10 @@ class FakeSlurm:
             with mock.patch.dict(os.environ, record["environment"], clear=True):
                 found.append(Seen(**record, ranks=ranks_from_environment()))
         return sorted(found, key=lambda rank: rank.ranks.rank)
+
+    def examined(self) -> list[list[str]]:
+        """The arguments of each `phalanx doctor` that ran, one a rank."""
+        return [json.loads(line) for line in self._log("doctor")]
 
     def made_folders(self) -> list[str]:
         """Folders that the script made, once for each node."""

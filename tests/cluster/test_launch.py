@@ -11,7 +11,7 @@ import pytest
 
 from cluster.fake_slurm import JOB_ID, FakeSlurm
 from phalanx.cluster.device import known_devices
-from phalanx.cluster.launch import STOPPED, Job, complete_job, format_walltime, launch_script, parse_walltime
+from phalanx.cluster.launch import STOPPED, UNFIT, Job, complete_job, format_walltime, launch_script, parse_walltime
 from phalanx.cluster.machine import Machine, cores_of, load_machine, machine_names, parse_machine
 from phalanx.errors import ConfigError
 from phalanx.train.interrupt import Interrupted, StopRequest
@@ -196,6 +196,23 @@ def test_only_a_run_that_stopped_in_good_order_waits_again(
     done = slurm.run(script, 1, RANK_EXIT=str(code))
     assert done.returncode == code
     assert slurm.requeued() == ([str(JOB_ID)] if asked else [])
+
+
+@pytest.mark.parametrize(("code", "trains"), [(0, True), (UNFIT, False), (1, True)])
+def test_ranks_are_examined_first_and_a_job_that_is_unfit_ends(code: int, trains: bool, slurm: FakeSlurm) -> None:
+    examined = job(2, directory=slurm.folder, examined_as="small.yaml")
+    done = slurm.run(launch_script(parse_machine(MACHINE, "small.yaml"), examined), 2, DOCTOR_EXIT=str(code))
+    assert slurm.examined() == [["doctor", "--cluster", "small.yaml"]] * 4
+    assert done.returncode == (0 if trains else UNFIT) and len(slurm.seen()) == (4 if trains else 0)
+    assert ("training starts all the same" in done.stderr) == (code == 1)
+
+
+def test_a_container_is_examined_from_inside(slurm: FakeSlurm) -> None:
+    slurm.install_container()
+    wanted = job(1, directory=slurm.folder, image="my image.sif", examined_as="lumi")
+    done = slurm.run(launch_script(load_machine("lumi"), wanted), 1)
+    assert done.returncode == 0, done.stderr
+    assert slurm.examined() == [["doctor", "--cluster", "lumi"]] * 8
 
 
 def test_a_cancelled_job_lets_its_ranks_save_and_stays_cancelled(slurm: FakeSlurm) -> None:

@@ -19,8 +19,8 @@ from phalanx.calibrate.measure import Measurements, measure, of_all_ranks
 from phalanx.calibrate.where import machine_here
 from phalanx.cli.arguments import Json
 from phalanx.cli.console import output, print_json
+from phalanx.cli.ranks import start_again
 from phalanx.cluster.device import choose_device, device_name
-from phalanx.cluster.local_launch import launch_ranks
 from phalanx.cluster.machine import Machine
 from phalanx.cost.calibration import Calibration, calibrate_from_runs
 from phalanx.cost.profile import CONSTANTS, NamedProfile, load_profile, measured_name, profile_text, save_profile
@@ -65,7 +65,7 @@ def calibrate(
         raise ConfigError(f"--profile {profile} is what --from-runs begins with; measuring needs none")
     ranks = ranks_from_environment()
     if nproc is not None:
-        _start_ranks(ranks, nproc)
+        start_again(ranks, nproc)
         return
     here = choose_device(device, ranks.local_rank)
     per_node = ranks.ranks_per_node or ranks.world_size
@@ -78,17 +78,6 @@ def calibrate(
         found = profile_of(measured, machine, _source(here, ranks))
         _write(path, found.named)
         _show(found, measured, machine, path, json=json)
-
-
-def _start_ranks(ranks: Ranks, nproc: int) -> None:
-    """Start this very command again as `nproc` ranks."""
-    if ranks.world_size > 1:
-        raise ConfigError(f"--nproc {nproc} starts ranks, but torchrun or srun has started them already; leave it out")
-    words = sys.argv[1:]
-    place = next(index for index, word in enumerate(words) if word.split("=")[0] == "--nproc")
-    code = launch_ranks([*words[:place], *words[place + (1 if "=" in words[place] else 2) :]], nproc)
-    if code:
-        raise typer.Exit(code)
 
 
 def _measure(ranks: Ranks, device: torch.device, per_node: int, seconds: float) -> Measurements:

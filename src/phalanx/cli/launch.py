@@ -13,7 +13,7 @@ import typer
 from phalanx.cli.arguments import Json, Overrides, RunFile
 from phalanx.cli.console import output, print_json
 from phalanx.cluster.launch import Job, complete_job, format_walltime, launch_script, parse_walltime
-from phalanx.cluster.machine import load_machine, machine_names
+from phalanx.cluster.machine import described_names, load_machine, machine_names
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
 from phalanx.files import write_atomically
@@ -47,6 +47,9 @@ def launch(
     image: Annotated[
         str | None, typer.Option(help="Container image to train in, where the cluster has containers.")
     ] = None,
+    preflight: Annotated[
+        bool, typer.Option(help="Whether phalanx doctor looks at all ranks of the job before they train.")
+    ] = True,
     out: Annotated[Path | None, typer.Option(help="File to write; by default the script is printed.")] = None,
     submit: Annotated[
         bool, typer.Option("--submit", help="Hand the script to sbatch, and keep it in --out or RUN-CLUSTER.sbatch.")
@@ -68,6 +71,7 @@ def launch(
         partition=partition,
         setup=tuple(setup or ()),
         image=image,
+        examined_as=_description(cluster) if preflight else None,
     )
     job = complete_job(machine, wanted)
     ranks = job.nodes * machine.node.devices
@@ -96,6 +100,11 @@ def launch(
         print(text, end="")
     else:
         _print_job(facts)
+
+
+def _description(cluster: str) -> str:
+    """What names the description in the job, wherever it starts."""
+    return cluster if cluster in described_names() else str(Path(cluster).absolute())
 
 
 def _print_job(facts: Mapping[str, Any]) -> None:

@@ -111,6 +111,16 @@ VERBS = (
         ),
     ),
     Verb(
+        "doctor",
+        "phalanx.cli.doctor:doctor",
+        "Check that a machine is fit to train on.",
+        (
+            "phalanx doctor",
+            "phalanx doctor --nproc 4 --json",
+            "srun --ntasks-per-node=8 phalanx doctor --cluster frontier",
+        ),
+    ),
+    Verb(
         "train",
         "phalanx.cli.train:train",
         "Train a model, or go on with a run.",

@@ -18,6 +18,10 @@ from phalanx.errors import ConfigError
 STOPPED = 143
 """What `phalanx train` ends with after SIGTERM, once its checkpoint is written: 128 + the signal's number."""
 
+UNFIT = 3
+"""What `phalanx doctor` ends with where training would fail or compute something wrong."""
+
+_PREFLIGHT_MINUTES = 10
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # Below the ports that Linux hands out by itself (32768 and up), above those that need privileges.
 _FIRST_PORT, _PORTS = 10_000, 20_000
@@ -45,6 +49,9 @@ class Job:
     """Shell lines of the user, run before training, inside the container if there is one."""
     image: str | None = None
     """Container image."""
+    examined_as: str | None = None
+    """What names the machine's description to `phalanx doctor`, which then looks at all ranks before they train; None
+    leaves that out."""
 
 
 def parse_walltime(text: str) -> int:
@@ -120,6 +127,7 @@ def launch_script(machine: Machine, job: Job) -> str:
         _meeting_point(),
         _folders(machine, job),
         _training(machine, job),
+        _preflight(job),
         _end(machine),
     )
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part))) + "\n"
@@ -213,9 +221,9 @@ def _folders(machine: Machine, job: Job) -> Iterator[str]:
 
 
 def _training(machine: Machine, job: Job) -> Iterator[str]:
-    yield "train=(" + shlex.join(["phalanx", "train", str(job.run), *job.overrides]) + ")"
-    if job.image is not None:
-        yield from _in_container(machine, job)
+    yield from _command(machine, job, "train", ["phalanx", "train", str(job.run), *job.overrides])
+    if job.examined_as is not None:
+        yield from _command(machine, job, "doctor", ["phalanx", "doctor", "--cluster", job.examined_as])
     yield "step=("
     for line in _step_lines(machine, job.nodes):
         yield "    " + line
@@ -251,12 +259,30 @@ def _step_lines(machine: Machine, nodes: int) -> Iterator[str]:
     yield f"--kill-on-bad-exit=0 --wait={machine.stop.seconds_before_end}"
 
 
-def _in_container(machine: Machine, job: Job) -> Iterator[str]:
-    assert machine.container is not None and job.image is not None
+def _command(machine: Machine, job: Job, name: str, words: Iterable[str]) -> Iterator[str]:
+    """What every rank runs, as an array of the shell, inside the container if there is one."""
+    yield f"{name}=({shlex.join(words)})"
+    if job.image is None:
+        return
+    assert machine.container is not None
     # exec: the training process takes the place of the shell, which would not hand a signal on
     inside = "; ".join(["set -e", *job.setup, 'exec "$@"'])
-    words = [*machine.container.command, job.image, "bash", "-c", inside, "rank"]
-    yield f'train=({shlex.join(words)} "${{train[@]}}")'
+    around = [*machine.container.command, job.image, "bash", "-c", inside, "rank"]
+    yield f'{name}=({shlex.join(around)} "${{{name}[@]}}")'
+
+
+def _preflight(job: Job) -> Iterator[str]:
+    if job.examined_as is None:
+        return
+    yield "# Before the first step: settings, binding, devices and links of all ranks. What is slow or far from its cores is"
+    yield f"# named in the log; what training would fail of, or compute wrong with, ends the job ({UNFIT})."
+    yield "code=0"
+    yield f'srun "${{step[@]}}" --time={_PREFLIGHT_MINUTES} "${{doctor[@]}}" || code=$?'
+    yield f'if [ "$code" -eq {UNFIT} ]; then'
+    yield f"    exit {UNFIT}"
+    yield 'elif [ "$code" -ne 0 ]; then'
+    yield '    echo "phalanx doctor could not look at all ranks (exit code $code); training starts all the same" >&2'
+    yield "fi"
 
 
 def _end(machine: Machine) -> Iterator[str]:

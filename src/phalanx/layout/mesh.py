@@ -61,17 +61,37 @@ def ranks_from_environment() -> Ranks:
     return Ranks()
 
 
-def join_process_group(ranks: Ranks, device: torch.device, *, timeout_s: float = 600.0) -> None:
+def join_process_group(
+    ranks: Ranks, device: torch.device, *, timeout_s: float = 600.0, store: dist.Store | None = None
+) -> None:
     """Join the default process group (gloo on the CPU, the device's own backend beside gloo elsewhere).
 
-    The store's keys carry torchrun's restart count: torchrun keeps one store for all attempts, and a restarted gloo rank
-    would otherwise find the addresses of the dead attempt.
+    store: through which the ranks have met already; else they meet now.
     """
     if device.type != "cpu":
         # Groups without a bound device take the current one.
         torch.accelerator.set_device_index(device.index or 0)
     if ranks.world_size == 1 or dist.is_initialized():
         return
+    backend = "gloo"
+    if device.type != "cpu":
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    # No device is bound to the group: with one, a new group has to be made by all ranks of the run, not by its members.
+    dist.init_process_group(
+        backend,
+        store=meet(ranks, timeout_s=timeout_s) if store is None else store,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def meet(ranks: Ranks, *, timeout_s: float) -> dist.Store:
+    """The store through which several ranks find each other, at MASTER_ADDR and MASTER_PORT.
+
+    Its keys carry torchrun's restart count: torchrun keeps one store for all attempts, and a restarted gloo rank would
+    otherwise find the addresses of the dead attempt. Raises ConfigError where nobody says where to meet.
+    """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if address is None or port is None:
         raise ConfigError(
@@ -83,17 +103,7 @@ def join_process_group(ranks: Ranks, device: torch.device, *, timeout_s: float =
     attempt = (
         f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     )
-    backend = "gloo"
-    if device.type != "cpu":
-        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    # No device is bound to the group: with one, a new group has to be made by all ranks of the run, not by its members.
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(attempt, tcp),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=timeout,
-    )
+    return dist.PrefixStore(attempt, tcp)
 
 
 def leave_process_group() -> None:

@@ -1,0 +1,130 @@
+"""`phalanx doctor`: is this machine, as this job sees it, fit to train on?"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from phalanx.cli.arguments import Json
+from phalanx.cli.console import output, print_json
+from phalanx.cli.ranks import start_again
+from phalanx.cluster.device import choose_device
+from phalanx.cluster.machine import load_machine
+from phalanx.doctor.examine import PATIENCE_S, Examination, examine
+from phalanx.doctor.finding import Finding, rank_words
+from phalanx.errors import CheckFailed
+from phalanx.layout.mesh import leave_process_group, ranks_from_environment
+
+
+def doctor(
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE", help="This machine's description, whose settings and binding are looked for."
+        ),
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Start N ranks on this machine, one for each device.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure nothing: look at settings, binding and versions.")
+    ] = False,
+    patience: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1.0, help="How long a rank may say nothing.")
+    ] = PATIENCE_S,
+    device: Annotated[str, typer.Option(help="auto, cpu, or the type of this machine's accelerator.")] = "auto",
+    json: Json = False,
+) -> None:
+    """Look for what would stop a training job, slow it down or spoil its results: before the first step, in a minute.
+
+    Under torchrun, srun or --nproc every rank takes its part. Ends with exit code 3 where training would fail or be wrong.
+    """
+    machine = None if cluster is None else load_machine(cluster)
+    ranks = ranks_from_environment()
+    if nproc is not None:
+        start_again(ranks, nproc)
+        return
+    found = examine(ranks, choose_device(device, ranks.local_rank), machine, measured=not quick, patience_s=patience)
+    leave_process_group()
+    if not ranks.first:
+        return
+    if json:
+        print_json(_facts(found))
+    else:
+        _show(found)
+    failed = [finding for finding in found.findings if finding.level == "failed"]
+    if failed:
+        raise CheckFailed(f"not fit to train on: {', '.join(dict.fromkeys(finding.check for finding in failed))}")
+
+
+def _facts(found: Examination) -> dict[str, object]:
+    return {
+        "passed": found.passed,
+        "findings": [asdict(finding) for finding in found.findings],
+        "ranks": [asdict(one) for one in found.facts],
+        "rates": [asdict(one) for one in found.rates],
+    }
+
+
+def _show(found: Examination) -> None:
+    console = output()
+    console.print(_job_words(found), soft_wrap=True)
+    for line in _rate_lines(found):
+        console.print(f"  {line}", soft_wrap=True)
+    for finding in found.findings:
+        console.print(_finding_words(finding, len(found.facts)), soft_wrap=True)
+    warnings = sum(finding.level == "warning" for finding in found.findings)
+    if found.passed:
+        also = f" with {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
+        console.print(f"PASS{also}", style="green", soft_wrap=True)
+
+
+def _job_words(found: Examination) -> str:
+    devices = Counter(one.device for one in found.facts)
+    hosts = len({one.host for one in found.facts})
+    versions = found.facts[0].versions
+    listed = ", ".join(f"{count:,} x {name}" for name, count in devices.most_common())
+    ranks = len(found.facts)
+    return (
+        f"{ranks:,} rank{'s' if ranks > 1 else ''} on {hosts:,} host{'s' if hosts > 1 else ''}: {listed}; "
+        f"phalanx {versions['phalanx']}, torch {versions['torch']}, Python {versions['python']}"
+    )
+
+
+def _rate_lines(found: Examination) -> list[str]:
+    if not found.rates:
+        return []
+    lines = [
+        _rate_line("products", "TFLOP/s", [one.matmul_tflops for one in found.rates], found),
+        _rate_line("copies in memory", "GB/s", [one.copy_gb_s for one in found.rates], found),
+    ]
+    world = [one.world_gb_s for one in found.rates if one.world_gb_s is not None]
+    if world:
+        within = [one.node_gb_s for one in found.rates if one.node_gb_s is not None]
+        node = f"{statistics.median(within):.4g} GB/s in a node, " if within and within != world else ""
+        lines.append(f"all-reduce: {node}{statistics.median(world):.4g} GB/s among all ranks (bus bandwidth)")
+    return lines
+
+
+def _rate_line(what: str, unit: str, values: Sequence[float], found: Examination) -> str:
+    if len(values) == 1:
+        return f"{what}: {values[0]:.4g} {unit}"
+    slowest = min(range(len(values)), key=lambda place: values[place])
+    return (
+        f"{what}: {statistics.median(values):.4g} {unit} in the median, {values[slowest]:.4g} at least "
+        f"({found.facts[slowest].words})"
+    )
+
+
+def _finding_words(finding: Finding, world_size: int) -> Text:
+    style = "bold red" if finding.level == "failed" else "yellow"
+    all_of_them = len(finding.ranks) in (0, world_size)
+    # Findings of one rank name it with its host.
+    whose = "" if all_of_them or len(finding.ranks) == 1 else f" ({rank_words(finding.ranks)})"
+    return Text.assemble((f"{finding.level:7}", style), f"  {finding.check}: {finding.message}{whose}; {finding.fix}")
