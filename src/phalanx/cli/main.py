@@ -131,6 +131,15 @@ VERBS = (
         ),
     ),
     Verb(
+        "bench",
+        "phalanx.cli.bench:bench",
+        "Measure a run's speed beside its plan.",
+        (
+            "phalanx bench examples/llama3-8b.yaml dp_shard=4 --nproc 4 --cluster h200-x4",
+            "phalanx bench run.yaml --devices 64 --where slurm --cluster frontier --json",
+        ),
+    ),
+    Verb(
         "launch",
         "phalanx.cli.launch:launch",
         "Write or submit a Slurm job that trains.",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from phalanx.config.check import global_batch_samples
-from phalanx.config.load import dump_run, parse_run
+from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.config.search import Search
 from phalanx.errors import ConfigError
@@ -26,17 +26,11 @@ from phalanx.trials.causes import failure, log_tail, rank_reports
 from phalanx.trials.launchers import Launcher
 from phalanx.trials.process import Ended, run_limited
 from phalanx.trials.rank import MEMORY_LIMIT, RUN_FILE, TRAINED
+from phalanx.trials.short_run import short_run
 from phalanx.trials.storage import save_outcome
 from phalanx.trials.trial import OK, Outcome, Trial
 from phalanx.verify.bound import Bound
 
-_QUIET = (
-    *("checkpoint.every=null", "checkpoint.last=false", "evaluation.every=null", "evaluation.samples=8"),
-    *("evaluation.prompt=null", "training.tensorboard=false", "training.wandb=null", "training.mlflow=null"),
-    *("training.resume=never", "data.verify=false", "training.profile=null", "training.memory_snapshot=null"),
-    *("training.on_nonfinite=stop", "training.run_dir=null"),
-)
-"""What a trial leaves out of a run."""
 _LOSS_SHARE, _NORM_SHARE = 0.01, 0.03
 """Relative differences of losses and of gradient norms beyond which no number format is an excuse."""
 _RATE_SHARE = 0.01
@@ -88,12 +82,10 @@ class ProcessRunner:
         return outcome
 
     def _run_of(self, words: list[str]) -> Run:
-        steps = (f"training.steps={self.search.steps}",)
         # A schedule of the learning rate is a function of the number of steps: a constant one is the same in all trials.
         lr = self.run.optimizer.lr * _RATE_SHARE
         rate = (f"optimizer.lr={lr!r}", "optimizer.schedule=constant", "optimizer.warmup_steps=0")
-        quiet = [word for word in _QUIET if _has(self.run, word)]
-        return parse_run(dump_run(self.run), "the run file", [*quiet, *steps, *rate, *self.words, *words])
+        return short_run(self.run, self.search.steps, [*rate, *self.words, *words])
 
     def _outcome(self, folder: Path, ended: Ended, run: Run, before: Sequence[Trial]) -> Outcome:
         ranks = rank_reports(folder, self.devices)
@@ -153,12 +145,6 @@ def judge_losses(outcome: Outcome, before: Sequence[Trial], bound: float) -> Out
 
 def _not_ok(outcome: Outcome, cause: str, words: str) -> Outcome:
     return Outcome(cause, None, outcome.losses, outcome.memory_bytes, outcome.seconds, words, outcome.more)
-
-
-def _has(run: Run, word: str) -> bool:
-    """Whether runs of this kind have the field that an override names."""
-    section, field = word.partition("=")[0].split(".")
-    return hasattr(getattr(run, section), field)
 
 
 def _list(values: Sequence[float]) -> str:

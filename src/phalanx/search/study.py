@@ -25,7 +25,7 @@ from phalanx.search.prior import Prior, planned_space
 from phalanx.search.runner import ProcessRunner, Runner
 from phalanx.search.simulated import SimulatedRunner, draw_truth
 from phalanx.search.space import Space
-from phalanx.trials.launchers import LocalLauncher, SlurmLauncher
+from phalanx.trials.launchers import LocalLauncher, whole_nodes
 from phalanx.trials.storage import Study
 from phalanx.trials.trial import Trial
 
@@ -118,13 +118,7 @@ def _runner(
         return SimulatedRunner(draw_truth(space, prior, planner.models, task.run, seed), seed)
     if where == "local":
         return ProcessRunner(task.run, section, task.devices, LocalLauncher(task.devices), keep=keep)
-    nodes, rest = divmod(task.devices, planner.machine.node.devices)
-    if rest:
-        raise ConfigError(
-            f"--where slurm takes whole nodes: --devices {task.devices} is no multiple of the "
-            f"{planner.machine.node.devices} devices of a node of {planner.machine.name}"
-        )
-    return ProcessRunner(task.run, section, task.devices, SlurmLauncher(planner.machine, nodes), keep=keep)
+    return ProcessRunner(task.run, section, task.devices, whole_nodes(planner.machine, task.devices), keep=keep)
 
 
 def _about(planner: Planner, task: Task, section: Search, where: str, seed: int) -> dict[str, Any]:

@@ -71,6 +71,17 @@ class SlurmLauncher:
         return {**machine_env(self.machine, self.nodes), "MASTER_ADDR": hosts[0], "MASTER_PORT": str(port)}
 
 
+def whole_nodes(machine: Machine, devices: int) -> SlurmLauncher:
+    """Of so many devices, which have to be all of some nodes'. Raises ConfigError."""
+    nodes, rest = divmod(devices, machine.node.devices)
+    if rest:
+        raise ConfigError(
+            f"--where slurm takes whole nodes: --devices {devices} is no multiple of the "
+            f"{machine.node.devices} devices of a node of {machine.name}"
+        )
+    return SlurmLauncher(machine, nodes)
+
+
 def machine_env(machine: Machine, nodes: int) -> dict[str, str]:
     """What the machine's description sets for jobs on this number of nodes."""
     count = "one" if nodes == 1 else "several"

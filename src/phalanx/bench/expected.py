@@ -1,0 +1,51 @@
+"""What the planner expects of one layout, to set beside what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import exp
+from typing import Any
+
+from phalanx.cluster.machine import Machine
+from phalanx.config.schema import Run
+from phalanx.cost.candidates import Candidates
+from phalanx.cost.profile import NamedProfile
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.plan.cost_models import CostModels
+from phalanx.plan.facts import INTERVAL
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of one layout on one machine."""
+
+    cluster: str
+    profile: str
+    """Name and source of the constants."""
+    step_s: float
+    step_s_interval: tuple[float, float]
+    """What holds 90% of what may come."""
+    time_by_cause_s: dict[str, float]
+    memory_bytes: float
+    """On the worst rank, as a run logs it."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return asdict(self)
+
+
+def expected(run: Run, layout: ResolvedLayout, machine: Machine, profile: NamedProfile) -> Expected:
+    """What the models of `machine` say of `run` in `layout`, with its pipeline simulated. Raises ConfigError like plans."""
+    models = CostModels(machine, profile)
+    candidate = Candidates.of([layout], [run.layout.recompute])
+    times, memory = models.times(run, candidate, exact=True), models.memory(run, candidate)
+    seconds, spread = float(times.total[0]), exp(INTERVAL * float(times.spread[0]))
+    causes = {name: float(values[0]) for name, values in times.causes.items() if values[0] > 0}
+    return Expected(
+        cluster=machine.name,
+        profile=models.profile_words,
+        step_s=seconds,
+        step_s_interval=(seconds / spread, seconds * spread),
+        time_by_cause_s=dict(sorted(causes.items(), key=lambda item: -item[1])),
+        memory_bytes=float(memory.peak[0]),
+    )

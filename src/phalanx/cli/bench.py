@@ -1,0 +1,145 @@
+"""`phalanx bench`: how fast a run is here, and what the planner expected."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.bench.expected import Expected, expected
+from phalanx.bench.measure import Measured, measure
+from phalanx.cli.arguments import Json, Overrides, RunFile
+from phalanx.cli.console import output, print_json
+from phalanx.cluster.machine import Machine, described_names, load_machine
+from phalanx.config.load import load_run
+from phalanx.config.schema import Run
+from phalanx.cost.profile import choose_profile
+from phalanx.cost.shelf import shelf
+from phalanx.errors import ConfigError
+from phalanx.layout.mesh import ranks_from_environment
+from phalanx.layout.resolve import resolve_layout
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.trials.launchers import Launcher, LocalLauncher, whole_nodes
+from phalanx.trials.short_run import short_run
+
+_GIB = 2**30
+
+
+def bench(
+    run: RunFile,
+    overrides: Overrides = None,
+    devices: Annotated[
+        int, typer.Option("--nproc", "--devices", metavar="N", min=1, help="Ranks to start, one for each device.")
+    ] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 12,
+    skip: Annotated[int, typer.Option(min=0, help="First steps that do not count; the first one compiles.")] = 4,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help=f"Print the plan beside, for {', '.join(described_names())} or a description of your own.",
+            autocompletion=lambda: list(described_names()),
+        ),
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="Constants of that plan, from phalanx calibrate.")
+    ] = None,
+    where: Annotated[
+        str, typer.Option(help="local: this machine; slurm: the allocation this runs in, whole nodes of --cluster.")
+    ] = "local",
+    limit: Annotated[float, typer.Option(metavar="SECONDS", min=1.0, help="After which it is given up.")] = 900.0,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Keep the run and the logs of its processes.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Train some steps of a run for real, and say how long they took, how much memory, and what the planner expected.
+
+    Checkpoints, evaluations and logs are left out; data are read as in training. Nothing of the run itself is touched.
+    """
+    if skip >= steps:
+        raise ConfigError(f"--skip {skip} leaves none of --steps {steps} to count; nearest legal: --skip {steps - 1}")
+    if ranks_from_environment().world_size > 1:
+        raise ConfigError("phalanx bench starts its ranks itself: call it once, with --nproc N or --where slurm")
+    machine = None if cluster is None else load_machine(cluster)
+    launcher = _launcher(where, devices, machine)
+    short = short_run(load_run(run, overrides or []), steps)
+    layout = resolve_layout(short, devices, None if machine is None else machine.node.devices)
+    plan = None if machine is None or cluster is None else _plan(short, layout, machine, cluster, profile)
+    found = _measured(short, launcher, devices, keep, skip, limit)
+    facts = {
+        "layout": str(layout),
+        "devices": devices,
+        "global_batch": layout.global_batch,
+        "measured": found.as_dict(),
+        "planned": None if plan is None else plan.as_dict(),
+    }
+    if json:
+        print_json(facts)
+        return
+    for line in _lines(layout, found, plan):
+        output().print(line, soft_wrap=True)
+
+
+def _launcher(where: str, devices: int, machine: Machine | None) -> Launcher:
+    if where == "local":
+        return LocalLauncher(devices)
+    if where != "slurm":
+        raise ConfigError(f"--where {where} is not known; give local or slurm")
+    if machine is None:
+        raise ConfigError("--where slurm needs --cluster NAME, which says how steps are started there")
+    return whole_nodes(machine, devices)
+
+
+def _plan(run: Run, layout: ResolvedLayout, machine: Machine, cluster: str, profile: str | None) -> Expected:
+    with shelf():
+        return expected(run, layout, machine, choose_profile(machine, cluster, profile))
+
+
+def _measured(run: Run, launcher: Launcher, devices: int, keep: Path | None, skip: int, limit_s: float) -> Measured:
+    if keep is not None:
+        if keep.exists() and any(keep.iterdir()):
+            raise ConfigError(f"--keep {keep} holds something already; name a folder that is empty or not there")
+        keep.mkdir(parents=True, exist_ok=True)
+        return measure(run, launcher, devices, keep.absolute(), skip=skip, limit_s=limit_s)
+    # Beside the caller's files and not in /tmp: ranks of other nodes have to see it.
+    folder = Path(tempfile.mkdtemp(prefix=".phalanx-bench-", dir=Path.cwd()))
+    try:
+        return measure(run, launcher, devices, folder, skip=skip, limit_s=limit_s)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lines(layout: ResolvedLayout, found: Measured, plan: Expected | None) -> Iterator[str]:
+    low, high = found.step_s_range
+    steps = len(found.all_step_s)
+    yield f"{layout} on {found.device}, attention {found.attention}; the last {steps - found.skipped} of {steps} steps count"
+    mfu = "" if found.mfu is None else f", MFU {found.mfu:.1%} of nominal"
+    mfu += "" if found.mfu_measured is None else f"{' and' if mfu else ', MFU'} {found.mfu_measured:.1%} of measured"
+    yield (
+        f"  measured  {found.step_s:.4g} s a step ({low:.4g} to {high:.4g}), {found.per_s_per_device:,.0f} {found.unit}/s a "
+        f"device, {found.tflops_per_device:.4g} model TFLOP/s ({found.flops_convention}){mfu}"
+    )
+    memory = "" if found.memory_bytes is None else f", peak {found.memory_bytes / _GIB:.2f} GiB"
+    retries = f", the allocator found the device full {found.memory_retries} times" if found.memory_retries else ""
+    yield f"            data wait {found.data_wait_share:.2%}, first step {found.all_step_s[0]:.3g} s{memory}{retries}"
+    if plan is None:
+        return
+    low, high = plan.step_s_interval
+    compared = f"{plan.memory_bytes / _GIB:.2f} GiB"
+    if found.memory_bytes is not None:
+        compared += f" ({plan.memory_bytes / found.memory_bytes - 1:+.1%})"
+    yield (
+        f"  planned   {plan.step_s:.4g} s ({plan.step_s / found.step_s - 1:+.1%}; 90% between {low:.4g} and {high:.4g}), "
+        f"{compared}; {plan.cluster} by {plan.profile}"
+    )
+    parts = " | ".join(
+        f"{name} {seconds / plan.step_s:.1%}"
+        for name, seconds in plan.time_by_cause_s.items()
+        if seconds > 0.005 * plan.step_s
+    )
+    yield f"            {parts}"
