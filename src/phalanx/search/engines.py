@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,9 @@ import numpy as np
 from phalanx.errors import ConfigError
 from phalanx.search.belief import Believer
 from phalanx.search.prior import Prior
+from phalanx.search.repair import nearest_free, position_ranges, position_values, told_of
 from phalanx.search.space import Space
+from phalanx.trials.ranges import Range, Scalar, Told
 from phalanx.trials.trial import Trial, best_of
 
 ENGINES = ("planner", "optuna-tpe", "optuna-gp", "deephyper", "random", "exhaustive")
@@ -101,6 +104,27 @@ class ExhaustiveEngine:
         return _first(self.space, range(len(self.space)), taken)
 
 
+Suggest = Callable[[Mapping[str, Range], Sequence[Told], int], dict[str, Scalar]]
+"""A sampler of another package: what to try next, of these ranges, after this history, with this seed."""
+
+
+@dataclass(frozen=True)
+class SampledEngine:
+    """A sampler that knows nothing of layouts: what it suggests, moved to the nearest point that is legal and not taken."""
+
+    space: Space
+    suggest: Suggest
+    seed: int = 0
+
+    def propose(self, trials: Sequence[Trial], taken: set[str]) -> Proposal | None:
+        """What the sampler suggests, moved to the nearest point that is not taken."""
+        # A new draw for each proposal, and the same one when a search is repeated.
+        seed = self.seed * 100_003 + len(trials)
+        suggested = self.suggest(position_ranges(self.space), told_of(self.space, trials), seed)
+        point = nearest_free(self.space, position_values(self.space, suggested), taken)
+        return None if point is None else Proposal(point)
+
+
 def make_engine(name: str, space: Space, prior: Prior, *, seed: int, stop_gain: float) -> Engine:
     """The engine of that name, one of ENGINES. Raises ConfigError for another, or where its package is missing."""
     makers: dict[str, Callable[[], Engine]] = {
@@ -118,19 +142,19 @@ def make_engine(name: str, space: Space, prior: Prior, *, seed: int, stop_gain: 
 
 
 def _optuna(sampler: str, space: Space, seed: int) -> Engine:
-    from phalanx.search.engine_optuna import OptunaEngine  # noqa: PLC0415
+    from phalanx.trials.optuna_sampler import suggest_optuna  # noqa: PLC0415
 
-    return OptunaEngine(space, sampler, seed)
+    return SampledEngine(space, partial(suggest_optuna, sampler), seed)
 
 
 def _deephyper(space: Space, seed: int) -> Engine:
     try:
-        from phalanx.search.engine_deephyper import DeepHyperEngine  # noqa: PLC0415
+        from phalanx.trials.deephyper_sampler import suggest_deephyper  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
             f"--engine deephyper needs a package that is missing: {error}; pip install deephyper"
         ) from None
-    return DeepHyperEngine(space, seed)
+    return SampledEngine(space, suggest_deephyper, seed)
 
 
 def _free(space: Space, taken: set[str]) -> Any:
