@@ -9,7 +9,7 @@ import torch
 
 from phalanx.config.schema import LanguageRun
 from phalanx.layout.legality import reasons
-from phalanx.layout.resolve import every_layout, with_degrees
+from phalanx.layout.resolve import every_layout, resolve_layout, with_degrees
 from phalanx.layout.spec import DEGREES
 from phalanx.verify.bound import Bound, layer_of
 from phalanx.verify.reduced import reduced_run
@@ -52,6 +52,14 @@ def test_what_is_legal_for_the_run_is_legal_for_the_small_one(preset: str, world
         fields |= {"context": layout.context, "reshard_after_forward": layout.reshard_after_forward}
         chosen = small.model_copy(update={"layout": small.layout.model_copy(update=fields)})
         assert reasons(chosen, with_degrees(chosen, degrees), world) == []
+
+
+def test_the_small_model_has_a_layer_for_each_stage_that_the_run_file_asks_for() -> None:
+    run = run_of("llama3-8b", 2)
+    fields = {"pp": 2, "dp_shard": 1, "schedule": "interleaved_1f1b", "stages_per_rank": 8}
+    run = run.model_copy(update={"layout": run.layout.model_copy(update=fields)})
+    resolve_layout(run, 2)
+    assert resolve_layout(reduced_run(run, "fp64", 2, 2), 2).n_stages == 16
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -32,6 +32,16 @@ class FamilyVerification(Protocol):
         """The model that runs, for a person."""
 
 
+_STAGES_PER_RANK = 2
+"""Of the interleaved schedules where the run file does not say."""
+
+
+def most_stages(run: Run, world_size: int) -> int:
+    """Pipeline stages that a layout of `run` on `world_size` ranks has at most; a small model needs a layer for each."""
+    stated = run.layout.stages_per_rank
+    return world_size * (_STAGES_PER_RANK if stated == "auto" else max(stated, _STAGES_PER_RANK))
+
+
 def family_verification(run: Run) -> FamilyVerification:
     """Of the family of `run`, imported only now."""
     family: FamilyVerification = import_module(f"phalanx.verify.{run.model.family}").VERIFICATION

@@ -13,10 +13,10 @@ from phalanx.config.schema import LanguageRun
 from phalanx.counter_random import random_bits, stream_key
 from phalanx.data.language.batches import TokenBatch
 from phalanx.models.language.loss import IGNORED
+from phalanx.verify.family import most_stages
 
 _LONGEST_DOCUMENT = 16
 _HEAD_SIZE = 8
-_STAGES_PER_RANK = 2
 
 
 class LanguageVerification:
@@ -45,7 +45,7 @@ class LanguageVerification:
         """Small widths, heads, layers, vocabulary and sequence; every kind of layer, the number of query heads a
         key/value head, evenness of the vocabulary, dropout and masks as they are."""
         length = max(2, math.ceil(32 / (2 * world_size))) * 2 * world_size
-        model = _reduced_model(run.model, world_size, length)
+        model = _reduced_model(run.model, world_size, length, most_stages(run, world_size))
         return {"model": model.model_dump(), "data": {"sequence_length": length}}
 
     def in_words(self, run: LanguageRun) -> str:
@@ -63,13 +63,13 @@ def _draw(what: str, numbers: Tensor, length: int) -> Tensor:
     return random_bits(stream_key("verify", what), counter).bitwise_and((1 << 62) - 1)
 
 
-def _reduced_model(model: LanguageModel, world_size: int, length: int) -> LanguageModel:
+def _reduced_model(model: LanguageModel, world_size: int, length: int, stages: int) -> LanguageModel:
     kv_heads = math.gcd(model.kv_heads, world_size)
     heads = kv_heads * (model.n_heads // model.kv_heads)
     ratio = model.d_model / (model.n_heads * model.head_size)
     changes: dict[str, Any] = {
         "preset": None,
-        "n_layers": min(model.n_layers, max(3, _STAGES_PER_RANK * world_size + 1)),
+        "n_layers": min(model.n_layers, max(3, stages + 1)),
         "d_model": max(1, round(ratio * heads)) * _HEAD_SIZE,
         "n_heads": heads,
         "n_kv_heads": kv_heads,

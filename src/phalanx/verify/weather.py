@@ -13,9 +13,9 @@ from phalanx.config.weather import WeatherModel
 from phalanx.counter_random import normal_values, random_bits, stream_key
 from phalanx.data.fields.batches import FieldBatch
 from phalanx.models.weather.sizes import in_words
+from phalanx.verify.family import most_stages
 
 _HEAD_SIZE = 8
-_STAGES_PER_RANK = 2
 _LEAD_UNIT = 6
 """Hours."""
 _LONGEST_LEAD = 28
@@ -53,7 +53,7 @@ class WeatherVerification:
     def reduced(self, run: WeatherRun, world_size: int) -> dict[str, dict[str, Any]]:
         """Small widths, heads, layers, grid and few variables; aggregation, q/k norms, embeddings, prediction, depth of the
         head and dropout as they are."""
-        return {"model": _reduced_model(run.model, world_size).model_dump()}
+        return {"model": _reduced_model(run.model, world_size, most_stages(run, world_size)).model_dump()}
 
     def in_words(self, run: WeatherRun) -> str:
         """Sizes of the forecaster."""
@@ -76,7 +76,7 @@ def _counters(numbers: Tensor, count: int) -> Tensor:
     return numbers[:, None] * (1 << 32) + torch.arange(count)
 
 
-def _reduced_model(model: WeatherModel, world_size: int) -> WeatherModel:
+def _reduced_model(model: WeatherModel, world_size: int, stages: int) -> WeatherModel:
     # Every `tp` divides the world size, heads, hidden width and locations: so it does all of the small ones.
     heads = math.gcd(model.n_heads, world_size)
     patch = min(model.patch_size, 2)
@@ -85,7 +85,7 @@ def _reduced_model(model: WeatherModel, world_size: int) -> WeatherModel:
     outputs = [name for name in model.output_names if name in names]
     changes: dict[str, Any] = {
         "preset": None,
-        "n_layers": min(model.n_layers, max(3, _STAGES_PER_RANK * world_size + 1)),
+        "n_layers": min(model.n_layers, max(3, stages + 1)),
         "d_model": _HEAD_SIZE * heads,
         "n_heads": heads,
         "d_ff": 4 * _HEAD_SIZE * heads,
