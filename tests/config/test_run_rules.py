@@ -103,6 +103,8 @@ def test_rules(overrides: list[str], message: str) -> None:
         ["layout.microbatch=256"],
         ["optimizer.warmup_steps=100"],
         ["optimizer.warmup_steps=80", "optimizer.schedule=wsd"],
+        # 0.07 * 100 is a little more than 7.
+        ["optimizer.warmup_steps=93", "optimizer.schedule=wsd", "optimizer.decay_fraction=0.07"],
         ["training.profile={first: 100, last: 100}"],
         ["checkpoint.keep_every=60", "checkpoint.every=20"],
         ["evaluation.prompt_tokens=100000"],
