@@ -165,3 +165,10 @@ def test_tensor_parallel_groups_stay_in_the_nodes_of_the_machine(call: Call, fol
 def test_a_missing_run_file(call: Call) -> None:
     outcome = call("launch", "other.yaml", *FRONTIER, "--nodes", "1")
     assert (outcome.code, outcome.err) == (2, "error: run file other.yaml does not exist\n       nearest: run.yaml\n")
+
+
+def test_a_script_that_cannot_be_written_is_named(call: Call, folder: Path) -> None:
+    (folder / "taken").write_text("a file")
+    outcome = call("launch", "run.yaml", *FRONTIER, "--nodes", "1", "--out", "taken/a.sbatch")
+    message = "error: cannot write taken/a.sbatch: File exists; name another file\n"
+    assert (outcome.code, outcome.out, outcome.err) == (1, "", message)

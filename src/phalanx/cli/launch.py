@@ -11,12 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from phalanx.cli.arguments import Json, Overrides, RunFile
-from phalanx.cli.console import output, print_json
+from phalanx.cli.console import output, print_json, write_file
 from phalanx.cluster.launch import Job, complete_job, format_walltime, launch_script, parse_walltime
 from phalanx.cluster.machine import described_names, load_machine, machine_names
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
-from phalanx.files import write_atomically
 from phalanx.layout.resolve import resolve_layout
 
 
@@ -81,7 +80,7 @@ def launch(
     if submit and out is None:
         out = Path(f"{run.resolve().name.removesuffix('.yaml')}-{machine.name}.sbatch")
     if out is not None:
-        write_atomically(out, text)
+        write_file(out, text)
     job_id = None if sbatch is None or out is None else _submit(sbatch, out)
     facts = {
         "cluster": machine.name,
