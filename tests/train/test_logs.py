@@ -126,3 +126,18 @@ def test_a_run_directory_keeps_its_identity_in_a_tracker(tmp_path: Path, monkeyp
 
 def test_metrics_are_plain_json() -> None:
     assert json.loads(json.dumps(metrics().as_dict()))["loss"] == 3.25
+
+
+def test_tensorboard_gives_up_on_a_full_disk_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    writer = SimpleNamespace(SummaryWriter=lambda *_, **__: SimpleNamespace(add_scalar=refuse, close=refuse))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
+    sink = TensorBoardSink(tmp_path, 0)
+    sink.step(metrics(7))
+    sink.step(metrics(8))
+    sink.close()
+    assert capsys.readouterr().err == "warning: TensorBoard files end at step 7: No space left on device\n"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -118,19 +120,29 @@ class TensorBoardSink:
         # Imported on use: it takes seconds that a run without TensorBoard need not spend.
         writer_class = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         self._writer = writer_class(str(folder), purge_step=first_step + 1)
+        self._failed = False
 
     def step(self, metrics: StepMetrics) -> None:
         """Write every number of the step."""
-        for name, value in metrics.as_dict().items():
-            if isinstance(value, int | float) and name != "step":
-                self._writer.add_scalar(f"train/{name}", value, metrics.step)
+        if self._failed:
+            return
+        try:
+            for name, value in metrics.as_dict().items():
+                if isinstance(value, int | float) and name != "step":
+                    self._writer.add_scalar(f"train/{name}", value, metrics.step)
+        except OSError as error:
+            # A full disk ends TensorBoard's writer for good; metrics.jsonl has all of it, and training is worth more.
+            self._failed = True
+            sys.stderr.write(f"warning: TensorBoard files end at step {metrics.step}: {error.strerror}\n")
 
     def note(self, text: str) -> None:
         """Notes are for people at a terminal."""
 
     def close(self) -> None:
         """Flush to disk."""
-        self._writer.close()
+        if not self._failed:
+            with contextlib.suppress(OSError):
+                self._writer.close()
 
 
 class WandbSink:

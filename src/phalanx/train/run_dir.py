@@ -15,9 +15,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -30,11 +34,19 @@ from phalanx.train.metrics import GIB, Peaks
 
 
 class JsonLines:
-    """A file of one JSON object a line, written line by line."""
+    """A file of one JSON object a line, written line by line.
+
+    A line that the disk has no room for waits in memory and is written before the next one: training is worth more than its
+    log. Any thread may append.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: TextIO | None = None
+        self.failure: OSError | None = None
+        """Why lines wait; None while there are none."""
+        self._file: FileIO | None = None
+        self._waiting = b""
+        self._lock = threading.Lock()
 
     def drop_after(self, step: int) -> None:
         """Forget objects of later steps than `step`, and a last line torn by a kill."""
@@ -46,22 +58,39 @@ class JsonLines:
             write_atomically(self.path, "".join(kept))
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add one object; it has reached the operating system when this returns."""
-        if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        """Add one object; it has reached the operating system when this returns, unless `failure` says why not."""
+        with self._lock:
+            self._waiting += json.dumps(record).encode() + b"\n"
+            self._write()
 
     def sync(self) -> None:
-        """Force what was written onto the disk, so that no checkpoint is newer than its metrics."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
+        """Force what was appended onto the disk, so that no checkpoint is newer than its metrics. Raises OSError."""
+        with self._lock:
+            self._write()
+            if self.failure is not None:
+                raise self.failure
+            if self._file is not None:
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        with self._lock:
+            self._write()
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _write(self) -> None:
+        """Write what waits, as far as it goes."""
+        try:
+            while self._waiting:
+                if self._file is None:
+                    # Without a buffer of Python's, which would lose or repeat what it could not write.
+                    self._file = FileIO(self.path, "a")
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self.failure = None
+        except OSError as error:
+            self.failure = error
 
 
 class RunDirectory:
@@ -92,6 +121,16 @@ class RunDirectory:
             ) from error
         if not os.access(self.path, os.W_OK):
             raise PhalanxError(f"run directory {self.path} is not writable; choose another --run-dir")
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """Write to the folder in here. Raises PhalanxError for what the system refuses: a full disk, a quota."""
+        try:
+            yield
+        except OSError as error:
+            raise PhalanxError(
+                f"run directory {self.path} cannot be written: {error.strerror}; make room, or choose another --run-dir"
+            ) from error
 
     def rewind(self, step: int) -> None:
         """Make the logs end at `step`, the step of the checkpoint that the run goes on from; 0 begins them anew."""

@@ -111,11 +111,12 @@ def _train(
     applied.refresh()
     peaks = find_peaks(run, device, PRECISIONS[run.layout.precision])
     if ranks.first:
-        directory.rewind(first_step)
-        write_atomically(directory.run_file, dump_run(run))
-        machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
-        write_atomically(directory.path / "machine.json", json.dumps(machine, indent=1) + "\n")
-        inputs.write(directory.path)
+        with directory.written():
+            directory.rewind(first_step)
+            write_atomically(directory.run_file, dump_run(run))
+            machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
+            write_atomically(directory.path / "machine.json", json.dumps(machine, indent=1) + "\n")
+            inputs.write(directory.path)
         directory.event("resume" if first_step else "start", first_step, attention=attention.name)
     inputs.stream.seek(first_step)
     inputs.watch(applied)

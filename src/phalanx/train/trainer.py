@@ -21,6 +21,7 @@ from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.mesh import Ranks
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.train.checkpoint import CheckpointStore, placed_tensors, rng_state
+from phalanx.train.checkpoint.rank_group import RankGroup
 from phalanx.train.inputs import Inputs
 from phalanx.train.interrupt import Interrupted, StopRequest
 from phalanx.train.logs import Sink, format_duration
@@ -193,9 +194,8 @@ class Trainer:
             self.parts.store.wait()
             return 0.0
         start = time.perf_counter()
-        if self.parts.ranks.first:
-            self.parts.directory.metrics.sync()
         try:
+            RankGroup.default().on_first(self._sync_metrics)
             handle = self.parts.store.save(
                 self.step,
                 placed_tensors(self.parts.applied.parameters, self.parts.applied.splits, self.train_step.optimizer),
@@ -215,6 +215,16 @@ class Trainer:
         if final:
             self._note(f"checkpoint {handle.path}")
         return stall
+
+    def _sync_metrics(self) -> None:
+        """Have the metrics so far on disk. Raises CheckpointError: no checkpoint may be newer than they are."""
+        log = self.parts.directory.metrics
+        try:
+            log.sync()
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint of step {self.step} was not saved: {log.path} cannot be written ({error.strerror})"
+            ) from error
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -245,7 +255,12 @@ class Trainer:
     def _log(self, metrics: StepMetrics) -> None:
         if not self.parts.ranks.first:
             return
-        self.parts.directory.metrics.append(metrics.as_dict())
+        log = self.parts.directory.metrics
+        before = log.failure
+        log.append(metrics.as_dict())
+        if log.failure is not None and before is None:
+            reason = log.failure.strerror
+            self._note(f"warning: {log.path} cannot be written ({reason}); its lines wait in memory, training goes on")
         for sink in self.parts.sinks:
             sink.step(metrics)
 
