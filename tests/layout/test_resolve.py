@@ -49,7 +49,19 @@ def test_two_degrees_are_not_auto() -> None:
 def test_what_auto_cannot_share_out() -> None:
     assert refusal(run_with(tp=3), 8) == ["layout.tp=3 does not divide the world size 8", "nearest legal: tp=2"]
     assert refusal(run_with(tp=3, cp=2), 8) == [
-        "layout.cp=2 x layout.tp=3 = 6 does not divide the world size 8; change one of them"
+        "layout.cp=2 x layout.tp=3 = 6 does not divide the world size 8",
+        "nearest legal: tp=2",
+    ]
+
+
+def test_what_is_offered_instead_of_an_indivisible_degree_is_legal() -> None:
+    # 4 is the divisor next to 5, but not one of 2 key/value heads.
+    assert refusal(run_with({"model.n_kv_heads": 2}, tp=5), 8)[1:] == ["nearest legal: tp=2"]
+    # Whatever else tp is, 2 samples are too few for 4 data-parallel ranks.
+    few = run_with(tp=3, dp_replicate=4, dp_shard=1, cp="auto", global_batch=2)
+    assert refusal(few, 8)[1:] == ["nearest legal: dp_replicate=2 tp=4, or dp_replicate=1 dp_shard=2 tp=4"]
+    assert refusal(run_with({"model.n_layers": 1}, pp=3, global_batch=1, tp=1, cp=1), 5)[1:] == [
+        "no choice of degrees is legal for 5 ranks with the other fields as they are"
     ]
 
 

@@ -26,7 +26,10 @@ def resolve_layout(run: Run, world_size: int, devices_per_node: int | None = Non
     devices_per_node: what the launcher says; the run file's own word comes first. Raises ConfigError, with the numbers and
     the nearest legal choice, where the layout is not legal.
     """
-    layout = with_degrees(run, _fill_degrees(run.layout, world_size))
+    try:
+        layout = with_degrees(run, _fill_degrees(run.layout, world_size))
+    except _Indivisible as error:
+        raise ConfigError(f"{error}\n{_instead(run, world_size, devices_per_node)}") from None
     found = reasons(run, layout, world_size, devices_per_node)
     if found:
         raise ConfigError(_explain(run, layout, world_size, devices_per_node, found))
@@ -127,6 +130,10 @@ def _context(run: Run, degrees: Degrees) -> str:
     return "all_to_all" if family.needs_bias(run) and exchangeable else "ring"
 
 
+class _Indivisible(ConfigError):
+    """The stated degrees leave no whole number of ranks for the one that is auto."""
+
+
 def _fill_degrees(layout: Layout, world_size: int) -> Degrees:
     """The degrees as numbers. Raises ConfigError where two are auto, or the others leave no whole number for it."""
     stated = {name: getattr(layout, name) for name in DEGREES}
@@ -143,12 +150,22 @@ def _fill_degrees(layout: Layout, world_size: int) -> Degrees:
     if world_size % product:
         others = {name: value for name, value in stated.items() if value not in ("auto", 1)}
         text = " x ".join(f"layout.{name}={value}" for name, value in others.items())
-        if len(others) == 1:
-            ((name, value),) = others.items()
-            nearest = min(divisors(world_size), key=lambda d: (abs(d - value), d))
-            raise ConfigError(f"{text} does not divide the world size {world_size}\nnearest legal: {name}={nearest}")
-        raise ConfigError(f"{text} = {product} does not divide the world size {world_size}; change one of them")
+        total = f" = {product}" if len(others) > 1 else ""
+        raise _Indivisible(f"{text}{total} does not divide the world size {world_size}")
     return {**stated, automatic[0]: world_size // product}
+
+
+def _instead(run: Run, world_size: int, devices_per_node: int | None) -> str:
+    """What would be legal where the stated degrees do not divide the world size: another value of one, else others."""
+    stated = {name: getattr(run.layout, name) for name in DEGREES}
+    given = {name: value for name, value in stated.items() if value not in ("auto", 1)}
+    changes = sorted((abs(d - value), d, name) for name, value in given.items() for d in divisors(world_size))
+    for _, degree, name in changes:
+        if _is_legal(_changed(run, {f"layout.{name}": degree}), world_size, devices_per_node):
+            return f"nearest legal: {name}={degree}"
+    wanted = with_degrees(run, {name: 1 if value == "auto" else value for name, value in stated.items()})
+    nearest = _nearest(run, wanted, world_size, devices_per_node)
+    return f"nearest legal: {_join(nearest)}" if nearest else _none_legal(world_size)
 
 
 def _explain(
@@ -165,7 +182,11 @@ def _explain(
         nearest = _nearest(_changed(run, beside), layout, world_size, devices_per_node)
         if nearest:
             return f"{lines}\nnearest legal: {_join([_words(beside) + degrees for degrees in nearest])}"
-    return f"{lines}\nno choice of degrees is legal for {world_size} ranks with the other fields as they are"
+    return f"{lines}\n{_none_legal(world_size)}"
+
+
+def _none_legal(world_size: int) -> str:
+    return f"no choice of degrees is legal for {world_size} ranks with the other fields as they are"
 
 
 def _joint_fixes(found: list[Reason]) -> Iterator[Fix]:
@@ -186,7 +207,10 @@ def _changed(run: Run, fix: Fix) -> Run:
 
 
 def _is_legal(run: Run, world_size: int, devices_per_node: int | None) -> bool:
-    layout = with_degrees(run, _fill_degrees(run.layout, world_size))
+    try:
+        layout = with_degrees(run, _fill_degrees(run.layout, world_size))
+    except _Indivisible:
+        return False
     return not reasons(run, layout, world_size, devices_per_node)
 
 
