@@ -8,17 +8,26 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from ensemble_members import train_members
 from phalanx.cluster.local_ranks import run_ranks
+from phalanx.config.families import MaterialsRun
+from phalanx.config.load import load_run
+from phalanx.data.graphs.prepare import prepare_graphs
+from phalanx.data.graphs.shards import open_prepared
+from phalanx.data.graphs.stream import GraphBatchStream, graph_order
 from phalanx.ensemble.build import Wanted, build_ensemble
 from phalanx.ensemble.document import ENSEMBLE, read_ensemble
+from phalanx.ensemble.loaded import LoadedEnsemble
 from phalanx.ensemble.materials import member_residuals
 from phalanx.ensemble.members import Member, open_member, require_alike
 from phalanx.ensemble.residuals import Residuals
 from phalanx.ensemble.share import Share
 from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.evaluate.materials import split_errors
+from phalanx.train.materials import columns_of
+from phalanx.train.start import train
 
 CPU = torch.device("cpu")
 
@@ -105,3 +114,38 @@ def test_what_does_not_go_together_is_refused(member_dirs: list[Path], tmp_path:
         require_alike(opened([first, others[0]]))
     with pytest.raises(CheckpointError, match=r"holds no whole checkpoint|not a folder"):
         open_member(tmp_path)
+
+
+def test_one_branch_takes_several_data_sets(member_dirs: list[Path], tmp_path: Path) -> None:
+    """The second data set has labels that the first lacks: all are scored, and all are calibrated in the calculator."""
+    run = yaml.safe_load((member_dirs[0].parent / "run.yaml").read_text())
+    (toy,) = run["data"]["sources"]
+    sources = [
+        toy | {"name": "charged", "labels": {"charges": "e"}},
+        toy | {"name": "pulled", "labels": {"energy": "eV", "forces": "eV/A"}},
+    ]
+    run["data"] |= {"sources": sources, "prepared": str(tmp_path / "prepared")}
+    run["model"]["branches"][0]["name"] = "both"
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for seed, folder in enumerate(folders):
+        loaded = load_run(tmp_path / "run.yaml", [f"training.seed={seed}", "training.steps=2"])
+        assert isinstance(loaded, MaterialsRun)
+        prepare_graphs(loaded.data, workers=1)
+        train(loaded, folder)
+    _, alone = split_errors(folders[0], "test", CPU)
+    found = member_residuals(opened(folders), "test", CPU)
+    assert [rows.name for rows in found] == ["charged charges", "pulled energy", "pulled forces"]
+    for row, rows in zip(alone.rows, found, strict=True):
+        assert np.abs(rows.errors_Mn[0].astype(np.float64)).mean() == pytest.approx(row.mae, rel=1e-5)
+    build_ensemble(opened(folders), Wanted(), CPU).document(tmp_path).write(tmp_path)
+    ensemble = LoadedEnsemble(tmp_path, CPU)
+    batch = GraphBatchStream(
+        graph_order(open_prepared(loaded.data, "test"), loaded.data, seed=1, global_batch=2),
+        columns_of(loaded, open_prepared(loaded.data, "train")),
+        prefetch=0,
+    ).batch(1)
+    x, inputs = batch.inputs()
+    seen = {name: value for name, value in inputs.items() if name not in batch.tasks}
+    stated = ensemble.predict(x, **{**seen, "source_G": torch.zeros_like(batch.source_G)}).std
+    assert set(stated) == {"energy", "forces", "charges"}

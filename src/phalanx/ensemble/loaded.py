@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,11 @@ class LoadedEnsemble:
         self._stack = None
 
     def predict(self, species_N: Tensor, *, source_G: Tensor, graph_N: Tensor, **inputs: Any) -> Uncertain:
-        """As `MaterialsNetwork.predict`; all graphs are of one data set, so that one calibration belongs to them."""
+        """As `MaterialsNetwork.predict`; all graphs are of one branch, so that one calibration belongs to them."""
         if self._stack is None:
             self._stack = NetworkStack([member.model for member in self.members])
         found = self._stack.predict(species_N, source_G=source_G, graph_N=graph_N, **inputs)
-        run = self.members[0].run
-        source = run.data.sources[int(source_G[0])].name
+        sources = self._sources(int(source_G[0]))
         means: dict[str, Tensor] = {}
         stds: dict[str, Tensor] = {}
         atoms_G = torch.bincount(graph_N, minlength=len(source_G))
@@ -77,10 +77,21 @@ class LoadedEnsemble:
             mean, spread = self._moments(value)
             means[name] = mean.to(value.dtype)
             quantity = next((known for known, label in _LABELS.items() if label == name), None)
-            entry = None if quantity is None else self.document.label(source, quantity)
+            entry = None if quantity is None else self._label(sources, quantity)
             if quantity is not None and entry is not None:
                 stds[quantity] = _calibrated(entry, spread, atoms_G if quantity == "energy" else None)
         return Uncertain(Predictions(**means), stds)
+
+    def _sources(self, branch: int) -> list[str]:
+        """The data sets of a branch, in the order of `data.sources`: all of them where there is a single branch."""
+        run = self.members[0].run
+        names = [source.name for source in run.data.sources]
+        return names if len(run.model.branches) == 1 else [names[branch]]
+
+    def _label(self, sources: Sequence[str], quantity: str) -> LabelEntry | None:
+        """The calibration of the first of these data sets that has labels of a quantity; None where none has."""
+        found = (self.document.label(source, quantity) for source in sources)
+        return next((entry for entry in found if entry is not None), None)
 
     def _moments(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation among members, float64; see `residuals.weighted_moments`."""

@@ -64,6 +64,7 @@ def member_residuals(
     reader = _Reader(sources, runs, split, found, device)
     collected = _Collected(len(sources), quantities(runs[0].model))
     abreast = side_by_side or reader.fitting_members()
+    one_branch = len(runs[0].model.branches) == 1
     total, done = len(members) * len(reader.rows(1, share)[0]), 0
     for first in range(0, len(members), abreast):
         chosen = members[first : first + abreast]
@@ -73,7 +74,7 @@ def member_residuals(
         start = 0
         for count in counts:
             batch, structures = reader.read(rows[start : start + count])
-            collected.add(_predict(stack, batch), batch, structures)
+            collected.add(_predict(stack, batch, one_branch=one_branch), batch, structures)
             start, done = start + count, done + count * len(chosen)
             progress(done, total)
     return _rows(collected, members, runs[0], share)
@@ -146,8 +147,11 @@ class _Reader:
         return batch.to(self._device), found.item
 
 
-def _predict(stack: NetworkStack, batch: GraphBatch) -> Predictions:
+def _predict(stack: NetworkStack, batch: GraphBatch, *, one_branch: bool) -> Predictions:
     x, inputs = batch.inputs()
+    if one_branch:
+        # A single branch takes all data sets, whatever their numbers.
+        inputs["source_G"] = torch.zeros_like(batch.source_G)
     seen = {name: value for name, value in inputs.items() if name not in vars(Predictions())}
     return stack.predict(x, **seen, forces=batch.forces_N3 is not None, stress=batch.stress_G33 is not None)
 
