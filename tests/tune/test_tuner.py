@@ -117,6 +117,7 @@ def tuner(
     packing: Packing = PACKED,
     devices: int = 2,
     limit_s: float = 60.0,
+    default_first: bool = False,
 ) -> Tuner:
     run = parse_run(RUN.replace("SEEDS", seeds), "run.yaml")
     space, rungs = build_space(run), rung_steps(run.tune.asha, run.training.steps)
@@ -128,7 +129,7 @@ def tuner(
         engine="random",
         seed=0,
         costs=CostModel(space.ranges, size_of(run), accelerator=False),
-        default_first=False,
+        default_first=default_first,
     )
     places = [ScriptPlace(f"device {number}", step_s) for number in range(devices)]
     settings = Settings(folder, "loss", slots, limit_s, packing=packing)
@@ -232,6 +233,21 @@ def test_it_stops_in_good_order_and_goes_on(tmp_path: Path) -> None:
     for name in done:
         rows = [json.loads(line)["step"] for line in (tmp_path / "trials" / name / "metrics.jsonl").open()]
         assert rows == list(range(1, 21))
+
+
+def test_the_run_file_as_it_stands_is_tried_though_a_tuner_ended_before(tmp_path: Path) -> None:
+    one = tuner(tmp_path, "[0, 10]", trials=4, default_first=True, slots=1, devices=1)
+    default = one.planner.space.default()
+    candidates = one.planner.candidates(one.study, 4, fill=False)
+    assert candidates[0].values == default
+    # A longer one begins, and nothing is left of this tuner but the journal.
+    part = one._claim(candidates[1], {})
+    assert part is not None
+    again = tuner(tmp_path, "[0, 10]", trials=4, default_first=True, slots=1, devices=1)
+    for _ in range(2):
+        drawn = [each.values for each in again.planner.candidates(again.study, 3, fill=False)]
+        assert len(drawn) == 3 and drawn.count(default) == 1
+    assert again.planner.candidates(again.study, 1, fill=False)[0].values == default
 
 
 def test_two_tuners_share_a_study(tmp_path: Path) -> None:

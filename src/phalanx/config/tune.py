@@ -80,7 +80,7 @@ class Tune(Section):
     asha: Asha | None = Field(default=Asha())
     """Early stopping; null trains every trial to its end."""
     first: Literal["default", "engine"] = "default"
-    """Whether the first trial is the run file as it stands, to compare with."""
+    """Whether the first trials include the run file as it stands, to compare with."""
     time_limit_s: Annotated[float, Field(gt=0.0)] = 86400.0
     """Seconds after which a trial between two rungs counts as hanging."""
     study_time_s: Annotated[float, Field(gt=0.0)] | None = None

@@ -108,9 +108,10 @@ class Planner:
         if wanted <= len(self._drawn):
             self._drawn = dict(list(self._drawn.items())[: max(wanted, 0)])
             return
-        if self.default_first and not known and not self._drawn:
-            values = self.space.default()
-            self._drawn[key_of(values)] = values
+        default = self.space.default()
+        if self.default_first and key_of(default) not in begun | set(self._drawn):
+            # Also in a study that goes on: longer trials may have begun before it, and its tuner have ended since.
+            self._drawn = {key_of(default): default, **self._drawn}
         history = self._history(known)
         while len(self._drawn) < wanted:
             taken = begun | set(self._drawn)
