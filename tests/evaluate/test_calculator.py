@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -186,6 +187,31 @@ def load_prepared_run(run_dir: Path) -> MaterialsRun:
     run = load_run(run_dir / "run.yaml", [])
     assert isinstance(run, MaterialsRun)
     return run
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda atoms: atoms.set_cell(None), r"periodic but its cell .* has no volume"),
+        (lambda atoms: atoms.set_cell([5.0, 5.0, 0.0]), r"periodic but its cell .* has no volume"),
+        (lambda atoms: atoms.positions.__setitem__(3, atoms.positions[1]), r"atoms 1 and 3 are on one place \(0.000 A"),
+        (
+            lambda atoms: atoms.positions.__setitem__(3, atoms.positions[1] + atoms.cell.array[0]),
+            r"atoms 1 and 3 are on one place \(0.000 A apart, through the periodic cell\)",
+        ),
+        (lambda atoms: atoms.info.update(charge=None), r'info\["charge"\] is None; give the total charge as a number'),
+        (lambda atoms: atoms.info.update(charge=np.nan), r'info\["charge"\] is nan'),
+    ],
+    ids=["no cell", "flat cell", "one place", "one place through the cell", "no charge", "charge of nan"],
+)
+def test_a_structure_that_makes_no_sense_is_refused(
+    run_dir: Path, change: Callable[[ase.Atoms], None], said: str
+) -> None:
+    atoms = crystal()
+    change(atoms)
+    atoms.calc = PhalanxCalculator(run_dir, device="cpu")
+    with pytest.raises(DataError, match=said):
+        atoms.get_potential_energy()
 
 
 def test_what_cannot_be_computed_is_refused(run_dir: Path, tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from phalanx.cluster.device import choose_device
-from phalanx.data.graphs.device_neighbours import device_edges
+from phalanx.data.graphs.checks import SAME_PLACE_A
+from phalanx.data.graphs.device_neighbours import DeviceEdges, device_edges
 from phalanx.data.graphs.trained_elements import trained_elements
 from phalanx.ensemble.document import is_ensemble
 from phalanx.ensemble.loaded import LoadedEnsemble
@@ -108,8 +109,8 @@ class PhalanxCalculator(Calculator):
         properties: Sequence[str] = ("energy",),
         system_changes: Sequence[str] = tuple(all_changes),
     ) -> None:
-        """What ASE calls. Raises DataError for an element the model does not know or was not trained on, and for a position
-        that is no number."""
+        """What ASE calls. Raises DataError for an element the model does not know or was not trained on, a position or total
+        charge that is no number, two atoms on one place, and a periodic cell without volume."""
         super().calculate(atoms, properties, system_changes)
         assert self.atoms is not None
         periodic = bool(self.atoms.pbc.all())
@@ -156,8 +157,15 @@ class PhalanxCalculator(Calculator):
         positions_N3 = torch.from_numpy(np.asarray(atoms.positions, dtype=np.float64)).to(device)
         cell = np.where(atoms.pbc[:, None], atoms.cell.array, 0.0)
         cells_G33 = torch.from_numpy(cell[None]).to(device)
-        neighbours = run.data.max_neighbours
-        edges = device_edges(positions_N3, cells_G33, run.model.cutoff, max_neighbours=neighbours)
+        edges = device_edges(
+            positions_N3,
+            cells_G33,
+            run.model.cutoff,
+            # A direction may be said to be periodic though the cell has no vector there, which is refused.
+            periodic_G3=torch.from_numpy(atoms.pbc[None].copy()).to(device),
+            max_neighbours=run.data.max_neighbours,
+        )
+        _require_apart(positions_N3, edges)
         species_N = torch.from_numpy(atoms.numbers.astype(np.int64)).to(device)
         inputs: dict[str, Any] = {
             "positions_N3": positions_N3,
@@ -192,6 +200,27 @@ def _as_ase(name: str, std: npt.NDArray[np.float64]) -> Any:
     return std[0] if name == "dipole" else std
 
 
+def _require_apart(positions_N3: Tensor, edges: DeviceEdges) -> None:
+    """Refuse two atoms on one place, between which there is no direction. Raises DataError."""
+    source_E, target_E = edges.edges_2E
+    distance_E = (positions_N3[target_E] + edges.shifts_E3 - positions_N3[source_E]).norm(dim=1)
+    if len(distance_E) and float(distance_E.min()) < SAME_PLACE_A:
+        nearest = int(distance_E.argmin())
+        first, second = sorted((int(source_E[nearest]), int(target_E[nearest])))
+        through = ", through the periodic cell" if bool(edges.images_E3[nearest].any()) else ""
+        raise DataError(
+            f"atoms {first} and {second} are on one place ({float(distance_E[nearest]):.3f} A apart{through}); take one of "
+            "them out of the structure"
+        )
+
+
 def _charge(atoms: Atoms) -> float:
-    """Total charge, e."""
-    return float(atoms.info.get("charge", 0.0))
+    """Total charge, e. Raises DataError for what is no finite number."""
+    given = atoms.info.get("charge", 0.0)
+    try:
+        charge = float(given)
+    except (TypeError, ValueError):
+        charge = float("nan")
+    if not np.isfinite(charge):
+        raise DataError(f'atoms.info["charge"] is {given!r}; give the total charge as a number of elementary charges')
+    return charge

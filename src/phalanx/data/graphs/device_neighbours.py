@@ -116,7 +116,8 @@ def _grid(
     graphs = len(cells_G33)
     cells = _completed(cells_G33, periodic_G3)
     volumes_G = torch.linalg.det(cells).abs()
-    flat = (volumes_G < 1e-6 * cells.norm(dim=2).prod(1)).nonzero()
+    # With a vector of zeros both sides are 0.
+    flat = (volumes_G <= 1e-6 * cells.norm(dim=2).prod(1)).nonzero()
     if len(flat):
         graph = int(flat[0])
         raise DataError(f"structure {graph} is periodic but its cell {cells_G33[graph].tolist()} has no volume")
