@@ -91,6 +91,16 @@ def bohr(made: dict[str, Any], atoms: np.ndarray) -> None:
     made["pos"] /= 0.529177
 
 
+def broken_element(made: dict[str, Any], atoms: np.ndarray) -> None:
+    made["z"] = made["z"].astype("f4")
+    made["z"][atoms[1]] = 7.5
+
+
+def element_of_nan(made: dict[str, Any], atoms: np.ndarray) -> None:
+    made["z"] = made["z"].astype("f4")
+    made["z"][atoms[1]] = np.nan
+
+
 def nothing(made: dict[str, Any], atoms: np.ndarray) -> None:
     pass
 
@@ -101,6 +111,8 @@ def nothing(made: dict[str, Any], atoms: np.ndarray) -> None:
         (nan_position, False, r"structure 5: atom 1 has position \[.*, nan\]"),
         (unknown_element, False, r"structure 5: atom 0 has atomic number 0; elements are 1 to 118"),
         (heavy_element, False, r"structure 5: atom 1 has atomic number 119; elements are 1 to 118"),
+        (broken_element, False, r"structure 5: atom 1 has atomic number 7\.5, which is no whole number"),
+        (element_of_nan, False, r"structure 5: atom 1 has atomic number nan, which is no whole number"),
         (same_place, False, r"structure 5: atoms 1 and 2 are on one place \(0\.002 A apart\)"),
         (
             same_place_through_the_cell,
@@ -139,6 +151,34 @@ def test_what_is_wrong_is_said_in_one_line(change: Any, periodic: bool, message:
         prepare_graphs(data, workers=1)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "prepared/s/manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"z": np.array(["O"] * 6)}, r"atomic numbers have shape \[6\] of <U1, expected \[atoms\] integers"),
+        (
+            {"z": np.ones((6, 1), dtype=int)},
+            r"atomic numbers have shape \[6, 1\] of int64, expected \[atoms\] integers",
+        ),
+        ({"pos": np.array([["a", "b", "c"]] * 6)}, r"positions holds <U1, numbers are expected"),
+        ({"pbc": np.ones((2, 2), dtype=bool)}, r"pbc has shape \[2, 2\], expected \[2, 3\] flags"),
+    ],
+)
+def test_arrays_of_another_kind_are_named(arrays: dict[str, Any], message: str, tmp_path: Path) -> None:
+    whole = {"ptr": np.array([0, 3, 6]), "z": np.ones(6), "pos": np.zeros((6, 3)), "cell": np.zeros((2, 3, 3))}
+    np.savez(tmp_path / "set.npz", **(whole | arrays))
+    data = graph_data(tmp_path / "prepared", [{"name": "s", "path": str(tmp_path / "set.npz")}])
+    with pytest.raises(DataError, match=rf"^{tmp_path}/set\.npz: {message}"):
+        prepare_graphs(data, workers=1)
+
+
+def test_one_array_is_no_set_of_arrays(tmp_path: Path) -> None:
+    with (tmp_path / "set.npz").open("wb") as file:
+        np.save(file, np.zeros(3))
+    data = graph_data(tmp_path / "prepared", [{"name": "s", "path": str(tmp_path / "set.npz")}])
+    with pytest.raises(DataError, match="it holds one array without a name"):
+        prepare_graphs(data, workers=1)
 
 
 def test_a_stress_takes_a_volume(tmp_path: Path) -> None:

@@ -207,6 +207,17 @@ def test_statistics_are_those_of_the_training_split(tmp_path: Path) -> None:
     assert found.largest_atoms == np.diff(made["ptr"]).max()
 
 
+def test_rounding_is_no_scale_of_energies(tmp_path: Path) -> None:
+    """A single composition is met exactly by reference energies: nothing is left to take a unit from."""
+    molecule = {"ptr": np.array([0, 7]), "z": np.array([6, 6, 7, 8, 8, 8, 8]), "energy": np.array([-12345.6])}
+    write_set(tmp_path / "a.npz", 1, **molecule, pos=np.arange(7.0)[:, None] * [1.4, 0.0, 0.0])
+    source = {"name": "a", "path": str(tmp_path / "a.npz"), "labels": {"energy": "eV"}}
+    data = graph_data(tmp_path / "prepared", [source], validation_fraction=0.0, test_fraction=0.0)
+    found = prepare_graphs(data, workers=1)["a"].statistics
+    assert found.residual_std == 0.0
+    assert sum(found.reference_energies[z] for z in molecule["z"].tolist()) == pytest.approx(-12345.6)
+
+
 def test_arrays_keep_their_formats_and_are_read_without_pickle(tmp_path: Path) -> None:
     arrays = {
         "a": np.arange(6, dtype=np.uint16).reshape(2, 3),

@@ -114,6 +114,15 @@ def test_qm9_rows_are_molecules_with_numbers_as_mathematica_writes_them(tmp_path
     assert (water.raw.values["Index"], other.raw.values["Index"]) == ("1", "7")
 
 
+def test_digits_within_words_are_no_numbers(tmp_path: Path) -> None:
+    """A column of SMILES strings under the name of a label would otherwise give its ring numbers."""
+    path = tmp_path / "part.csv"
+    path.write_text("Elements,XYZ_Ang,smiles\n\"['O','H']\",\"0 0 0 1 0 0\",C1CO\n")
+    source = source_of(path, labels={"energy": {"key": "smiles", "unit": "eV"}}, properties={}, group_by=None)
+    with pytest.raises(DataError, match="row 0: energy \"smiles\" holds 'C1CO' where numbers are expected"):
+        read_all(open_structures(path, source), source)
+
+
 def test_without_flags_those_structures_are_periodic_that_have_a_cell(tmp_path: Path) -> None:
     made = write_set(tmp_path / "some.npz", STRUCTURES, periodic=True)
     made["cell"][2] = 0.0

@@ -32,10 +32,16 @@ class NpzFile(StructureFile):
         self._cell = self._arrays.get("cell")
         self._periodic = self._arrays.get("pbc")
         self._check_ptr()
+        self._check_species()
         self._check_rows("positions", self._positions, len(self._species))
         for name, array in (("cell", self._cell), ("pbc", self._periodic)):
             if array is not None:
                 self._check_rows(name, array, len(self))
+        for name, array in (("positions", self._positions), ("cell", self._cell), ("pbc", self._periodic)):
+            if array is not None and array.dtype.kind not in "biuf":
+                raise DataError(f"{path}: {name} holds {array.dtype}, numbers are expected")
+        if self._periodic is not None and self._periodic.shape[1:] not in ((), (1,), (3,)):
+            raise DataError(f"{path}: pbc has shape {list(self._periodic.shape)}, expected [{len(self)}, 3] flags")
         self._per_atom = {key: self._rows_are_atoms(key) for key in wanted.keys if key in self._arrays}
 
     def __len__(self) -> int:
@@ -63,7 +69,12 @@ class NpzFile(StructureFile):
 
     def _load(self) -> dict[str, npt.NDArray[Any]]:
         try:
-            with np.load(self.path, allow_pickle=False) as stored:
+            stored = np.load(self.path, allow_pickle=False)
+            if not isinstance(stored, np.lib.npyio.NpzFile):
+                raise DataError(
+                    f"{self.path}: it holds one array without a name; save ptr, z, pos, ... with numpy.savez"
+                )
+            with stored:
                 return {name: stored[name] for name in stored.files}
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(f"{self.path}: it cannot be read as .npz ({error}); it may be truncated") from None
@@ -73,6 +84,22 @@ class NpzFile(StructureFile):
             if name in self._arrays:
                 return self._arrays[name]
         raise DataError(f"{self.path}: no array {' or '.join(names)}; it has {', '.join(self._arrays)}")
+
+    def _check_species(self) -> None:
+        """Atomic numbers may be stored in any format of numbers, but are whole."""
+        found = self._species
+        if found.ndim != 1 or found.dtype.kind not in "iuf":
+            raise DataError(
+                f"{self.path}: atomic numbers have shape {list(found.shape)} of {found.dtype}, expected [atoms] integers"
+            )
+        strange = np.flatnonzero(found != np.floor(found)) if found.dtype.kind == "f" else np.empty(0, dtype=np.int64)
+        if strange.size:
+            atom = int(strange[0])
+            structure = int(np.searchsorted(self._ptr, atom, side="right")) - 1
+            raise DataError(
+                f"{self.path}: structure {structure}: atom {atom - int(self._ptr[structure])} has atomic number "
+                f"{found[atom]}, which is no whole number"
+            )
 
     def _check_ptr(self) -> None:
         steps = np.diff(self._ptr.astype(np.int64)) if self._ptr.ndim == 1 else np.empty(0)

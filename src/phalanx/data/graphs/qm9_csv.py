@@ -82,11 +82,14 @@ class Qm9Csv(StructureFile):
     def _value(self, key: str, text: str) -> Any:
         if key == self.wanted.group_by:
             return text
-        numbers = _numbers(text)
-        if any(label.key == key and label.kind.per_atom for label in self.wanted.labels):
-            return numbers
-        return text if len(numbers) == 0 else numbers
+        # Digits within words are no numbers: a SMILES string has some, too.
+        return text if _WORD.search(_NUMBER.sub("", _plain(text))) else _numbers(text)
 
 
 def _numbers(text: str) -> FloatArray:
-    return np.array([float(word) for word in _NUMBER.findall(text.replace("*^", "e"))], dtype=np.float64)
+    return np.array([float(word) for word in _NUMBER.findall(_plain(text))], dtype=np.float64)
+
+
+def _plain(text: str) -> str:
+    """Powers of ten as everybody but Mathematica writes them."""
+    return text.replace("*^", "e")

@@ -16,6 +16,8 @@ from phalanx.data.graphs.structures import ELEMENTS
 from phalanx.errors import DataError
 
 _TRAIN = SPLITS.index("train")
+_ROUNDING = 1e-9
+"""Share of an energy an atom that sums of squares do not resolve."""
 
 
 def gather_statistics(shards: Sequence[Arrays], source: GraphSource) -> Statistics:
@@ -91,12 +93,16 @@ def _reference_energies(
     if shift is None:
         return {}, None
     solution = np.linalg.lstsq(normal, right, rcond=1e-12)[0] + shift
-    squares, structures = 0.0, 0
+    squares, largest, structures = 0.0, 0.0, 0
     for counts, energies in _energies(shards, present):
-        squares += float((((energies - counts @ solution) / counts.sum(axis=1)) ** 2).sum())
+        size = counts.sum(axis=1)
+        squares += float((((energies - counts @ solution) / size) ** 2).sum())
+        largest = max(largest, float(np.abs(energies / size).max(initial=0.0)))
         structures += len(energies)
+    deviation = float(np.sqrt(squares / structures))
     pairs = zip(present.tolist(), solution.tolist(), strict=True)
-    return dict(pairs), float(np.sqrt(squares / structures))
+    # Fewer compositions than elements are met exactly: rounding is left, which is no scale of anything.
+    return dict(pairs), deviation if deviation > _ROUNDING * largest else 0.0
 
 
 def _energies(shards: Sequence[Arrays], present: npt.NDArray[np.int64]) -> Iterator[tuple[FloatArray, FloatArray]]:
