@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.cluster.machine import load_machine
+from phalanx.cluster.machine import described_names, load_machine
 from phalanx.doctor.environment import Place, environment_findings
 from phalanx.doctor.finding import Finding
 
@@ -69,6 +69,12 @@ def test_settings_that_cost_jobs_name_their_source(name: str, value: str) -> Non
     assert (finding.level, finding.check) == ("warning", "setting")
     assert finding.message.startswith(f"{name}={value}: ") and finding.message.endswith(")")
     assert found({name: "0"}) == []
+
+
+@pytest.mark.parametrize("name", described_names())
+def test_no_setting_of_a_description_is_taken_for_a_misspelt_one(name: str) -> None:
+    wanted = {one.name: one.value for one in load_machine(name).environment}
+    assert "misspelt" not in [finding.check for finding in found(wanted)]
 
 
 def test_devices_that_are_counted_twice() -> None:
