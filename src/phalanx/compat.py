@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 import weakref
 from collections.abc import Iterator
 from functools import cache
@@ -86,6 +87,11 @@ def compile_options(dtype: torch.dtype) -> dict[str, Any] | None:
     if dtype != torch.float64 or option not in torch._inductor.list_options():
         return None
     return {option: False}
+
+
+def keep_float32_products() -> None:
+    """Products of 32-bit numbers are of all their bits, by choice: the compiler's advice to round them is not shown."""
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores for float32 matrix multiplication available")
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -54,7 +54,9 @@ def test_lines_for_a_person_and_a_run_that_is_kept(call: Call, folder: Path) -> 
     assert outcome.code == 0, outcome.err
     first, measured, more = outcome.out.splitlines()
     assert re.fullmatch(r"one rank on .+, attention \S+; the last 2 of 3 steps count", first), first
-    assert re.match(r"  measured  \S+ s a step \(\S+ to \S+\), [\d,]+ tokens/s a device, \S+ model TFLOP/s \(causal\)", measured)
+    assert re.match(
+        r"  measured  \S+ s a step \(\S+ to \S+\), [\d,]+ tokens/s a device, \S+ model TFLOP/s \(causal\)", measured
+    )
     assert more.strip().startswith("data wait ")
     assert len((folder / "kept" / "run" / "metrics.jsonl").read_text().splitlines()) == 3
     assert not (folder / "kept" / "run" / "checkpoints").exists()

@@ -182,6 +182,7 @@ class _Builder:
 
 
 def _compile(stage: Stage) -> None:
+    compat.keep_float32_products()
     for block in stage.part.blocks:
         block.compile(options=compat.compile_options(stage.part.dtype))
     if stage.part.part.last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.models.language.huggingface.tokens import TOKENIZER, SpecialTokens, TokenizerFiles
 from phalanx.models.language.sampling import generate_tokens
 from phalanx.train.inputs import Finding, Inputs, Verification
+
+_BLANK_LINES = re.compile(r"\n\s*\n")
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,9 @@ class TextEvaluator:
         if held_out is not None:
             found.append(Finding("evaluation", dict(held_out.as_dict()), str(held_out)))
         if text is not None:
-            found.append(Finding("sample", {"prompt": prompt, "text": text}, f"sample: {prompt}{text}"))
+            # A model that has learnt little may write nothing but line ends.
+            shown = _BLANK_LINES.sub("\n\n", text).rstrip()
+            found.append(Finding("sample", {"prompt": prompt, "text": text}, f"sample: {prompt}{shown}"))
         return found
 
     def _scores(self, executor: Executor) -> HeldOut | None:

@@ -70,12 +70,16 @@ def test_a_missing_path_names_the_nearest(tmp_path: Path) -> None:
     assert refusal(tmp_path / "storys") == f"{tmp_path}/storys: {looked_for}; did you mean {tmp_path}/stories?"
     assert f"did you mean {tmp_path}/wiki_text_document?" in refusal(tmp_path / "wiki_text")
     assert f"did you mean {tmp_path}/stories?" in refusal(tmp_path / "storie" / "deeper")
-    assert refusal(tmp_path / "xyz").endswith(f"{tmp_path} holds stories, wiki_text_document")
+    (tmp_path / ".xyzw").mkdir()
+    assert refusal(tmp_path / "xyz").endswith(
+        f"{tmp_path} holds stories, wiki_text_document; "
+        f"text is tokenized with: phalanx data prepare TEXT --out {tmp_path}/xyz"
+    )
 
 
 def test_a_relative_missing_path_is_explained_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert refusal(Path("absent")).endswith("; . holds nothing")
+    assert "; . holds nothing; text is tokenized with: " in refusal(Path("absent"))
 
 
 def test_a_folder_of_something_else_says_what_it_holds(tmp_path: Path) -> None:

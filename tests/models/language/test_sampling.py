@@ -23,6 +23,25 @@ def test_greedy_tokens_are_the_most_likely_ones_of_the_uncached_model(family: st
     assert tokens == expected
 
 
+def test_no_kernel_that_plans_for_each_number_of_keys_and_the_choice_ends_between_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder, plans = random_decoder(LLAMA), []
+    logits = decoder.logits
+
+    def watched(*arguments: object, **options: object) -> torch.Tensor:
+        plans.append(torch.backends.cuda.cudnn_sdp_enabled())
+        found: torch.Tensor = logits(*arguments, **options)  # type: ignore[arg-type]
+        return found
+
+    monkeypatch.setattr(decoder, "logits", watched)
+    steps = generate_tokens(decoder, PROMPT, max_tokens=3, seed=1)
+    for _ in range(2):
+        next(steps)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert len(list(steps)) == 1 and plans == [False] * 3
+
+
 def test_the_seed_decides_the_tokens() -> None:
     decoder = random_decoder(LLAMA)
     first = list(generate_tokens(decoder, PROMPT, max_tokens=20, seed=1))

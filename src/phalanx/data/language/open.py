@@ -61,9 +61,14 @@ def _nothing_at(path: Path) -> str:
     while not there.exists():
         there = there.parent
     wanted = path.relative_to(there).parts[0]
-    names = sorted({_without_ending(child) for child in there.iterdir()}) if there.is_dir() else []
+    children = there.iterdir() if there.is_dir() else ()
+    names = sorted({_without_ending(child) for child in children if not child.name.startswith(".")})
     near = difflib.get_close_matches(wanted, names, n=1)
-    hint = f"did you mean {there / near[0]}?" if near else f"{there} holds {_listed(names)}"
+    hint = (
+        f"did you mean {there / near[0]}?"
+        if near
+        else f"{there} holds {_listed(names)}; text is tokenized with: phalanx data prepare TEXT --out {path}"
+    )
     return f"{path}: nothing there, neither a folder nor a Megatron .bin/.idx pair; {hint}"
 
 

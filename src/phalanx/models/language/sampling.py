@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.models.language.attention import KeyValueCache
 from phalanx.models.language.decoder import Decoder
 
 
@@ -83,7 +85,7 @@ def _generate(
     ended = [False] * len(seeds)
     caches = model.new_caches()
     # The prompt is the same for all, so it is computed once.
-    logits_B1V = model.logits(torch.tensor([list(prompt_ids)], device=device), caches, last_only=True)
+    logits_B1V = _next_logits(model, torch.tensor([list(prompt_ids)], device=device), caches)
     logits_B1V = logits_B1V.expand(len(seeds), -1, -1)
     for cache in caches:
         cache.repeat(len(seeds))
@@ -95,7 +97,19 @@ def _generate(
             return
         yield [None if over else token for over, token in zip(ended, tokens, strict=True)]
         if step + 1 < max_tokens:
-            logits_B1V = model.logits(torch.tensor(tokens, device=device)[:, None], caches, last_only=True)
+            logits_B1V = _next_logits(model, torch.tensor(tokens, device=device)[:, None], caches)
+
+
+_ANY_LENGTH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""Attention kernels that begin at once, however many keys there are: cuDNN's plans for some 30 ms for each new number of
+keys, so for each token (benchmarks/README.md)."""
+
+
+def _next_logits(model: Decoder, tokens_BS: Tensor, caches: list[KeyValueCache]) -> Tensor:
+    """[B, 1, V], of what follows `tokens_BS`."""
+    # The choice of kernels is the whole process's: it ends before a token is given out.
+    with sdpa_kernel(list(_ANY_LENGTH)):
+        return model.logits(tokens_BS, caches, last_only=True)
 
 
 def draw_token(logits_V: Tensor, sampling: Sampling, draw: torch.Generator) -> int:
