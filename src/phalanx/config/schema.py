@@ -178,7 +178,8 @@ class Training(Section):
     flops: Literal["causal", "palm"] = "causal"
     """Model FLOPs convention: causal counts half of the attention matrix, palm counts all of it."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a NaN or infinite loss or gradient does: stop the run before the update, or skip that update."""
+    """What a NaN or infinite loss or gradient does: stop the run before the update, or skip that update. Of fp16, whose loss
+    scale is found by overflowing gradients, only a loss stops it."""
     deterministic: bool = False
     """Only kernels that give the same bits every time; slower on accelerators."""
     log_every: PositiveInt = 1

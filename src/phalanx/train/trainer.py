@@ -179,8 +179,10 @@ class Trainer:
             self._evaluate(step)
 
     def _check_finite(self, metrics: StepMetrics) -> None:
-        # Under dynamic loss scaling an overflow now and then is how the scale is found.
-        if metrics.updated or self.run.training.on_nonfinite == "skip" or self.train_step.scaler is not None:
+        if metrics.updated or self.run.training.on_nonfinite == "skip":
+            return
+        # Gradients that overflow now and then are how a dynamic loss scale is found; no scale mends a loss.
+        if self.train_step.scaler is not None and math.isfinite(metrics.loss):
             return
         self._log(metrics)
         raise PhalanxError(
