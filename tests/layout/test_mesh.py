@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,15 @@ import torch
 import torch.distributed as dist
 
 from distributed_ranks import run_ranks
-from phalanx.layout.mesh import ONE_RANK, Groups, build_mesh
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.layout.mesh import (
+    ONE_RANK,
+    Groups,
+    Ranks,
+    build_mesh,
+    join_process_group,
+    ranks_from_environment,
+)
 from phalanx.layout.spec import ResolvedLayout
 
 ROOT = Path(__file__).parent.parent.parent
@@ -201,3 +211,53 @@ def test_groups_of_24576_ranks(degrees: dict[str, int], groups: list[int], tmp_p
     assert int(np.ravel_multi_index(coordinate, sizes)) == found["rank"]
     # What the groups cost in memory must not grow with the square of the ranks; the bar itself is the benchmark's.
     assert found["peak_mib"] - found["peak_mib_before"] < 200
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+SLURM = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    """Sets the variables of a launcher, in place of any other's."""
+    for name in [*TORCHRUN, *SLURM, "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"]:
+        monkeypatch.delenv(name, raising=False)
+    return lambda variables: [monkeypatch.setenv(*item) for item in variables.items()] and None
+
+
+def test_a_step_smaller_than_its_job_has_the_ranks_of_the_step(launcher: Callable[[dict[str, str]], None]) -> None:
+    launcher({**SLURM, "SLURM_NTASKS": "16"})
+    assert ranks_from_environment() == Ranks(1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({**TORCHRUN, "RANK": "first"}, "environment variable RANK is 'first', no whole number"),
+        ({**TORCHRUN, "RANK": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": ""}, "environment variable LOCAL_WORLD_SIZE is '', no whole number"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "environment variable SLURM_PROCID is not set"),
+        ({**SLURM, "SLURM_PROCID": "7"}, "SLURM_PROCID=7 is not below SLURM_STEP_NUM_TASKS=2"),
+    ],
+)
+def test_variables_that_cannot_be_are_named(
+    launcher: Callable[[dict[str, str]], None], variables: dict[str, str], message: str
+) -> None:
+    launcher(variables)
+    with pytest.raises(ConfigError, match=message):
+        ranks_from_environment()
+
+
+def test_a_meeting_point_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for port, message in (("x", "MASTER_PORT is 'x', no whole number"), ("99999", "MASTER_PORT=99999 is no port")):
+        monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(ConfigError, match=message):
+            join_process_group(Ranks(0, 2), torch.device("cpu"))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.create_server(("", 0)) as taken:
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        with pytest.raises(
+            PhalanxError, match=r"rank 0 of 2 does not meet the others at MASTER_ADDR=.*address already in"
+        ):
+            join_process_group(Ranks(0, 2), torch.device("cpu"))

@@ -6,6 +6,8 @@ Neighbouring ranks share the axes that talk most: tensor-parallel ranks are inne
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.compat_groups import new_group
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.layout.multitask import branch_groups
 from phalanx.layout.spec import SINGLE_STAGE, ResolvedLayout
 
@@ -41,7 +43,7 @@ class Ranks:
 def ranks_from_environment() -> Ranks:
     """Read torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK), else Slurm's of a multi-task step, else one rank.
 
-    Raises ConfigError when only some of torchrun's are set.
+    Raises ConfigError when only some of them are set, or to what cannot be.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     found = [name for name in names if name in os.environ]
@@ -52,13 +54,31 @@ def ranks_from_environment() -> Ranks:
         )
     if found:
         on_node = os.environ.get("LOCAL_WORLD_SIZE")
-        rank, world, local = (int(os.environ[name]) for name in names)
-        return Ranks(rank, world, local, None if on_node is None else int(on_node))
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        rank, world, local = (int(os.environ[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+        rank, world, local = (_number(name) for name in names)
+        return _checked(Ranks(rank, world, local, None if on_node is None else _number("LOCAL_WORLD_SIZE")), *names)
+    # The step's own count: a step may be smaller than its job, whose SLURM_NTASKS `srun --preserve-env` hands on.
+    size = "SLURM_STEP_NUM_TASKS"
+    if size in os.environ and _number(size) > 1:
+        rank, world, local = (_number(name) for name in ("SLURM_PROCID", size, "SLURM_LOCALID"))
         on_node = os.environ.get("SLURM_NTASKS_PER_NODE")
-        return Ranks(rank, world, local, int(on_node) if on_node and on_node.isdecimal() else None)
+        ranks = Ranks(rank, world, local, int(on_node) if on_node and on_node.isdecimal() else None)
+        return _checked(ranks, "SLURM_PROCID", size)
     return Ranks()
+
+
+def _number(name: str) -> int:
+    """A variable that the launcher sets. Raises ConfigError where it is missing or no whole number."""
+    text = os.environ.get(name)
+    if text is None or not (text.isascii() and text.isdecimal()):
+        found = "is not set" if text is None else f"is {text!r}, no whole number"
+        raise ConfigError(f"environment variable {name} {found}; start with torchrun or srun, or unset what they set")
+    return int(text)
+
+
+def _checked(ranks: Ranks, name: str, size: str, *_: str) -> Ranks:
+    if ranks.rank >= ranks.world_size:
+        raise ConfigError(f"{name}={ranks.rank} is not below {size}={ranks.world_size}; ranks count from 0")
+    return ranks
 
 
 def join_process_group(
@@ -66,44 +86,64 @@ def join_process_group(
 ) -> None:
     """Join the default process group (gloo on the CPU, the device's own backend beside gloo elsewhere).
 
-    store: through which the ranks have met already; else they meet now.
+    store: through which the ranks have met already; else they meet now. Raises as `meet` does.
     """
     if device.type != "cpu":
         # Groups without a bound device take the current one.
         torch.accelerator.set_device_index(device.index or 0)
     if ranks.world_size == 1 or dist.is_initialized():
         return
+    if store is None:
+        store = meet(ranks, timeout_s=timeout_s)
     backend = "gloo"
     if device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    # No device is bound to the group: with one, a new group has to be made by all ranks of the run, not by its members.
-    dist.init_process_group(
-        backend,
-        store=meet(ranks, timeout_s=timeout_s) if store is None else store,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    with _meeting(ranks):
+        # No device is bound to the group: with one, a new group has to be made by all ranks of the run, not by its members.
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
 
 
 def meet(ranks: Ranks, *, timeout_s: float) -> dist.Store:
     """The store through which several ranks find each other, at MASTER_ADDR and MASTER_PORT.
 
     Its keys carry torchrun's restart count: torchrun keeps one store for all attempts, and a restarted gloo rank would
-    otherwise find the addresses of the dead attempt. Raises ConfigError where nobody says where to meet.
+    otherwise find the addresses of the dead attempt. Raises ConfigError where nobody says where to meet, PhalanxError where
+    the others are not to be found there.
     """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if address is None or port is None:
         raise ConfigError(
             "MASTER_ADDR and MASTER_PORT are not set; torchrun sets them, under srun export them in the job"
         )
+    if not 0 < _number("MASTER_PORT") < 2**16:
+        raise ConfigError(f"MASTER_PORT={port} is no port; take one between 1 and {2**16 - 1}")
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     timeout = timedelta(seconds=timeout_s)
-    tcp = dist.TCPStore(address, int(port), is_master=ranks.first and not agent_store, timeout=timeout)
+    with _meeting(ranks):
+        tcp = dist.TCPStore(address, int(port), is_master=ranks.first and not agent_store, timeout=timeout)
     attempt = (
         f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     )
     return dist.PrefixStore(attempt, tcp)
+
+
+@contextmanager
+def _meeting(ranks: Ranks) -> Iterator[None]:
+    """Raises PhalanxError for ranks that do not come together in here."""
+    try:
+        yield
+    except dist.DistError as error:
+        said = str(error).strip().partition("\n")[0]
+        raise PhalanxError(
+            f"rank {ranks.rank} of {ranks.world_size} does not meet the others at "
+            f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}: {said}"
+        ) from error
 
 
 def leave_process_group() -> None:
