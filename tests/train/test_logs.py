@@ -10,6 +10,7 @@ from phalanx.config.schema import LanguageRun
 from phalanx.errors import ConfigError
 from phalanx.train.logs import ConsoleSink, TensorBoardSink, format_duration, open_sinks
 from phalanx.train.metrics import StepMetrics
+from phalanx.train.start import train
 
 
 def metrics(step: int = 7, **changes: object) -> StepMetrics:
@@ -111,6 +112,9 @@ def test_a_missing_tracker_names_the_extra(tracker: str, tmp_path: Path) -> None
         pytest.skip(f"{tracker} is installed here, so it cannot be missing")
     with pytest.raises(ConfigError, match=rf"training.{tracker}=mine needs the package {tracker}; install the extra"):
         open_sinks(tiny_run(**{tracker: "mine"}), tmp_path, 0)
+    # Before anything is made, not when a checkpoint is loaded already.
+    with pytest.raises(ConfigError, match=rf"training.{tracker}=mine needs the package"):
+        train(tiny_run(**{tracker: "mine"}), tmp_path / "run")
 
 
 def test_a_run_directory_keeps_its_identity_in_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

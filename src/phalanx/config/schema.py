@@ -224,7 +224,7 @@ class TextEvaluation(Evaluation):
     """Held-out loss and sample text during training."""
 
     prompt: str | None = None
-    """Text the model continues after each evaluation."""
+    """Text the model continues after each evaluation, in a run of one rank whose data has a tokenizer."""
     prompt_tokens: PositiveInt = 64
     """Tokens it may write."""
 

@@ -8,6 +8,7 @@ import json
 import sys
 import uuid
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -149,7 +150,7 @@ class WandbSink:
     """Weights & Biases; WANDB_MODE=offline works without a network."""
 
     def __init__(self, run: Run, folder: Path) -> None:
-        wandb = _optional("wandb", "wandb", f"training.wandb={run.training.wandb}")
+        wandb = _optional("wandb", run)
         self._run = wandb.init(
             project=run.training.wandb,
             dir=str(folder),
@@ -175,7 +176,7 @@ class MlflowSink:
     """MLflow; the tracking place is MLflow's own setting."""
 
     def __init__(self, run: Run, folder: Path) -> None:
-        self._mlflow = _optional("mlflow", "mlflow", f"training.mlflow={run.training.mlflow}")
+        self._mlflow = _optional("mlflow", run)
         experiment = self._mlflow.set_experiment(run.training.mlflow)
         client = self._mlflow.MlflowClient()
         known = _identity(
@@ -206,13 +207,25 @@ def _identity(folder: Path, tracker: str, make: Callable[[], str]) -> str:
     return known[tracker]
 
 
-def _optional(module: str, extra: str, asked_by: str) -> Any:
+def check_trackers(run: Run) -> None:
+    """Raise ConfigError where the run file asks for a tracker whose package is not installed. Imports nothing."""
+    for name in ("wandb", "mlflow"):
+        if getattr(run.training, name) is not None and name not in sys.modules and find_spec(name) is None:
+            raise _missing(name, run)
+
+
+def _optional(tracker: str, run: Run) -> Any:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(tracker)
     except ImportError as error:
-        raise ConfigError(
-            f"{asked_by} needs the package {module}; install the extra: pip install 'phalanx-train[{extra}]'"
-        ) from error
+        raise _missing(tracker, run) from error
+
+
+def _missing(tracker: str, run: Run) -> ConfigError:
+    return ConfigError(
+        f"training.{tracker}={getattr(run.training, tracker)} needs the package {tracker}; install the extra: "
+        f"pip install 'phalanx-train[{tracker}]'"
+    )
 
 
 def open_sinks(run: Run, folder: Path, first_step: int) -> list[Sink]:

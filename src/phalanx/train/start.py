@@ -40,7 +40,7 @@ from phalanx.train.checkpoint import (
 )
 from phalanx.train.inputs import Inputs, open_inputs
 from phalanx.train.interrupt import Interrupted
-from phalanx.train.logs import open_sinks
+from phalanx.train.logs import check_trackers, open_sinks
 from phalanx.train.metrics import StepMeter, find_peaks
 from phalanx.train.run_dir import RunDirectory, describe_machine
 from phalanx.train.step import build_step
@@ -60,6 +60,7 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
     layout = resolve_layout(run, ranks.world_size, ranks.ranks_per_node)
     device = choose_device(run.cluster.device, ranks.local_rank)
     check_attention(run.training.attention, device)
+    check_trackers(run)
     if run.training.deterministic:
         torch.use_deterministic_algorithms(True)
     join_process_group(ranks, device)
