@@ -33,6 +33,19 @@ def start(run_file: Path, run_dir: Path, *words: str) -> Command:
     return phalanx_processes.start(["train", str(run_file), "--run-dir", str(run_dir), *words])
 
 
+def test_a_run_directory_goes_on_where_it_is(run_file: Path, tmp_path: Path) -> None:
+    began, moved = tmp_path / "began", tmp_path / "moved"
+    words = [f"training.run_dir={began}", "training.steps=5"]
+    phalanx_processes.finish(["train", str(run_file), *words])
+    assert losses(began)
+    began.rename(moved)
+    phalanx_processes.finish(["train", str(moved), "training.steps=6"])
+    assert len(losses(moved)) == 6 and not began.exists()
+    elsewhere = tmp_path / "elsewhere"
+    phalanx_processes.finish(["train", str(moved), "training.steps=5", f"training.run_dir={elsewhere}"])
+    assert len(losses(elsewhere)) == 5 and len(losses(moved)) == 6
+
+
 def start_interpreter(run_file: Path, run_dir: Path, *words: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(

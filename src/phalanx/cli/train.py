@@ -10,6 +10,7 @@ import typer
 from phalanx.cli.arguments import Overrides, RunFile
 from phalanx.cluster.local_launch import launch_ranks
 from phalanx.config.load import load_run
+from phalanx.config.override import parse_overrides
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.layout.mesh import ranks_from_environment
@@ -36,8 +37,18 @@ def train(
     if nproc is not None:
         _start_ranks(loaded, run, overrides or [], run_dir, nproc)
         return
+    start_training(loaded, run_dir or _run_directory(loaded, run, overrides or []))
+
+
+def _run_directory(loaded: Run, run: Path, overrides: list[str]) -> Path:
+    """Where a run goes whose command has no --run-dir.
+
+    A folder goes on where it is, though the run file in it may name another: the one it began in, before it was moved or
+    copied, or the one that --run-dir was given in place of.
+    """
     default = run if run.is_dir() else Path("runs") / run.stem
-    start_training(loaded, run_dir or (Path(loaded.training.run_dir) if loaded.training.run_dir else default))
+    named_here = any(change.path == ("training", "run_dir") for change in parse_overrides(overrides))
+    return Path(loaded.training.run_dir or default) if named_here or not run.is_dir() else default
 
 
 def _start_ranks(loaded: Run, run: Path, overrides: list[str], run_dir: Path | None, nproc: int) -> None:
