@@ -163,7 +163,7 @@ class Training(Section):
     run_dir: str | None = None
     """Folder of metrics, checkpoints and the resolved run file; by default runs/<name of the run file>."""
     resume: str = "auto"
-    """auto: newest whole checkpoint if there is one; must: fail without one; never: refuse a used folder; or a path."""
+    """auto: newest whole checkpoint if there is one; must: fail without one; never: refuse a folder with one; or a path."""
     init_from: str | None = None
     """Checkpoint whose weights a new run starts from, at step 0 with fresh optimizer state."""
     compile: bool | Literal["auto"] = "auto"
