@@ -62,7 +62,7 @@ class Command:
 def start(words: Sequence[str], ranks: int = 1, command: Callable[[Sequence[str]], None] = main) -> Command:
     """Start `phalanx WORDS`, or another function of these words."""
     folder = tempfile.TemporaryDirectory()
-    port = _free_port()
+    port = free_port()
     started = []
     for rank in range(ranks):
         place = {} if ranks == 1 else _place(rank, ranks, port)
@@ -122,7 +122,7 @@ def _place(rank: int, ranks: int, port: int) -> dict[str, str]:
     return {**{name: str(value) for name, value in own.items()}, "MASTER_ADDR": "127.0.0.1"}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port: int = server.getsockname()[1]

@@ -19,7 +19,7 @@ from phalanx.doctor import rates
 from phalanx.doctor.examine import examine
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.layout.mesh import Ranks
-from phalanx_processes import start
+from phalanx_processes import free_port, start
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def test_a_rank_that_adds_up_wrong_is_named() -> None:
 
 def test_ranks_that_say_nothing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
     with pytest.raises(PhalanxError) as failure:
         examine(Ranks(0, 3, 0, 3), torch.device("cpu"), None, patience_s=0.2)

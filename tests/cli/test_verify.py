@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from command_line import Call
+from phalanx.cli.main import VERBS
+from phalanx.config.load import load_run
+from phalanx.layout.resolve import resolve_layout
 from phalanx.verify import check
 
 RUN_FILE = """
@@ -72,6 +76,21 @@ def test_an_illegal_layout_is_refused_with_the_nearest_legal_one(run_file: str, 
     assert outcome.code == 2
     assert "layout.tp=3 does not divide model.n_heads (8 parts)" in outcome.err
     assert "nearest legal:" in outcome.err
+
+
+@pytest.mark.parametrize("degree", [300, 10**20])
+def test_more_ranks_than_a_machine_takes_are_refused_at_once(degree: int, run_file: str, call: Call) -> None:
+    outcome = call("verify", run_file, f"dp_replicate={degree}")
+    assert outcome.code == 2 and f"{degree:,} ranks are more than the 256 that verify starts" in outcome.err
+
+
+@pytest.mark.parametrize("example", [words for verb in VERBS if verb.name == "verify" for words in verb.examples])
+def test_layouts_of_the_examples_are_legal(example: str) -> None:
+    words = example.partition(" verify ")[2].split()
+    fields = [word for word in words[1:] if "=" in word and not word.startswith("--")]
+    if words[0].startswith("examples/") and fields:
+        run = load_run(Path(__file__).parents[2] / words[0], fields)
+        resolve_layout(run, math.prod(int(field.partition("=")[2]) for field in fields if field[1:].startswith("p=")))
 
 
 def test_an_unknown_field_is_refused(run_file: str, call: Call) -> None:

@@ -21,6 +21,9 @@ from phalanx.verify.check import Verdict, Verifier
 from phalanx.verify.family import family_verification
 from phalanx.verify.reduced import full_run, reduced_run
 
+MOST_RANKS = 256
+"""Processes that are started here at most."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -57,6 +60,11 @@ def verify_run(run: Run, options: Options) -> Outcome:
     """
     ranks = ranks_from_environment()
     world = ranks.world_size if ranks.world_size > 1 else options.ranks or _stated_ranks(run)
+    if ranks.world_size == 1 and world > MOST_RANKS:
+        raise ConfigError(
+            f"{world:,} ranks are more than the {MOST_RANKS} that verify starts on one machine; take smaller degrees of the "
+            "same kinds, which show as much, or start it with torchrun or srun"
+        )
     layouts = list(every_layout(run, world)) if options.everything else [resolve_layout(run, world)]
     if not layouts:
         raise ConfigError(f"no layout is legal for {world} ranks with the other fields as they are")
