@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import yaml
 
-from materials_runs import write_materials_run
+from materials_runs import write_materials_run, write_molecules
 from phalanx.config.load import load_run
 from phalanx.data.fields.field_set import FieldSet
 from weather_runs import write_weather_run
@@ -38,6 +39,31 @@ def test_structures_are_prepared_and_the_units_that_fit_them_said(call: Call, tm
     facts = json.loads(again.out)
     assert again.code == 0
     assert facts["model"] == fitting and facts["sources"]["toy"]["totals"]["structures"] == 40
+
+
+def test_one_branch_that_takes_several_sources_gets_units_that_fit_them_together(call: Call, tmp_path: Path) -> None:
+    changes = {"data.validation_fraction": 0.0, "data.test_fraction": 0.0}
+    run = yaml.safe_load(write_materials_run(tmp_path, changes, structures=20).read_text())
+    (toy,) = run["data"]["sources"]
+    write_molecules(tmp_path / "more.npz", 40, seed=1)
+    charged = {"name": "charged", "labels": {"charges": "e"}}
+    run["data"]["sources"] = [toy, toy | {"name": "more", "path": str(tmp_path / "more.npz")}, toy | charged]
+    run["model"]["branches"] = [{"name": "all"}]
+    (tmp_path / "run.yaml").write_text(json.dumps(run))
+    done = call("data", "prepare-graphs", str(tmp_path / "run.yaml"), "--workers", "1", "--json")
+    assert done.code == 0, done.err
+    (branch,) = json.loads(done.out)["model"]["branches"]
+    assert branch["name"] == "all"
+    sets = [dict(np.load(tmp_path / name)) for name in ("molecules.npz", "more.npz")]
+    forces = np.concatenate([one["forces"] for one in sets])
+    assert branch["energy_scale"] == pytest.approx(forces.std(), rel=1e-3)
+    elements = [1, 6, 8]
+    counts = [
+        [(z == element).sum() for element in elements] for one in sets for z in np.split(one["z"], one["ptr"][1:-1])
+    ]
+    energies = np.concatenate([one["energy"] for one in sets])
+    fitted = np.linalg.lstsq(np.array(counts, dtype=float), energies, rcond=None)[0]
+    assert [branch["reference_energies"][str(element)] for element in elements] == pytest.approx(fitted, abs=1e-4)
 
 
 def test_fields_are_prepared_and_read_as_the_files_were(call: Call, tmp_path: Path) -> None:

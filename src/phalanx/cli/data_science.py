@@ -20,7 +20,7 @@ from phalanx.config.load import load_run
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from phalanx.data.graphs.manifest import Manifest
+    from phalanx.data.graphs.manifest import Manifest, Statistics
 
 
 def prepare_graphs_of(
@@ -64,19 +64,25 @@ _SHOWN = {"totals", "splits", "statistics"}
 
 
 def fitting_units(run: MaterialsRun, manifests: dict[str, Manifest]) -> dict[str, Any]:
-    """Fields of the model that suit the training data: neighbours of an atom, and units of each source's branch.
+    """Fields of the model that suit the training data: neighbours of an atom, and units of each branch.
 
     An energy unit is the spread of force components, so that both of the network's results are of order 1 (or where there
     are no forces, the spread of energies an atom about the reference energies).
     """
     splits = [manifest.splits["train"] for manifest in manifests.values()]
     neighbours = sum(counts.edges for counts in splits) / max(1, sum(counts.atoms for counts in splits))
-    branches = [_branch(run, name, manifest) for name, manifest in manifests.items()]
+    names = [branch.name for branch in run.model.branches]
+    if len(names) == 1 and len(manifests) > 1:
+        # One branch takes all sources, so one set of units has to fit them together.
+        training = import_module("phalanx.data.graphs.shards").open_prepared(run.data, "train")
+        joint = import_module("phalanx.data.graphs.statistics").joint_statistics(training)
+        branches = [_branch(run, names[0], joint)]
+    else:
+        branches = [_branch(run, name, manifest.statistics) for name, manifest in manifests.items()]
     return {"mean_neighbors": round(neighbours, 1), "branches": branches}
 
 
-def _branch(run: MaterialsRun, name: str, manifest: Manifest) -> dict[str, Any]:
-    known = manifest.statistics
+def _branch(run: MaterialsRun, name: str, known: Statistics) -> dict[str, Any]:
     branch: dict[str, Any] = {"name": name}
     if run.model.energy is not None and known.reference_energies:
         spread = known.labels["forces"].std if "forces" in known.labels else known.residual_std

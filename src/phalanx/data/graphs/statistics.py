@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,7 @@ from phalanx.data.graphs.arrays import Arrays
 from phalanx.data.graphs.labels import KINDS, FloatArray, labels_of
 from phalanx.data.graphs.manifest import SPLITS, LabelStatistics, Statistics
 from phalanx.data.graphs.ragged import ragged_ranges
+from phalanx.data.graphs.shards import PreparedSource
 from phalanx.data.graphs.structures import ELEMENTS
 from phalanx.errors import DataError
 
@@ -54,6 +57,42 @@ def gather_statistics(shards: Sequence[Arrays], source: GraphSource) -> Statisti
         reference_energies=energies,
         residual_std=deviation,
     )
+
+
+def joint_statistics(sources: Sequence[PreparedSource]) -> Statistics:
+    """Statistics of several data sets taken for one: what fits a model in which one branch takes all of them.
+
+    sources: training splits. Reference energies are fitted to all energies at once.
+    """
+    known = [source.manifest.statistics for source in sources]
+    elements: Counter[int] = sum((Counter(one.elements) for one in known), Counter())
+    names = dict.fromkeys(name for one in known for name in one.labels)
+    shards = [
+        source.shard(number)
+        for source in sources
+        if "energy" in source.manifest.labels
+        for number in range(len(source.manifest.shards))
+    ]
+    present = np.array(sorted(set().union(*(one.reference_energies for one in known))), dtype=np.int64)
+    energies, deviation = _reference_energies(shards, present) if len(present) else ({}, None)
+    return Statistics(
+        elements=dict(sorted(elements.items())),
+        largest_atoms=max(one.largest_atoms for one in known),
+        largest_edges=max(one.largest_edges for one in known),
+        degrees=[sum(counts) for counts in zip_longest(*(one.degrees for one in known), fillvalue=0)],
+        labels={name: _pooled([one.labels[name] for one in known if name in one.labels]) for name in names},
+        reference_energies=energies,
+        residual_std=deviation,
+    )
+
+
+def _pooled(parts: Sequence[LabelStatistics]) -> LabelStatistics:
+    """Statistics of all numbers that the parts are about."""
+    numbers = sum(part.numbers for part in parts)
+    mean = sum(part.numbers * part.mean for part in parts) / max(numbers, 1)
+    squares = sum(part.numbers * (part.std**2 + (part.mean - mean) ** 2) for part in parts)
+    largest = max(part.largest for part in parts)
+    return LabelStatistics(numbers=numbers, mean=mean, std=(squares / max(numbers, 1)) ** 0.5, largest=largest)
 
 
 def _label_statistics(
