@@ -68,6 +68,14 @@ def test_an_uncertainty_can_be_asked_for_alone(ensemble_dir: Path) -> None:
     assert "stress_uncertainty" in calculator.implemented_properties
 
 
+def test_ase_gets_its_own_properties_at_once(ensemble_dir: Path) -> None:
+    atoms = molecule()
+    atoms.calc = PhalanxCalculator(ensemble_dir, device="cpu")
+    found = atoms.get_properties(["energy", "forces"])
+    assert found["energy"] == atoms.get_potential_energy() and found["forces"].shape == (8, 3)
+    assert "forces_uncertainty" in atoms.calc.results
+
+
 def test_dynamics_conserve_the_energy_of_the_mean(ensemble_dir: Path) -> None:
     atoms = molecule()
     atoms.calc = PhalanxCalculator(ensemble_dir, device="cpu", precision="fp64")

@@ -32,6 +32,7 @@ from phalanx.models.materials.losses import Predictions
 try:
     from ase import Atoms
     from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
+    from ase.outputs import Properties
     from ase.stress import full_3x3_to_voigt_6_stress
 except ImportError as error:
     raise PhalanxError('the ASE calculator needs ase: pip install "phalanx-train[materials]"') from error
@@ -130,6 +131,10 @@ class PhalanxCalculator(Calculator):
             self.results["stress"] = full_3x3_to_voigt_6_stress(found.stress_G33[0].double().numpy(force=True))
         for name, std in stds.items():
             self.results[f"{name}{_UNCERTAINTY}"] = _as_ase(name, std.numpy(force=True))
+
+    def export_properties(self) -> Properties:
+        """What `atoms.get_properties` gives: ASE knows no uncertainties, which stay in `results`."""
+        return Properties({name: value for name, value in self.results.items() if not name.endswith(_UNCERTAINTY)})
 
     def _predict(self, atoms: Atoms, *, forces: bool, stress: bool) -> tuple[Predictions, dict[str, Tensor]]:
         """What is predicted, and by quantity its uncertainty where that is known."""
