@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from phalanx.cluster.parent import PARENT
 from phalanx.errors import PhalanxError
 
 LOG = "train.log"
@@ -91,8 +92,14 @@ def _start(recipe: Recipe, device: int, threads: int) -> _Training:
     recipe.folder.mkdir(parents=True, exist_ok=True)
     log = (recipe.folder / LOG).open("ab")
     command = [sys.executable, "-m", "phalanx", "train", str(recipe.run), *recipe.words, "--run-dir"]
-    # One rank of its own.
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": str(device), "OMP_NUM_THREADS": str(threads)}
+    # One rank of its own, which ends when this process is killed: it would else hold its folder against the next one.
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": str(device),
+        "OMP_NUM_THREADS": str(threads),
+        PARENT: str(os.getpid()),
+    }
     process = subprocess.Popen(
         [*command, str(recipe.folder)],
         stdin=subprocess.DEVNULL,
