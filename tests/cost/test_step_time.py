@@ -1,14 +1,17 @@
 """Steps of layouts: causes add up, better hardware is never slower, closed forms agree with simulated pipelines."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from dry_layouts import train_step
 
 from phalanx.cluster.collectives import default_constants
 from phalanx.cluster.machine import load_machine
 from phalanx.config.load import parse_run
 from phalanx.cost.candidates import Candidates
+from phalanx.cost.dryrun import dry_run
 from phalanx.cost.operation_time import Cause, compute_seconds
 from phalanx.cost.part_time import part_times
 from phalanx.cost.profile import default_profile
@@ -181,6 +184,48 @@ def test_larger_units_save_latency_and_show_more_at_the_ends() -> None:
 def test_zero_3_gathers_more_than_zero_1(steps: Steps) -> None:
     seconds = _seconds(steps)[:, StepCause.DATA]
     assert seconds[1] > seconds[2] > seconds[3]
+
+
+SHARED: list[dict[str, Any]] = [
+    {"dp_shard": 2, "zero": 3, "reshard_after_forward": True},
+    {"dp_shard": 2, "pp": 2, "zero": 2},
+    {"dp_shard": 2, "pp": 2, "zero": 3},
+    {"dp_shard": 2, "pp": 2, "zero": 3, "reshard_after_forward": True},
+    {"dp_shard": 2, "pp": 2, "zero": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2},
+]
+
+
+@pytest.mark.parametrize("words", SHARED, ids=str)
+def test_blocks_are_gathered_and_reduced_as_often_as_the_code_does_it(words: dict[str, Any]) -> None:
+    few = {"n_layers": 4, "d_model": 64, "n_heads": 4, "d_ff": 128, "vocab_size": 128, "max_positions": 64}
+    run = RUN.model_copy(
+        update={
+            "model": RUN.model.model_copy(update=few),
+            "data": RUN.data.model_copy(update={"sequence_length": 64}),
+        }
+    )
+    layouts = _layouts({"global_batch": 16, **words})
+    found = dry_run(run, layouts.layout(0), 0, train_step, accelerator=True, devices_per_node=None)
+    units = 4 // words.get("pp", 1)
+    # Beside the blocks the embedding and the head, on one rank where there is no pipeline; a head stays gathered.
+    ends = 1 if "pp" in words else 2
+    counts = {
+        operation: sum(one.count for one in found.traffic if one.axis == "dp_shard" and one.operation == operation)
+        for operation in ("all_gather", "reduce_scatter")
+    }
+    # Nothing hides, and every exchange takes a second more.
+    steps = steps_of_run(run, layouts, MACHINE, EAGER)
+    costly = replace(CONSTANTS, launch_s=1.0)
+    profile = replace(PROFILE, hidden=0.0, straggling=0.0)
+    times = part_times(steps.parts, MACHINE, CONSTANTS, profile)
+    latency = sum(
+        sign * closed_form(steps, times, profile, constants, OURS).seconds[0, StepCause.DATA]
+        for sign, constants in ((1, costly), (-1, CONSTANTS))
+    )
+    micro_batches = int(layouts.accumulation[0])
+    # One gather of a micro-batch may be counted as one of the step.
+    assert latency == pytest.approx(sum(counts.values()), abs=micro_batches), counts
+    assert counts["reduce_scatter"] == (units + ends) * (micro_batches if layouts.reduces_each[0] else 1)
 
 
 def test_shards_on_one_node_exchange_faster_than_across_slow_nodes() -> None:

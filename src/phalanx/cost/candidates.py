@@ -121,6 +121,16 @@ class Candidates:
         return ((self.pp > 1) & np.isin(self.schedule, ZERO_BUBBLE_SCHEDULES)).astype(np.int64)
 
     @cached_property
+    def gathers_each(self) -> npt.NDArray[np.bool_]:
+        """Whether parameters are gathered for every micro-batch; a pipeline keeps those that no forward pass frees."""
+        return np.asarray((self.zero == 3) & ((self.pp == 1) | self.reshard_after_forward))
+
+    @cached_property
+    def reduces_each(self) -> npt.NDArray[np.bool_]:
+        """Whether gradients are reduced after every micro-batch; a pipeline adds them up, and reduces them once."""
+        return np.asarray((self.zero >= 2) & (self.pp == 1))
+
+    @cached_property
     def shards(self) -> Ints:
         """Ranks that share one copy of what `zero` shares out."""
         return np.where(self.zero > 0, self.dp_shard * self.cp, 1)

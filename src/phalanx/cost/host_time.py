@@ -35,9 +35,11 @@ class HostWaits:
         sharded = layouts.data_ranks * layouts.cp > 1
         if not software.host_exchanges or not np.any(sharded & (layouts.zero >= 2)):
             return None
-        gathered = sharded & (layouts.zero == 3)
-        again = gathered & (layouts.reshard_after_forward | software.reshard)
-        reduced = sharded & (layouts.zero >= 2)
+        each = sharded & layouts.gathers_each
+        # What a pipeline gathers for a backward pass stays for the next forward pass.
+        gathered = each & (layouts.pp == 1)
+        again = each & (layouts.reshard_after_forward | software.reshard)
+        reduced = sharded & layouts.reduces_each
         exchanges = profile.shard_host_s * np.stack([gathered, again.astype(np.int64) + reduced], axis=1)
         # Chunks go around once forward; backward they and their gradients do.
         messages = profile.exchange_host_s * np.outer(steps.streams.messages, [1, 2])

@@ -122,12 +122,12 @@ def closed_form(
     mine = held / layouts.shards
     seconds[StepCause.OPTIMIZER] = mine * software.optimizer_bytes / profile.optimizer_b_s
     # Gradients of further micro-batches are added to what is there, unless they are reduced first.
-    added = np.where((layouts.zero < 2) | ~np.bool_(software.overlap), held, mine) * (
+    added = np.where(layouts.reduces_each & np.bool_(software.overlap), mine, held) * (
         software.gather_bytes + 2 * software.reduce_bytes
     )
     # Those of the first are where nobody reduces them at once brought into the sums' format, where that is another.
     alone = (steps.shards.size == 1) & (steps.replicas.size == 1)
-    waits_for_more = (layouts.zero < 2) & (count > 1)
+    waits_for_more = ~layouts.reduces_each & (count > 1)
     begun = np.where((alone | waits_for_more) & software.working_copy, held, 0.0) * (
         software.gather_bytes + software.reduce_bytes
     )
@@ -263,10 +263,11 @@ class DataParallel:
         units = busiest.blocks / steps.unit
         exchanges = self._exchanges(steps)
         gather, scatter = exchanges.gather, exchanges.scatter
-        three = layouts.zero == 3
-        again = np.where(three & (layouts.reshard_after_forward | self.software.reshard), gather.unit, 0.0)
-        gathers = np.where(three, count, layouts.zero > 0)
-        scatters = np.where(layouts.zero >= 2, count, 1)
+        each = layouts.gathers_each
+        again = np.where(each & (layouts.reshard_after_forward | self.software.reshard), gather.unit, 0.0)
+        # What a pipeline gathers for a backward pass stays for the next forward pass.
+        gathers = np.where(each & (layouts.pp == 1), count, layouts.zero > 0)
+        scatters = np.where(layouts.reduces_each, count, 1)
         # Nothing runs yet behind which the first gathers could hide, and nothing is left behind the last reductions.
         seconds = gathers * (
             units * self._shown(gather.unit, forward)
@@ -279,6 +280,7 @@ class DataParallel:
         seconds += scatters * (
             units * shown + busiest.embedding * scatter.embedding + busiest.head * self._shown(scatter.head, backward)
         )
+        seconds += (count - scatters) * units * self._shown(again, backward)
         if (summed := exchanges.summed) is not None:
             seconds += (
                 busiest.embedding * summed.embedding
@@ -342,9 +344,10 @@ class DataParallel:
 
     def _straggling(self, steps: Steps, busiest: Busiest) -> Floats:
         """Where every block waits for its parameters, all nodes go at the pace of the one that is slowest just then."""
-        waits = (steps.layouts.zero == 3) & (steps.shards.nodes > 1)
+        layouts = steps.layouts
+        waits = (layouts.gathers_each | (layouts.streamed > 1)) & (steps.shards.nodes > 1)
         share = self.profile.straggling * np.log2(np.maximum(steps.shards.nodes, 1))
-        return np.where(waits, steps.layouts.accumulation * (busiest.forward + busiest.backward) * share, 0.0)
+        return np.where(waits, layouts.accumulation * (busiest.forward + busiest.backward) * share, 0.0)
 
     def _afterwards(self, steps: Steps, busiest: Busiest) -> Floats:
         held = (
