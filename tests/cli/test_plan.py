@@ -223,3 +223,10 @@ def test_what_binds_where_nothing_fits(call: Call) -> None:
     assert (
         "legal layouts fits into 2 x 64 GiB" in outcome.err and "smallest number of devices that fits: " in outcome.err
     )
+
+
+def test_models_that_cannot_be_planned_are_not_sent_to_a_verb_that_refuses_them(call: Call) -> None:
+    run = Path(__file__).parents[2] / "examples" / "materials-xtb.yaml"
+    refused = call("plan", str(run), *FRONTIER)
+    assert refused.code == 2 and "blocks of one size" in refused.err
+    assert call("dryrun", str(run), "--devices", "4").code == 2 and "dryrun" not in refused.err

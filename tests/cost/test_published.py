@@ -225,6 +225,7 @@ REASONS = [
     ({"n_gpus": "192..3072"}, "the source gives n_gpus as '192..3072', not one number"),
     ({"seq": "(128/4)*(256/4)=2048 tokens"}, "the source gives seq as '(128/4)*(256/4)=2048 tokens', not one number"),
     ({"tp": "", "gbs": ""}, "the source does not state tp, gbs"),
+    ({"layers": "24", "vpp": "13"}, "its pp=2 x vpp=13 = 26 pipeline stages are more than its 24 layers"),
     ({"tp": "3"}, "tp=3 x pp=2 x cp=1 does not divide its 16 devices"),
     ({"dp": "2"}, "tp=2 x pp=2 x cp=1 x dp=2 is not its 16 devices"),
     ({"gbs": "60"}, "its global batch of 60 is not a multiple of mbs=2 x dp=4"),
@@ -273,26 +274,35 @@ def test_memory(cells: dict[str, str], memory: Memory | None, tmp_path: Path) ->
     assert read_one(tmp_path, **cells).memory == memory
 
 
-# --- tables that cannot be read ----------------------------------------------------------------------------------------
+# --- cells and tables that cannot be read ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("cells", "complaint"),
+    ("cells", "reason"),
     [
         (
             {"hidden": "-2304"},
-            r"line 2 \(group-1\), column hidden: -2304 is not a positive number; correct it, or leave",
+            "line 2, column hidden: -2304 is not a positive number; correct it, or leave the cell blank",
         ),
-        ({"step_time_s": "nan"}, r"line 2 \(group-1\), column step_time_s: nan is not a positive number"),
+        ({"tflops_per_gpu": "nan", "step_time_s": ""}, "line 2, column tflops_per_gpu: nan is not a positive number"),
         ({"step_time_s": "inf"}, "column step_time_s: inf is not a positive number"),
         ({"mbs": "0"}, "column mbs: 0 is not a positive number"),
-        ({"layers": "23.5"}, r"line 2 \(group-1\), column layers: 23.5 is not whole"),
-        ({"row_id": ""}, "line 2: row_id is blank; give every row a name of its own"),
+        ({"seq": "-1"}, "column seq: -1 is not a positive number"),
+        ({"gpus_per_node": "0"}, "column gpus_per_node: 0 is not a positive number"),
+        ({"layers": "23.5"}, "line 2, column layers: 23.5 is not whole"),
+        ({"ffn": "12345678901234567890"}, "column ffn: 12345678901234567890 is more than 100,000,000"),
     ],
 )
-def test_a_number_that_cannot_be_is_an_error(cells: dict[str, str], complaint: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=complaint):
-        read_one(tmp_path, **cells)
+def test_a_number_that_cannot_be_costs_its_row_alone(cells: dict[str, str], reason: str, tmp_path: Path) -> None:
+    bad, good = read_runs(written(tmp_path, GPT | cells, GPT | {"row_id": "group-2"}))
+    assert not bad.used and bad.reason.startswith("line 2, ") and reason in bad.reason
+    assert good.used
+
+
+def test_tables_of_spreadsheets_are_read(tmp_path: Path) -> None:
+    path = written(tmp_path, GPT)
+    path.write_text("\ufeff" + path.read_text() + "," * (len(COLUMNS) - 1) + "\n")
+    assert [run.row_id for run in read_runs(path)] == ["group-1"]
 
 
 def test_a_table_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
@@ -301,6 +311,8 @@ def test_a_table_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         read_runs(written(tmp_path, GPT, columns=columns))
     with pytest.raises(DataError, match=r"line 3: row_id 'group-1' stands twice"):
         read_runs(written(tmp_path, GPT, GPT))
+    with pytest.raises(DataError, match="line 2: row_id is blank; give every row a name of its own"):
+        read_one(tmp_path, row_id="")
     path = written(tmp_path, GPT)
     path.write_text(path.read_text() + "one,two\n")
     with pytest.raises(DataError, match=f"line 3: 2 cells under {len(COLUMNS)} columns"):

@@ -161,7 +161,7 @@ def require_planned(model: Model) -> None:
     if model.family not in _PLANNED:
         raise ConfigError(
             f"model.family={model.family}: phalanx plan needs blocks of one size; what a batch of graphs costs depends on "
-            "the graphs. phalanx dryrun runs its real step"
+            "the graphs. phalanx train runs it without a plan: docs/materials.md says in which layouts"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -100,8 +101,8 @@ class PublishedRun:
 def read_runs(path: Path) -> list[PublishedRun]:
     """Every row of the table, used or not, in order.
 
-    Raises DataError naming the file, and the row and column where there are such, for a table that cannot be read, lacks a
-    column, holds a row twice or a number that cannot be.
+    Raises DataError naming the file, and the line where there is one, for a table that cannot be read, lacks a column or
+    holds a row twice. A row with a number that cannot be is one that is not used.
     """
     return [_read_row(row) for row in read_rows(path)]
 
@@ -128,10 +129,11 @@ def _read_row(row: Row) -> PublishedRun:
     devices = attempt(_device_count, per_unit)
     layout = attempt(_layout, devices, status)
     attempt(_microbatch_stated)
+    attempt(_stages_hold_blocks, model, layout)
     recompute = attempt(recompute_of)
-    length = row.whole("seq")
-    memory = attempt(memory_gib, per_unit)
-    counted = _counted(row, device, precision, per_unit)
+    length = attempt(_length)
+    memory, per_node = attempt(memory_gib, per_unit), attempt(devices_per_node, per_unit)
+    counted = attempt(partial(_counted, device=device, precision=precision, per_unit=per_unit))
     timed = attempt(_timed, devices, length, per_unit)
     rate = timed or attempt(_rate_by_convention, model, length, counted)
     if status == "ok" and rate is None and memory is None:
@@ -143,7 +145,7 @@ def _read_row(row: Row) -> PublishedRun:
         assumed=tuple(row.assumed),
         device=device,
         devices=devices,
-        devices_per_node=devices_per_node(row, per_unit),
+        devices_per_node=per_node,
         model=model,
         sequence_length=length,
         layout=layout,
@@ -178,6 +180,10 @@ def _status(words: str) -> Status:
 def _device_count(row: Row, per_unit: int) -> int:
     (count,) = row.wholes("n_gpus")
     return count * per_unit
+
+
+def _length(row: Row) -> int | None:
+    return row.whole("seq")
 
 
 def _microbatch_stated(row: Row) -> None:
@@ -218,6 +224,12 @@ def _layout(row: Row, devices: int, status: Status) -> ResolvedLayout:
     if stated is not None and stated != layout.accumulation:
         raise Unusable(f"it states {stated} micro-batches a step, but its batches make {layout.accumulation}")
     return layout
+
+
+def _stages_hold_blocks(_row: Row, model: LanguageModel, layout: ResolvedLayout) -> None:
+    if layout.n_stages > model.n_layers:
+        stages = f"pp={layout.pp} x vpp={layout.stages_per_rank} = {layout.n_stages} pipeline stages"
+        raise Unusable(f"its {stages} are more than its {model.n_layers} layers")
 
 
 def _timed(row: Row, devices: int, length: int, per_unit: int) -> Rate | None:

@@ -1,7 +1,7 @@
 """Cells of a table of published runs: numbers, devices, number formats and the words sources use for what they did.
 
-Cells may be blank, and where a source gives no single figure they hold a few words; such a row cannot be used, which is
-not an error. A cell that no source can have meant is one.
+Cells may be blank, and where a source gives no single figure they hold a few words, or a number that cannot be; such a row
+cannot be used, which is not an error of the table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ COLUMNS = (
 )
 """Columns that are read; the header holds them in any order, with others beside them."""
 
-_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?|[-+]?(nan|inf|infinity)", re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?|[-+]?(nan|inf|infinity)", re.IGNORECASE | re.ASCII)
+_MOST = 10**8
+"""No count of a run is larger; the elements of a tensor with two of them are still a number."""
 BIGSCIENCE_VOCABULARY = 250_880
 """What its chronicles call "250k": padded to a multiple of 128 x 4 tensor-parallel ranks."""
 
@@ -43,7 +45,6 @@ class Unusable(Exception):
 class Row:
     """One row: blank cells are not there, and what had to be assumed is collected."""
 
-    path: Path
     line: int
     cells: Mapping[str, str]
     assumed: list[str] = field(default_factory=list)
@@ -56,30 +57,32 @@ class Row:
     def number(self, column: str) -> float | None:
         """A positive number, or None where the cell is blank or a source gives words instead.
 
-        "51200?" is 51200, assumed. Raises DataError for a number that cannot be: zero, negative, infinite or not a number.
+        "51200?" is 51200, assumed. Raises Unusable for a number that cannot be: zero, negative, infinite or not a number.
         """
         text = self.text(column)
         if not _NUMBER.fullmatch(text.removesuffix("?")):
             return None
         value = float(text.removesuffix("?"))
         if not (math.isfinite(value) and value > 0):
-            raise DataError(
-                f"{self.path}, line {self.line} ({self.text('row_id')}), column {column}: {text} is not a positive number; "
-                "correct it, or leave the cell blank where the figure is not known"
-            )
+            raise self._wrong(column, "not a positive number")
         if text.endswith("?"):
             self.assumed.append(f"{column}={text.removesuffix('?')}")
         return value
 
     def whole(self, column: str) -> int | None:
-        """A positive whole number, or None. Raises DataError as `number` does, and for one that is not whole."""
+        """A positive whole number, or None. Raises Unusable as `number` does, and for one not whole or beyond any run."""
         value = self.number(column)
         if value is not None and value != int(value):
-            raise DataError(
-                f"{self.path}, line {self.line} ({self.text('row_id')}), column {column}: {self.text(column)} is not whole; "
-                "correct it, or leave the cell blank where the figure is not known"
-            )
+            raise self._wrong(column, "not whole")
+        if value is not None and value > _MOST:
+            raise self._wrong(column, f"more than {_MOST:,}")
         return None if value is None else int(value)
+
+    def _wrong(self, column: str, what: str) -> Unusable:
+        return Unusable(
+            f"line {self.line}, column {column}: {self.text(column)} is {what}; correct it, or leave the cell blank where "
+            "the figure is not known"
+        )
 
     def wholes(self, *columns: str) -> list[int]:
         """The whole numbers of these columns. Raises Unusable naming those that are blank or hold words."""
@@ -96,7 +99,8 @@ class Row:
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a table of published runs. Raises DataError as `published.read_runs` does."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        # Spreadsheets put a mark before the header, and rows of empty cells behind the last one.
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             header = next(reader, [])
             missing = [column for column in COLUMNS if column not in header]
@@ -104,12 +108,12 @@ def read_rows(path: Path) -> Iterator[Row]:
                 raise DataError(f"{path}: the header lacks {', '.join(missing)}; it must hold {', '.join(COLUMNS)}")
             seen: set[str] = set()
             for cells in reader:
-                if not cells:
+                if not any(map(str.strip, cells)):
                     continue
                 if len(cells) != len(header):
                     raise DataError(f"{path}, line {reader.line_num}: {len(cells)} cells under {len(header)} columns")
                 filled = {column: cell.strip() for column, cell in zip(header, cells, strict=True) if cell.strip()}
-                row = Row(path, reader.line_num, filled)
+                row = Row(reader.line_num, filled)
                 name = row.text("row_id")
                 if not name or name in seen:
                     found = f"row_id '{name}' stands twice" if name else "row_id is blank"
