@@ -112,6 +112,27 @@ def test_split_backward_passes_and_streamed_blocks_hold_on_accelerators_what_the
         assert rank.allocated == pytest.approx(found.peak, rel=0.02), (rank, found.moment, found.categories)
 
 
+IN_TURN: list[dict[str, Any]] = [
+    {"pp": 2, "dp_shard": 4, "zero": 1, "stages_per_rank": 2, "global_batch": 8, "recompute": "full"},
+    {"pp": 2, "dp_shard": 4, "stages_per_rank": 3, "reshard_after_forward": True, "global_batch": 12},
+    {"pp": 4, "tp": 2, "stages_per_rank": 2, "global_batch": 4, "recompute": "full"},
+]
+"""Too few micro-batches for a second round: a rank's stages are done with their gradients one after another."""
+
+
+@pytest.mark.parametrize("words", IN_TURN, ids=str)
+def test_stages_that_reduce_their_gradients_in_turn_hold_what_the_code_holds(words: dict[str, Any]) -> None:
+    # Blocks that weigh more than what they compute, so that gradients decide.
+    heavy = {"model.n_layers": 12, "model.d_model": 256, "model.d_ff": 1024}
+    run = run_with(SIZES | heavy, **{"schedule": "interleaved_1f1b", **words})
+    layout = resolve_layout(run, WORLD)
+    ranks = rank_memory(run, layout, run.layout.recompute, Kernels("flash", compiled=False))
+    for rank in (ranks[0], ranks[-1]):
+        first = rank.rank * WORLD // layout.pp
+        found = dry_run(run, layout, first, train_step, accelerator=True, devices_per_node=None)
+        assert rank.allocated == pytest.approx(found.peak, rel=0.02), (rank, found.moment, found.categories)
+
+
 TOGETHER: list[dict[str, Any]] = [
     {"dp_shard": 8, "gather_blocks": 2, "recompute": "full"},
     {"dp_shard": 8, "gather_blocks": 3, "gathers_ahead": 2, "microbatch": 2},

@@ -32,9 +32,25 @@ class _Piped:
         self.kept = _kept(r)
         self.state: Held = r.state | {"pipeline buffers": _buffers(r)}
         self.unsharded = np.where(r.whole, r.gathered + r.streamed, r.shard)
-        self.before = s.master * self.unsharded * (h.again > 0)
+        rounds = np.maximum(1, s.accumulation // s.ranks)
+        self.in_turn = (h.waits_at_end > 0) & (h.split == 0) & (rounds == 1)
+        """Whether a rank computes all gradients of one of its stages, and reduces them, before those of the next: there
+        are too few micro-batches for a second round."""
+        stage = h.stage_layers * np.where(r.whole, r.block.gathered + r.block.streamed, r.block.shard)
+        self.last_stage = stage + np.where(r.whole, r.head.gathered, r.head.shard)
+        """Parameters of the stage whose gradients come first, as these are held."""
+        start = np.where(r.whole, r.embedding.gathered - r.embedding.shard, 0)
+        self.first_stage = r.shard + stage - h.stage_layers * r.block.shard + start
+        """The same of the stage whose gradients come last, and of the shares of all others."""
+        self.first_gathered = s.sharded * s.width * (h.stage_layers * r.block.gathered + r.embedding.gathered)
+        """Bytes of that stage's parameters: those of the others are given up with their last backward passes."""
+        self.before = s.master * np.where(self.in_turn, self.last_stage, self.unsharded) * (h.again > 0)
         """Gradients of micro-batches before this one."""
+        self.others = np.where(self.in_turn, 0, h.layers - h.stage_layers)
+        """Blocks of other stages that an earlier backward pass has left gathered."""
         units = np.minimum(s.gathers_ahead, np.maximum(1, np.ceil(h.stage_layers / r.unit) - 1))
+        self.backward = np.where(self.in_turn, h.stage_layers * r.block.gathered + r.head.gathered, r.gathered)
+        """Parameters that are gathered once a whole stage has gone backward."""
         self.ahead = s.sharded * r.dropped * r.arriving * units * r.unit * r.block.gathered
         """Of the blocks that are gathered ahead."""
 
@@ -50,7 +66,7 @@ class _Piped:
         """The head of the first micro-batches, forward and backward."""
         r, h, head = self.r, self.h, self.r.head
         others = self.kept + (h.heads_kept - 1) * head.kept * r.has_head
-        gathered = self.gathered(head.gathered + (h.layers - h.stage_layers) * r.block.gathered)
+        gathered = self.gathered(head.gathered + self.others * r.block.gathered)
         yield (
             "forward of the head",
             self.held(
@@ -84,9 +100,7 @@ class _Piped:
             self.held(
                 gradients=np.where(h.again > 0, self.before, s.master * head.count + block.coming),
                 activations=after_head + waiting,
-                gathered_parameters=self.gathered(
-                    (r.unit + h.layers - h.stage_layers) * block.gathered + head.gathered
-                ),
+                gathered_parameters=self.gathered((r.unit + self.others) * block.gathered + head.gathered),
                 gather_buffers=self.ahead,
                 part=block.backward,
             ),
@@ -98,26 +112,26 @@ class _Piped:
             self.held(
                 gradients=np.where(h.again > 0, self.before, s.master * mine + block.coming),
                 activations=after_head - (h.stage_layers - 1) * block.kept * (1 - h.split) + h.stage_layers * waiting,
-                gathered_parameters=self.gathered(r.gathered),
+                gathered_parameters=self.gathered(self.backward),
                 part=block.backward,
             ),
         )
 
     def of_the_next(self) -> Iterator[tuple[str, Held]]:
         """The next micro-batch: where as much is never held again, it finds the gradients of its stage whole."""
-        r, s, h, block, head, embedding = self.r, self.s, self.h, self.r.block, self.r.head, self.r.embedding
+        r, s, h, block, head = self.r, self.s, self.h, self.r.block, self.r.head
         fewer = self.kept * np.maximum(0, h.stages_kept - 1) / h.stages_kept
         fewer = fewer + np.maximum(0, h.heads_kept - 2) * head.kept * r.has_head
-        blocks = h.stage_layers * np.where(r.whole, block.gathered + block.streamed, block.shard)
-        ends = np.where(r.whole, head.gathered + embedding.gathered, head.shard + embedding.shard)
-        gradients = np.where(h.again > 0, self.before, s.master * (blocks + ends))
+        # A rank with several stages has the embedding in another one, which comes last.
+        start = np.where(r.whole, r.embedding.gathered, r.embedding.shard) * ~self.in_turn
+        gradients = np.where(h.again > 0, self.before, s.master * (self.last_stage + start))
         yield (
             "next backward of the head",
             self.held(
                 gradients=gradients,
                 activations=fewer + head.kept * (h.heads_kept > 1),
-                gathered_parameters=self.gathered(r.gathered),
-                gather_buffers=self.ahead,
+                gathered_parameters=self.gathered(self.backward),
+                gather_buffers=self.ahead * ~self.in_turn,
                 part=head.backward * (h.heads_kept > 1),
             ),
         )
@@ -126,8 +140,8 @@ class _Piped:
             self.held(
                 gradients=gradients,
                 activations=fewer,
-                gathered_parameters=self.gathered(r.gathered),
-                gather_buffers=self.ahead,
+                gathered_parameters=self.gathered(self.backward),
+                gather_buffers=self.ahead * ~self.in_turn,
                 part=block.backward,
             ),
         )
@@ -139,16 +153,42 @@ class _Piped:
         # Where nothing is shared out, the gradients are gone by the time their copy is divided.
         gone = largest.gathered * (r.whole & (s.sizes.shards == 1))
         own = s.width * largest.count * ~r.whole * s.sharded
+        reducing = {"part": own, **r.reducing(largest, own)}
+        yield from self._in_turn(gone, largest.gathered, reducing)
         yield (
             "gradients of the first part reduced",
             self.held(
-                gradients=s.master * (self.unsharded - gone),
-                gathered_parameters=self.gathered(r.gathered),
-                part=own,
-                **r.reducing(largest, own),
+                gradients=s.master * (np.where(self.in_turn, self.first_stage, self.unsharded) - gone),
+                gathered_parameters=np.where(self.in_turn, self.first_gathered, self.gathered(r.gathered)),
+                **reducing,
             ),
         )
         yield "update", self.held(gradients=s.master * r.shard)
+
+    def _in_turn(self, gone: Amount, given_up: Amount, reducing: Held) -> Iterator[tuple[str, Held]]:
+        """Stages one after another: the first leaves all that the others keep, the last finds what the others have left."""
+        r, s, h, only = self.r, self.s, self.h, self.in_turn
+        of_stage = self.kept / h.stages_kept
+        stages = h.gets + h.embedding
+        yield (
+            "gradients of the head reduced",
+            self.held(
+                gradients=only * s.master * np.maximum(0, self.last_stage - gone),
+                activations=only * of_stage * (stages - 1) * s.accumulation,
+                # The part that is reduced has just given up its parameters.
+                gathered_parameters=only * (self.gathered(self.backward) - s.sharded * s.width * given_up),
+                **{name: only * amount for name, amount in reducing.items()},
+            ),
+        )
+        yield (
+            "backward of the embedding",
+            self.held(
+                gradients=only * s.master * self.first_stage,
+                activations=only * of_stage * np.maximum(0, s.accumulation - 1),
+                gathered_parameters=only * self.first_gathered,
+                part=only * r.block.backward,
+            ),
+        )
 
 
 def _kept(r: Rank) -> Amount:

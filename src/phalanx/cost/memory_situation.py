@@ -95,7 +95,7 @@ class Rank:
         self.several = s.accumulation > 1
         self.early = s.sharded & (s.zero >= 2) & ~s.piped
         """Gradients are reduced after every micro-batch."""
-        self.whole = s.sharded & ~self.early & self.several
+        self.whole = s.sharded & ~self.early & (self.several | s.piped)
         """Gradients are added up before they are shared out."""
         self.dropped = s.sharded & s.reshard & (s.zero == 3)
         """Gathered parameters go after each block's forward pass."""
