@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from phalanx.compat_split_backward import input_gradients
 
@@ -104,6 +105,29 @@ class LeanStage(PipelineStage):
     def _takes_gradients(self) -> Callable[[Sequence[Tensor]], None]:
         """What is done with gradients that are set without hooks. Sharded parameters have been gathered when it is asked."""
         return _adding_up(self.submod) if isinstance(self.submod, FSDPModule) else self.collect or _leave
+
+
+def gather_stages_once(schedule: PipelineScheduleMulti) -> None:
+    """Gather the parameters of each stage of a rank once a step, before it first computes, and free them after it last does.
+
+    PyTorch keeps those of the next three stages of a rank, and gathers the others again in every round of micro-batches.
+    """
+    orders = getattr(schedule, "pipeline_order_with_comms", {})
+    for rank, actions in orders.items():
+        orders[rank] = _gathered_once(actions)
+
+
+def _gathered_once(actions: Sequence[Any]) -> list[Any]:
+    kinds = [action.computation_type.name for action in actions]
+    stages = [action.stage_index for action in actions]
+    last = {stages[place]: place for place, kind in enumerate(kinds) if kind == "RESHARD"}
+    first = {stages[place]: place for place, kind in reversed(list(enumerate(kinds))) if kind == "UNSHARD"}
+    wanted = {"UNSHARD": first, "RESHARD": last}
+    return [
+        action
+        for place, action in enumerate(actions)
+        if kinds[place] not in wanted or wanted[kinds[place]][stages[place]] == place
+    ]
 
 
 def _leave(_parameters: Sequence[Tensor]) -> None:

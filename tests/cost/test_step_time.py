@@ -192,12 +192,14 @@ SHARED: list[dict[str, Any]] = [
     {"dp_shard": 2, "pp": 2, "zero": 3},
     {"dp_shard": 2, "pp": 2, "zero": 3, "reshard_after_forward": True},
     {"dp_shard": 2, "pp": 2, "zero": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2},
+    {"dp_shard": 2, "pp": 2, "zero": 1, "schedule": "interleaved_1f1b", "stages_per_rank": 5},
 ]
 
 
 @pytest.mark.parametrize("words", SHARED, ids=str)
 def test_blocks_are_gathered_and_reduced_as_often_as_the_code_does_it(words: dict[str, Any]) -> None:
-    few = {"n_layers": 4, "d_model": 64, "n_heads": 4, "d_ff": 128, "vocab_size": 128, "max_positions": 64}
+    layers = max(4, words.get("pp", 1) * words.get("stages_per_rank", 1))
+    few = {"n_layers": layers, "d_model": 64, "n_heads": 4, "d_ff": 128, "vocab_size": 128, "max_positions": 64}
     run = RUN.model_copy(
         update={
             "model": RUN.model.model_copy(update=few),
@@ -206,7 +208,7 @@ def test_blocks_are_gathered_and_reduced_as_often_as_the_code_does_it(words: dic
     )
     layouts = _layouts({"global_batch": 16, **words})
     found = dry_run(run, layouts.layout(0), 0, train_step, accelerator=True, devices_per_node=None)
-    units = 4 // words.get("pp", 1)
+    units = layers // words.get("pp", 1)
     # Beside the blocks the embedding and the head, on one rank where there is no pipeline; a head stays gathered.
     ends = 1 if "pp" in words else 2
     counts = {

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
-from phalanx.compat_pipeline import LeanStage
+from phalanx.compat_pipeline import LeanStage, gather_stages_once
 from phalanx.layout.mesh import Axis
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
@@ -34,7 +34,10 @@ class Pipeline:
         if issubclass(schedule, PipelineScheduleSingle):
             self._schedule = schedule(built[0], **options)
         else:
-            self._schedule = schedule(built, **options)
+            several: PipelineScheduleMulti = schedule(built, **options)
+            if not layout.reshard_after_forward:
+                gather_stages_once(several)
+            self._schedule = several
 
     def forward_backward(
         self, x: Tensor, inputs: dict[str, Any], sample_indices_B: Tensor, scale: Tensor | float
