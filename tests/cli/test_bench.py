@@ -15,7 +15,7 @@ RUN = """\
 model: {n_layers: 2, d_model: 32, n_heads: 2, d_ff: 64, vocab_size: 257, max_positions: 32}
 data: {sources: [data], sequence_length: 32}
 layout: {global_batch: 4, microbatch: 1}
-optimizer: {lr: 1e-3, warmup_steps: 2}
+optimizer: {lr: 1e-3, warmup_steps: 200}
 training: {steps: 1000, run_dir: runs/mine, log_every: 100}
 checkpoint: {every: 1}
 """

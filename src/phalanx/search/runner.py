@@ -33,9 +33,6 @@ from phalanx.verify.bound import Bound
 
 _LOSS_SHARE, _NORM_SHARE = 0.01, 0.03
 """Relative differences of losses and of gradient norms beyond which no number format is an excuse."""
-_RATE_SHARE = 0.01
-"""Of the run's learning rate. A large rate without a warm-up throws a new model about, and rounding grows from step to step
-until the losses of layouts have nothing in common."""
 _NORMS = "gradient_norms"
 """Name in `Outcome.more`: of each step."""
 
@@ -82,10 +79,7 @@ class ProcessRunner:
         return outcome
 
     def _run_of(self, words: list[str]) -> Run:
-        # A schedule of the learning rate is a function of the number of steps: a constant one is the same in all trials.
-        lr = self.run.optimizer.lr * _RATE_SHARE
-        rate = (f"optimizer.lr={lr!r}", "optimizer.schedule=constant", "optimizer.warmup_steps=0")
-        return short_run(self.run, self.search.steps, [*rate, *self.words, *words])
+        return short_run(self.run, self.search.steps, [*self.words, *words])
 
     def _outcome(self, folder: Path, ended: Ended, run: Run, before: Sequence[Trial]) -> Outcome:
         ranks = rank_reports(folder, self.devices)

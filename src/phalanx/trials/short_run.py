@@ -14,12 +14,24 @@ _QUIET = (
     *("training.on_nonfinite=stop", "training.run_dir=null"),
 )
 """What it leaves out."""
+_RATE_SHARE = 0.01
+"""Of the run's learning rate. A large rate without a warm-up throws a new model about, and rounding grows from step to step
+until the losses of layouts have nothing in common."""
 
 
 def short_run(run: Run, steps: int, words: Sequence[str] = ()) -> Run:
-    """`run` for `steps` steps, changed by further `section.field=value` words. Raises ConfigError where those are wrong."""
+    """`run` for `steps` steps at a small and constant learning rate, changed by further `section.field=value` words.
+
+    Raises ConfigError where those are wrong.
+    """
     quiet = [word for word in _QUIET if _has(run, word)]
-    return parse_run(dump_run(run), "the run file", [*quiet, f"training.steps={steps}", *words])
+    # A schedule is a function of the number of steps, and may want more of them for its warm-up alone.
+    rate = (
+        f"optimizer.lr={run.optimizer.lr * _RATE_SHARE!r}",
+        "optimizer.schedule=constant",
+        "optimizer.warmup_steps=0",
+    )
+    return parse_run(dump_run(run), "the run file", [*quiet, *rate, f"training.steps={steps}", *words])
 
 
 def _has(run: Run, word: str) -> bool:
