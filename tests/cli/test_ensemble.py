@@ -13,6 +13,7 @@ from ensemble_members import train_members
 from materials_runs import write_materials_run
 from phalanx.cli import ensemble as verb
 from phalanx.cli.ensemble import Candidate, find_candidates, recipes_for, split_arguments
+from phalanx.cli.ensemble_words import print_ensemble
 from phalanx.config.load import load_run
 from phalanx.data.graphs.prepare import prepare_graphs
 from phalanx.ensemble.build import Wanted
@@ -45,7 +46,9 @@ class _Page(HTMLParser):
             self.open.pop()
 
 
-def test_an_ensemble_from_runs(call: Call, member_dirs: list[Path], tmp_path: Path) -> None:
+def test_an_ensemble_from_runs(
+    call: Call, member_dirs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "ensemble"
     runs = [str(folder) for folder in member_dirs]
     done = call("ensemble", *runs, "--out", str(out), "--top", "2", "--weights", "equal", "--device", "cpu", "--json")
@@ -63,6 +66,12 @@ def test_an_ensemble_from_runs(call: Call, member_dirs: list[Path], tmp_path: Pa
     for label in found["labels"]:
         assert f"toy {label['quantity']}" in page
     assert "nan" not in page.lower().replace("ensemble", "") and page.count("<svg viewBox") > 6
+    said = []
+    for weights in ((0.5, 0.5), (1.0, 0.0)):
+        members = [member | {"weight": one} for member, one in zip(found["members"], weights, strict=True)]
+        print_ensemble(found | {"members": members})
+        said.append("warning: all weight is on one member" in capsys.readouterr().out)
+    assert said == [False, True]
 
 
 def test_a_person_reads_errors_and_coverage(call: Call, member_dirs: list[Path], tmp_path: Path) -> None:

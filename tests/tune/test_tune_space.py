@@ -68,6 +68,7 @@ def test_a_space_from_a_run_file() -> None:
         ("[gelu, swiglu]", "{values: [gelu, swiglu], log: true}", "log and step belong to low and high"),
         ("[gelu, swiglu]", "[gelu]", "leaves nothing to choose"),
         ("n_layers <= 100", "depth <= 100", "model.depth is not known"),
+        ("n_layers <= 100", "n_layers < 1", "none of 2,000 choices drawn at random meets model.d_model"),
         ("model.mlp == 'gelu'", "__import__('os')", "is not known"),
     ],
 )

@@ -23,6 +23,13 @@ def print_ensemble(facts: Row) -> None:
     console.print(f"{len(facts['members'])} of {len(facts['candidates'])} candidates:")
     for member in facts["members"]:
         console.print(f"  {member['weight']:>6.3f}  {member['checkpoint']}", soft_wrap=True)
+    if len(facts["members"]) > 1 and max(member["weight"] for member in facts["members"]) == 1.0:
+        console.print(
+            "warning: all weight is on one member, so that members never differ and uncertainties are the same everywhere; "
+            "take --weights equal, or other members",
+            style="yellow",
+            soft_wrap=True,
+        )
     if selection["by_score"] and set(selection["by_score"]) != set(selection["members"]):
         console.print(
             f"validation error, relative: {selection['validation_error'][-1]:.4f}, "

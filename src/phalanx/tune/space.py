@@ -105,7 +105,25 @@ def build_space(run: Run) -> TuneSpace:
     # Conditions are tried out now: one that is no condition is found before anything runs.
     space.applying({one.name: own.get(one.name) for one in parameters})
     space.allowed(own)
+    _check_room(space)
     return space
+
+
+_DRAWN = 2000
+"""Choices that are drawn to see whether constraints leave any."""
+
+
+def _check_room(space: TuneSpace) -> None:
+    if not space.constraints:
+        return
+    random = np.random.default_rng(0)
+    for _ in range(_DRAWN):
+        if space.allowed(space.applying({one.name: one.range.draw(random) for one in space.parameters})):
+            return
+    raise ConfigError(
+        f"tune.constraints: none of {_DRAWN:,} choices drawn at random meets {' and '.join(space.constraints)}; "
+        "widen tune.parameters, or drop one of them"
+    )
 
 
 def _check_name(run: Run, name: str, given: TuneRange) -> None:
