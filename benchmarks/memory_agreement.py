@@ -3,7 +3,8 @@
     python benchmarks/memory_agreement.py --out agreement.json [--each 12] [--seed 0]
 
 Of all legal layouts of a small language model on eight ranks as many are drawn of each kind: backward passes that are split
-over shards or not, streamed blocks in a pipeline, and everything else. Each is planned; the real step of the pipeline rank
+over shards or not, streamed blocks in a pipeline, interleaved pipelines that free parameters after each forward pass and go
+several rounds, and everything else. Each is planned; the real step of the pipeline rank
 that needs most by the plan, and of the first one, then runs under fake tensors as on accelerators. The model is so small
 that what the allocator rounds up counts, 512 bytes a tensor, which plans leave out.
 """
@@ -42,7 +43,7 @@ RUN: dict[str, Any] = {
 }  # fmt: skip
 FIELDS = (
     "tp", "pp", "cp", "dp_shard", "dp_replicate", "zero", "schedule", "microbatch", "context", "gather",
-    "reshard_after_forward", "global_batch",
+    "reshard_after_forward", "global_batch", "stages_per_rank",
 )  # fmt: skip
 
 
@@ -53,7 +54,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=12, help="layouts of each kind")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    legal = legal_candidates(LanguageRun.model_validate(RUN), WORLD, limits=Limits(2, 2, 32))
+    legal = legal_candidates(LanguageRun.model_validate(RUN), WORLD, limits=Limits(4, 4, 32))
     random = np.random.default_rng(options.seed)
     rows: list[dict[str, Any]] = []
     for kind, mask in kinds(legal).items():
@@ -71,7 +72,14 @@ def kinds(legal: Candidates) -> dict[str, Any]:
     """Which layouts are of which kind."""
     split = legal.splits_backward > 0
     streamed = (legal.streamed > 1) & (legal.pp > 1)
-    return {"split backward passes": split, "streamed in a pipeline": streamed, "other": ~split & ~streamed}
+    interleaved = (legal.stages_per_rank > 1) & (legal.accumulation >= 2 * legal.pp) & ~split & ~streamed
+    freed = interleaved & legal.reshard_after_forward
+    return {
+        "split backward passes": split,
+        "streamed in a pipeline": streamed,
+        "freed between rounds": freed,
+        "other": ~split & ~streamed & ~freed,
+    }
 
 
 def compared(some: Candidates, place: int) -> dict[str, Any]:

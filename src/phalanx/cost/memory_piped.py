@@ -23,6 +23,10 @@ def moments_piped(rank: Rank) -> Iterator[tuple[str, Held]]:
     yield from moments.of_the_end()
 
 
+_GATHERED = 3
+"""Stages of a rank that PyTorch keeps gathered, where parameters go after a forward pass: those that compute next."""
+
+
 class _Piped:
     """The amounts that change from moment to moment."""
 
@@ -46,10 +50,12 @@ class _Piped:
         """Bytes of that stage's parameters: those of the others are given up with their last backward passes."""
         self.before = s.master * np.where(self.in_turn, self.last_stage, self.unsharded) * (h.again > 0)
         """Gradients of micro-batches before this one."""
-        self.others = np.where(self.in_turn, 0, h.layers - h.stage_layers)
+        others = np.minimum(h.layers - h.stage_layers, (_GATHERED - 1) * h.stage_layers)
+        self.others = np.where(self.in_turn, 0, others)
         """Blocks of other stages that an earlier backward pass has left gathered."""
         units = np.minimum(s.gathers_ahead, np.maximum(1, np.ceil(h.stage_layers / r.unit) - 1))
-        self.backward = np.where(self.in_turn, h.stage_layers * r.block.gathered + r.head.gathered, r.gathered)
+        few = np.minimum(r.gathered, _GATHERED * h.stage_layers * r.block.gathered + r.head.gathered)
+        self.backward = np.where(self.in_turn, h.stage_layers * r.block.gathered + r.head.gathered, few)
         """Parameters that are gathered once a whole stage has gone backward."""
         self.ahead = s.sharded * r.dropped * r.arriving * units * r.unit * r.block.gathered
         """Of the blocks that are gathered ahead."""
