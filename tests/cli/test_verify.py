@@ -90,7 +90,8 @@ def test_layouts_of_the_examples_are_legal(example: str) -> None:
     fields = [word for word in words[1:] if "=" in word and not word.startswith("--")]
     if words[0].startswith("examples/") and fields:
         run = load_run(Path(__file__).parents[2] / words[0], fields)
-        resolve_layout(run, math.prod(int(field.partition("=")[2]) for field in fields if field[1:].startswith("p=")))
+        ranks = math.prod(int(field.partition("=")[2]) for field in fields if field[1:].startswith("p="))
+        assert resolve_layout(run, ranks).world_size == ranks
 
 
 def test_an_unknown_field_is_refused(run_file: str, call: Call) -> None:

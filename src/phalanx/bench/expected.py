@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from math import exp
 from typing import Any
 
 from phalanx.cluster.machine import Machine
@@ -12,7 +11,7 @@ from phalanx.cost.candidates import Candidates
 from phalanx.cost.profile import NamedProfile
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.plan.cost_models import CostModels
-from phalanx.plan.facts import INTERVAL
+from phalanx.plan.facts import interval
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,13 @@ def expected(run: Run, layout: ResolvedLayout, machine: Machine, profile: NamedP
     models = CostModels(machine, profile)
     candidate = Candidates.of([layout], [run.layout.recompute])
     times, memory = models.times(run, candidate, exact=True), models.memory(run, candidate)
-    seconds, spread = float(times.total[0]), exp(INTERVAL * float(times.spread[0]))
+    seconds = float(times.total[0])
     causes = {name: float(values[0]) for name, values in times.causes.items() if values[0] > 0}
     return Expected(
         cluster=machine.name,
         profile=models.profile_words,
         step_s=seconds,
-        step_s_interval=(seconds / spread, seconds * spread),
+        step_s_interval=interval(seconds, float(times.spread[0])),
         time_by_cause_s=dict(sorted(causes.items(), key=lambda item: -item[1])),
         memory_bytes=float(memory.peak[0]),
     )

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import statistics
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import PhalanxError
 from phalanx.files import write_atomically
-from phalanx.report.run_log import RunLog
+from phalanx.report.run_log import FloatArray, RunLog
 from phalanx.trials.causes import failure, log_tail, rank_reports
 from phalanx.trials.launchers import Launcher
 from phalanx.trials.process import run_limited
@@ -71,36 +70,35 @@ def measure(run: Run, launcher: Launcher, ranks: int, folder: Path, *, skip: int
     if ended.timed_out or ended.code or None in reports:
         outcome = failure([found for found in reports if found], ended, log_tail(folder / "log"))
         raise PhalanxError(f"{FAILURES.get(outcome.cause, outcome.cause)}: {outcome.words}")
-    log = RunLog.read(folder / TRAINED)
-    rows = [json.loads(line) for line in (folder / TRAINED / "metrics.jsonl").read_text().splitlines()]
     peaks = [found["memory_bytes"] for found in reports if found and found["memory_bytes"] is not None]
-    return _summary(rows, rows[skip:], log, ranks, max(peaks, default=None))
+    return _summary(RunLog.read(folder / TRAINED), ranks, skip, max(peaks, default=None))
 
 
-def _summary(
-    rows: Sequence[Mapping[str, Any]], counted: Sequence[Mapping[str, Any]], log: RunLog, ranks: int, peak: float | None
-) -> Measured:
+def _summary(log: RunLog, ranks: int, skip: int, peak: float | None) -> Measured:
+    def counted(name: str) -> FloatArray:
+        return log.column(name)[skip:]
+
     def median(name: str) -> float | None:
-        values = [row[name] for row in counted if row[name] is not None]
-        return statistics.median(values) if values else None
+        values = counted(name)[np.isfinite(counted(name))]
+        return float(np.median(values)) if len(values) else None
 
-    seconds = [row["step_seconds"] for row in counted]
-    machine = log.machine or {}
+    seconds, machine = counted("step_seconds"), log.machine or {}
     begun = log.of_kind("start")[0]
+    retries = log.column("memory_retries")[-1]
     return Measured(
         device=str(machine.get("device", "")),
         attention=str(begun.fields.get("attention", "")),
         unit=log.unit,
-        step_s=statistics.median(seconds),
-        step_s_range=(min(seconds), max(seconds)),
-        all_step_s=tuple(row["step_seconds"] for row in rows),
-        skipped=len(rows) - len(counted),
+        step_s=float(np.median(seconds)),
+        step_s_range=(float(seconds.min()), float(seconds.max())),
+        all_step_s=tuple(log.column("step_seconds").tolist()),
+        skipped=skip,
         per_s_per_device=(median("tokens_per_second") or 0.0) / ranks,
         tflops_per_device=median("model_tflops") or 0.0,
         mfu=median("mfu"),
         mfu_measured=median("mfu_measured"),
         flops_convention=str(machine.get("flops_convention", "")),
-        data_wait_share=sum(row["data_wait_seconds"] for row in counted) / sum(seconds),
+        data_wait_share=float(counted("data_wait_seconds").sum() / seconds.sum()),
         memory_bytes=peak,
-        memory_retries=rows[-1]["memory_retries"],
+        memory_retries=None if np.isnan(retries) else int(retries),
     )

@@ -55,7 +55,7 @@ def ranks_from_environment() -> Ranks:
     if found:
         on_node = os.environ.get("LOCAL_WORLD_SIZE")
         rank, world, local = (_number(name) for name in names)
-        return _checked(Ranks(rank, world, local, None if on_node is None else _number("LOCAL_WORLD_SIZE")), *names)
+        return _checked(Ranks(rank, world, local, None if on_node is None else _number("LOCAL_WORLD_SIZE")), *names[:2])
     # The step's own count: a step may be smaller than its job, whose SLURM_NTASKS `srun --preserve-env` hands on.
     size = "SLURM_STEP_NUM_TASKS"
     if size in os.environ and _number(size) > 1:
@@ -75,7 +75,8 @@ def _number(name: str) -> int:
     return int(text)
 
 
-def _checked(ranks: Ranks, name: str, size: str, *_: str) -> Ranks:
+def _checked(ranks: Ranks, name: str, size: str) -> Ranks:
+    """`ranks`, whose number and count these variables hold. Raises ConfigError where there is no such rank."""
     if ranks.rank >= ranks.world_size:
         raise ConfigError(f"{name}={ranks.rank} is not below {size}={ranks.world_size}; ranks count from 0")
     return ranks

@@ -53,6 +53,15 @@ def _positions(plan: Plan) -> float:
     return family_of(plan.task.run).positions(plan.task.run).count * layout.microbatch / (layout.tp * layout.cp)
 
 
+def interval(seconds: float, spread: float) -> tuple[float, float]:
+    """Seconds between which a step that is expected to take `seconds` lies in 90% of cases.
+
+    spread: one standard deviation of the logarithm of a step's time.
+    """
+    factor = exp(INTERVAL * spread)
+    return seconds / factor, seconds * factor
+
+
 def layout_rows(plan: Plan, ranked: Ranked, task: Task | None = None) -> list[Row]:
     """One row for each layout. task: where it is not the plan's own."""
     task = task or plan.task
@@ -61,7 +70,6 @@ def layout_rows(plan: Plan, ranked: Ranked, task: Task | None = None) -> list[Ro
     rows = []
     for index in range(len(ranked)):
         layout, seconds = ranked.candidates.layout(index), float(ranked.times.total[index])
-        spread = exp(INTERVAL * float(ranked.times.spread[index]))
         causes = {name: float(values[index]) for name, values in ranked.times.causes.items()}
         rows.append(
             {
@@ -70,7 +78,7 @@ def layout_rows(plan: Plan, ranked: Ranked, task: Task | None = None) -> list[Ro
                 "recompute": ranked.candidates.recompute_of(index),
                 "accumulation": layout.accumulation,
                 "step_s": seconds,
-                "step_s_interval": [seconds / spread, seconds * spread],
+                "step_s_interval": list(interval(seconds, float(ranked.times.spread[index]))),
                 f"{task.unit}_per_s_per_device": float(speeds[index]),
                 "tflops_per_device": float(rates[index]),
                 "mfu": None if peak is None else float(rates[index]) / peak,

@@ -14,6 +14,7 @@ from phalanx.config.schema import Run
 from phalanx.files import write_atomically
 from phalanx.trials.causes import failure, log_tail, rank_reports
 from phalanx.trials.process import Ended, Limited
+from phalanx.trials.quiet import QUIET, applicable
 from phalanx.trials.rank import MEMORY_LIMIT, RUN_FILE, Part
 from phalanx.trials.trial import INTERRUPTED, OK, Outcome, Trial
 from phalanx.tune.cost import Size
@@ -21,24 +22,17 @@ from phalanx.tune.metric import evaluation_at, events, figure, metrics
 from phalanx.tune.places import Place
 from phalanx.tune.timeline import Span
 
-QUIET = (
-    *("evaluation.every=null", "evaluation.prompt=null", "training.tensorboard=false", "training.wandb=null"),
-    *("training.mlflow=null", "training.resume=auto", "training.run_dir=null", "training.on_nonfinite=stop"),
-    *("training.profile=null", "training.memory_snapshot=null", "data.verify=false"),
-    *("checkpoint.last=true", "checkpoint.keep_last=1", "checkpoint.keep_every=null"),
+_TRIED = (
+    *QUIET,
+    *("training.resume=auto", "checkpoint.last=true", "checkpoint.keep_last=1", "checkpoint.keep_every=null"),
 )
 """What a trial does otherwise than a run: its folder holds metrics, one checkpoint, and an evaluation at each rung."""
 _LAST_LINE_BYTES = 8192
 
 
 def quiet_words(run: Run) -> list[str]:
-    """Those of QUIET that runs of this family have."""
-    found = []
-    for word in QUIET:
-        section, name = word.partition("=")[0].split(".")
-        if hasattr(getattr(run, section), name):
-            found.append(word)
-    return found
+    """Overrides that every trial has, those of them that runs of this family know."""
+    return applicable(run, _TRIED)
 
 
 @dataclass
