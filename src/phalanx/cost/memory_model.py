@@ -1,24 +1,28 @@
 """How much memory a layout takes: the worst rank's peak for a million layouts, and rank by rank and cause by cause for one.
 
 Sizes come from tracing the real model (`memory_parts`), micro-batches in flight from the schedule (`memory_stages`), and
-what is held at the same time from how a step runs (`memory_moments`). The peak is the most of any one moment, not the sum of
+what is held at the same time from how a step runs: even ones have moments in closed form (`memory_moments`), of ranks whose
+stages take turns the table is replayed (`memory_turns`). The peak is the most of any one moment, not the sum of
 the most of every cause.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
 from phalanx.config.schema import Run
-from phalanx.cost.candidates import Candidates, Ints
+from phalanx.cost.candidates import SCHEDULES, Candidates, Ints
 from phalanx.cost.family import Kernel, cost_family, likely_kernel
 from phalanx.cost.memory_moments import MOMENTS, moments
-from phalanx.cost.memory_parts import ModelBytes, model_bytes
-from phalanx.cost.memory_situation import Held, Situation
-from phalanx.cost.memory_stages import Holdings, holdings, rank_holdings
+from phalanx.cost.memory_parts import ModelBytes, distinct, model_bytes
+from phalanx.cost.memory_situation import Exchanges, Held, Rank, Situation
+from phalanx.cost.memory_stages import holdings, holdings_at, rank_holdings
+from phalanx.cost.memory_turns import Pipeline, as_many_as_matter, turns, turns_of_each
+from phalanx.cost.memory_weights import beside, causes_of, heaviest, together, weights
 from phalanx.cost.peer_buffers import peer_buffer_bytes
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.recompute import Recompute
@@ -90,56 +94,77 @@ def memory(
     parts: the candidates' parts, where they are known already. peer_copies: whether shards exchange by peer copies.
     """
     parts = parts or _parts(run, candidates, kernels, peer_copies)
-    costs = family_of(run).block_costs(run)
-    ranks = holdings(candidates, run.model.n_layers, costs)
-    count = len(candidates)
-    nothing = np.zeros(count)
+    nothing = np.zeros(len(candidates))
     result = MemoryEstimates(nothing, nothing.astype(np.int64), nothing.astype(np.int64), nothing.copy())
-    groups = [np.flatnonzero(candidates.pp == 1), np.flatnonzero(candidates.pp > 1)]
-    for group in groups:
-        for start in range(0, len(group), _CHUNK):
-            chunk = group[start : start + _CHUNK]
-            _judge(
-                run,
-                candidates.take(chunk),
-                parts.take(chunk),
-                [r.take(chunk) for r in ranks],
-                chunk,
-                result,
-                kernels,
-                peer_copies,
-            )
+    piped, replayed = candidates.pp > 1, replays(candidates)
+    for group in (~piped, piped & ~replayed, replayed):
+        places = np.flatnonzero(group)
+        for start in range(0, len(places), _CHUNK):
+            chunk = places[start : start + _CHUNK]
+            some = candidates.take(chunk)
+            situation = _situation(run, some, parts.take(chunk), kernels, peer_copies)
+            judge = _replayed if replayed[chunk[0]] else _of_moments
+            found = judge(run, some, situation)
+            for field in fields(found):
+                getattr(result, field.name)[chunk] = getattr(found, field.name)
     return result
 
 
-def _judge(
-    run: Run,
-    candidates: Candidates,
-    parts: ModelBytes,
-    ranks: list[Holdings],
-    where: Ints,
-    result: MemoryEstimates,
-    kernels: Kernels,
-    peer_copies: bool,
-) -> None:
-    allocated, rank, moment, buffers = (
-        getattr(result, name)[where] for name in ("allocated", "rank", "moment", "peer_buffers")
-    )
+def replays(candidates: Candidates) -> npt.NDArray[np.bool_]:
+    """Whose schedule tables are replayed: a rank's stages compute, gather and reduce in turn."""
+    return np.asarray((candidates.pp > 1) & (candidates.schedule == SCHEDULES.index("interleaved_1f1b")))
+
+
+def _of_moments(run: Run, candidates: Candidates, situation: Situation) -> MemoryEstimates:
+    """By the moments of an even step, of the ranks that may be the worst."""
+    nothing = np.zeros(len(candidates))
+    allocated, rank, moment, buffers = nothing, nothing.astype(np.int64), nothing.astype(np.int64), nothing.copy()
+    ranks = holdings(candidates, run.model.n_layers, family_of(run).block_costs(run))
     for place, holds in enumerate(ranks):
         # The last one is repeated where a layout has fewer that matter.
         if place and (holds.rank == ranks[place - 1].rank).all():
             continue
-        situation = _situation(run, candidates, parts, holds, kernels, peer_copies)
-        own = peer_buffer_bytes(situation)
-        for name, held in moments(situation):
+        each = Rank(situation, holds)
+        own = peer_buffer_bytes(each)
+        for name, held in moments(each):
             total = sum(held.values())
             more = total + own > allocated + buffers
             np.copyto(allocated, total, where=more)
             np.copyto(buffers, own, where=more)
             np.copyto(rank, holds.rank.astype(np.int64), where=more)
             np.copyto(moment, MOMENTS.index(name), where=more)
-    result.allocated[where], result.peer_buffers[where] = allocated, buffers
-    result.rank[where], result.moment[where] = rank, moment
+    return MemoryEstimates(allocated, rank, moment, buffers)
+
+
+def _replayed(run: Run, candidates: Candidates, situation: Situation) -> MemoryEstimates:
+    """By the table of each schedule."""
+    nothing = np.zeros(len(candidates))
+    allocated, rank, moment, buffers = nothing, nothing.astype(np.int64), nothing.astype(np.int64), nothing.copy()
+    exchanges = Exchanges(situation)
+    counted = as_many_as_matter(candidates.pp, candidates.accumulation)
+    one, besides = together(weights(exchanges, candidates.accumulation - counted)), beside(exchanges)
+    columns = [candidates.pp, candidates.stages_per_rank, counted, exchanges.dropped.astype(np.int64)]
+    _, alike = distinct(columns)
+    order = np.argsort(alike, kind="stable")
+    for places in np.split(order, np.flatnonzero(np.diff(alike[order])) + 1):
+        key = [int(column[places[0]]) for column in columns]
+        each = turns(_pipeline(run, *key[:3]))[key[3]]
+        held, row = heaviest(each, one[:, places], besides[:, places])
+        allocated[places] = held + situation.samples[places]
+        rank[places] = each.rank[row]
+        moment[places] = [MOMENTS.index(each.moment[place]) for place in row.tolist()]
+    if situation.peer_copies:
+        costs = family_of(run).block_costs(run)
+        buffers = peer_buffer_bytes(Rank(situation, holdings_at(candidates, rank, run.model.n_layers, costs)))
+    return MemoryEstimates(allocated, rank, moment, buffers)
+
+
+def _pipeline(run: Run, pp: int, stages_per_rank: int, microbatches: int) -> Pipeline:
+    layout = run.layout
+    costs = family_of(run).block_costs(run)
+    return Pipeline(
+        pp, stages_per_rank, microbatches, run.model.n_layers, costs, layout.gather_blocks, layout.gathers_ahead
+    )
 
 
 def rank_memory(
@@ -154,34 +179,66 @@ def rank_memory(
     )
     every = np.zeros(layout.pp, np.int64)
     many, parts = one.take(every), parts.take(every)
-    situation = _situation(run, many, parts, ranks, kernels, peer_copies)
-    held, buffers = dict(moments(situation)), np.broadcast_to(peer_buffer_bytes(situation), layout.pp)
-    exact = dict(moments(_situation(run, many, parts.unpadded(), ranks, kernels, peer_copies)))
-    totals = {name: np.broadcast_to(sum(causes.values()), layout.pp) for name, causes in held.items()}
+    padded = _situation(run, many, parts, kernels, peer_copies)
+    exact = _situation(run, many, parts.unpadded(), kernels, peer_copies)
+    if replays(one)[0]:
+        peaks = _replayed_peaks(run, layout, padded, exact)
+    else:
+        peaks = _peaks(Rank(padded, ranks), Rank(exact, ranks))
+    buffers = np.broadcast_to(peer_buffer_bytes(Rank(padded, ranks)), layout.pp)
+    found = []
+    for rank, (allocated, moment, causes) in enumerate(peaks):
+        causes["padding"] = allocated - sum(causes.values())
+        found.append(RankMemory(rank, allocated, moment, causes, float(buffers[rank])))
+    return found
+
+
+Peak = tuple[float, str, Held]
+"""Bytes, the moment, and bytes by cause, padding of shards left out."""
+
+
+def _peaks(padded: Rank, exact: Rank) -> Iterator[Peak]:
+    """Of every rank."""
+    count = len(padded.layers)
+    held, by_cause = dict(moments(padded)), dict(moments(exact))
+    totals = {name: np.broadcast_to(sum(causes.values()), count) for name, causes in held.items()}
     names = list(totals)
     worst = np.argmax(np.stack(list(totals.values())), axis=0)
-    found = []
-    for rank in range(layout.pp):
+    for rank in range(count):
         name = names[int(worst[rank])]
-        causes = {cause: float(np.broadcast_to(amount, layout.pp)[rank]) for cause, amount in exact[name].items()}
-        allocated = float(totals[name][rank])
-        causes["padding"] = allocated - sum(causes.values())
-        found.append(RankMemory(rank, allocated, name, causes, float(buffers[rank])))
-    return found
+        causes = {cause: float(np.broadcast_to(amount, count)[rank]) for cause, amount in by_cause[name].items()}
+        yield float(totals[name][rank]), name, causes
+
+
+def _replayed_peaks(run: Run, layout: ResolvedLayout, padded: Situation, exact: Situation) -> Iterator[Peak]:
+    """Of every rank, by the table of the schedule."""
+    counted = as_many_as_matter(np.asarray(layout.pp), np.asarray(layout.accumulation))
+    later = layout.accumulation - counted
+    exchanges = Exchanges(padded)
+    one, by_cause = together(weights(exchanges, later)), weights(Exchanges(exact), later)
+    freed = bool(exchanges.dropped[0])
+    pipeline = _pipeline(run, layout.pp, layout.stages_per_rank, int(counted))
+    for rank, each in enumerate(turns_of_each(pipeline, freed)):
+        here = slice(rank, rank + 1)
+        allocated, row = heaviest(each, one[:, here], np.zeros_like(one[:, here]))
+        samples = {"samples": padded.samples}
+        causes = causes_of(each.counts[row[0]], by_cause, samples)
+        yield (
+            float(allocated[0] + padded.samples[rank]),
+            each.moment[row[0]],
+            {cause: float(np.broadcast_to(amount, layout.pp)[rank]) for cause, amount in causes.items()},
+        )
 
 
 def _parts(run: Run, candidates: Candidates, kernels: Kernels, peer_copies: bool) -> ModelBytes:
     return model_bytes(run, candidates, attention=kernels.attention, compiled=kernels.compiled, peer_copies=peer_copies)
 
 
-def _situation(
-    run: Run, candidates: Candidates, parts: ModelBytes, holds: Holdings, kernels: Kernels, peer_copies: bool
-) -> Situation:
+def _situation(run: Run, candidates: Candidates, parts: ModelBytes, kernels: Kernels, peer_copies: bool) -> Situation:
     dtype = PRECISIONS[run.layout.precision]
     piped = candidates.pp > 1
     return Situation(
         sizes=parts,
-        holds=holds,
         width=dtype.itemsize,
         master=max(4, dtype.itemsize),
         sharded=candidates.data_ranks * candidates.cp > 1,

@@ -13,10 +13,12 @@ import numpy as np
 
 from phalanx.cost.memory_alone import moments_alone
 from phalanx.cost.memory_piped import moments_piped
-from phalanx.cost.memory_situation import Held, Rank, Situation
+from phalanx.cost.memory_situation import Held, Rank
 
 MOMENTS = (
     "forward of the embedding",
+    "forward of the first block",
+    "forward of a block in between",
     "forward of the last block",
     "forward of the head",
     "backward of the head",
@@ -27,6 +29,7 @@ MOMENTS = (
     "backward of the last block but one",
     "backward of all that is gathered with the last block but one",
     "gradients of the last block but one reduced",
+    "backward of a block in between",
     "backward of the first block",
     "backward of all that is gathered with the first block",
     "gradients of the first block reduced",
@@ -39,7 +42,7 @@ MOMENTS = (
 )
 
 
-def moments(situation: Situation) -> Iterator[tuple[str, Held]]:
-    """Bytes by cause at each moment, for layouts of which either all have a pipeline or none."""
-    rank = Rank(situation)
-    yield from moments_piped(rank) if np.all(situation.piped) else moments_alone(rank)
+def moments(rank: Rank) -> Iterator[tuple[str, Held]]:
+    """Bytes by cause at each moment, for layouts of which either all have a pipeline or none; of pipelines those that
+    `memory_turns` does not replay."""
+    yield from moments_piped(rank) if np.all(rank.s.piped) else moments_alone(rank)

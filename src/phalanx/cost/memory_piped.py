@@ -1,6 +1,7 @@
 """What a pipeline rank holds at the moments that may be its peak: several micro-batches in flight, gradients added up whole.
 
-See `memory_moments`.
+Of schedules with one stage a rank, or with backward passes that are split; ranks whose stages take turns are replayed
+(`memory_turns`). See `memory_moments`.
 """
 
 from __future__ import annotations
@@ -23,10 +24,6 @@ def moments_piped(rank: Rank) -> Iterator[tuple[str, Held]]:
     yield from moments.of_the_end()
 
 
-_GATHERED = 3
-"""Stages of a rank that PyTorch keeps gathered, where parameters go after a forward pass: those that compute next."""
-
-
 class _Piped:
     """The amounts that change from moment to moment."""
 
@@ -36,27 +33,12 @@ class _Piped:
         self.kept = _kept(r)
         self.state: Held = r.state | {"pipeline buffers": _buffers(r)}
         self.unsharded = np.where(r.whole, r.gathered + r.streamed, r.shard)
-        rounds = np.maximum(1, s.accumulation // s.ranks)
-        self.in_turn = (h.waits_at_end > 0) & (h.split == 0) & (rounds == 1)
-        """Whether a rank computes all gradients of one of its stages, and reduces them, before those of the next: there
-        are too few micro-batches for a second round."""
         stage = h.stage_layers * np.where(r.whole, r.block.gathered + r.block.streamed, r.block.shard)
         self.last_stage = stage + np.where(r.whole, r.head.gathered, r.head.shard)
         """Parameters of the stage whose gradients come first, as these are held."""
-        start = np.where(r.whole, r.embedding.gathered - r.embedding.shard, 0)
-        self.first_stage = r.shard + stage - h.stage_layers * r.block.shard + start
-        """The same of the stage whose gradients come last, and of the shares of all others."""
-        self.first_gathered = s.sharded * s.width * (h.stage_layers * r.block.gathered + r.embedding.gathered)
-        """Bytes of that stage's parameters: those of the others are given up with their last backward passes."""
-        self.before = s.master * np.where(self.in_turn, self.last_stage, self.unsharded) * (h.again > 0)
+        self.before = s.master * self.unsharded * (h.again > 0)
         """Gradients of micro-batches before this one."""
-        others = np.minimum(h.layers - h.stage_layers, (_GATHERED - 1) * h.stage_layers)
-        self.others = np.where(self.in_turn, 0, others)
-        """Blocks of other stages that an earlier backward pass has left gathered."""
         units = np.minimum(s.gathers_ahead, np.maximum(1, np.ceil(h.stage_layers / r.unit) - 1))
-        few = np.minimum(r.gathered, _GATHERED * h.stage_layers * r.block.gathered + r.head.gathered)
-        self.backward = np.where(self.in_turn, h.stage_layers * r.block.gathered + r.head.gathered, few)
-        """Parameters that are gathered once a whole stage has gone backward."""
         self.ahead = s.sharded * r.dropped * r.arriving * units * r.unit * r.block.gathered
         """Of the blocks that are gathered ahead."""
 
@@ -72,7 +54,7 @@ class _Piped:
         """The head of the first micro-batches, forward and backward."""
         r, h, head = self.r, self.h, self.r.head
         others = self.kept + (h.heads_kept - 1) * head.kept * r.has_head
-        gathered = self.gathered(head.gathered + self.others * r.block.gathered)
+        gathered = self.gathered(head.gathered)
         yield (
             "forward of the head",
             self.held(
@@ -80,7 +62,7 @@ class _Piped:
                 activations=others + self.s.sizes.hidden * r.has_head,
                 gathered_parameters=gathered,
                 # In the first micro-batch of several, which has least else, it is gathered for all.
-                gather_buffers=self.s.sharded * r.received * head.gathered * r.dropped * ~r.several,
+                gather_buffers=self.s.sharded * r.received * head.gathered * ~r.several,
                 part=head.forward,
             ),
         )
@@ -106,7 +88,7 @@ class _Piped:
             self.held(
                 gradients=np.where(h.again > 0, self.before, s.master * head.count + block.coming),
                 activations=after_head + waiting,
-                gathered_parameters=self.gathered((r.unit + self.others) * block.gathered + head.gathered),
+                gathered_parameters=self.gathered(r.unit * block.gathered + head.gathered),
                 gather_buffers=self.ahead,
                 part=block.backward,
             ),
@@ -118,38 +100,31 @@ class _Piped:
             self.held(
                 gradients=np.where(h.again > 0, self.before, s.master * mine + block.coming),
                 activations=after_head - (h.stage_layers - 1) * block.kept * (1 - h.split) + h.stage_layers * waiting,
-                gathered_parameters=self.gathered(self.backward),
+                gathered_parameters=self.gathered(r.gathered),
                 part=block.backward,
             ),
         )
 
     def of_the_next(self) -> Iterator[tuple[str, Held]]:
-        """The next micro-batch: where as much is never held again, it finds the gradients of its stage whole."""
+        """The next micro-batch, if there is one: where as much is never held again, it finds the gradients of its stage
+        whole."""
         r, s, h, block, head = self.r, self.s, self.h, self.r.block, self.r.head
         fewer = self.kept * np.maximum(0, h.stages_kept - 1) / h.stages_kept
         fewer = fewer + np.maximum(0, h.heads_kept - 2) * head.kept * r.has_head
         # A rank with several stages has the embedding in another one, which comes last.
-        start = np.where(r.whole, r.embedding.gathered, r.embedding.shard) * ~self.in_turn
+        start = np.where(r.whole, r.embedding.gathered, r.embedding.shard)
         gradients = np.where(h.again > 0, self.before, s.master * (self.last_stage + start))
+        several_heads = r.several & (h.heads_kept > 1)
+        # The backward pass before has left all parameters gathered.
+        found = {"gradients": gradients * r.several, "gathered_parameters": self.gathered(r.gathered)}
+        activations = (fewer + head.kept * (h.heads_kept > 1)) * r.several
         yield (
             "next backward of the head",
-            self.held(
-                gradients=gradients,
-                activations=fewer + head.kept * (h.heads_kept > 1),
-                gathered_parameters=self.gathered(self.backward),
-                gather_buffers=self.ahead * ~self.in_turn,
-                part=head.backward * (h.heads_kept > 1),
-            ),
+            self.held(**found, activations=activations, part=head.backward * several_heads),
         )
         yield (
             "next backward of the last block",
-            self.held(
-                gradients=gradients,
-                activations=fewer,
-                gathered_parameters=self.gathered(self.backward),
-                gather_buffers=self.ahead * ~self.in_turn,
-                part=block.backward,
-            ),
+            self.held(**found, activations=fewer * r.several, part=block.backward * r.several),
         )
 
     def of_the_end(self) -> Iterator[tuple[str, Held]]:
@@ -160,41 +135,16 @@ class _Piped:
         gone = largest.gathered * (r.whole & (s.sizes.shards == 1))
         own = s.width * largest.count * ~r.whole * s.sharded
         reducing = {"part": own, **r.reducing(largest, own)}
-        yield from self._in_turn(gone, largest.gathered, reducing)
         yield (
             "gradients of the first part reduced",
             self.held(
-                gradients=s.master * (np.where(self.in_turn, self.first_stage, self.unsharded) - gone),
-                gathered_parameters=np.where(self.in_turn, self.first_gathered, self.gathered(r.gathered)),
+                gradients=s.master * (self.unsharded - gone),
+                # The part that is reduced has just given up its own.
+                gathered_parameters=self.gathered(r.gathered) - s.sharded * s.width * largest.gathered,
                 **reducing,
             ),
         )
         yield "update", self.held(gradients=s.master * r.shard)
-
-    def _in_turn(self, gone: Amount, given_up: Amount, reducing: Held) -> Iterator[tuple[str, Held]]:
-        """Stages one after another: the first leaves all that the others keep, the last finds what the others have left."""
-        r, s, h, only = self.r, self.s, self.h, self.in_turn
-        of_stage = self.kept / h.stages_kept
-        stages = h.gets + h.embedding
-        yield (
-            "gradients of the head reduced",
-            self.held(
-                gradients=only * s.master * np.maximum(0, self.last_stage - gone),
-                activations=only * of_stage * (stages - 1) * s.accumulation,
-                # The part that is reduced has just given up its parameters.
-                gathered_parameters=only * (self.gathered(self.backward) - s.sharded * s.width * given_up),
-                **{name: only * amount for name, amount in reducing.items()},
-            ),
-        )
-        yield (
-            "backward of the embedding",
-            self.held(
-                gradients=only * s.master * self.first_stage,
-                activations=only * of_stage * np.maximum(0, s.accumulation - 1),
-                gathered_parameters=only * self.first_gathered,
-                part=only * r.block.backward,
-            ),
-        )
 
 
 def _kept(r: Rank) -> Amount:

@@ -1,4 +1,4 @@
-"""One rank of each layout as the memory model sees it: what decides what it holds, and amounts that several moments share.
+"""Layouts as the memory model sees them: what decides what a rank holds, and amounts that several moments share.
 
 What FSDP2 holds is read from its code (torch 2.11 to 2.13): a unit's parameters are gathered while the one before computes,
 and the buffer that gradients were reduced from lives until the next unit's are. A unit is `layout.gather_blocks` blocks.
@@ -39,10 +39,9 @@ CAUSES = (
 
 @dataclass(frozen=True)
 class Situation:
-    """One rank of each layout and everything that decides what it holds. Arrays, but for the two widths."""
+    """Everything of each layout that decides what its ranks hold. Arrays, but for the two widths."""
 
     sizes: ModelBytes
-    holds: Holdings
     width: int
     """Bytes of a parameter as it is computed with."""
     master: int
@@ -74,24 +73,14 @@ class Situation:
         """Those at these positions."""
         arrays = ("sharded", "piped", "zero", "reshard", "replicated", "accumulation", "ranks", "samples")
         values = {name: getattr(self, name)[which] for name in arrays}
-        return replace(self, sizes=self.sizes.take(which), holds=self.holds.take(which), **values)
+        return replace(self, sizes=self.sizes.take(which), **values)
 
 
-class Rank:
-    """The amounts that several moments share."""
+class Exchanges:
+    """How each layout gathers parameters and reduces gradients, and in which buffers."""
 
     def __init__(self, s: Situation) -> None:
-        h = s.holds
-        self.s, self.h = s, h
-        self.layers = h.layers
-        self.block = s.sizes.block
-        self.embedding = s.sizes.embedding.times(h.embedding)
-        self.head = s.sizes.head.times(h.head)
-        self.has_head = h.head > 0
-        self.unit = np.minimum(s.gather_blocks, h.stage_layers)
-        """Blocks that are gathered together: in all units of a stage but the last, which may be smaller."""
-        self.tail = (h.stage_layers - 1) % s.gather_blocks + 1
-        """Blocks of the last unit."""
+        self.s = s
         self.several = s.accumulation > 1
         self.early = s.sharded & (s.zero >= 2) & ~s.piped
         """Gradients are reduced after every micro-batch."""
@@ -99,18 +88,6 @@ class Rank:
         """Gradients are added up before they are shared out."""
         self.dropped = s.sharded & s.reshard & (s.zero == 3)
         """Gathered parameters go after each block's forward pass."""
-        shard = self.layers * self.block.shard + self.embedding.shard + self.head.shard
-        count = self.layers * self.block.count + self.embedding.count + self.head.count
-        self.shard = shard
-        self.streamed = self.layers * self.block.streamed
-        self.gathered = self.layers * self.block.gathered + self.embedding.gathered + self.head.gathered
-        copied = s.width if s.width < s.master else 0
-        self.state: Held = {
-            "master parameters": s.master * shard,
-            "working copy": copied * count * ~s.sharded,
-            "optimizer moments": 2 * s.master * shard,
-            "samples": s.samples,
-        }
         self.sharded_many = s.sharded & (s.sizes.shards > 1)
         shared_out = s.sizes.shards > 1
         self.copied = shared_out & s.peer_copies
@@ -123,10 +100,14 @@ class Rank:
         """Bytes of a parameter's gradient as it is sent, in a buffer or, with peer copies, from its place; until the next
         is."""
 
-    def held(self, **causes: Amount) -> Held:
-        """These and the state; spaces in names are written `_`, `part` is one part's pass."""
-        causes["one part's pass"] = causes.pop("part", 0)
-        return self.state | {name.replace("_", " "): amount for name, amount in causes.items()}
+    def state_of(self, part: PartBytes) -> Held:
+        """Bytes of parameters and optimizer state of a part, by cause."""
+        copied = self.s.width if self.s.width < self.s.master else 0
+        return {
+            "master parameters": self.s.master * part.shard,
+            "working copy": copied * part.count * ~self.s.sharded,
+            "optimizer moments": 2 * self.s.master * part.shard,
+        }
 
     def reducing(self, part: PartBytes, own: Amount, count: Amount = 1) -> Held:
         """What FSDP2 makes to reduce the gradients of so many of a part together, beside their `own` bytes. These go when
@@ -136,3 +117,28 @@ class Rank:
         total = count * (master * part.shard + np.where(self.s.sizes.shards > 1, 0, master) * part.gathered)
         buffered = count * self.sent * part.gathered + np.maximum(total - own, 0)
         return {"reduce_buffers": self.s.sharded * np.where(self.copied, total, buffered)}
+
+
+class Rank(Exchanges):
+    """One rank of each layout: the amounts that several moments share."""
+
+    def __init__(self, s: Situation, h: Holdings) -> None:
+        super().__init__(s)
+        self.h = h
+        self.layers = h.layers
+        self.block = s.sizes.block
+        self.embedding = s.sizes.embedding.times(h.embedding)
+        self.head = s.sizes.head.times(h.head)
+        self.has_head = h.head > 0
+        self.unit = np.minimum(s.gather_blocks, h.stage_layers)
+        """Blocks that are gathered together: in all units of a stage but the last, which may be smaller."""
+        self.tail = (h.stage_layers - 1) % s.gather_blocks + 1
+        """Blocks of the last unit."""
+        whole = self.block.times(self.layers).plus(self.embedding).plus(self.head)
+        self.shard, self.streamed, self.gathered = whole.shard, whole.streamed, whole.gathered
+        self.state: Held = {**self.state_of(whole), "samples": s.samples}
+
+    def held(self, **causes: Amount) -> Held:
+        """These and the state; spaces in names are written `_`, `part` is one part's pass."""
+        causes["one part's pass"] = causes.pop("part", 0)
+        return self.state | {name.replace("_", " "): amount for name, amount in causes.items()}

@@ -150,6 +150,30 @@ def stage_flight(schedule: str, pp: int, stages_per_rank: int, microbatches: int
     return np.asarray(cycles * together + np.clip(rest - turn * together, 0, together)), waiting
 
 
+def holdings_at(
+    candidates: Candidates, ranks: npt.NDArray[np.int64], n_layers: int, costs: tuple[float, float]
+) -> Holdings:
+    """What one rank of each candidate holds; ranks: which. See `holdings`."""
+    columns = [candidates.schedule, candidates.pp, candidates.stages_per_rank, _as_many_as_matter(candidates), ranks]
+    first, inverse = distinct(columns)
+    rows = []
+    for name, pp, stages_per_rank, count, rank in np.stack(columns, axis=1)[first].tolist():
+        every = rank_holdings(SCHEDULES[name], pp, stages_per_rank, count, n_layers, costs)
+        rows.append([getattr(every, field.name)[rank] for field in fields(Holdings)])
+    return Holdings(*np.asarray(rows)[inverse].T)
+
+
+@cache
+def ranks_that_differ(pp: int, stages_per_rank: int, n_layers: int, costs: tuple[float, float]) -> list[int]:
+    """Of an interleaved schedule the ranks whose stages have other layers, or another end of the model, than those of all
+    ranks before: a rank that is like one before it has fewer micro-batches in flight."""
+    stage = np.arange(pp * stages_per_rank).reshape(stages_per_rank, pp)
+    layers = np.asarray(split(n_layers, pp * stages_per_rank, *costs))[stage]
+    ends = np.stack([stage == 0, stage == stage.max()]).any(axis=1)
+    _, first = np.unique(np.concatenate([layers, ends]), axis=1, return_index=True)
+    return [int(rank) for rank in np.sort(first)]
+
+
 @cache
 def _worst(
     schedule: str, pp: int, stages_per_rank: int, microbatches: int, n_layers: int, costs: tuple[float, float]

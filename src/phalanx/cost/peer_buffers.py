@@ -12,7 +12,7 @@ from functools import cache
 
 import numpy as np
 
-from phalanx.cost.memory_situation import Amount, Rank, Situation
+from phalanx.cost.memory_situation import Amount, Rank
 from phalanx.layout.peer_memory import aligned
 from phalanx.layout.peer_turns import resting
 
@@ -22,9 +22,9 @@ _STEPS = 3
 """After which nothing grows any more."""
 
 
-def peer_buffer_bytes(situation: Situation) -> Amount:
+def peer_buffer_bytes(r: Rank) -> Amount:
     """Most bytes of the buffers, which lie beside the allocator's memory; 0 without peer copies."""
-    r = Rank(situation)
+    situation = r.s
     if not situation.peer_copies:
         return 0 * r.shard
     # Streamed chunks and their gradients take turns between two buffers each, all as large as the largest chunk.
