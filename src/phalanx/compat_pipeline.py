@@ -78,10 +78,14 @@ class LeanStage(PipelineStage):
         return operations
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """The backward pass of a micro-batch; what it received is dropped."""
+        """The backward pass of a micro-batch; what it received is dropped, and what its loss was computed from."""
         result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         for received in (self.args_recv_info, self.grad_recv_info):
             _drop(received, bwd_chunk_id)
+        loss = kwargs.get("loss")
+        if loss is not None and kwargs.get("full_backward", True):
+            # The schedule keeps the losses of all micro-batches to the end of a step, and they their graphs.
+            loss.detach_()
         return result
 
     def backward_maybe_with_nosync(

@@ -133,6 +133,41 @@ def test_stages_that_reduce_their_gradients_in_turn_hold_what_the_code_holds(wor
         assert rank.allocated == pytest.approx(found.peak, rel=0.02), (rank, found.moment, found.categories)
 
 
+UNEVEN: list[dict[str, Any]] = [
+    {"stages_per_rank": 4, "microbatch": 2, "dp_shard": 4, "reshard_after_forward": True, "recompute": "full"},
+    {"stages_per_rank": 2, "pp": 4, "microbatch": 4, "cp": 2, "reshard_after_forward": True, "recompute": "full"},
+    {"stages_per_rank": 2, "dp_shard": 4, "reshard_after_forward": True, "gather_blocks": 2, "recompute": "selective"},
+    {"stages_per_rank": 2, "pp": 4, "microbatch": 2, "dp_shard": 2, "zero": 2, "recompute": "full"},
+    {"schedule": "gpipe", "microbatch": 4, "cp": 2, "dp_shard": 2, "global_batch": 8, "zero": 1, "recompute": "full"},
+    {"schedule": "gpipe", "microbatch": 4, "dp_shard": 4, "global_batch": 16, "recompute": "none"},
+    {"schedule": "1f1b", "pp": 4, "dp_replicate": 2, "zero": 0, "recompute": "full"},
+]
+"""Stages that keep or give up parameters in turn, for several rounds; a single micro-batch; copies that are only summed."""
+
+
+@pytest.mark.parametrize("words", UNEVEN, ids=str)
+def test_pipelines_hold_at_every_action_what_the_code_holds(words: dict[str, Any]) -> None:
+    fields = {"pp": 2, "schedule": "interleaved_1f1b", "global_batch": 32, **words}
+    run = run_with(SIZES | {"model.n_layers": 8}, **fields)
+    layout = resolve_layout(run, WORLD)
+    ranks = rank_memory(run, layout, run.layout.recompute, Kernels("flash", compiled=False))
+    for rank in (ranks[0], ranks[layout.pp // 2]):
+        first = rank.rank * WORLD // layout.pp
+        found = dry_run(run, layout, first, train_step, accelerator=True, devices_per_node=None)
+        assert rank.allocated == pytest.approx(found.peak, rel=0.02), (rank, found.moment, found.categories)
+
+
+def test_micro_batches_that_are_done_leave_nothing_on_the_last_rank() -> None:
+    """The schedule keeps their losses, which must not keep what they were computed from."""
+    peaks = []
+    for count in (8, 24):
+        run = run_with(SIZES, pp=2, schedule="1f1b", microbatch=2, global_batch=2 * count)
+        found = dry_run(run, resolve_layout(run, 2), 1, train_step, accelerator=True, devices_per_node=None)
+        peaks.append(found.peak)
+    hidden = 2 * SIZES["data.sequence_length"] * SIZES["model.d_model"] * 2
+    assert peaks[1] - peaks[0] < 2 * hidden, "16 more of them take their samples, and no more"
+
+
 TOGETHER: list[dict[str, Any]] = [
     {"dp_shard": 8, "gather_blocks": 2, "recompute": "full"},
     {"dp_shard": 8, "gather_blocks": 3, "gathers_ahead": 2, "microbatch": 2},

@@ -161,13 +161,12 @@ def _kept(r: Rank) -> Amount:
 def _buffers(r: Rank) -> Amount:
     """What is received and sent.
 
-    Each receiving direction keeps the buffer that others are made like; the last stage's losses keep what it received,
-    unless gradients of weights come apart. With several stages a rank the step waits at its end for all it sent. Where the
-    transport lets go before that, results stay until their backward pass, and gradients until the neighbour had a round of
-    micro-batches to take them in.
+    Each receiving direction keeps the buffer that others are made like. With several stages a rank the step waits at its
+    end for all it sent. Where the transport lets go before that, results stay until their backward pass, and gradients
+    until the neighbour had a round of micro-batches to take them in.
     """
     h, count = r.h, r.s.accumulation
-    received = h.gets + h.gives + h.received + h.head * (count - h.heads_kept) * (1 - h.split)
+    received = h.gets + h.gives + h.received
     sent = count * (h.gives + h.gets) - h.received
     if not r.s.sends_last:
         sent = np.minimum(sent, h.handed_on + r.s.ranks * h.gets)

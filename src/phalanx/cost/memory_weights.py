@@ -82,7 +82,6 @@ def _messages(r: Exchanges, later: Amount) -> dict[str, Held]:
     hidden, last = r.s.sizes.hidden, r.s.sends_last
     sizes = {
         "messages": hidden,
-        "later_messages": hidden * later,
         "sent_lately": hidden * (not last),
         "sent": hidden * last,
         "later_sent": hidden * later * last,

@@ -31,7 +31,6 @@ COUNTS = (
     "received",
     "results",
     "messages",
-    "later_messages",
     "sent_lately",
     "sent",
     "later_sent",
@@ -157,8 +156,6 @@ class Replay:
         change = np.where(self.forward, 1, -1)[:, :, None] * self.own
         flight = np.cumsum(change, axis=1) - change
         elsewhere = self.gathered & ~self.own
-        # The losses of the last stage keep what it received.
-        losses = stages.last & stages.gets
         late = 2 * self.done.sum(2) >= len(self.time) / 2
         links = (stages.gets.sum(1) + stages.gives.sum(1))[:, None]
         sent = self.gives * self.forward + self.gets * self.backward
@@ -173,8 +170,7 @@ class Replay:
             "stages_kept": flight.sum(2),
             "received": over(flight, stages.gets),
             # Each direction of a stage keeps the buffer that others are made like.
-            "messages": links + over(self.done, losses),
-            "later_messages": late * np.asarray(losses.any(1))[:, None],
+            "messages": links,
             "sent": sent,
             "sent_lately": self._sent_lately(sent, self.pipeline.pp * links[:, 0]),
             "later_sent": late * links,
