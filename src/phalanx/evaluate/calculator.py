@@ -21,7 +21,7 @@ from torch import Tensor
 from phalanx.cluster.device import choose_device
 from phalanx.data.graphs.checks import SAME_PLACE_A
 from phalanx.data.graphs.device_neighbours import DeviceEdges, device_edges
-from phalanx.data.graphs.trained_elements import trained_elements
+from phalanx.data.graphs.trained_elements import TrainedElements, trained_elements
 from phalanx.ensemble.document import is_ensemble
 from phalanx.ensemble.loaded import LoadedEnsemble
 from phalanx.errors import ConfigError, DataError, PhalanxError
@@ -32,6 +32,7 @@ from phalanx.models.materials.losses import Predictions
 try:
     from ase import Atoms
     from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
+    from ase.data import chemical_symbols
     from ase.outputs import Properties
     from ase.stress import full_3x3_to_voigt_6_stress
 except ImportError as error:
@@ -62,7 +63,7 @@ class PhalanxCalculator(Calculator):
         """checkpoint: folder of a run, of one checkpoint, or of an ensemble. branch: the data set whose energies are meant,
         of a model that has several. device: as `cluster.device`. precision: fp32 or fp64 instead of the run's. edge_chunk:
         edges computed at a time, for structures that would not fit. untrained_elements: compute structures with elements
-        that no training structure had, whatever comes of it. options: ASE's own.
+        that no training structure of the branch had, whatever comes of it. options: ASE's own.
 
         Raises CheckpointError where there is no sound checkpoint, ConfigError for an unknown branch, device or precision,
         and for a model without energies.
@@ -86,6 +87,7 @@ class PhalanxCalculator(Calculator):
             self.ensemble.use_edge_chunk(edge_chunk)
         self._branch = self.network.branch(branch)
         self._networks = [self.network] if self.ensemble is None else self.ensemble.members
+        self._branch_name = model.branches[self._branch].name
         places = [] if untrained_elements else [network.where for network in self._networks]
         known = [(where, trained_elements(where)) for where in places]
         self._known = [(where, elements) for where, elements in known if elements is not None]
@@ -110,8 +112,8 @@ class PhalanxCalculator(Calculator):
         properties: Sequence[str] = ("energy",),
         system_changes: Sequence[str] = tuple(all_changes),
     ) -> None:
-        """What ASE calls. Raises DataError for an element the model does not know or was not trained on, a position or total
-        charge that is no number, two atoms on one place, and a periodic cell without volume."""
+        """What ASE calls. Raises DataError for an element the model does not know or its branch was not trained on, a
+        position or total charge that is no number, two atoms on one place, and a periodic cell without volume."""
         super().calculate(atoms, properties, system_changes)
         assert self.atoms is not None
         periodic = bool(self.atoms.pbc.all())
@@ -151,13 +153,8 @@ class PhalanxCalculator(Calculator):
                 f"the structure has atomic number {heaviest}; the model of {least.where} knows elements up to "
                 f"{least.run.model.max_atomic_number}"
             )
-        present = frozenset(atoms.numbers.tolist())
-        for where, elements in self._known:
-            if strange := sorted(present - elements):
-                raise DataError(
-                    f"the structure has atomic number {strange[0]}, which nothing that the model of {where} was trained on "
-                    "has: it would answer at random; train with such structures, or say untrained_elements=True"
-                )
+        for where, trained in self._known:
+            _require_trained(atoms, trained, self._branch_name, where)
         # Float64 as ASE has them: dynamics take differences of positions that are far smaller than the positions.
         positions_N3 = torch.from_numpy(np.asarray(atoms.positions, dtype=np.float64)).to(device)
         cell = np.where(atoms.pbc[:, None], atoms.cell.array, 0.0)
@@ -203,6 +200,30 @@ def _as_ase(name: str, std: npt.NDArray[np.float64]) -> Any:
     if name == "stress":
         return full_3x3_to_voigt_6_stress(std[0])
     return std[0] if name == "dipole" else std
+
+
+def _require_trained(atoms: Atoms, trained: TrainedElements, branch: str, where: Path) -> None:
+    """Refuse an element that no training structure of the branch had. Raises DataError."""
+    strange = sorted(set(atoms.numbers.tolist()) - trained.of(branch))
+    if not strange:
+        return
+    element = f"atomic number {strange[0]} ({chemical_symbols[strange[0]]})"
+    others = trained.branches_with(strange[0])
+    if others:
+        raise DataError(
+            f"the structure has {element}, which no structure that branch {branch} of {where} was trained on has: it would "
+            f"answer at random, though {_named(others)} it; ask for that branch, train {branch} with such structures, or "
+            f"say untrained_elements=True"
+        )
+    raise DataError(
+        f"the structure has {element}, which nothing that the model of {where} was trained on has: it would answer at "
+        "random; train with such structures, or say untrained_elements=True"
+    )
+
+
+def _named(branches: Sequence[str]) -> str:
+    """Branches that know something, and the verb."""
+    return f"branch {branches[0]} knows" if len(branches) == 1 else f"branches {', '.join(branches)} know"
 
 
 def _require_apart(positions_N3: Tensor, edges: DeviceEdges) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from phalanx.config.families import MaterialsRun
 from phalanx.config.load import parse_run
 from phalanx.data.graphs.manifest import Split
 from phalanx.data.graphs.shards import open_prepared
+from phalanx.data.graphs.trained_elements import branch_of, trained_elements, untrained_in
 from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.attention import AttentionChoice
@@ -101,7 +102,23 @@ def split_errors(
     load_weights(newest.path, applied)
     applied.refresh()
     evaluator = GraphEvaluator(run, sources, columns_of(run, training), device, samples)
-    return newest.path, evaluator.errors(Executor(applied))
+    untrained = _untrained(evaluator, newest.path)
+    return newest.path, replace(evaluator.errors(Executor(applied)), untrained=untrained)
+
+
+def _untrained(evaluator: GraphEvaluator, checkpoint: Path) -> dict[str, dict[int, int]] | None:
+    """See `GraphErrors.untrained`; None where the run does not say what it was trained on."""
+    trained = trained_elements(checkpoint)
+    if trained is None:
+        return None
+    found, names = evaluator.chosen(), [branch.name for branch in evaluator.run.model.branches]
+    counts = {
+        source.manifest.source: untrained_in(
+            source, found.item[found.source == number], trained.of(branch_of(number, names))
+        )
+        for number, source in enumerate(evaluator.sources)
+    }
+    return {name: elements for name, elements in counts.items() if elements}
 
 
 def _open(path: Path, overrides: Sequence[str] = ()) -> tuple[Checkpoint, MaterialsRun]:

@@ -22,7 +22,7 @@ from phalanx.data.graphs.cost import CostModel
 from phalanx.data.graphs.order import Located
 from phalanx.data.graphs.shards import PreparedSource, open_prepared
 from phalanx.data.graphs.stream import GraphBatchStream, graph_columns, graph_order
-from phalanx.data.graphs.trained_elements import elements_of, write_elements
+from phalanx.data.graphs.trained_elements import TrainedElements, elements_of, write_elements
 from phalanx.errors import DataError
 from phalanx.files import write_atomically
 from phalanx.layout.apply import Applied
@@ -50,8 +50,8 @@ class GraphInputs(Inputs):
     """Of a run on several ranks."""
     graphs: GraphBatchStream | None = None
     """Whole batches, of a run with several readers."""
-    elements: frozenset[int] | None = None
-    """Atomic numbers that the model will know when this run is over, where that can be said."""
+    elements: TrainedElements | None = None
+    """Atomic numbers that each branch will know when this run is over, where that can be said."""
 
     def watch(self, applied: Applied) -> None:
         """See `Inputs.watch`."""
@@ -118,7 +118,11 @@ def open_inputs(run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: t
     evaluator = GraphEvaluator(run, open_prepared(run.data, "validation"), columns, device, run.evaluation.samples)
     verification = Verification(training if run.data.verify and first else [])
     start = run.training.init_from
-    known = elements_of((source.manifest.statistics for source in training), None if start is None else Path(start))
+    known = elements_of(
+        [source.manifest.statistics for source in training],
+        [branch.name for branch in run.model.branches],
+        None if start is None else Path(start),
+    )
     if layout.data_ranks == 1:
         return GraphInputs(stream, evaluator, verification, elements=known)
     balancer = _balancer(run, layout, mesh, device, graphs)
@@ -190,10 +194,14 @@ class GraphErrors:
     """As the training loss: summed over tasks."""
     structures: int
     rows: list[ErrorRow]
+    untrained: dict[str, dict[int, int]] | None = None
+    """By source and atomic number: structures among these with an element that the source's branch was not trained on; None
+    where that was not looked for."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        return {"loss": self.loss, "structures": self.structures, "errors": [asdict(row) for row in self.rows]}
+        plain = {"loss": self.loss, "structures": self.structures, "errors": [asdict(row) for row in self.rows]}
+        return plain if self.untrained is None else plain | {"untrained_elements": self.untrained}
 
 
 @dataclass(frozen=True)
@@ -225,7 +233,7 @@ class GraphEvaluator:
 
     def _sums(self, executor: Executor) -> tuple[Tensor, Tensor, int]:
         """Losses and errors over all ranks, counts of targets, and the number of structures."""
-        mesh, found = executor.mesh, self._chosen()
+        mesh, found = executor.mesh, self.chosen()
         division = self._division(found, executor.layout)
         mine = np.flatnonzero(division.rank == mesh.data_rank)
         mine = mine[np.argsort(division.part[mine], kind="stable")]
@@ -253,7 +261,7 @@ class GraphEvaluator:
             dist.all_reduce(counts, group=mesh.world)
         return sums, counts, len(found.numbers)
 
-    def _chosen(self) -> Located:
+    def chosen(self) -> Located:
         """Structures spread evenly over each source, as many of each as its share of all."""
         total = sum(len(source) for source in self.sources)
         parts: list[Located] = []
