@@ -31,10 +31,10 @@ from phalanx.layout.graph_parallel_stream import ShareStream, cutting_of
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.multitask import branch_groups
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.models.materials.errors import SUMS, quantities
+from phalanx.models.materials.errors import SUMS, Quantity, quantities
 from phalanx.models.materials.losses import tasks
 from phalanx.train.balancing import Balancer
-from phalanx.train.inputs import Finding, Inputs, Verification
+from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, Verification
 from phalanx.train.metrics import RankTimes
 
 BALANCE = "balance.json"
@@ -127,6 +127,25 @@ def open_inputs(run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: t
         return GraphInputs(stream, evaluator, verification, elements=known)
     balancer = _balancer(run, layout, mesh, device, graphs)
     return GraphInputs(stream, evaluator, verification, balancer=balancer, graphs=graphs, elements=known)
+
+
+def expected_evaluation(run: MaterialsRun) -> ExpectedEvaluation | None:
+    """See `train.inputs.expected_evaluation`. Of a source that may lack labels, validation is taken to have some of each."""
+    sources = open_prepared(run.data, "validation")
+    if not any(len(source) for source in sources):
+        return None
+    labelled = [[_has_labels(source, quantity) for quantity in quantities(run.model)] for source in sources]
+    sums = torch.tensor(labelled, dtype=torch.float64)[:, :, None].expand(-1, -1, SUMS)
+    errors = GraphErrors(0.0, 0, error_rows(run, sums))
+    return ExpectedEvaluation(errors.as_dict(), frozenset(("loss", "mae", "rmse")))
+
+
+def _has_labels(source: PreparedSource, quantity: Quantity) -> bool:
+    if not len(source):
+        return False
+    manifest = source.manifest
+    by_column = {"properties_GP": manifest.properties, "atom_properties_NP": manifest.atom_properties}
+    return quantity.name in by_column.get(quantity.label, manifest.labels)
 
 
 def _balancer(
@@ -229,7 +248,7 @@ class GraphEvaluator:
         sums, counts, structures = self._sums(executor)
         size = len(tasks(self.run.model))
         losses, errors = sums[:size], sums[size:].view(len(self.sources), -1, SUMS)
-        return GraphErrors(float((losses / counts.clamp(min=1)).sum()), structures, self._rows(errors))
+        return GraphErrors(float((losses / counts.clamp(min=1)).sum()), structures, error_rows(self.run, errors))
 
     def _sums(self, executor: Executor) -> tuple[Tensor, Tensor, int]:
         """Losses and errors over all ranks, counts of targets, and the number of structures."""
@@ -297,11 +316,13 @@ class GraphEvaluator:
             )
         return batch
 
-    def _rows(self, errors: Tensor) -> list[ErrorRow]:
-        rows = []
-        for source, table in zip(self.run.data.sources, errors.tolist(), strict=True):
-            for quantity, (absolute, squared, numbers) in zip(quantities(self.run.model), table, strict=True):
-                if numbers:
-                    mae, rmse = absolute / numbers, (squared / numbers) ** 0.5
-                    rows.append(ErrorRow(source.name, quantity.name, quantity.unit, mae, rmse, int(numbers)))
-        return rows
+
+def error_rows(run: MaterialsRun, errors: Tensor) -> list[ErrorRow]:
+    """Rows of the quantities that a data set has labels of. errors: [sources, Q, SUMS], see `models.materials.errors`."""
+    rows = []
+    for source, table in zip(run.data.sources, errors.tolist(), strict=True):
+        for quantity, (absolute, squared, numbers) in zip(quantities(run.model), table, strict=True):
+            if numbers:
+                mae, rmse = absolute / numbers, (squared / numbers) ** 0.5
+                rows.append(ErrorRow(source.name, quantity.name, quantity.unit, mae, rmse, int(numbers)))
+    return rows
