@@ -144,6 +144,19 @@ def test_another_total_charge_is_another_structure(run_dir: Path) -> None:
     assert seen == [None, 1.0, -1.0]
 
 
+def test_the_total_charge_is_what_atoms_say(run_dir: Path) -> None:
+    atoms = crystal()
+    calculator = PhalanxCalculator(run_dir, device="cpu", precision="fp64")
+    assert calculator.get_property("charges", atoms).sum() == pytest.approx(0.0)
+    atoms.set_initial_charges([0.5, 0.52, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    assert calculator.get_property("charges", atoms).sum() == pytest.approx(1.0)
+    atoms.info["charge"] = 1
+    assert calculator.get_property("charges", atoms).sum() == pytest.approx(1.0)
+    atoms.set_initial_charges(None)
+    atoms.info["charge"] = -2.0
+    assert calculator.get_property("charges", atoms).sum() == pytest.approx(-2.0)
+
+
 def test_what_is_no_element_is_refused(run_dir: Path) -> None:
     atoms = crystal()
     atoms.numbers[3] = 0
@@ -232,8 +245,27 @@ def newest_checkpoint(run_dir: Path) -> Path:
         ),
         (lambda atoms: atoms.info.update(charge=None), r'info\["charge"\] is None; give the total charge as a number'),
         (lambda atoms: atoms.info.update(charge=np.nan), r'info\["charge"\] is nan'),
+        (
+            lambda atoms: atoms.set_initial_charges([0.4] + 7 * [0.0]),
+            r"adds up to 0.4 e, which is no whole number; give",
+        ),
+        (lambda atoms: atoms.set_initial_charges([np.nan] + 7 * [0.0]), r"adds up to nan e, which is no whole number"),
+        (
+            lambda atoms: (atoms.set_initial_charges([1.0] + 7 * [0.0]), atoms.info.update(charge=-1)),
+            r'adds up to 1 e, but atoms.info\["charge"\] is -1; give the total charge',
+        ),
     ],
-    ids=["no cell", "flat cell", "one place", "one place through the cell", "no charge", "charge of nan"],
+    ids=[
+        "no cell",
+        "flat cell",
+        "one place",
+        "one place through the cell",
+        "no charge",
+        "charge of nan",
+        "charges of no whole",
+        "charges of nan",
+        "two charges",
+    ],
 )
 def test_a_structure_that_makes_no_sense_is_refused(
     run_dir: Path, change: Callable[[ase.Atoms], None], said: str

@@ -21,6 +21,7 @@ from torch import Tensor
 from phalanx.cluster.device import choose_device
 from phalanx.data.graphs.checks import SAME_PLACE_A
 from phalanx.data.graphs.device_neighbours import DeviceEdges, device_edges
+from phalanx.data.graphs.total_charge import TOLERANCE
 from phalanx.data.graphs.trained_elements import TrainedElements, trained_elements
 from phalanx.ensemble.document import is_ensemble
 from phalanx.ensemble.loaded import LoadedEnsemble
@@ -44,7 +45,8 @@ _UNCERTAINTY = "_uncertainty"
 
 class PhalanxCalculator(Calculator):
     """Energy (eV), forces (eV/A), stress (eV/A^3, tension positive, of fully periodic cells); charges (e) and dipole (e*A)
-    where the model predicts them. The structure's total charge is `atoms.info["charge"]`, 0 where that is not given.
+    where the model predicts them. The structure's total charge is `atoms.info["charge"]`, without it what
+    `atoms.get_initial_charges()` adds up to, which is 0 where nobody set them.
 
     An ensemble gives the mean of its members, and `results["energy_uncertainty"]`, `results["forces_uncertainty"]` and so
     on beside it: calibrated standard deviations, in the units and shapes of what they belong to."""
@@ -241,7 +243,7 @@ def _require_apart(positions_N3: Tensor, edges: DeviceEdges) -> None:
 
 
 def _charge(atoms: Atoms) -> float:
-    """Total charge, e. Raises DataError for what is no finite number."""
+    """Total charge, e. Raises DataError for what is no finite number, and for charges of atoms that say something else."""
     given = atoms.info.get("charge", 0.0)
     try:
         charge = float(given)
@@ -249,4 +251,15 @@ def _charge(atoms: Atoms) -> float:
         charge = float("nan")
     if not np.isfinite(charge):
         raise DataError(f'atoms.info["charge"] is {given!r}; give the total charge as a number of elementary charges')
-    return charge
+    if not atoms.has("initial_charges"):
+        return charge
+    found = float(atoms.get_initial_charges().sum())
+    total = charge if "charge" in atoms.info else float(np.rint(found))
+    # Written so that a sum that is no number does not pass.
+    if not abs(found - total) <= TOLERANCE:
+        against = f'but atoms.info["charge"] is {charge:g}' if "charge" in atoms.info else "which is no whole number"
+        raise DataError(
+            f"atoms.get_initial_charges() adds up to {found:g} e, {against}; give the total charge as "
+            'atoms.info["charge"], and initial charges that add up to it or none'
+        )
+    return total
