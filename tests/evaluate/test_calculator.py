@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from materials_runs import write_materials_run, write_two_branches
 from phalanx.config.families import MaterialsRun
-from phalanx.config.load import load_run
+from phalanx.config.load import load_run, parse_run
 from phalanx.data.graphs.prepare import prepare_graphs
 from phalanx.data.graphs.shards import open_prepared
 from phalanx.data.graphs.stream import GraphBatchStream, graph_order
@@ -216,6 +217,35 @@ def test_a_branch_knows_the_elements_of_its_own_data(branched_dir: Path) -> None
         calculator.get_potential_energy(ase.Atoms("LiH", [(0, 0, 0), (0, 0, 1.2)]))
     calculator = PhalanxCalculator(branched_dir, branch="oxides", device="cpu", untrained_elements=True)
     assert np.isfinite(calculator.get_potential_energy(nitride))
+
+
+def test_a_branch_says_nothing_of_what_its_data_do_not_teach(tmp_path: Path) -> None:
+    run_file = write_two_branches(tmp_path, {"training.steps": 1})
+    text = yaml.safe_load(run_file.read_text())
+    text["model"]["energy"] = {"weight": 1.0}
+    text["data"]["sources"][0]["labels"] = {"charges": "e"}
+    text["data"]["sources"][1]["labels"] = {"energy": "eV"}
+    run = parse_run(yaml.safe_dump(text), "run")
+    assert isinstance(run, MaterialsRun)
+    prepare_graphs(run.data, workers=1)
+    train(run, tmp_path / "run")
+    oxide, nitride = ase.Atoms("OH", [(0, 0, 0), (0, 0, 1.2)]), ase.Atoms("NH", [(0, 0, 0), (0, 0, 1.2)])
+    oxide.calc = PhalanxCalculator(tmp_path / "run", branch="oxides", device="cpu")
+    assert oxide.get_charges().sum() == pytest.approx(0.0) and set(oxide.calc.results) == {"charges"}
+    said = r"energy: the data of branch oxides of .* have no labels that teach its energy head, .*; ask for branch nitrides"
+    with pytest.raises(PropertyNotImplementedError, match=said):
+        oxide.get_potential_energy()
+    with pytest.raises(PropertyNotImplementedError, match="forces: the data of branch oxides"):
+        oxide.get_forces()
+    nitride.calc = PhalanxCalculator(tmp_path / "run", branch="nitrides", device="cpu")
+    assert np.isfinite(nitride.get_potential_energy()) and np.isfinite(nitride.get_forces()).all()
+    with pytest.raises(PropertyNotImplementedError, match="charges: the data of branch nitrides"):
+        nitride.get_charges()
+    # A head that branches share was taught by the others' data.
+    text["model"]["energy"]["shared"] = text["model"]["charges"]["shared"] = True
+    train(parse_run(yaml.safe_dump(text), "run"), tmp_path / "shared")
+    oxide.calc = PhalanxCalculator(tmp_path / "shared", branch="oxides", device="cpu")
+    assert np.isfinite(oxide.get_potential_energy())
 
 
 def test_a_run_that_does_not_tell_branches_apart_is_taken_at_its_word(branched_dir: Path, tmp_path: Path) -> None:

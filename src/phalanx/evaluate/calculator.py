@@ -39,6 +39,8 @@ try:
 except ImportError as error:
     raise PhalanxError('the ASE calculator needs ase: pip install "phalanx-train[materials]"') from error
 
+_OF_ENERGY = ("energy", "free_energy", "energies", "forces", "stress")
+"""Properties that the energy head gives; others have a head of their own name."""
 _UNCERTAINTY = "_uncertainty"
 """What the name of a property's uncertainty ends with."""
 
@@ -94,10 +96,9 @@ class PhalanxCalculator(Calculator):
         known = [(where, trained_elements(where)) for where in places]
         self._known = [(where, elements) for where, elements in known if elements is not None]
         extra = {"charges": model.charges, "dipole": model.dipole}
-        self.implemented_properties = [
-            *("energy", "free_energy", "energies", "forces", "stress"),
-            *(name for name, head in extra.items() if head is not None),
-        ]
+        self._untaught = self.network.untaught(self._branch)
+        there = [*_OF_ENERGY, *(name for name, head in extra.items() if head is not None)]
+        self.implemented_properties = [name for name in there if _head(name) not in self._untaught]
         if self.ensemble is not None:
             self.implemented_properties += [f"{name}{_UNCERTAINTY}" for name in _uncertain(self.implemented_properties)]
 
@@ -107,6 +108,18 @@ class PhalanxCalculator(Calculator):
         if self.atoms is not None and _charge(atoms) != _charge(self.atoms):
             changes.append("charge")
         return changes
+
+    def get_property(self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True) -> Any:
+        """What ASE calls. Raises PropertyNotImplementedError, too, for what the branch was never trained on."""
+        head = _head(name.removesuffix(_UNCERTAINTY))
+        if head in self._untaught:
+            others = self._untaught[head]
+            instead = f"; ask for branch {' or '.join(others)}" if others else ""
+            raise PropertyNotImplementedError(
+                f"{name}: the data of branch {self._branch_name} of {self.network.where} have no labels that teach its "
+                f"{head} head, which would answer at random{instead}"
+            )
+        return super().get_property(name, atoms, allow_calculation)
 
     def calculate(
         self,
@@ -135,6 +148,7 @@ class PhalanxCalculator(Calculator):
             self.results["stress"] = full_3x3_to_voigt_6_stress(found.stress_G33[0].double().numpy(force=True))
         for name, std in stds.items():
             self.results[f"{name}{_UNCERTAINTY}"] = _as_ase(name, std.numpy(force=True))
+        self.results = {name: value for name, value in self.results.items() if name in self.implemented_properties}
 
     def export_properties(self) -> Properties:
         """What `atoms.get_properties` gives: ASE knows no uncertainties, which stay in `results`."""
@@ -188,6 +202,11 @@ class PhalanxCalculator(Calculator):
                 return self.network.model.predict(species_N, **inputs), {}
             found = self.ensemble.predict(species_N, **inputs)
             return found.mean, found.std
+
+
+def _head(name: str) -> str:
+    """The head that a property of ASE's comes from."""
+    return "energy" if name in _OF_ENERGY else name
 
 
 def _uncertain(properties: Sequence[str]) -> list[str]:
