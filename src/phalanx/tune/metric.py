@@ -58,7 +58,9 @@ def check_metric(name: str, expected: ExpectedEvaluation | None) -> None:
     ordered = [*near, *(one for one in known if one not in near)]
     more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
     text = f"tune.metric={name}: {what}; choose among {', '.join(ordered[:_SHOWN])}{more}"
-    raise config_error([Problem(("tune", "metric"), text, f"tune.metric={near[0]}" if near else None)])
+    # Where a figure of that very name is there, none that looks like it is meant.
+    meant = f"tune.metric={near[0]}" if near and not there else None
+    raise config_error([Problem(("tune", "metric"), text, meant)])
 
 
 def figure(evaluation: Mapping[str, Any], name: str) -> float:

@@ -124,7 +124,9 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; prepare the source first") from error
+        raise DataError(
+            f"{path}: {error.strerror}; prepare the source first: phalanx data prepare-graphs RUN"
+        ) from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "content"
