@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -96,6 +97,8 @@ def open_inputs(run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: t
     """See `train.inputs.open_inputs`."""
     training = open_prepared(run.data, "train")
     _require_elements(run, training)
+    if first:
+        _tell_missing_references(run, training)
     columns = columns_of(run, training)
     budget, pin_memory = run.data.microbatch_cost, device.type != "cpu"
     graphs = GraphBatchStream(
@@ -120,7 +123,7 @@ def open_inputs(run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: t
     start = run.training.init_from
     known = elements_of(
         [source.manifest.statistics for source in training],
-        [branch.name for branch in run.model.branches],
+        run.model.branches,
         None if start is None else Path(start),
     )
     if layout.data_ranks == 1:
@@ -179,6 +182,24 @@ def _require_elements(run: MaterialsRun, sources: Sequence[PreparedSource]) -> N
             raise DataError(
                 f"{source.path} has atomic number {heaviest}, model.max_atomic_number={run.model.max_atomic_number} is "
                 f"less; set model.max_atomic_number={heaviest} or more"
+            )
+
+
+def _tell_missing_references(run: MaterialsRun, sources: Sequence[PreparedSource]) -> None:
+    """A line to stderr for each branch that has reference energies, but not of all elements whose energies it learns."""
+    single = len(run.model.branches) == 1
+    for number, branch in enumerate(run.model.branches):
+        if run.model.energy is None or not branch.reference_energies:
+            continue
+        own = sources if single else sources[number : number + 1]
+        energies = [source.manifest.statistics for source in own if "energy" in source.manifest.labels]
+        present = frozenset[int]().union(*(known.elements for known in energies))
+        missing = sorted(present - frozenset(map(int, branch.reference_energies)))
+        if missing:
+            sys.stderr.write(
+                f"warning: model.branches: {branch.name}.reference_energies has none of atomic number "
+                f"{', '.join(map(str, missing))}, which its structures have: there an atom's energy begins at 0 eV; phalanx "
+                "data prepare-graphs says what fits\n"
             )
 
 

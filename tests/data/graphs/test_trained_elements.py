@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from graph_files import graph_data, write_set
 
+from phalanx.config.materials import Branch
 from phalanx.data.graphs.manifest import Statistics
 from phalanx.data.graphs.prepare import prepare_graphs
 from phalanx.data.graphs.shards import open_prepared
@@ -28,10 +29,11 @@ def statistics(*elements: int) -> Statistics:
 
 
 SOURCES = [statistics(1, 8), statistics(1, 79)]
+BRANCHES = [Branch(name="water"), Branch(name="gold")]
 
 
 def test_each_branch_has_those_of_its_source_and_a_single_one_all() -> None:
-    apart = elements_of(SOURCES, ["water", "gold"])
+    apart = elements_of(SOURCES, BRANCHES)
     assert apart is not None
     assert (apart.of("water"), apart.of("gold"), apart.everywhere) == ({1, 8}, {1, 79}, {1, 8, 79})
     assert (apart.branches_with(1), apart.branches_with(8), apart.branches_with(2)) == (
@@ -39,12 +41,12 @@ def test_each_branch_has_those_of_its_source_and_a_single_one_all() -> None:
         ["water"],
         [],
     )
-    together = elements_of(SOURCES, ["main"])
+    together = elements_of(SOURCES, [Branch(name="main")])
     assert together is not None and together.of("main") == together.everywhere == {1, 8, 79}
 
 
 def test_a_file_says_what_was_written(tmp_path: Path) -> None:
-    known = elements_of(SOURCES, ["water", "gold"])
+    known = elements_of(SOURCES, BRANCHES)
     assert known is not None
     write_elements(known, tmp_path)
     assert trained_elements(tmp_path) == trained_elements(tmp_path / "checkpoints" / "step-1") == known
@@ -59,22 +61,32 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_weights_keep_what_they_were_trained_on_before(tmp_path: Path) -> None:
-    first = elements_of([statistics(6), statistics(1, 79)], ["water", "gold"])
+    first = elements_of([statistics(6), statistics(1, 79)], BRANCHES)
     assert first is not None
     write_elements(first, tmp_path)
-    then = elements_of(SOURCES, ["water", "gold"], tmp_path)
+    then = elements_of(SOURCES, BRANCHES, tmp_path)
     assert then is not None and (then.of("water"), then.of("gold")) == ({1, 6, 8}, {1, 79})
     # A new name can only be given to branches that share their heads, which all data trained.
-    renamed = elements_of(SOURCES[:1], ["mine"], tmp_path)
+    renamed = elements_of(SOURCES[:1], [Branch(name="mine")], tmp_path)
     assert renamed is not None and renamed.of("mine") == {1, 6, 8, 79}
-    assert elements_of(SOURCES, ["water", "gold"], tmp_path / "elsewhere") is None
+    assert elements_of(SOURCES, BRANCHES, tmp_path / "elsewhere") is None
+
+
+def test_elements_whose_reference_energy_is_gone_are_known_no_more(tmp_path: Path) -> None:
+    first = elements_of([statistics(6, 7), statistics(1, 79)], BRANCHES)
+    assert first is not None
+    write_elements(first, tmp_path)
+    named = Branch(name="water", reference_energies={"1": -13.6, "6": -1000.0})
+    then = elements_of(SOURCES, [named, BRANCHES[1]], tmp_path)
+    # Nitrogen would be 0 eV now; oxygen is trained on, wherever it begins.
+    assert then is not None and (then.of("water"), then.of("gold")) == ({1, 6, 8}, {1, 79})
 
 
 def test_a_run_that_does_not_tell_branches_apart_means_all_of_them(tmp_path: Path) -> None:
     (tmp_path / "elements.json").write_text('{"atomic_numbers": [1, 6]}')
     known = trained_elements(tmp_path)
     assert known is not None and known.of("water") == {1, 6} and known.branches_with(6) == []
-    then = elements_of(SOURCES, ["water", "gold"], tmp_path)
+    then = elements_of(SOURCES, BRANCHES, tmp_path)
     assert then is not None and (then.of("water"), then.of("gold")) == ({1, 6, 8}, {1, 6, 79})
 
 

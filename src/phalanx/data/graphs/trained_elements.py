@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from phalanx.config.materials import Branch
 from phalanx.data.graphs.manifest import Statistics
 from phalanx.data.graphs.ragged import Int64Array, ragged_ranges
 from phalanx.data.graphs.shards import PreparedSource
@@ -38,22 +39,36 @@ class TrainedElements:
 
 
 def elements_of(
-    training: Sequence[Statistics], branches: Sequence[str], start: Path | None = None
+    training: Sequence[Statistics], branches: Sequence[Branch], start: Path | None = None
 ) -> TrainedElements | None:
     """Atomic numbers of these training splits, and of what the run's weights were trained on before.
 
-    training: of each source. branches: names of the model's, one for each source or a single one for all. start: the run
-    directory or checkpoint that the weights come from. None where that does not say what it was trained on.
+    training: of each source. branches: the model's, one for each source or a single one for all. start: the run directory or
+    checkpoint that the weights come from. None where that does not say what it was trained on.
     """
-    known = [frozenset(source.elements) for source in training]
-    parts = [frozenset[int]().union(*known)] if len(branches) == 1 else known
-    found = dict(zip(branches, parts, strict=True))
+    found = _by_branch(training, branches)
     if start is not None:
         earlier = trained_elements(start)
         if earlier is None:
             return None
-        found = {name: elements | earlier.of(name) for name, elements in found.items()}
+        found = {
+            branch.name: found[branch.name] | _still_known(earlier.of(branch.name), branch.reference_energies)
+            for branch in branches
+        }
     return TrainedElements(frozenset[int]().union(*found.values()), found)
+
+
+def _by_branch(sources: Sequence[Statistics], branches: Sequence[Branch]) -> dict[str, frozenset[int]]:
+    """Atomic numbers of the training structures of each branch."""
+    known = [frozenset(source.elements) for source in sources]
+    parts = [frozenset[int]().union(*known)] if len(branches) == 1 else known
+    return dict(zip((branch.name for branch in branches), parts, strict=True))
+
+
+def _still_known(elements: frozenset[int], reference_energies: Mapping[str, float]) -> frozenset[int]:
+    """Of elements trained on before those whose energy a branch still begins at: where it names others, these have 0 now."""
+    named = frozenset(map(int, reference_energies))
+    return elements & named if named else elements
 
 
 def branch_of(source: int, branches: Sequence[str]) -> str:
