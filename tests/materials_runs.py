@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +44,13 @@ def toy_energy(positions_N3: np.ndarray, species_N: np.ndarray) -> tuple[float, 
     return 0.5 * float((strength * gap**3).sum()), forces.sum(axis=1)
 
 
-def write_molecules(path: Path, structures: int, seed: int = 0) -> None:
+def write_molecules(path: Path, structures: int, seed: int = 0, elements: Sequence[int] = (1, 6, 8)) -> None:
     """Molecules of 2 to 10 atoms with labels in ragged arrays."""
     random = np.random.default_rng(seed)
     grid = np.stack(np.meshgrid(*[np.arange(3)] * 3, indexing="ij"), -1).reshape(-1, 3) * 1.5
     species, positions, energies, forces, starts = [], [], [], [], [0]
     for count in random.integers(2, 11, structures):
-        kinds = random.choice([1, 6, 8], count)
+        kinds = random.choice(elements, count)
         places = (grid[:count] + random.uniform(-0.2, 0.2, (count, 3))).astype("f4")
         energy, pull = toy_energy(places.astype("f8"), kinds)
         species.append(kinds.astype(np.uint8))
@@ -86,5 +88,20 @@ def write_materials_run(folder: Path, changes: dict[str, Any] | None = None, *, 
         section, field = name.split(".")
         sections[section][field] = value
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(sections))
+    # By way of JSON: run files know no anchors for what stands in them twice.
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(sections))))
     return path
+
+
+def write_two_branches(folder: Path, changes: dict[str, Any] | None = None, *, structures: int = 30) -> Path:
+    """A run file of two sources with a branch each, not prepared yet: `oxides` of H, C and O, `nitrides` of H and N."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_molecules(folder / "oxides.npz", structures)
+    write_molecules(folder / "nitrides.npz", structures, seed=1, elements=(1, 7))
+    labels = {"energy": "eV", "forces": "eV/A", "charges": "e"}
+    names = ("oxides", "nitrides")
+    sources = [
+        {"name": name, "path": str(folder / f"{name}.npz"), "labels": labels, "check_units": False} for name in names
+    ]
+    both = {"data.sources": sources, "model.branches": [{"name": name} for name in names]}
+    return write_materials_run(folder, both | (changes or {}), structures=2)

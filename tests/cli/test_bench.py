@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from command_line import Call
+from materials_runs import write_materials_run
+from phalanx.config.load import load_run
+from phalanx.data.graphs.prepare import prepare_graphs
 from token_data import write_token_folder
 
 RUN = """\
@@ -61,6 +64,19 @@ def test_lines_for_a_person_and_a_run_that_is_kept(call: Call, folder: Path) -> 
     assert len((folder / "kept" / "run" / "metrics.jsonl").read_text().splitlines()) == 3
     assert not (folder / "kept" / "run" / "checkpoints").exists()
     assert call("bench", "run.yaml", "--keep", "kept").code == 2
+
+
+def test_a_run_without_a_plan_is_measured_all_the_same(call: Call, tmp_path: Path) -> None:
+    file = write_materials_run(tmp_path, structures=20)
+    prepare_graphs(load_run(file).data, workers=1)  # type: ignore[arg-type]
+    words = ("bench", str(file), "--steps", "2", "--skip", "1", "--cluster", "h200-x4")
+    found = json.loads(call(*words, "--json").out)
+    assert found["measured"]["unit"] == "structures" and found["planned"] is None
+    assert found["why_no_plan"].startswith(
+        "no plan for model.family=materials: what a batch of graphs costs depends on"
+    )
+    said = call(*words)
+    assert said.code == 0 and said.out.splitlines()[-1] == f"  planned   {found['why_no_plan']}"
 
 
 def test_a_run_that_fails_says_why(call: Call, folder: Path) -> None:

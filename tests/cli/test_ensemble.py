@@ -111,8 +111,20 @@ def test_of_a_study_the_best_trials_are_candidates(tmp_path: Path, monkeypatch: 
     assert (found, wanted.top) == (trials[:12], 3)
     with pytest.raises(ConfigError, match="has 30 trials with a score; give --top 30 at most"):
         find_candidates([tmp_path], Wanted(top=31), train=False)
+    monkeypatch.setattr(verb, "study_candidates", lambda folder: trials[:1])
+    with pytest.raises(
+        ConfigError, match="has 1 trials with a score, an ensemble has at least two members; let phalanx"
+    ):
+        find_candidates([tmp_path], Wanted(), train=False)
     with pytest.raises(ConfigError, match="is a study; name it alone"):
         find_candidates([tmp_path, tmp_path / "other"], Wanted(), train=False)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_computed(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        done = call("ensemble", "nowhere", "--out", str(out))
+        assert done.code == 2 and " ".join(done.err.split()).endswith(f"{tmp_path}/file is a file; name a folder")
 
 
 def test_words_are_told_from_members(tmp_path: Path) -> None:

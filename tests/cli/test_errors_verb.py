@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ def test_errors_are_those_of_the_evaluation_in_training(call: Call, run_dir: Pat
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     wanted = next(event for event in events if event["kind"] == "evaluation")
     assert found["structures"] == wanted["structures"] > 3
+    assert found["untrained_elements"] == {}
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
     for row, expected in zip(found["errors"], wanted["errors"], strict=True):
         assert row == {**expected, "mae": pytest.approx(expected["mae"]), "rmse": pytest.approx(expected["rmse"])}
@@ -45,6 +47,20 @@ def test_a_person_reads_units(call: Call, run_dir: Path) -> None:
     assert energy.startswith("  toy energy ") and energy.endswith(" meV/atom")
     assert forces.startswith("  toy forces ") and forces.endswith(" meV/A")
     assert charges.startswith("  toy charges ") and charges.endswith(" e")
+
+
+def test_structures_of_elements_that_were_not_trained_on_are_said(call: Call, run_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_dir, tmp_path / "run")
+    (tmp_path / "run" / "elements.json").write_text('{"atomic_numbers": [1, 6, 8], "branches": {"toy": [1, 6]}}')
+    words = ("errors", str(tmp_path / "run"), "--split", "validation", "--device", "cpu")
+    done = call(*words, "--json")
+    found = json.loads(done.out)
+    count = found["untrained_elements"]["toy"]["8"]
+    assert 0 < count <= found["structures"]
+    last = call(*words).out.splitlines()[-1]
+    assert last.startswith(
+        f"warning: toy: {count} of these structures have atomic number 8, which no training structure of"
+    )
 
 
 def test_an_empty_split_is_refused(call: Call, run_dir: Path) -> None:

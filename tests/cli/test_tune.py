@@ -124,6 +124,14 @@ def test_what_is_refused(call: Call, tmp_path: Path) -> None:
     file.write_text(file.read_text() + LANGUAGE)
     slurm = call("tune", str(file), "--out", str(tmp_path / "study"), "--where", "slurm")
     assert slurm.code == 2 and "needs --cluster NAME" in slurm.err
+    there = call("tune", str(file), "--out", str(tmp_path / "study"), "--devices", "1")
+    assert there.code == 1 and f"{tmp_path / 'nowhere'}" in there.err
+    write_token_folder(tmp_path / "nowhere")
+    metric = call("tune", str(file), "tune.metric=perplexty", "--out", str(tmp_path / "study"), "--devices", "1")
+    assert metric.code == 2 and metric.err == (
+        "error: tune.metric=perplexty: an evaluation of this run has no such figure; choose among perplexity, loss, "
+        "bits_per_byte\n       nearest: tune.metric=perplexity\n"
+    )
     assert not (tmp_path / "study").exists()
     engine = call("tune", str(file), "--out", str(tmp_path / "study"), "--engine", "magic")
     assert engine.code == 2 and "optuna-tpe, deephyper or random" in engine.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import yaml
 
 from ensemble_members import train_members
+from phalanx.cli.ensemble_words import print_ensemble
 from phalanx.cluster.local_ranks import run_ranks
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
@@ -20,7 +22,7 @@ from phalanx.data.graphs.stream import GraphBatchStream, graph_order
 from phalanx.ensemble.build import Wanted, build_ensemble
 from phalanx.ensemble.document import ENSEMBLE, read_ensemble
 from phalanx.ensemble.loaded import LoadedEnsemble
-from phalanx.ensemble.materials import member_residuals
+from phalanx.ensemble.materials import member_residuals, untrained_elements
 from phalanx.ensemble.members import Member, open_member, require_alike
 from phalanx.ensemble.residuals import Residuals
 from phalanx.ensemble.share import Share
@@ -42,6 +44,23 @@ def assert_same(found: list[Residuals], wanted: list[Residuals]) -> None:
         np.testing.assert_array_equal(one.structures_n, other.structures_n)
         scale = np.abs(other.errors_Mn).max()
         np.testing.assert_allclose(one.errors_Mn, other.errors_Mn, atol=2e-5 * scale)
+
+
+def test_structures_of_elements_that_a_member_was_not_trained_on_are_said(
+    member_dirs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copies = [tmp_path / folder.name for folder in member_dirs[:2]]
+    for folder, copy in zip(member_dirs, copies, strict=False):
+        shutil.copytree(folder, copy)
+    assert untrained_elements(opened(copies), "test") == {}
+    (copies[1] / "elements.json").write_text('{"atomic_numbers": [1, 6, 8], "branches": {"toy": [1, 6]}}')
+    built = build_ensemble(opened(copies), Wanted(weights="equal"), CPU)
+    assert list(built.untrained["test"]) == list(built.untrained["validation"]) == ["toy"]
+    (count,) = built.untrained["test"]["toy"].values()
+    print_ensemble(built.facts())
+    assert f"test split, toy: {count} of these structures have atomic number 8" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_errors_are_those_of_each_member_alone(member_dirs: list[Path]) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
-from materials_runs import write_materials_run
+from materials_runs import write_materials_run, write_two_branches
 from phalanx.config.families import MaterialsRun
-from phalanx.config.load import load_run
+from phalanx.config.load import load_run, parse_run
 from phalanx.data.graphs.prepare import prepare_graphs
 from phalanx.data.graphs.shards import open_prepared
 from phalanx.data.graphs.stream import GraphBatchStream, graph_order
-from phalanx.data.graphs.trained_elements import elements_of, trained_elements, write_elements
+from phalanx.data.graphs.trained_elements import trained_elements
 from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.train.materials import columns_of
 from phalanx.train.start import train
@@ -143,6 +145,19 @@ def test_another_total_charge_is_another_structure(run_dir: Path) -> None:
     assert seen == [None, 1.0, -1.0]
 
 
+def test_the_total_charge_is_what_atoms_say(run_dir: Path) -> None:
+    atoms = crystal()
+    calculator = PhalanxCalculator(run_dir, device="cpu", precision="fp64")
+    assert calculator.get_property("charges", atoms).sum() == pytest.approx(0.0)
+    atoms.set_initial_charges([0.5, 0.52, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    assert calculator.get_property("charges", atoms).sum() == pytest.approx(1.0)
+    atoms.info["charge"] = 1
+    assert calculator.get_property("charges", atoms).sum() == pytest.approx(1.0)
+    atoms.set_initial_charges(None)
+    atoms.info["charge"] = -2.0
+    assert calculator.get_property("charges", atoms).sum() == pytest.approx(-2.0)
+
+
 def test_what_is_no_element_is_refused(run_dir: Path) -> None:
     atoms = crystal()
     atoms.numbers[3] = 0
@@ -153,40 +168,99 @@ def test_what_is_no_element_is_refused(run_dir: Path) -> None:
 
 def test_an_element_that_no_training_structure_had_is_refused_unless_asked_for(run_dir: Path) -> None:
     known = trained_elements(run_dir)
-    assert known is not None and {6, 8} <= known
+    assert known is not None and {6, 8} <= known.of("toy") == known.everywhere
     assert trained_elements(newest_checkpoint(run_dir)) == known
-    strange = min(set(range(1, 9)) - known)
+    strange = min(set(range(1, 9)) - known.everywhere)
     atoms = crystal()
     atoms.numbers[2] = strange
     atoms.calc = PhalanxCalculator(run_dir, device="cpu")
-    with pytest.raises(DataError, match=rf"atomic number {strange}, which nothing that the model of .* was trained on"):
+    with pytest.raises(
+        DataError, match=rf"atomic number {strange} \(He\), which nothing that the model of .* was trained on"
+    ):
         atoms.get_potential_energy()
     atoms.calc = PhalanxCalculator(run_dir, device="cpu", untrained_elements=True)
     assert np.isfinite(atoms.get_potential_energy())
 
 
-def test_weights_that_were_trained_before_know_what_they_were_trained_on(tmp_path: Path, run_dir: Path) -> None:
-    known = trained_elements(run_dir)
-    assert known is not None
-    write_elements(frozenset({1, 79}), tmp_path)
-    statistics = [source.manifest.statistics for source in open_prepared(load_prepared_run(run_dir).data, "train")]
-    assert elements_of(statistics, None) == known
-    assert elements_of(statistics, tmp_path) == known | {1, 79}
-    # A run of an older version does not say.
-    assert elements_of(statistics, tmp_path / "elsewhere") is None
-    (tmp_path / "elements.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="no list of atomic numbers"):
-        trained_elements(tmp_path)
+@pytest.fixture(scope="module")
+def branched_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two branches, hardly trained: one of H, C and O, one of H and N."""
+    folder = tmp_path_factory.mktemp("branches")
+    run = load_run(write_two_branches(folder), ["training.steps=1"])
+    assert isinstance(run, MaterialsRun)
+    prepare_graphs(run.data, workers=1)
+    train(run, folder / "run")
+    return folder / "run"
+
+
+def test_a_branch_knows_the_elements_of_its_own_data(branched_dir: Path) -> None:
+    oxide, nitride = ase.Atoms("OH", [(0, 0, 0), (0, 0, 1.2)]), ase.Atoms("NH", [(0, 0, 0), (0, 0, 1.2)])
+    for branch, own, foreign, other in (
+        (
+            "oxides",
+            oxide,
+            nitride,
+            "7 (N), which no structure that branch oxides of .* though branch nitrides knows it",
+        ),
+        (
+            "nitrides",
+            nitride,
+            oxide,
+            "8 (O), which no structure that branch nitrides of .* though branch oxides knows it",
+        ),
+    ):
+        calculator = PhalanxCalculator(branched_dir, branch=branch, device="cpu")
+        assert np.isfinite(calculator.get_potential_energy(own))
+        with pytest.raises(DataError, match=other.replace("(", r"\(").replace(")", r"\)")):
+            calculator.get_potential_energy(foreign)
+    with pytest.raises(DataError, match=r"atomic number 3 \(Li\), which nothing that the model of"):
+        calculator.get_potential_energy(ase.Atoms("LiH", [(0, 0, 0), (0, 0, 1.2)]))
+    calculator = PhalanxCalculator(branched_dir, branch="oxides", device="cpu", untrained_elements=True)
+    assert np.isfinite(calculator.get_potential_energy(nitride))
+
+
+def test_a_branch_says_nothing_of_what_its_data_do_not_teach(tmp_path: Path) -> None:
+    run_file = write_two_branches(tmp_path, {"training.steps": 1})
+    text = yaml.safe_load(run_file.read_text())
+    text["model"]["energy"] = {"weight": 1.0}
+    text["data"]["sources"][0]["labels"] = {"charges": "e"}
+    text["data"]["sources"][1]["labels"] = {"energy": "eV"}
+    run = parse_run(yaml.safe_dump(text), "run")
+    assert isinstance(run, MaterialsRun)
+    prepare_graphs(run.data, workers=1)
+    train(run, tmp_path / "run")
+    oxide, nitride = ase.Atoms("OH", [(0, 0, 0), (0, 0, 1.2)]), ase.Atoms("NH", [(0, 0, 0), (0, 0, 1.2)])
+    oxide.calc = PhalanxCalculator(tmp_path / "run", branch="oxides", device="cpu")
+    assert oxide.get_charges().sum() == pytest.approx(0.0) and set(oxide.calc.results) == {"charges"}
+    said = r"energy: the data of branch oxides of .* have no labels that teach its energy head, .*; ask for branch nitrides"
+    with pytest.raises(PropertyNotImplementedError, match=said):
+        oxide.get_potential_energy()
+    with pytest.raises(PropertyNotImplementedError, match="forces: the data of branch oxides"):
+        oxide.get_forces()
+    nitride.calc = PhalanxCalculator(tmp_path / "run", branch="nitrides", device="cpu")
+    assert np.isfinite(nitride.get_potential_energy()) and np.isfinite(nitride.get_forces()).all()
+    with pytest.raises(PropertyNotImplementedError, match="charges: the data of branch nitrides"):
+        nitride.get_charges()
+    # A head that branches share was taught by the others' data.
+    text["model"]["energy"]["shared"] = text["model"]["charges"]["shared"] = True
+    train(parse_run(yaml.safe_dump(text), "run"), tmp_path / "shared")
+    oxide.calc = PhalanxCalculator(tmp_path / "shared", branch="oxides", device="cpu")
+    assert np.isfinite(oxide.get_potential_energy())
+
+
+def test_a_run_that_does_not_tell_branches_apart_is_taken_at_its_word(branched_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(branched_dir, tmp_path / "old")
+    (tmp_path / "old" / "elements.json").write_text('{"atomic_numbers": [1, 6, 7, 8]}')
+    calculator = PhalanxCalculator(tmp_path / "old", branch="oxides", device="cpu")
+    nitride = ase.Atoms("NH", [(0, 0, 0), (0, 0, 1.2)])
+    assert np.isfinite(calculator.get_potential_energy(nitride))
+    (tmp_path / "old" / "elements.json").unlink()
+    calculator = PhalanxCalculator(tmp_path / "old", branch="oxides", device="cpu")
+    assert np.isfinite(calculator.get_potential_energy(nitride))
 
 
 def newest_checkpoint(run_dir: Path) -> Path:
     return max((run_dir / "checkpoints").iterdir())
-
-
-def load_prepared_run(run_dir: Path) -> MaterialsRun:
-    run = load_run(run_dir / "run.yaml", [])
-    assert isinstance(run, MaterialsRun)
-    return run
 
 
 @pytest.mark.parametrize(
@@ -201,8 +275,27 @@ def load_prepared_run(run_dir: Path) -> MaterialsRun:
         ),
         (lambda atoms: atoms.info.update(charge=None), r'info\["charge"\] is None; give the total charge as a number'),
         (lambda atoms: atoms.info.update(charge=np.nan), r'info\["charge"\] is nan'),
+        (
+            lambda atoms: atoms.set_initial_charges([0.4] + 7 * [0.0]),
+            r"adds up to 0.4 e, which is no whole number; give",
+        ),
+        (lambda atoms: atoms.set_initial_charges([np.nan] + 7 * [0.0]), r"adds up to nan e, which is no whole number"),
+        (
+            lambda atoms: (atoms.set_initial_charges([1.0] + 7 * [0.0]), atoms.info.update(charge=-1)),
+            r'adds up to 1 e, but atoms.info\["charge"\] is -1; give the total charge',
+        ),
     ],
-    ids=["no cell", "flat cell", "one place", "one place through the cell", "no charge", "charge of nan"],
+    ids=[
+        "no cell",
+        "flat cell",
+        "one place",
+        "one place through the cell",
+        "no charge",
+        "charge of nan",
+        "charges of no whole",
+        "charges of nan",
+        "two charges",
+    ],
 )
 def test_a_structure_that_makes_no_sense_is_refused(
     run_dir: Path, change: Callable[[ase.Atoms], None], said: str

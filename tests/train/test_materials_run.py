@@ -103,6 +103,18 @@ def test_a_budget_decides_how_many_micro_batches_there_are(run_file: Path) -> No
         assert len(x) + 0.3 * named["edges_2E"].shape[1] <= 30.0
 
 
+def test_an_element_without_a_reference_energy_beside_others_is_said(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for energies, said in (("{6: -12.0}", True), ("{1: -2.0, 6: -12.0, 8: 0.0}", False), ("{}", False)):
+        run = load_run(run_file, [f"model.branches=[{{name: toy, reference_energies: {energies}}}]"])
+        open_inputs(run, resolve_layout(run, 1), ONE_RANK, torch.device("cpu"), first=True).stream.close()
+        line = (
+            "warning: model.branches: toy.reference_energies has none of atomic number 1, 8, which its structures have"
+        )
+        assert (line in capsys.readouterr().err) == said
+
+
 def test_an_element_the_model_does_not_know_is_refused(run_file: Path) -> None:
     run = load_run(run_file, ["model.max_atomic_number=7"])
     with pytest.raises(

@@ -17,6 +17,7 @@ from phalanx.cli.console import output, print_json
 from phalanx.cluster.machine import Machine, described_names, load_machine
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
+from phalanx.cost.family import is_planned
 from phalanx.cost.profile import choose_profile
 from phalanx.cost.shelf import shelf
 from phalanx.errors import ConfigError
@@ -69,7 +70,13 @@ def bench(
     launcher = _launcher(where, devices, machine)
     short = short_run(load_run(run, overrides or []), steps)
     layout = resolve_layout(short, devices, None if machine is None else machine.node.devices)
-    plan = None if machine is None or cluster is None else _plan(short, layout, machine, cluster, profile)
+    plan, why = None, None
+    if machine is not None and cluster is not None:
+        # Slurm asks for a cluster whether there is a plan or not.
+        if is_planned(short.model):
+            plan = _plan(short, layout, machine, cluster, profile)
+        else:
+            why = f"no plan for model.family={short.model.family}: what a batch of graphs costs depends on the graphs"
     found = _measured(short, launcher, devices, keep, skip, limit)
     facts = {
         "layout": str(layout),
@@ -77,12 +84,15 @@ def bench(
         "global_batch": layout.global_batch,
         "measured": found.as_dict(),
         "planned": None if plan is None else plan.as_dict(),
+        "why_no_plan": why,
     }
     if json:
         print_json(facts)
         return
     for line in _lines(layout, found, plan):
         output().print(line, soft_wrap=True)
+    if why is not None:
+        output().print(f"  planned   {why}", soft_wrap=True)
 
 
 def _launcher(where: str, devices: int, machine: Machine | None) -> Launcher:

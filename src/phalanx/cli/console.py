@@ -6,6 +6,7 @@ With `--json` a verb prints exactly one JSON object, through `print_json`, and n
 from __future__ import annotations
 
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import finite, write_atomically
 
 UNWRAPPED = 1000
@@ -40,6 +41,17 @@ def write_file(file: Path, text: str) -> None:
         write_atomically(file, text)
     except OSError as error:
         raise PhalanxError(f"cannot write {file}: {error.strerror}; name another file") from error
+
+
+def require_folder(folder: Path, option: str) -> None:
+    """Refuse a folder of the command line in which nothing could be written, before there is anything to write.
+
+    Raises ConfigError."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{option} {folder}: {there} is a file; name a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {folder}: nothing may be written in {there}; name another folder")
 
 
 def print_error(text: str) -> None:

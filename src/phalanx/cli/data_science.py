@@ -56,8 +56,20 @@ def prepare_graphs_of(
         total = manifest.totals
         words = f"{total.structures:,} structures ({parts}), {total.atoms:,} atoms, {total.edges:,} edges"
         output().print(f"{Path(loaded.data.prepared) / name}: {words}", soft_wrap=True)
+        if said := charges_in_words(manifest.statistics):
+            output().print(f"  {said}", soft_wrap=True)
     output().print("units that fit the training split, for the run file:", soft_wrap=True)
     output().print(yaml.safe_dump({"model": fitting}, sort_keys=False, width=120).rstrip(), soft_wrap=True)
+
+
+def charges_in_words(statistics: Statistics) -> str:
+    """Which total charges structures have, where not all of them are known to be neutral; else nothing."""
+    counts = statistics.total_charges
+    parts = [f"{charge:+d} in {count:,}" for charge, count in counts.items() if charge]
+    ions = f"total charges: {', '.join(parts)}, 0 in {counts.get(0, 0):,} structures" if parts else ""
+    unknown = statistics.taken_for_neutral
+    taken = f"{unknown:,} structures say nothing of their total charge and are taken for neutral" if unknown else ""
+    return "; ".join(part for part in (ions, taken) if part)
 
 
 _SHOWN = {"totals", "splits", "statistics"}

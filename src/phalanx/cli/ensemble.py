@@ -14,7 +14,7 @@ import torch
 import typer
 
 from phalanx.cli.arguments import Json
-from phalanx.cli.console import output, print_json, write_file
+from phalanx.cli.console import output, print_json, require_folder, write_file
 from phalanx.cli.ensemble_words import print_ensemble
 from phalanx.cli.inference import Device, progress_bar
 from phalanx.cluster.cores import available_cores
@@ -120,6 +120,7 @@ def ensemble(
         samples=samples,
         side_by_side=side_by_side,
     )
+    require_folder(out, "--out")
     candidates, wanted = find_candidates(paths, wanted, train=train)
     if seeds is not None and not train:
         raise ConfigError(f"--seeds {seeds} says what to train; add --train")
@@ -173,8 +174,13 @@ def find_candidates(paths: Sequence[Path], wanted: Wanted, *, train: bool) -> tu
     wanted = replace(wanted, top=wanted.top or TOP)
     assert wanted.top is not None
     found = study_candidates(studies[0])[: _POOL * wanted.top]
+    if len(found) < 2:
+        raise ConfigError(
+            f"{studies[0]} has {len(found)} trials with a score, an ensemble has at least two members; let phalanx "
+            "tune go on"
+        )
     if len(found) < wanted.top:
-        raise ConfigError(f"{studies[0]} has {len(found)} trials with a score; give --top {max(len(found), 2)} at most")
+        raise ConfigError(f"{studies[0]} has {len(found)} trials with a score; give --top {len(found)} at most")
     return found, wanted
 
 
@@ -300,7 +306,10 @@ def _start_ranks(
 
 def _write(built: Built | ForecastEnsemble | LanguageEnsemble, out: Path, page: Path, *, as_json: bool) -> None:
     facts = built.facts()
-    built.document(out).write(out)
+    try:
+        built.document(out).write(out)
+    except OSError as error:
+        raise PhalanxError(f"cannot write in {out}: {error.strerror}; name another --out DIR") from error
     write_file(page, render_ensemble(facts))
     if as_json:
         print_json({"ensemble": str(out / ENSEMBLE), "report": str(page), **facts})

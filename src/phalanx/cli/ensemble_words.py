@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.cli.console import output
+from phalanx.data.graphs.trained_elements import untrained_in_words
 from phalanx.report.text import number, percent
 
 Row = dict[str, Any]
@@ -41,6 +42,9 @@ def print_ensemble(facts: Row) -> None:
     )
     for label in labels:
         console.print(_line(label), soft_wrap=True)
+    for split, found in facts["untrained_elements"].items():
+        for line in untrained_in_words(found):
+            console.print(f"warning: {split} split, {line}", style="yellow", soft_wrap=True)
 
 
 def _line(label: Row) -> str:

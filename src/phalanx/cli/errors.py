@@ -11,6 +11,7 @@ from phalanx.cli.arguments import Json, Overrides
 from phalanx.cli.console import output, print_json, print_pairs
 from phalanx.cli.inference import Device
 from phalanx.cluster.device import choose_device
+from phalanx.data.graphs.trained_elements import untrained_in_words
 from phalanx.evaluate.materials import split_errors
 
 
@@ -28,7 +29,8 @@ def errors(
 ) -> None:
     """Errors of a materials model on structures it has not been trained on, on one device.
 
-    Energies count per atom; components of forces, stresses and dipoles count one each.
+    Energies count per atom; components of forces, stresses and dipoles count one each. Structures with an element that no
+    training structure of their branch had are counted, and said.
     """
     where, found = split_errors(checkpoint, split, choose_device(device), samples=samples, overrides=overrides or ())
     if as_json:
@@ -38,3 +40,5 @@ def errors(
         f"{where} on the {split} split: {found.structures:,} structures, loss {found.loss:.5g}", soft_wrap=True
     )
     print_pairs([(f"{row.source} {row.quantity}", row.errors_in_words) for row in found.rows])
+    for line in untrained_in_words(found.untrained or {}):
+        output().print(f"warning: {line}", style="yellow", soft_wrap=True)

@@ -52,7 +52,8 @@ class GraphSource(Section):
     length_unit: str = "A"
     """Unit of positions and cells."""
     labels: dict[LabelName, _Label] = Field(default_factory=dict)
-    """Labels to read: energy, forces, stress, charges (of atoms), dipole; and total_charge, which a model is told."""
+    """Labels to read: energy, forces, stress, charges (of atoms), dipole; and total_charge, which a model is told. Where
+    that is missing, charges say it by their sum, and a structure without charges is taken for neutral."""
     properties: dict[Name, _Label] = Field(default_factory=dict)
     """Further numbers, one a structure, by the name that a head asks for."""
     atom_properties: dict[Name, _Label] = Field(default_factory=dict)
@@ -63,6 +64,8 @@ class GraphSource(Section):
     """Whether a structure may lack a label; it then does not count for that label's loss."""
     no_edges: Literal["refuse", "allow"] = "refuse"
     """Whether a structure without any pair of atoms inside the cutoff, such as a lone atom, is kept."""
+    charge_sum: Literal["whole", "any"] = "whole"
+    """Whether charges of a structure must add up, within 0.1 e, to its total_charge or without one to a whole number."""
     check_units: bool = True
     """Whether bond lengths and forces that hint at a wrong unit are refused."""
 

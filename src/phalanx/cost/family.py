@@ -156,9 +156,14 @@ def cost_family(model: Model) -> CostFamily:
     return family  # type: ignore[no-any-return]
 
 
+def is_planned(model: Model) -> bool:
+    """Whether the family's steps depend on nothing but the run file, so that they can be planned for."""
+    return model.family in _PLANNED
+
+
 def require_planned(model: Model) -> None:
     """Raises ConfigError, with the reason, for families whose steps depend on more than the run file."""
-    if model.family not in _PLANNED:
+    if not is_planned(model):
         raise ConfigError(
             f"model.family={model.family}: phalanx plan needs blocks of one size; what a batch of graphs costs depends on "
             "the graphs. phalanx train runs it without a plan: docs/materials.md says in which layouts"

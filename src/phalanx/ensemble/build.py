@@ -10,9 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from phalanx.data.graphs.manifest import Split
 from phalanx.ensemble.calibrate import Fitted, Kind, calibrate, conformal_part
 from phalanx.ensemble.document import EnsembleFile, LabelEntry, entries
-from phalanx.ensemble.materials import member_residuals
+from phalanx.ensemble.materials import member_residuals, untrained_elements
 from phalanx.ensemble.members import Member, require_alike
 from phalanx.ensemble.residuals import FloatArray, Residuals
 from phalanx.ensemble.scores import CURVE, LEVELS, Errors, Scores, errors_of, score
@@ -92,6 +93,8 @@ class Built:
     """Relative validation error of each candidate; see `select.relative_products`."""
     labels: list[LabelResult]
     wanted: Wanted
+    untrained: dict[Split, dict[str, dict[int, int]]]
+    """By split: see `materials.untrained_elements`."""
 
     def facts(self) -> dict[str, Any]:
         """Everything as plain values."""
@@ -121,6 +124,7 @@ class Built:
                 "by_score_validation_error": list(self.by_score.errors),
             },
             "labels": [_label_facts(label) for label in self.labels],
+            "untrained_elements": self.untrained,
         }
 
     def document(self, folder: Path) -> EnsembleFile:
@@ -190,7 +194,9 @@ def build_ensemble(
         raise DataError("the validation and the test split have no labels in common")
     alone = np.sqrt(np.diag(products)).tolist()
     members = [candidates[number] for number in chosen.members]
-    return Built(list(candidates), members, chosen, by_score, alone, labels, wanted)
+    splits: tuple[Split, ...] = ("validation", "test")
+    untrained = {split: untrained_elements(members, split, wanted.samples) for split in splits}
+    return Built(list(candidates), members, chosen, by_score, alone, labels, wanted, untrained)
 
 
 def _label_result(

@@ -21,6 +21,7 @@ from phalanx.data.graphs.cost import CostModel
 from phalanx.data.graphs.manifest import Split
 from phalanx.data.graphs.order import Located
 from phalanx.data.graphs.shards import PreparedSource, open_prepared
+from phalanx.data.graphs.trained_elements import branch_of, trained_elements, untrained_in
 from phalanx.ensemble.members import Member
 from phalanx.ensemble.residuals import Float32Array, Int64Array, Residuals
 from phalanx.ensemble.share import ALONE, Share
@@ -78,6 +79,24 @@ def member_residuals(
             start, done = start + count, done + count * len(chosen)
             progress(done, total)
     return _rows(collected, members, runs[0], share)
+
+
+def untrained_elements(
+    members: Sequence[Member], split: Split, samples: int | None = None
+) -> dict[str, dict[int, int]]:
+    """By source and atomic number: structures that `member_residuals` takes with an element that the branch of the source
+    was not trained on in some member, of those that say what they were trained on."""
+    run = _materials(members[0])
+    sources = open_prepared(run.data, split)
+    found, names = _chosen(sources, samples), [branch.name for branch in run.model.branches]
+    known = [trained for trained in (trained_elements(member.checkpoint) for member in members) if trained is not None]
+    counts = {}
+    for number, source in enumerate(sources):
+        by_all = [trained.of(branch_of(number, names)) for trained in known]
+        items = found.item[found.source == number]
+        if elements := untrained_in(source, items, frozenset.intersection(*by_all)) if by_all else {}:
+            counts[source.manifest.source] = elements
+    return counts
 
 
 def _materials(member: Member) -> MaterialsRun:

@@ -21,7 +21,8 @@ from torch import Tensor
 from phalanx.cluster.device import choose_device
 from phalanx.data.graphs.checks import SAME_PLACE_A
 from phalanx.data.graphs.device_neighbours import DeviceEdges, device_edges
-from phalanx.data.graphs.trained_elements import trained_elements
+from phalanx.data.graphs.total_charge import TOLERANCE
+from phalanx.data.graphs.trained_elements import TrainedElements, trained_elements
 from phalanx.ensemble.document import is_ensemble
 from phalanx.ensemble.loaded import LoadedEnsemble
 from phalanx.errors import ConfigError, DataError, PhalanxError
@@ -32,18 +33,22 @@ from phalanx.models.materials.losses import Predictions
 try:
     from ase import Atoms
     from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
+    from ase.data import chemical_symbols
     from ase.outputs import Properties
     from ase.stress import full_3x3_to_voigt_6_stress
 except ImportError as error:
     raise PhalanxError('the ASE calculator needs ase: pip install "phalanx-train[materials]"') from error
 
+_OF_ENERGY = ("energy", "free_energy", "energies", "forces", "stress")
+"""Properties that the energy head gives; others have a head of their own name."""
 _UNCERTAINTY = "_uncertainty"
 """What the name of a property's uncertainty ends with."""
 
 
 class PhalanxCalculator(Calculator):
     """Energy (eV), forces (eV/A), stress (eV/A^3, tension positive, of fully periodic cells); charges (e) and dipole (e*A)
-    where the model predicts them. The structure's total charge is `atoms.info["charge"]`, 0 where that is not given.
+    where the model predicts them. The structure's total charge is `atoms.info["charge"]`, without it what
+    `atoms.get_initial_charges()` adds up to, which is 0 where nobody set them.
 
     An ensemble gives the mean of its members, and `results["energy_uncertainty"]`, `results["forces_uncertainty"]` and so
     on beside it: calibrated standard deviations, in the units and shapes of what they belong to."""
@@ -62,7 +67,7 @@ class PhalanxCalculator(Calculator):
         """checkpoint: folder of a run, of one checkpoint, or of an ensemble. branch: the data set whose energies are meant,
         of a model that has several. device: as `cluster.device`. precision: fp32 or fp64 instead of the run's. edge_chunk:
         edges computed at a time, for structures that would not fit. untrained_elements: compute structures with elements
-        that no training structure had, whatever comes of it. options: ASE's own.
+        that no training structure of the branch had, whatever comes of it. options: ASE's own.
 
         Raises CheckpointError where there is no sound checkpoint, ConfigError for an unknown branch, device or precision,
         and for a model without energies.
@@ -86,14 +91,14 @@ class PhalanxCalculator(Calculator):
             self.ensemble.use_edge_chunk(edge_chunk)
         self._branch = self.network.branch(branch)
         self._networks = [self.network] if self.ensemble is None else self.ensemble.members
+        self._branch_name = model.branches[self._branch].name
         places = [] if untrained_elements else [network.where for network in self._networks]
         known = [(where, trained_elements(where)) for where in places]
         self._known = [(where, elements) for where, elements in known if elements is not None]
         extra = {"charges": model.charges, "dipole": model.dipole}
-        self.implemented_properties = [
-            *("energy", "free_energy", "energies", "forces", "stress"),
-            *(name for name, head in extra.items() if head is not None),
-        ]
+        self._untaught = self.network.untaught(self._branch)
+        there = [*_OF_ENERGY, *(name for name, head in extra.items() if head is not None)]
+        self.implemented_properties = [name for name in there if _head(name) not in self._untaught]
         if self.ensemble is not None:
             self.implemented_properties += [f"{name}{_UNCERTAINTY}" for name in _uncertain(self.implemented_properties)]
 
@@ -104,14 +109,26 @@ class PhalanxCalculator(Calculator):
             changes.append("charge")
         return changes
 
+    def get_property(self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True) -> Any:
+        """What ASE calls. Raises PropertyNotImplementedError, too, for what the branch was never trained on."""
+        head = _head(name.removesuffix(_UNCERTAINTY))
+        if head in self._untaught:
+            others = self._untaught[head]
+            instead = f"; ask for branch {' or '.join(others)}" if others else ""
+            raise PropertyNotImplementedError(
+                f"{name}: the data of branch {self._branch_name} of {self.network.where} have no labels that teach its "
+                f"{head} head, which would answer at random{instead}"
+            )
+        return super().get_property(name, atoms, allow_calculation)
+
     def calculate(
         self,
         atoms: Atoms | None = None,
         properties: Sequence[str] = ("energy",),
         system_changes: Sequence[str] = tuple(all_changes),
     ) -> None:
-        """What ASE calls. Raises DataError for an element the model does not know or was not trained on, a position or total
-        charge that is no number, two atoms on one place, and a periodic cell without volume."""
+        """What ASE calls. Raises DataError for an element the model does not know or its branch was not trained on, a
+        position or total charge that is no number, two atoms on one place, and a periodic cell without volume."""
         super().calculate(atoms, properties, system_changes)
         assert self.atoms is not None
         periodic = bool(self.atoms.pbc.all())
@@ -131,6 +148,7 @@ class PhalanxCalculator(Calculator):
             self.results["stress"] = full_3x3_to_voigt_6_stress(found.stress_G33[0].double().numpy(force=True))
         for name, std in stds.items():
             self.results[f"{name}{_UNCERTAINTY}"] = _as_ase(name, std.numpy(force=True))
+        self.results = {name: value for name, value in self.results.items() if name in self.implemented_properties}
 
     def export_properties(self) -> Properties:
         """What `atoms.get_properties` gives: ASE knows no uncertainties, which stay in `results`."""
@@ -151,13 +169,8 @@ class PhalanxCalculator(Calculator):
                 f"the structure has atomic number {heaviest}; the model of {least.where} knows elements up to "
                 f"{least.run.model.max_atomic_number}"
             )
-        present = frozenset(atoms.numbers.tolist())
-        for where, elements in self._known:
-            if strange := sorted(present - elements):
-                raise DataError(
-                    f"the structure has atomic number {strange[0]}, which nothing that the model of {where} was trained on "
-                    "has: it would answer at random; train with such structures, or say untrained_elements=True"
-                )
+        for where, trained in self._known:
+            _require_trained(atoms, trained, self._branch_name, where)
         # Float64 as ASE has them: dynamics take differences of positions that are far smaller than the positions.
         positions_N3 = torch.from_numpy(np.asarray(atoms.positions, dtype=np.float64)).to(device)
         cell = np.where(atoms.pbc[:, None], atoms.cell.array, 0.0)
@@ -191,6 +204,11 @@ class PhalanxCalculator(Calculator):
             return found.mean, found.std
 
 
+def _head(name: str) -> str:
+    """The head that a property of ASE's comes from."""
+    return "energy" if name in _OF_ENERGY else name
+
+
 def _uncertain(properties: Sequence[str]) -> list[str]:
     """Those of ASE's properties that an ensemble may know the uncertainty of."""
     return [name for name in properties if name not in ("free_energy", "energies")]
@@ -203,6 +221,30 @@ def _as_ase(name: str, std: npt.NDArray[np.float64]) -> Any:
     if name == "stress":
         return full_3x3_to_voigt_6_stress(std[0])
     return std[0] if name == "dipole" else std
+
+
+def _require_trained(atoms: Atoms, trained: TrainedElements, branch: str, where: Path) -> None:
+    """Refuse an element that no training structure of the branch had. Raises DataError."""
+    strange = sorted(set(atoms.numbers.tolist()) - trained.of(branch))
+    if not strange:
+        return
+    element = f"atomic number {strange[0]} ({chemical_symbols[strange[0]]})"
+    others = trained.branches_with(strange[0])
+    if others:
+        raise DataError(
+            f"the structure has {element}, which no structure that branch {branch} of {where} was trained on has: it would "
+            f"answer at random, though {_named(others)} it; ask for that branch, train {branch} with such structures, or "
+            f"say untrained_elements=True"
+        )
+    raise DataError(
+        f"the structure has {element}, which nothing that the model of {where} was trained on has: it would answer at "
+        "random; train with such structures, or say untrained_elements=True"
+    )
+
+
+def _named(branches: Sequence[str]) -> str:
+    """Branches that know something, and the verb."""
+    return f"branch {branches[0]} knows" if len(branches) == 1 else f"branches {', '.join(branches)} know"
 
 
 def _require_apart(positions_N3: Tensor, edges: DeviceEdges) -> None:
@@ -220,7 +262,7 @@ def _require_apart(positions_N3: Tensor, edges: DeviceEdges) -> None:
 
 
 def _charge(atoms: Atoms) -> float:
-    """Total charge, e. Raises DataError for what is no finite number."""
+    """Total charge, e. Raises DataError for what is no finite number, and for charges of atoms that say something else."""
     given = atoms.info.get("charge", 0.0)
     try:
         charge = float(given)
@@ -228,4 +270,15 @@ def _charge(atoms: Atoms) -> float:
         charge = float("nan")
     if not np.isfinite(charge):
         raise DataError(f'atoms.info["charge"] is {given!r}; give the total charge as a number of elementary charges')
-    return charge
+    if not atoms.has("initial_charges"):
+        return charge
+    found = float(atoms.get_initial_charges().sum())
+    total = charge if "charge" in atoms.info else float(np.rint(found))
+    # Written so that a sum that is no number does not pass.
+    if not abs(found - total) <= TOLERANCE:
+        against = f'but atoms.info["charge"] is {charge:g}' if "charge" in atoms.info else "which is no whole number"
+        raise DataError(
+            f"atoms.get_initial_charges() adds up to {found:g} e, {against}; give the total charge as "
+            'atoms.info["charge"], and initial charges that add up to it or none'
+        )
+    return total

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from phalanx.config.check_graphs import learned
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import parse_run
+from phalanx.config.materials import MaterialsModel
 from phalanx.data.graphs.manifest import Split
 from phalanx.data.graphs.shards import open_prepared
+from phalanx.data.graphs.trained_elements import branch_of, trained_elements, untrained_in
 from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.attention import AttentionChoice
@@ -48,6 +51,34 @@ class LoadedNetwork:
             asked = "no branch is named" if name is None else f"there is no branch {name}"
             raise ConfigError(f"{self.where}: {asked}; choose one of {', '.join(names)}")
         return names.index(name)
+
+    def untaught(self, branch: int) -> dict[str, list[str]]:
+        """Of the heads `energy`, `charges` and `dipole` those that no label of the branch's source taught, each with the
+        branches that were taught it. Empty where weights were trained before, which may have been by other labels."""
+        run = self.run
+        if run.training.init_from is not None or len(run.model.branches) == 1:
+            return {}
+        taught = [_taught_heads(run.model, set(source.labels)) for source in run.data.sources]
+        names = [one.name for one in run.model.branches]
+        return {
+            head: [name for name, heads in zip(names, taught, strict=True) if head in heads]
+            for head in ("energy", "charges", "dipole")
+            if getattr(run.model, head) is not None and not _is_shared(run.model, head) and head not in taught[branch]
+        }
+
+
+def _taught_heads(model: MaterialsModel, labels: set[str]) -> set[str]:
+    """Heads that these labels of a source teach."""
+    used = labels & learned(model).keys()
+    by_charges = {"charges", "dipole"} if model.dipole is not None and model.dipole.from_charges else set[str]()
+    found = {"energy"} if used & {"energy", "forces", "stress"} else set[str]()
+    return found | (used & {"charges", "dipole"}) | (by_charges if used & by_charges else set())
+
+
+def _is_shared(model: MaterialsModel, head: str) -> bool:
+    from_charges = head == "dipole" and model.dipole is not None and model.dipole.from_charges
+    shared: bool = getattr(model, "charges" if from_charges else head).shared
+    return shared
 
 
 def load_network(path: Path, device: torch.device, dtype: torch.dtype | None = None) -> LoadedNetwork:
@@ -101,7 +132,23 @@ def split_errors(
     load_weights(newest.path, applied)
     applied.refresh()
     evaluator = GraphEvaluator(run, sources, columns_of(run, training), device, samples)
-    return newest.path, evaluator.errors(Executor(applied))
+    untrained = _untrained(evaluator, newest.path)
+    return newest.path, replace(evaluator.errors(Executor(applied)), untrained=untrained)
+
+
+def _untrained(evaluator: GraphEvaluator, checkpoint: Path) -> dict[str, dict[int, int]] | None:
+    """See `GraphErrors.untrained`; None where the run does not say what it was trained on."""
+    trained = trained_elements(checkpoint)
+    if trained is None:
+        return None
+    found, names = evaluator.chosen(), [branch.name for branch in evaluator.run.model.branches]
+    counts = {
+        source.manifest.source: untrained_in(
+            source, found.item[found.source == number], trained.of(branch_of(number, names))
+        )
+        for number, source in enumerate(evaluator.sources)
+    }
+    return {name: elements for name, elements in counts.items() if elements}
 
 
 def _open(path: Path, overrides: Sequence[str] = ()) -> tuple[Checkpoint, MaterialsRun]:

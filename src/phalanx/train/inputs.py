@@ -36,6 +36,16 @@ class Finding:
     """The same for a person."""
 
 
+@dataclass(frozen=True)
+class ExpectedEvaluation:
+    """What the evaluations of a run will give, known before there is one."""
+
+    fields: dict[str, Any]
+    """Of the event, as the code that evaluates forms them, with a number of no meaning for everything measured."""
+    less_is_better: frozenset[str]
+    """Names of the numbers there that are smaller for a better model."""
+
+
 class Evaluator(Protocol):
     """Evaluates one model again and again, the same way each time."""
 
@@ -102,6 +112,14 @@ class Verification:
                 source.verify()
         except DataError as error:
             self._error = error
+
+
+def expected_evaluation(run: Run) -> ExpectedEvaluation | None:
+    """What evaluations in training will give; None where the run holds nothing out to evaluate on.
+
+    Raises DataError for data that are not there or not prepared."""
+    found: ExpectedEvaluation | None = import_module(f"phalanx.train.{run.model.family}").expected_evaluation(run)
+    return found
 
 
 def open_inputs(run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:

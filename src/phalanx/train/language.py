@@ -21,7 +21,7 @@ from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.models.language.huggingface.tokens import TOKENIZER, SpecialTokens, TokenizerFiles
 from phalanx.models.language.sampling import generate_tokens
-from phalanx.train.inputs import Finding, Inputs, Verification
+from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, Verification
 
 _BLANK_LINES = re.compile(r"\n\s*\n")
 
@@ -75,6 +75,15 @@ def open_inputs(run: LanguageRun, layout: ResolvedLayout, mesh: Mesh, device: to
     verification = Verification(training if run.data.verify and first else [])
     saved = {"special_tokens": files.special.as_config()}
     return TextInputs(stream, evaluator, verification, saved, files, run.model.max_positions)
+
+
+def expected_evaluation(run: LanguageRun) -> ExpectedEvaluation | None:
+    """See `train.inputs.expected_evaluation`."""
+    if not _held_out(run):
+        return None
+    text = _tokenizer_files([open_source(Path(source.path), "train") for source in run.data.sources]).files
+    fields = HeldOut(0.0, 1, 1 if text else None).as_dict()
+    return ExpectedEvaluation(dict(fields), frozenset(("loss", "perplexity", "bits_per_byte")))
 
 
 def _require_room(run: LanguageRun, tokenizer: TextTokenizer | None) -> None:

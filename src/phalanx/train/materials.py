@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from phalanx.data.graphs.cost import CostModel
 from phalanx.data.graphs.order import Located
 from phalanx.data.graphs.shards import PreparedSource, open_prepared
 from phalanx.data.graphs.stream import GraphBatchStream, graph_columns, graph_order
-from phalanx.data.graphs.trained_elements import elements_of, write_elements
+from phalanx.data.graphs.trained_elements import TrainedElements, elements_of, write_elements
 from phalanx.errors import DataError
 from phalanx.files import write_atomically
 from phalanx.layout.apply import Applied
@@ -31,10 +32,10 @@ from phalanx.layout.graph_parallel_stream import ShareStream, cutting_of
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.multitask import branch_groups
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.models.materials.errors import SUMS, quantities
+from phalanx.models.materials.errors import SUMS, Quantity, quantities
 from phalanx.models.materials.losses import tasks
 from phalanx.train.balancing import Balancer
-from phalanx.train.inputs import Finding, Inputs, Verification
+from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, Verification
 from phalanx.train.metrics import RankTimes
 
 BALANCE = "balance.json"
@@ -50,8 +51,8 @@ class GraphInputs(Inputs):
     """Of a run on several ranks."""
     graphs: GraphBatchStream | None = None
     """Whole batches, of a run with several readers."""
-    elements: frozenset[int] | None = None
-    """Atomic numbers that the model will know when this run is over, where that can be said."""
+    elements: TrainedElements | None = None
+    """Atomic numbers that each branch will know when this run is over, where that can be said."""
 
     def watch(self, applied: Applied) -> None:
         """See `Inputs.watch`."""
@@ -96,6 +97,8 @@ def open_inputs(run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: t
     """See `train.inputs.open_inputs`."""
     training = open_prepared(run.data, "train")
     _require_elements(run, training)
+    if first:
+        _tell_missing_references(run, training)
     columns = columns_of(run, training)
     budget, pin_memory = run.data.microbatch_cost, device.type != "cpu"
     graphs = GraphBatchStream(
@@ -118,11 +121,34 @@ def open_inputs(run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: t
     evaluator = GraphEvaluator(run, open_prepared(run.data, "validation"), columns, device, run.evaluation.samples)
     verification = Verification(training if run.data.verify and first else [])
     start = run.training.init_from
-    known = elements_of((source.manifest.statistics for source in training), None if start is None else Path(start))
+    known = elements_of(
+        [source.manifest.statistics for source in training],
+        run.model.branches,
+        None if start is None else Path(start),
+    )
     if layout.data_ranks == 1:
         return GraphInputs(stream, evaluator, verification, elements=known)
     balancer = _balancer(run, layout, mesh, device, graphs)
     return GraphInputs(stream, evaluator, verification, balancer=balancer, graphs=graphs, elements=known)
+
+
+def expected_evaluation(run: MaterialsRun) -> ExpectedEvaluation | None:
+    """See `train.inputs.expected_evaluation`. Of a source that may lack labels, validation is taken to have some of each."""
+    sources = open_prepared(run.data, "validation")
+    if not any(len(source) for source in sources):
+        return None
+    labelled = [[_has_labels(source, quantity) for quantity in quantities(run.model)] for source in sources]
+    sums = torch.tensor(labelled, dtype=torch.float64)[:, :, None].expand(-1, -1, SUMS)
+    errors = GraphErrors(0.0, 0, error_rows(run, sums))
+    return ExpectedEvaluation(errors.as_dict(), frozenset(("loss", "mae", "rmse")))
+
+
+def _has_labels(source: PreparedSource, quantity: Quantity) -> bool:
+    if not len(source):
+        return False
+    manifest = source.manifest
+    by_column = {"properties_GP": manifest.properties, "atom_properties_NP": manifest.atom_properties}
+    return quantity.name in by_column.get(quantity.label, manifest.labels)
 
 
 def _balancer(
@@ -159,6 +185,24 @@ def _require_elements(run: MaterialsRun, sources: Sequence[PreparedSource]) -> N
             )
 
 
+def _tell_missing_references(run: MaterialsRun, sources: Sequence[PreparedSource]) -> None:
+    """A line to stderr for each branch that has reference energies, but not of all elements whose energies it learns."""
+    single = len(run.model.branches) == 1
+    for number, branch in enumerate(run.model.branches):
+        if run.model.energy is None or not branch.reference_energies:
+            continue
+        own = sources if single else sources[number : number + 1]
+        energies = [source.manifest.statistics for source in own if "energy" in source.manifest.labels]
+        present = frozenset[int]().union(*(known.elements for known in energies))
+        missing = sorted(present - frozenset(map(int, branch.reference_energies)))
+        if missing:
+            sys.stderr.write(
+                f"warning: model.branches: {branch.name}.reference_energies has none of atomic number "
+                f"{', '.join(map(str, missing))}, which its structures have: there an atom's energy begins at 0 eV; phalanx "
+                "data prepare-graphs says what fits\n"
+            )
+
+
 @dataclass(frozen=True)
 class ErrorRow:
     """Errors of one quantity over one data set."""
@@ -190,10 +234,14 @@ class GraphErrors:
     """As the training loss: summed over tasks."""
     structures: int
     rows: list[ErrorRow]
+    untrained: dict[str, dict[int, int]] | None = None
+    """By source and atomic number: structures among these with an element that the source's branch was not trained on; None
+    where that was not looked for."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        return {"loss": self.loss, "structures": self.structures, "errors": [asdict(row) for row in self.rows]}
+        plain = {"loss": self.loss, "structures": self.structures, "errors": [asdict(row) for row in self.rows]}
+        return plain if self.untrained is None else plain | {"untrained_elements": self.untrained}
 
 
 @dataclass(frozen=True)
@@ -221,11 +269,11 @@ class GraphEvaluator:
         sums, counts, structures = self._sums(executor)
         size = len(tasks(self.run.model))
         losses, errors = sums[:size], sums[size:].view(len(self.sources), -1, SUMS)
-        return GraphErrors(float((losses / counts.clamp(min=1)).sum()), structures, self._rows(errors))
+        return GraphErrors(float((losses / counts.clamp(min=1)).sum()), structures, error_rows(self.run, errors))
 
     def _sums(self, executor: Executor) -> tuple[Tensor, Tensor, int]:
         """Losses and errors over all ranks, counts of targets, and the number of structures."""
-        mesh, found = executor.mesh, self._chosen()
+        mesh, found = executor.mesh, self.chosen()
         division = self._division(found, executor.layout)
         mine = np.flatnonzero(division.rank == mesh.data_rank)
         mine = mine[np.argsort(division.part[mine], kind="stable")]
@@ -253,7 +301,7 @@ class GraphEvaluator:
             dist.all_reduce(counts, group=mesh.world)
         return sums, counts, len(found.numbers)
 
-    def _chosen(self) -> Located:
+    def chosen(self) -> Located:
         """Structures spread evenly over each source, as many of each as its share of all."""
         total = sum(len(source) for source in self.sources)
         parts: list[Located] = []
@@ -289,11 +337,13 @@ class GraphEvaluator:
             )
         return batch
 
-    def _rows(self, errors: Tensor) -> list[ErrorRow]:
-        rows = []
-        for source, table in zip(self.run.data.sources, errors.tolist(), strict=True):
-            for quantity, (absolute, squared, numbers) in zip(quantities(self.run.model), table, strict=True):
-                if numbers:
-                    mae, rmse = absolute / numbers, (squared / numbers) ** 0.5
-                    rows.append(ErrorRow(source.name, quantity.name, quantity.unit, mae, rmse, int(numbers)))
-        return rows
+
+def error_rows(run: MaterialsRun, errors: Tensor) -> list[ErrorRow]:
+    """Rows of the quantities that a data set has labels of. errors: [sources, Q, SUMS], see `models.materials.errors`."""
+    rows = []
+    for source, table in zip(run.data.sources, errors.tolist(), strict=True):
+        for quantity, (absolute, squared, numbers) in zip(quantities(run.model), table, strict=True):
+            if numbers:
+                mae, rmse = absolute / numbers, (squared / numbers) ** 0.5
+                rows.append(ErrorRow(source.name, quantity.name, quantity.unit, mae, rmse, int(numbers)))
+    return rows

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +21,13 @@ from phalanx.data.fields.grid import Grid
 from phalanx.data.fields.samples import Cases, FieldReader
 from phalanx.data.fields.statistics import FieldStatistics
 from phalanx.errors import DataError
-from phalanx.evaluate.forecast_table import Comparison, known_climatologies, skill_by_lead, skill_in_words
+from phalanx.evaluate.forecast_table import Comparison, ScoreRow, known_climatologies, skill_by_lead, skill_in_words
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.models.weather.grid import latitudes, row_weights
 from phalanx.models.weather.loss import squared_error_sum, target_counts
-from phalanx.train.inputs import Finding, Inputs, Verification
+from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, Verification
 
 STATISTICS = "statistics.json"
 """File of a run directory with what its fields are normalised by."""
@@ -70,6 +71,40 @@ def open_inputs(run: WeatherRun, layout: ResolvedLayout, mesh: Mesh, device: tor
             _tell_what_is_left_out(held_out)
         evaluator = FieldEvaluator(run, held_out, *known_climatologies(fields, held_out, _CLIMATOLOGY_BYTES), device)
     return FieldInputs(stream, evaluator, Verification([fields] if first else []), statistics=fields.statistics)
+
+
+def expected_evaluation(run: WeatherRun) -> ExpectedEvaluation | None:
+    """See `train.inputs.expected_evaluation`. The fields themselves stay closed: to open them may mean to read them all."""
+    if run.data.splits.validation is None:
+        return None
+    rows = [
+        ScoreRow(
+            variable=variable,
+            lead_hours=lead,
+            forecasts=0,
+            rmse=0.0,
+            mae=0.0,
+            bias=0.0,
+            acc=0.0,
+            # Not 0, of which nothing could be saved: there would be no skill.
+            persistence_rmse=1.0,
+            persistence_acc=0.0,
+            climatology_rmse=1.0,
+        )
+        for lead in run.data.leads
+        for variable in run.data.target_variables
+    ]
+    return ExpectedEvaluation(_fields(0.0, 0, rows), frozenset(("loss", "rmse", "mae")))
+
+
+def _fields(loss: float, forecasts: int, rows: Sequence[ScoreRow]) -> dict[str, Any]:
+    """What an evaluation writes down."""
+    return {
+        "loss": loss,
+        "forecasts": forecasts,
+        "skill_by_lead_hours": {str(at.lead_hours): at.mean for at in skill_by_lead(rows)},
+        "scores": [row.as_dict() for row in rows],
+    }
 
 
 def _tell_what_is_left_out(reader: FieldReader) -> None:
@@ -130,12 +165,7 @@ class FieldEvaluator:
         if mesh.world is not None:
             dist.all_reduce(sums, group=mesh.world)
         loss, rows = float(sums[0] / sums[1]), comparison.rows()
-        fields = {
-            "loss": loss,
-            "forecasts": len(cases),
-            "skill_by_lead_hours": {str(at.lead_hours): at.mean for at in skill_by_lead(rows)},
-            "scores": [row.as_dict() for row in rows],
-        }
+        fields = _fields(loss, len(cases), rows)
         if self.without is not None:
             fields["without_climatology"] = self.without
         return [Finding("evaluation", fields, f"held-out loss {loss:.5f}; {skill_in_words(rows)}")]

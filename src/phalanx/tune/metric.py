@@ -8,9 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.fields import nearest_names
+from phalanx.config.problems import Problem, config_error
 from phalanx.errors import ConfigError
+from phalanx.train.inputs import ExpectedEvaluation
 
 _LOG = {"kind", "step", "time"}
+_UNIT = "unit"
+_SHOWN = 30
+"""Names in a message, at most."""
 
 
 def evaluation_at(run_dir: Path, step: int) -> dict[str, Any] | None:
@@ -32,6 +38,31 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return _lines(run_dir / "metrics.jsonl")
 
 
+def check_metric(name: str, expected: ExpectedEvaluation | None) -> None:
+    """Refuse a metric that evaluations of a run will not have, or of which less is not better, before anything trains.
+
+    expected: of the run; see `train.inputs.expected_evaluation`. Raises ConfigError with the metrics there will be, those
+    that look most like `name` first.
+    """
+    if expected is None:
+        raise ConfigError(
+            f"tune.metric={name}: this run's data hold nothing out for validation, so that trials would have no score; "
+            "give them a validation split"
+        )
+    there = bool(_numbers(expected.fields, name))
+    if there and _last(name) in expected.less_is_better:
+        return
+    known = [one for one in _names(expected.fields) if _last(one) in expected.less_is_better]
+    near = nearest_names(name, known)
+    what = "it is minimised, but less of it is not better" if there else "an evaluation of this run has no such figure"
+    ordered = [*near, *(one for one in known if one not in near)]
+    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    text = f"tune.metric={name}: {what}; choose among {', '.join(ordered[:_SHOWN])}{more}"
+    # Where a figure of that very name is there, none that looks like it is meant.
+    meant = f"tune.metric={near[0]}" if near and not there else None
+    raise config_error([Problem(("tune", "metric"), text, meant)])
+
+
 def figure(evaluation: Mapping[str, Any], name: str) -> float:
     """The figure of that name: a field, or a field of those rows of a list that have the words before it.
 
@@ -40,7 +71,7 @@ def figure(evaluation: Mapping[str, Any], name: str) -> float:
     """
     found = _numbers(evaluation, name)
     if not found:
-        known = ", ".join(sorted({name for name in _names(evaluation) if name not in _LOG}))
+        known = ", ".join(sorted(name for name in _names(evaluation) if name not in _LOG))
         raise ConfigError(f"tune.metric={name}: an evaluation of this run has no such figure; it has {known}")
     return math.fsum(found) / len(found)
 
@@ -69,16 +100,26 @@ def _after(rest: str, word: str) -> str:
     return rest[len(word) + 1 :]
 
 
-def _names(value: Any) -> list[str]:
-    if isinstance(value, Mapping):
-        words = ".".join(item for item in value.values() if isinstance(item, str))
-        found = []
-        for key, item in value.items():
-            if isinstance(item, int | float) and not isinstance(item, bool):
-                found.append(key)
-            found += [f"{key}.{name}" for name in _names(item)] if isinstance(item, Mapping | list) else []
-        return [f"{words}.{name}" for name in found] if words and "kind" not in value else found
-    return [name for item in value for name in _names(item)] if isinstance(value, list) else []
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _names(fields: Mapping[str, Any]) -> list[str]:
+    """Names that `figure` takes, each once, means over rows of a list before those of single rows."""
+    found: list[str] = []
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            found += [f"{key}.{name}" for name in _names(value)]
+        elif isinstance(value, list):
+            rows = [row for row in value if isinstance(row, Mapping)]
+            # The last word says what was measured, those before it of what; a unit is told apart by neither.
+            words = [[word for name, word in row.items() if isinstance(word, str) and name != _UNIT] for row in rows]
+            pairs = [(part, name) for part, row in zip(words, rows, strict=True) for name in _names(row)]
+            found += [".".join((key, *part[-1:], name)) for part, name in pairs]
+            found += [".".join((key, *part, name)) for part, name in pairs]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found.append(key)
+    return list(dict.fromkeys(found))
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

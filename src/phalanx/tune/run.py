@@ -13,11 +13,13 @@ from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.files import write_atomically
 from phalanx.layout.resolve import resolve_layout
+from phalanx.train.inputs import expected_evaluation
 from phalanx.trials.trial import Trial
 from phalanx.tune.asha import rung_steps
 from phalanx.tune.cost import CostModel, size_of
 from phalanx.tune.job import quiet_words
 from phalanx.tune.loop import Settings, Tuner
+from phalanx.tune.metric import check_metric
 from phalanx.tune.packing import PACKED, UNPACKED
 from phalanx.tune.places import auto_slots, find_places
 from phalanx.tune.plan import Planner
@@ -52,6 +54,7 @@ def run_tuning(run: Run, folder: Path, options: Options, tell: Callable[[Trial, 
     size = size_of(space.run_of({}, quiet_words(run)))
     places = find_places(options.where, run.cluster.device, options.devices, options.machine)
     rungs = rung_steps(section.asha, run.training.steps)
+    check_metric(section.metric, expected_evaluation(run))
     _same_run(run, folder)
     study = open_study(folder, about_study(run, space, rungs))
     if not (folder / RUN).exists():

@@ -39,6 +39,9 @@ def write_set(path: Path, structures: int, *, seed: int = 0, periodic: bool = Fa
     }
     if periodic:
         arrays["cell"] = np.eye(3) * random.uniform(5.6, 6.5, (structures, 1, 1))
+    # Of neutral structures.
+    graph = np.repeat(np.arange(structures), atoms)
+    arrays["charges"] -= (np.bincount(graph, arrays["charges"], structures) / atoms)[graph]
     arrays.update(changes)
     np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
     return arrays

@@ -15,6 +15,7 @@ from phalanx.data.graphs.labels import KINDS
 from phalanx.data.graphs.order import Located
 from phalanx.data.graphs.ragged import Int64Array, offsets, ragged_ranges
 from phalanx.data.graphs.shards import LABEL_DTYPES, PreparedSource
+from phalanx.data.graphs.total_charge import total_charges
 
 PER_ATOM = ("species_N", "positions_N3", "graph_N", "forces_N3", "charges_N", "atom_properties_NP")
 """Fields of a batch with a row for each atom; those of `edges_2E` and `_PER_EDGE` are edges', of others structures'."""
@@ -54,7 +55,7 @@ class GraphBatch:
     source_G: Tensor
     """int64: number of the source."""
     total_charge_G: Tensor | None
-    """float32; 0 where not known."""
+    """float32; see `total_charge`, and 0 where that does not know. None where no source has charges."""
     energy_G: Tensor | None
     """float64."""
     forces_N3: Tensor | None
@@ -189,8 +190,11 @@ class Collator:
             for shard in np.unique(shards).tolist():
                 chosen = shards == shard
                 _Filler(source, shard, rows[chosen], mine[chosen], nodes, edges).fill(arrays, self.columns)
-        if "total_charge_G" in arrays:
-            np.nan_to_num(arrays["total_charge_G"], copy=False)
+        given, charges = arrays.get("total_charge_G"), arrays.get("charges_N")
+        if given is not None or charges is not None:
+            totals = total_charges(given, charges, arrays["graph_N"], len(found.numbers))
+            # A sum may round to -0.
+            arrays["total_charge_G"] = (np.nan_to_num(totals) + 0.0).astype(LABEL_DTYPES["total_charge"])
         tensors: dict[str, Any] = dict.fromkeys(("total_charge_G", *LABELS))
         tensors |= {name: torch.from_numpy(array) for name, array in arrays.items()}
         batch = GraphBatch(

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from phalanx.config.graph_data import GraphSource
 from phalanx.data.graphs.edges import Edges
 from phalanx.data.graphs.structures import RawStructure, Structure
+from phalanx.data.graphs.total_charge import check_charges
 
 SAME_PLACE_A = 0.05
 """Atoms nearer than this are one atom written twice: nuclei so close have energies of keV."""
@@ -32,8 +33,11 @@ _RADII[1:97] = np.array([int(word) for word in _RADII_PM.split()]) / 100.0
 
 
 def check_structure(structure: Structure, edges: Edges, source: GraphSource, cutoff: float) -> None:
-    """Refuse atoms on one place, no edges unless allowed, and forces that hint at a wrong unit. Raises DataError."""
+    """Refuse atoms on one place, no edges unless allowed, charges that make no whole, and forces that hint at a wrong unit.
+
+    Raises DataError."""
     wrong = structure.raw.wrong
+    check_charges(structure, source)
     if len(edges) == 0:
         if source.no_edges == "refuse":
             raise wrong(

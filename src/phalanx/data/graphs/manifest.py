@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from phalanx.config.graph_data import GraphData, GraphSource
 from phalanx.data.file_record import Count, FileRecord, Part
@@ -69,6 +69,10 @@ class Statistics(Part):
     """Energy in eV of an atom of each element, by least squares over the energies; empty without energies."""
     residual_std: float | None
     """Standard deviation in eV an atom of energies minus the reference energies."""
+    total_charges: dict[int, int] = Field(default_factory=dict)
+    """Structures of each total charge, over all splits, of a source with charges or total charges; see `total_charge`."""
+    taken_for_neutral: Count = 0
+    """Structures of such a source that say nothing of their total charge."""
 
 
 class Manifest(Part):
@@ -108,7 +112,8 @@ class Manifest(Part):
 
 def settings_of(source: GraphSource, data: GraphData) -> dict[str, Any]:
     """What a prepared source depends on besides its files, as plain data."""
-    kept = source.model_dump(mode="json", exclude={"name", "path", "weight"})
+    # What is only refused or not changes nothing of what is prepared.
+    kept = source.model_dump(mode="json", exclude={"name", "path", "weight", "charge_sum"})
     shared = {"cutoff", "max_neighbours", "validation_fraction", "test_fraction"}
     return kept | data.model_dump(mode="json", include=shared)
 
@@ -119,7 +124,9 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; prepare the source first") from error
+        raise DataError(
+            f"{path}: {error.strerror}; prepare the source first: phalanx data prepare-graphs RUN"
+        ) from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "content"

@@ -16,6 +16,7 @@ from phalanx.data.graphs.manifest import SPLITS, LabelStatistics, Statistics
 from phalanx.data.graphs.ragged import ragged_ranges
 from phalanx.data.graphs.shards import PreparedSource
 from phalanx.data.graphs.structures import ELEMENTS
+from phalanx.data.graphs.total_charge import total_charges
 from phalanx.errors import DataError
 
 _TRAIN = SPLITS.index("train")
@@ -48,6 +49,7 @@ def gather_statistics(shards: Sequence[Arrays], source: GraphSource) -> Statisti
         raise DataError(
             f"{source.path}: no training structure has {absent[0].name} under the name {absent[0].key}; correct its key"
         )
+    totals, unknown = _total_charges(shards)
     return Statistics(
         elements={int(element): int(elements[element]) for element in present},
         largest_atoms=max(int(np.diff(shard["node_starts"]).max()) for shard in shards),
@@ -56,6 +58,8 @@ def gather_statistics(shards: Sequence[Arrays], source: GraphSource) -> Statisti
         labels=labels,
         reference_energies=energies,
         residual_std=deviation,
+        total_charges=dict(sorted(totals.items())),
+        taken_for_neutral=unknown,
     )
 
 
@@ -66,6 +70,7 @@ def joint_statistics(sources: Sequence[PreparedSource]) -> Statistics:
     """
     known = [source.manifest.statistics for source in sources]
     elements: Counter[int] = sum((Counter(one.elements) for one in known), Counter())
+    totals: Counter[int] = sum((Counter(one.total_charges) for one in known), Counter())
     names = dict.fromkeys(name for one in known for name in one.labels)
     shards = [
         source.shard(number)
@@ -83,6 +88,8 @@ def joint_statistics(sources: Sequence[PreparedSource]) -> Statistics:
         labels={name: _pooled([one.labels[name] for one in known if name in one.labels]) for name in names},
         reference_energies=energies,
         residual_std=deviation,
+        total_charges=dict(sorted(totals.items())),
+        taken_for_neutral=sum(one.taken_for_neutral for one in known),
     )
 
 
@@ -93,6 +100,21 @@ def _pooled(parts: Sequence[LabelStatistics]) -> LabelStatistics:
     squares = sum(part.numbers * (part.std**2 + (part.mean - mean) ** 2) for part in parts)
     largest = max(part.largest for part in parts)
     return LabelStatistics(numbers=numbers, mean=mean, std=(squares / max(numbers, 1)) ** 0.5, largest=largest)
+
+
+def _total_charges(shards: Sequence[Arrays]) -> tuple[Counter[int], int]:
+    """Structures of each total charge, rounded, and those of which nothing is known, where a source has such labels."""
+    counts: Counter[int] = Counter()
+    unknown = 0
+    for shard in shards:
+        given, charges = shard.get("total_charge"), shard.get("charges")
+        if given is None and charges is None:
+            continue
+        atoms = np.diff(shard["node_starts"])
+        found = total_charges(given, charges, np.repeat(np.arange(len(atoms)), atoms), len(atoms))
+        counts.update(np.rint(found[~np.isnan(found)]).astype(int).tolist())
+        unknown += int(np.isnan(found).sum())
+    return counts, unknown
 
 
 def _label_statistics(
