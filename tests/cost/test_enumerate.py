@@ -16,6 +16,7 @@ from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import LanguageRun
 from phalanx.cost.candidates import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, Candidates
 from phalanx.cost.enumerate import CHOSEN, Limits, legal_candidates
+from phalanx.cost.memory_model import Kernels, memory
 from phalanx.layout.legality import reasons
 from phalanx.layout.resolve import divisors, factorisations, resolve_layout
 from phalanx.layout.spec import DEGREES, ResolvedLayout
@@ -49,7 +50,11 @@ def choices_for(degrees: dict[str, int], run: LanguageRun) -> list[tuple[str, in
         levels = list(product(range(4), (False, True)))
     contexts = CONTEXTS if degrees["cp"] > 1 else ("ring",)
     gathers = GATHERS if sharded else ("layer",)
-    return [(*a, *b, c, d) for a, b, c, d in product(staged, levels, contexts, gathers)]
+    found = [(*a, *b, c, d) for a, b, c, d in product(staged, levels, contexts, gathers)]
+    if not sharded or degrees["pp"] == 1:
+        return found
+    # A pipeline adds gradients up whole, and gathers once a step unless it frees what it gathered.
+    return [x for x in found if x[2] < 2 or x[3] or x[5] == "stream"]
 
 
 RUNS = st.builds(
@@ -158,6 +163,16 @@ def test_fixed_fields(fixed: dict[str, Any]) -> None:
         names = {"schedule": SCHEDULES, "context": CONTEXTS, "recompute": RECOMPUTES, "gather": GATHERS}.get(name)
         kept &= getattr(every, name) == (value if names is None else names.index(value))
     assert meant == set(rows_of(every.take(kept)))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_level_that_another_stands_for_is_listed_where_it_is_asked_for(zero: int) -> None:
+    run, piped = run_with(global_batch=16), {"pp": 2, "dp_shard": 4, "reshard_after_forward": False, "gather": "layer"}
+    asked, free = (legal_candidates(run, 8, fixed=piped | more) for more in ({"zero": zero}, {}))
+    assert set(asked.zero.tolist()) == {zero} and not {2, 3} & set(free.zero.tolist())
+    kernels = Kernels("flash", compiled=False)
+    ones = legal_candidates(run, 8, fixed=piped | {"zero": 1})
+    assert (memory(run, asked, kernels).allocated == memory(run, ones, kernels).allocated).all()
 
 
 @pytest.mark.parametrize("fixed", [{"tp": 3}, {"pp": 8}, {"dp_shard": 5}, {"microbatch": 3}, {"cp": 64}])

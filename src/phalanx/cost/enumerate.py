@@ -68,7 +68,8 @@ def legal_candidates(
     """All legal layouts of `run` on `world_size` ranks.
 
     fixed: fields of `layout` that keep these values, each one of CHOSEN and as in the run file, without `auto`. As in a run
-    file, `stages_per_rank` has no effect where `pp` is 1, and `context` none where `cp` is. What `run` itself says of the
+    file, `stages_per_rank` has no effect where `pp` is 1, and `context` none where `cp` is. Of layouts that run the same way
+    one is listed. What `run` itself says of the
     fields in CHOSEN is not looked at. devices_per_node: as for `layout.resolve.resolve_layout`.
     """
     fixed, limits = fixed or {}, limits or Limits()
@@ -79,6 +80,7 @@ def legal_candidates(
     rows = _contexts(run, rows, fixed)
     rows = _recomputes(rows, fixed)
     rows = _gathers(run, rows, fixed, limits)
+    rows = _once(rows, fixed)
     rows["global_batch"] = np.full(len(rows["tp"]), global_batch_samples(run), np.int64)
     return Candidates(**rows)
 
@@ -211,6 +213,14 @@ def _gathers(run: Run, rows: Columns, fixed: Fixed, limits: Limits) -> Columns:
     rows = _take(rows, (rows["gather"] == 0) | able)
     rows["gather"] = np.where(rows["dp_shard"] * rows["cp"] > 1, rows["gather"], 0)
     return rows
+
+
+def _once(rows: Columns, fixed: Fixed) -> Columns:
+    """A pipeline adds gradients up whole and keeps what it gathers: ZeRO 1 stands for 2, and for 3 without resharding."""
+    if "zero" in fixed:
+        return rows
+    same = (rows["pp"] > 1) & (rows["zero"] > 1) & ~rows["reshard_after_forward"] & (rows["gather"] == 0)
+    return _take(rows, ~same | (rows["dp_shard"] * rows["cp"] == 1))
 
 
 def _among(names: Sequence[str], fixed: Fixed, field: str) -> list[str]:

@@ -228,18 +228,14 @@ def lean(first_goal: Floats, second_goal: Floats) -> Ints:
 
 
 def fastest_of_each_split(candidates: Candidates, seconds: Floats) -> Ints:
-    """Positions of the OF_EACH_SPLIT fastest of each choice of tp, cp and pp, of the SPLITS fastest choices; equally fast
-    ones count as one."""
+    """Positions of the OF_EACH_SPLIT fastest of each choice of tp, cp and pp, of the SPLITS fastest choices."""
     order = np.argsort(seconds, kind="stable")
     _, first, split = np.unique(split_of(candidates)[order], return_index=True, return_inverse=True)
     # In the order of their fastest layout.
     rank = np.argsort(np.argsort(first))[split]
     grouped = np.argsort(rank, kind="stable")
     starts = np.searchsorted(rank[grouped], rank[grouped])
-    # In a pipeline ZeRO 1 to 3 often take the same time: those that tie are one of the fastest, not several.
-    sorted_seconds = seconds[order[grouped]]
-    slower = np.cumsum(np.diff(sorted_seconds, prepend=np.inf) != 0)
-    place = slower - slower[starts]
+    place = np.arange(len(grouped)) - starts
     return np.asarray(order[grouped[(place < OF_EACH_SPLIT) & (rank[grouped] < SPLITS)]])
 
 
