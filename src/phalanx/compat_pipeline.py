@@ -58,7 +58,11 @@ class LeanStage(PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of a micro-batch's activations."""
-        return self._over_link(super().get_fwd_send_ops(fwd_chunk_id), self.stage_index, "activations")
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        for operation in operations:
+            # A transport may hold what it sent for long. Up to PyTorch 2.11 that had a graph, which keeps the stage's input.
+            operation.tensor = operation.tensor.detach()
+        return self._over_link(operations, self.stage_index, "activations")
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives of a micro-batch's gradients, into fresh buffers."""
