@@ -15,7 +15,7 @@ from layout_runs import run_with
 from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import LanguageRun
 from phalanx.cost.candidates import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, Candidates
-from phalanx.cost.enumerate import CHOSEN, Limits, legal_candidates
+from phalanx.cost.enumerate import CHOSEN, Limits, legal_candidates, without_twins
 from phalanx.cost.memory_model import Kernels, memory
 from phalanx.layout.legality import reasons
 from phalanx.layout.resolve import divisors, factorisations, resolve_layout
@@ -50,11 +50,7 @@ def choices_for(degrees: dict[str, int], run: LanguageRun) -> list[tuple[str, in
         levels = list(product(range(4), (False, True)))
     contexts = CONTEXTS if degrees["cp"] > 1 else ("ring",)
     gathers = GATHERS if sharded else ("layer",)
-    found = [(*a, *b, c, d) for a, b, c, d in product(staged, levels, contexts, gathers)]
-    if not sharded or degrees["pp"] == 1:
-        return found
-    # A pipeline adds gradients up whole, and gathers once a step unless it frees what it gathered.
-    return [x for x in found if x[2] < 2 or x[3] or x[5] == "stream"]
+    return [(*a, *b, c, d) for a, b, c, d in product(staged, levels, contexts, gathers)]
 
 
 RUNS = st.builds(
@@ -165,14 +161,25 @@ def test_fixed_fields(fixed: dict[str, Any]) -> None:
     assert meant == set(rows_of(every.take(kept)))
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-def test_a_level_that_another_stands_for_is_listed_where_it_is_asked_for(zero: int) -> None:
-    run, piped = run_with(global_batch=16), {"pp": 2, "dp_shard": 4, "reshard_after_forward": False, "gather": "layer"}
-    asked, free = (legal_candidates(run, 8, fixed=piped | more) for more in ({"zero": zero}, {}))
-    assert set(asked.zero.tolist()) == {zero} and not {2, 3} & set(free.zero.tolist())
-    kernels = Kernels("flash", compiled=False)
-    ones = legal_candidates(run, 8, fixed=piped | {"zero": 1})
-    assert (memory(run, asked, kernels).allocated == memory(run, ones, kernels).allocated).all()
+@pytest.mark.parametrize("zeros", [(0, 1, 2, 3), (2, 3), (3,)])
+def test_of_pipelines_that_run_the_same_way_the_lowest_level_is_left(zeros: tuple[int, ...]) -> None:
+    run, kernels = run_with(global_batch=16), Kernels("flash", compiled=False)
+    every = legal_candidates(run, 8, limits=Limits.none())
+    every = every.take(np.isin(every.zero, zeros))
+    left = without_twins(every)
+    assert 0.5 * len(every) < len(left) <= len(every)
+    alone, streamed = (every.pp == 1) | every.reshard_after_forward, every.streamed > 1
+    assert set(rows_of(every.take(alone | streamed))) <= set(rows_of(left))
+    missing = set(rows_of(every)) - set(rows_of(left))
+    assert bool(missing) == (len(zeros) > 1)
+    place = [field.name for field in fields(Candidates)].index("zero")
+    least = min(zero for zero in zeros if zero)
+    twins = [(*row[:place], least, *row[place + 1 :]) for row in missing]
+    assert set(twins) <= set(rows_of(left))
+    some = list(missing)[:64]
+    if some:
+        pair = [Candidates(*map(np.asarray, zip(*rows, strict=True))) for rows in (some, twins[:64])]
+        assert len({tuple(memory(run, each, kernels).allocated.tolist()) for each in pair}) == 1
 
 
 @pytest.mark.parametrize("fixed", [{"tp": 3}, {"pp": 8}, {"dp_shard": 5}, {"microbatch": 3}, {"cp": 64}])

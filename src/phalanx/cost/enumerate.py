@@ -68,8 +68,7 @@ def legal_candidates(
     """All legal layouts of `run` on `world_size` ranks.
 
     fixed: fields of `layout` that keep these values, each one of CHOSEN and as in the run file, without `auto`. As in a run
-    file, `stages_per_rank` has no effect where `pp` is 1, and `context` none where `cp` is. Of layouts that run the same way
-    one is listed. What `run` itself says of the
+    file, `stages_per_rank` has no effect where `pp` is 1, and `context` none where `cp` is. What `run` itself says of the
     fields in CHOSEN is not looked at. devices_per_node: as for `layout.resolve.resolve_layout`.
     """
     fixed, limits = fixed or {}, limits or Limits()
@@ -80,9 +79,19 @@ def legal_candidates(
     rows = _contexts(run, rows, fixed)
     rows = _recomputes(rows, fixed)
     rows = _gathers(run, rows, fixed, limits)
-    rows = _once(rows, fixed)
     rows["global_batch"] = np.full(len(rows["tp"]), global_batch_samples(run), np.int64)
     return Candidates(**rows)
+
+
+def without_twins(candidates: Candidates) -> Candidates:
+    """One of those that run the same way.
+
+    A pipeline adds gradients up whole and keeps what it gathers: the lowest ZeRO level there is stands for the others, but for
+    0, and for 3 where parameters are freed or streamed.
+    """
+    c = candidates
+    alike = (c.pp > 1) & (c.zero > 0) & ~c.reshard_after_forward & (c.streamed == 1) & (c.dp_shard * c.cp > 1)
+    return c.take(~alike | (c.zero == c.zero[alike].min(initial=3)))
 
 
 def _degrees(run: Run, world: int, devices_per_node: int | None, fixed: Fixed, limits: Limits) -> Columns:
@@ -213,14 +222,6 @@ def _gathers(run: Run, rows: Columns, fixed: Fixed, limits: Limits) -> Columns:
     rows = _take(rows, (rows["gather"] == 0) | able)
     rows["gather"] = np.where(rows["dp_shard"] * rows["cp"] > 1, rows["gather"], 0)
     return rows
-
-
-def _once(rows: Columns, fixed: Fixed) -> Columns:
-    """A pipeline adds gradients up whole and keeps what it gathers: ZeRO 1 stands for 2, and for 3 without resharding."""
-    if "zero" in fixed:
-        return rows
-    same = (rows["pp"] > 1) & (rows["zero"] > 1) & ~rows["reshard_after_forward"] & (rows["gather"] == 0)
-    return _take(rows, ~same | (rows["dp_shard"] * rows["cp"] == 1))
 
 
 def _among(names: Sequence[str], fixed: Fixed, field: str) -> list[str]:

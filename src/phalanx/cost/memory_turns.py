@@ -62,6 +62,7 @@ def as_many_as_matter(pp: IntArray, microbatches: IntArray) -> IntArray:
 
 
 _ROUNDS = 3
+"""A pipeline fills in the first, goes on evenly in the second and drains in the last."""
 _COMPARED = 24
 """Rows of each case and moment that all others are compared with: enough to leave a tenth or less."""
 

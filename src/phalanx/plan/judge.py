@@ -14,7 +14,7 @@ from phalanx.config.check import global_batch_samples
 from phalanx.config.override import parse_overrides
 from phalanx.config.schema import LanguageRun, Run
 from phalanx.cost.candidates import Candidates
-from phalanx.cost.enumerate import CHOSEN, Limits, legal_candidates
+from phalanx.cost.enumerate import CHOSEN, Limits, legal_candidates, without_twins
 from phalanx.errors import ConfigError
 from phalanx.layout.resolve import resolve_layout
 from phalanx.models.families import family_of
@@ -144,6 +144,10 @@ class Planner:
         return Judged(task, legal, peak, p_fits, fitting, seconds, self.rank(task.run, legal.take(fitting[chosen])))
 
     def legal(self, task: Task) -> Candidates:
+        """All legal layouts of a task, within the limits; of those that run the same way one."""
+        return without_twins(self.every_legal(task))
+
+    def every_legal(self, task: Task) -> Candidates:
         """All legal layouts of a task, within the limits."""
         legal = legal_candidates(task.run, task.devices, self.machine.node.devices, task.fixed, self.limits)
         if "gather" in task.fixed:

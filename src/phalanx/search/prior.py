@@ -74,9 +74,9 @@ class _Narrowed(Planner):
 
     search: Search = field(default_factory=Search)
 
-    def legal(self, task: Task) -> Candidates:
+    def every_legal(self, task: Task) -> Candidates:
         """Legal layouts with the values that the search allows."""
-        legal = super().legal(task)
+        legal = super().every_legal(task)
         return legal.take(allowed(legal, self.search))
 
 
