@@ -86,8 +86,8 @@ def legal_candidates(
 def without_twins(candidates: Candidates) -> Candidates:
     """One of those that run the same way.
 
-    A pipeline adds gradients up whole and keeps what it gathers: the lowest ZeRO level there is stands for the others, but for
-    0, and for 3 where parameters are freed or streamed.
+    A pipeline adds gradients up whole and keeps what it gathers: the lowest ZeRO level there is stands for the others, but
+    for 0, and for 3 where parameters are freed or streamed.
     """
     c = candidates
     alike = (c.pp > 1) & (c.zero > 0) & ~c.reshard_after_forward & (c.streamed == 1) & (c.dp_shard * c.cp > 1)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from phalanx.cost.memory_stages import ranks_that_differ
 from phalanx.cost.schedule_replay import COLUMN, COUNTS, Counts, Mask, Pipeline, Replay
 from phalanx.cost.schedule_table import IntArray
+from phalanx.cost.second_process import SharedMemo
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,18 @@ class Turns:
         return Turns(self.counts[which], self.rank[which], list(compress(self.moment, which)))
 
 
-@cache
-def turns(pipeline: Pipeline) -> tuple[Turns, Turns]:
-    """Of all ranks together, where parameters are kept from a stage's first action to its last, and where they go after
-    each block's forward pass."""
+def _of_all_ranks(pipeline: Pipeline) -> tuple[Turns, Turns]:
     p = pipeline
     ranks = np.asarray(ranks_that_differ(p.pp, p.stages_per_rank, p.n_layers, p.costs))
     kept, freed = (np.zeros(len(ranks), bool), np.ones(len(ranks), bool))
     ranks, frees = np.tile(ranks, 2), np.concatenate([kept, freed])
     found, case = _turns(p, ranks, frees)
     return found.take(~frees[case]), found.take(frees[case])
+
+
+turns = SharedMemo(_of_all_ranks, lambda _: None, lambda p, _: p.pp * p.stages_per_rank * p.microbatches, shelved=False)
+"""Of all ranks of a pipeline together, where parameters are kept from a stage's first action to its last, and where they go
+after each block's forward pass."""
 
 
 @cache
@@ -295,7 +298,8 @@ class _Moments(Replay):
 
     def rows(self, where: Mask, **more: Counts | int) -> tuple[Counts, Counts]:
         """The counts before those actions with `more` of each, and their cases."""
-        found = self.before[where]
+        place = np.flatnonzero(where)
+        found = self.before.reshape(-1, len(COUNTS))[place]
         for name, count in more.items():
-            found[:, COLUMN[name]] += count[where] if isinstance(count, np.ndarray) else count
-        return found, np.nonzero(where)[0]
+            found[:, COLUMN[name]] += count.reshape(-1)[place] if isinstance(count, np.ndarray) else count
+        return found, place // where.shape[1]

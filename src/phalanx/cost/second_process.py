@@ -111,14 +111,18 @@ class SharedMemo(Generic[Key, Result]):
         group: Callable[[Key], Hashable],
         effort: Callable[[Key, bool], int],
         prepare: Callable[[], None] = lambda: None,
+        *,
+        shelved: bool = True,
     ) -> None:
         """group: tasks of one group share work that each process would have to do anew; None stands alone. effort: what a
-        task takes, and whether it is the first of its group. prepare: what all tasks need, done before the first."""
+        task takes, and whether it is the first of its group. prepare: what all tasks need, done before the first. shelved:
+        whether results are worth a file each."""
         self.function = function
         self.known: dict[Key, Result] = {}
         self._group = group
         self._effort = effort
         self._prepare = prepare
+        self._shelved = shelved
         self._owners: dict[Hashable, int] = {}
         """The process that did the common work of a group: 0 for this one, 1 for the second."""
 
@@ -131,7 +135,7 @@ class SharedMemo(Generic[Key, Result]):
     def compute(self, tasks: Iterable[Key]) -> None:
         """Compute those that are not known yet, in both processes at once."""
         missing = [task for task in dict.fromkeys(tasks) if task not in self.known]
-        kept = open_shelf()
+        kept = open_shelf() if self._shelved else None
         if kept is not None and missing:
             self.known.update(kept.find(missing))
             missing = [task for task in missing if task not in self.known]
