@@ -11,7 +11,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from phalanx.compat_pipeline import _gathered_once
 from phalanx.cost import memory_turns
 from phalanx.cost.memory_stages import ranks_that_differ
-from phalanx.cost.memory_turns import as_many_as_matter, turns, turns_of_each
+from phalanx.cost.memory_turns import cut_to_rounds, turns, turns_of_each
 from phalanx.cost.schedule_replay import COLUMN, COUNTS, Pipeline, Replay
 from phalanx.cost.schedule_table import Pass, schedule_table
 
@@ -99,7 +99,7 @@ def test_no_row_is_left_out_that_may_be_the_most(
 @pytest.mark.parametrize("freed", [True, False])
 @pytest.mark.parametrize(("pp", "each", "count"), [(2, 3, 12), (4, 2, 24), (5, 2, 24)])
 def test_further_rounds_hold_no_more(pp: int, each: int, count: int, freed: bool) -> None:
-    cut = int(as_many_as_matter(np.asarray(pp), np.asarray(count)))
+    cut = int(cut_to_rounds(np.asarray(pp), np.asarray(count)))
     assert cut < count
     few, many = (turns_of_each(pipeline(pp, each, number), freed) for number in (cut, count))
     random = np.random.default_rng(1)
@@ -114,7 +114,7 @@ def test_further_rounds_hold_no_more(pp: int, each: int, count: int, freed: bool
 
 def test_all_that_was_sent_grows_by_what_each_further_micro_batch_sends() -> None:
     pp, each, count = 3, 2, 21
-    cut = int(as_many_as_matter(np.asarray(pp), np.asarray(count)))
+    cut = int(cut_to_rounds(np.asarray(pp), np.asarray(count)))
     few, many = (turns_of_each(pipeline(pp, each, number), False)[1].counts for number in (cut, count))
     sent = few[:, COLUMN["sent"]] + (count - cut) * few[:, COLUMN["later_sent"]]
     assert sent.max() == many[:, COLUMN["sent"]].max()

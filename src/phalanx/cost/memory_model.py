@@ -21,7 +21,7 @@ from phalanx.cost.memory_moments import MOMENTS, moments
 from phalanx.cost.memory_parts import ModelBytes, distinct, model_bytes
 from phalanx.cost.memory_situation import Exchanges, Held, Rank, Situation
 from phalanx.cost.memory_stages import holdings, holdings_at, rank_holdings
-from phalanx.cost.memory_turns import Pipeline, as_many_as_matter, turns, turns_of_each
+from phalanx.cost.memory_turns import Pipeline, cut_to_rounds, turns, turns_of_each
 from phalanx.cost.memory_weights import beside, causes_of, heaviest, together, weights
 from phalanx.cost.peer_buffers import peer_buffer_bytes
 from phalanx.layout.precision import PRECISIONS
@@ -141,7 +141,7 @@ def _replayed(run: Run, candidates: Candidates, situation: Situation) -> MemoryE
     nothing = np.zeros(len(candidates))
     allocated, rank, moment, buffers = nothing, nothing.astype(np.int64), nothing.astype(np.int64), nothing.copy()
     exchanges = Exchanges(situation)
-    counted = as_many_as_matter(candidates.pp, candidates.accumulation)
+    counted = cut_to_rounds(candidates.pp, candidates.accumulation)
     one, besides = together(weights(exchanges, candidates.accumulation - counted)), beside(exchanges)
     columns = [candidates.pp, candidates.stages_per_rank, counted, exchanges.dropped.astype(np.int64)]
     _, alike = distinct(columns)
@@ -215,7 +215,7 @@ def _peaks(padded: Rank, exact: Rank) -> Iterator[Peak]:
 
 def _replayed_peaks(run: Run, layout: ResolvedLayout, padded: Situation, exact: Situation) -> Iterator[Peak]:
     """Of every rank, by the table of the schedule."""
-    counted = as_many_as_matter(np.asarray(layout.pp), np.asarray(layout.accumulation))
+    counted = cut_to_rounds(np.asarray(layout.pp), np.asarray(layout.accumulation))
     later = layout.accumulation - counted
     exchanges = Exchanges(padded)
     one, by_cause = together(weights(exchanges, later)), weights(Exchanges(exact), later)

@@ -58,7 +58,7 @@ def turns_of_each(pipeline: Pipeline, freed: bool) -> list[Turns]:
     return [found.take(case == rank) for rank in ranks]
 
 
-def as_many_as_matter(pp: IntArray, microbatches: IntArray) -> IntArray:
+def cut_to_rounds(pp: IntArray, microbatches: IntArray) -> IntArray:
     """Micro-batches, cut down to a number of rounds beyond which all repeats itself."""
     rounds = np.maximum(1, microbatches // pp)
     return np.asarray(microbatches // rounds * np.minimum(rounds, _ROUNDS))

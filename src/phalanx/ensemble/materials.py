@@ -21,7 +21,7 @@ from phalanx.data.graphs.cost import CostModel
 from phalanx.data.graphs.manifest import Split
 from phalanx.data.graphs.order import Located
 from phalanx.data.graphs.shards import PreparedSource, open_prepared
-from phalanx.data.graphs.trained_elements import branch_of, trained_elements, untrained_in
+from phalanx.data.graphs.trained_elements import trained_elements, untrained_by_source
 from phalanx.ensemble.members import Member
 from phalanx.ensemble.residuals import Float32Array, Int64Array, Residuals
 from phalanx.ensemble.share import ALONE, Share
@@ -90,13 +90,7 @@ def untrained_elements(
     sources = open_prepared(run.data, split)
     found, names = _chosen(sources, samples), [branch.name for branch in run.model.branches]
     known = [trained for trained in (trained_elements(member.checkpoint) for member in members) if trained is not None]
-    counts = {}
-    for number, source in enumerate(sources):
-        by_all = [trained.of(branch_of(number, names)) for trained in known]
-        items = found.item[found.source == number]
-        if elements := untrained_in(source, items, frozenset.intersection(*by_all)) if by_all else {}:
-            counts[source.manifest.source] = elements
-    return counts
+    return untrained_by_source(sources, found, names, known) if known else {}
 
 
 def _materials(member: Member) -> MaterialsRun:

@@ -21,7 +21,7 @@ from torch import Tensor
 from phalanx.cluster.device import choose_device
 from phalanx.data.graphs.checks import SAME_PLACE_A
 from phalanx.data.graphs.device_neighbours import DeviceEdges, device_edges
-from phalanx.data.graphs.total_charge import TOLERANCE
+from phalanx.data.graphs.total_charge import agreed_total
 from phalanx.data.graphs.trained_elements import TrainedElements, trained_elements
 from phalanx.ensemble.document import is_ensemble
 from phalanx.ensemble.loaded import LoadedEnsemble
@@ -273,9 +273,8 @@ def _charge(atoms: Atoms) -> float:
     if not atoms.has("initial_charges"):
         return charge
     found = float(atoms.get_initial_charges().sum())
-    total = charge if "charge" in atoms.info else float(np.rint(found))
-    # Written so that a sum that is no number does not pass.
-    if not abs(found - total) <= TOLERANCE:
+    total = agreed_total(found, charge if "charge" in atoms.info else None)
+    if total is None:
         against = f'but atoms.info["charge"] is {charge:g}' if "charge" in atoms.info else "which is no whole number"
         raise DataError(
             f"atoms.get_initial_charges() adds up to {found:g} e, {against}; give the total charge as "

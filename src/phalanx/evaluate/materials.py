@@ -14,7 +14,7 @@ from phalanx.config.load import parse_run
 from phalanx.config.materials import MaterialsModel
 from phalanx.data.graphs.manifest import Split
 from phalanx.data.graphs.shards import open_prepared
-from phalanx.data.graphs.trained_elements import branch_of, trained_elements, untrained_in
+from phalanx.data.graphs.trained_elements import trained_elements, untrained_by_source
 from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.attention import AttentionChoice
@@ -142,13 +142,7 @@ def _untrained(evaluator: GraphEvaluator, checkpoint: Path) -> dict[str, dict[in
     if trained is None:
         return None
     found, names = evaluator.chosen(), [branch.name for branch in evaluator.run.model.branches]
-    counts = {
-        source.manifest.source: untrained_in(
-            source, found.item[found.source == number], trained.of(branch_of(number, names))
-        )
-        for number, source in enumerate(evaluator.sources)
-    }
-    return {name: elements for name, elements in counts.items() if elements}
+    return untrained_by_source(evaluator.sources, found, names, [trained])
 
 
 def _open(path: Path, overrides: Sequence[str] = ()) -> tuple[Checkpoint, MaterialsRun]:

@@ -35,6 +35,15 @@ def total_charges(
     return np.where(np.isnan(known_G), np.rint(sums_G), known_G)
 
 
+def agreed_total(found: float, given: float | None) -> float | None:
+    """The total charge that is given, else the whole number nearest to what atoms' charges add up to.
+
+    None where that sum, `found` elementary charges, misses it, or is no number.
+    """
+    total = float(np.rint(found)) if given is None else given
+    return total if abs(found - total) <= TOLERANCE else None
+
+
 def check_charges(structure: Structure, source: GraphSource) -> None:
     """Refuse charges that add up to no whole number, or not to the total charge, unless the source allows it.
 
@@ -43,13 +52,14 @@ def check_charges(structure: Structure, source: GraphSource) -> None:
     charges = structure.labels.get("charges")
     if charges is None or source.charge_sum == "any" or np.isnan(charges).any():
         return
-    found, given = float(charges.sum()), structure.labels.get("total_charge")
-    total = np.rint(found) if given is None or np.isnan(given) else float(given)
-    if abs(found - total) <= TOLERANCE:
+    found, label = float(charges.sum()), structure.labels.get("total_charge")
+    given = None if label is None or np.isnan(label) else float(label)
+    if agreed_total(found, given) is not None:
         return
-    labelled = given is not None and not np.isnan(given)
-    against = f"but its total_charge is {total:g} e" if labelled else "which is no whole number"
-    then = "total_charge then counts" if labelled else f"{total:+.0f} e is then taken for its total charge"
+    against = "which is no whole number" if given is None else f"but its total_charge is {given:g} e"
+    then = (
+        f"{np.rint(found):+.0f} e is then taken for its total charge" if given is None else "total_charge then counts"
+    )
     raise structure.raw.wrong(
         f"its charges add up to {found:.3f} e, {against}; correct their unit ({source.labels['charges'].unit}) or the "
         f"label, or set charge_sum: any for source {source.name} ({then})"

@@ -11,6 +11,7 @@ import numpy as np
 
 from phalanx.config.materials import Branch
 from phalanx.data.graphs.manifest import Statistics
+from phalanx.data.graphs.order import Located
 from phalanx.data.graphs.ragged import Int64Array, ragged_ranges
 from phalanx.data.graphs.shards import PreparedSource
 from phalanx.data.graphs.structures import ELEMENTS
@@ -118,6 +119,21 @@ def untrained_in(source: PreparedSource, items: Int64Array, trained: frozenset[i
         structures += np.bincount(pairs % (ELEMENTS + 1), minlength=ELEMENTS + 1)
     present = np.flatnonzero(structures).tolist()
     return {element: int(structures[element]) for element in present if element not in trained}
+
+
+def untrained_by_source(
+    sources: Sequence[PreparedSource], found: Located, branches: Sequence[str], known: Sequence[TrainedElements]
+) -> dict[str, dict[int, int]]:
+    """`untrained_in` of each source with such structures, by its name.
+
+    found: the structures. branches: their names. known: of one model or more, each of which must know an element.
+    """
+    counts = {}
+    for number, source in enumerate(sources):
+        trained = frozenset.intersection(*(one.of(branch_of(number, branches)) for one in known))
+        if elements := untrained_in(source, found.item[found.source == number], trained):
+            counts[source.manifest.source] = elements
+    return counts
 
 
 def untrained_in_words(found: Mapping[str, Mapping[int, int]]) -> list[str]:
