@@ -5,6 +5,8 @@
 #   TORCH_INDEX  package index to take PyTorch from: give the address that pytorch.org's install page shows for your
 #                ROCm, CUDA or CPU build; empty takes the build your pip is set up for
 #   JOBS         tests that run at once; auto is one a core
+#   GPU_JOBS     processes of `make test-gpu` that share the device
+#   INTERPRETER  runs the tests in place of .venv's, with the packages that it has, as in a container: nothing is installed
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -12,14 +14,18 @@ TRITON ?= triton==3.6.0
 TORCH_INDEX ?=
 RUN_DIR ?= runs/quickstart
 JOBS ?= auto
+GPU_JOBS ?= 8
+INTERPRETER ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # What pip would do on one core; the few files that are no Python of this version are left as they are.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 PHALANX := $(BIN)/phalanx
+TEST_PYTHON := $(or $(INTERPRETER),$(BIN)/python)
+TEST_NEEDS := $(if $(INTERPRETER),,.venv/dev)
 
-.PHONY: quickstart test lint style types units install clean
+.PHONY: quickstart test test-gpu lint style types units install clean
 
 quickstart: .venv/installed
 	$(PHALANX) data prepare python-stdlib --out data/python-stdlib --vocab-size 2048 --validation-fraction 0.02
@@ -40,8 +46,12 @@ style: .venv/dev
 types: .venv/dev
 	$(BIN)/mypy
 
-units: .venv/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+units: $(TEST_NEEDS)
+	OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+
+# On a machine with an accelerator: what only a device can show.
+test-gpu: $(TEST_NEEDS)
+	OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest -m gpu --numprocesses $(GPU_JOBS) --dist worksteal tests/gpu
 
 install: .venv/installed
 

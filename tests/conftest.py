@@ -1,8 +1,9 @@
 """The order of test files: what takes longest begins first, so that no core waits for another at the end.
 
-And what all of them load is not looked through for garbage again: dry runs collect it several times each. Interrupts work,
-also where the tests run in the background of a shell, which lets its jobs and all they start ignore them. The user's cache
-is left alone.
+Tests run on the CPU whatever devices the machine has, but for those marked `gpu`, which `make test-gpu` runs alone. And what
+all of them load is not looked through for garbage again: dry runs collect it several times each. Interrupts work, also where
+the tests run in the background of a shell, which lets its jobs and all they start ignore them. The user's cache is left
+alone.
 """
 
 from __future__ import annotations
@@ -36,8 +37,16 @@ _OWN_CACHE = "PYTEST_OF_PHALANX_CACHE"
 """Set by the process that made the cache of these tests, whose workers share it."""
 
 
+_VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """What tests start inherits this."""
+    """Set up the environment before any test module loads torch; processes that tests start inherit it."""
+    if config.option.markexpr == "gpu":
+        # Each test process compiles its kernels in so many more; by default one a core.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    else:
+        os.environ.update(dict.fromkeys(_VISIBLE_DEVICES, "-1"))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if _OWN_CACHE not in os.environ:
         os.environ["XDG_CACHE_HOME"] = os.environ[_OWN_CACHE] = tempfile.mkdtemp(prefix="phalanx-tests-")

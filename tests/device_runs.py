@@ -1,0 +1,78 @@
+"""What tests on a device share: the device, and the same steps there and in float64 on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from layout_runs import Fields, run_with
+from phalanx.config.schema import LanguageRun
+from phalanx.layout.mesh import ONE_RANK
+from phalanx.layout.place import Place
+from phalanx.layout.resolve import resolve_layout
+from phalanx.verify.record import Record, record
+
+CPU = torch.device("cpu")
+
+
+def accelerator() -> torch.device:
+    """Return the device under test. Fails where there is none: these tests are asked for by name."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    assert found is not None, "no accelerator is visible; `make test-gpu` needs one"
+    return torch.device(found.type, 0)
+
+
+def small_run(changes: Fields, precision: str, *, compiled: bool) -> LanguageRun:
+    """Return a decoder of head size 16 with `section.field` changes, 8 samples a step in micro-batches of 4."""
+    fields: Fields = {
+        "model.n_layers": 2,
+        "model.d_model": 128,
+        "model.d_ff": 256,
+        "model.vocab_size": 257,
+        "model.max_positions": 64,
+        "data.sequence_length": 64,
+        "training.compile": compiled,
+        "optimizer.schedule": "constant",
+        "optimizer.eps": 1e-3,
+        **changes,
+    }
+    layout = {name.split(".")[1]: value for name, value in fields.items() if name.startswith("layout.")}
+    others = {name: value for name, value in fields.items() if not name.startswith("layout.")}
+    return run_with(others, precision=precision, global_batch=8, microbatch=4, **layout)
+
+
+def record_steps(run: LanguageRun, device: torch.device, steps: int = 2) -> Record:
+    """Return losses, gradients and updated parameters of `steps` steps of one rank on `device`."""
+    return record(run, resolve_layout(run, 1), ONE_RANK, device, steps=steps, activations=False)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Relative errors of a record beside the same steps in float64."""
+
+    loss: float
+    gradients: dict[str, float]
+    """By parameter: 2-norm of the difference over the 2-norm of the reference, of the first step."""
+
+    @property
+    def worst(self) -> float:
+        """The largest error of any gradient."""
+        return max(self.gradients.values())
+
+
+def distance(found: Record, reference: Record) -> Distance:
+    """Measure how far `found` is from `reference`, in the first step's loss and gradients."""
+    first, wanted = found.steps[0], reference.steps[0]
+    return Distance(
+        abs(first.loss - wanted.loss) / abs(wanted.loss),
+        {name: relative_error(first.gradients[name], place) for name, place in wanted.gradients.items()},
+    )
+
+
+def relative_error(found: Place | Tensor, wanted: Place | Tensor) -> float:
+    """Return the 2-norm of the difference over the 2-norm of `wanted`; infinite where `found` is not finite."""
+    a, b = (x.local if isinstance(x, Place) else x for x in (found, wanted))
+    error = float((a.cpu().double() - b.cpu().double()).norm() / b.cpu().double().norm())
+    return error if error == error else float("inf")

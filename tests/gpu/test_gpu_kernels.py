@@ -1,0 +1,93 @@
+"""Every own kernel as it runs on the device, beside its plain reference in float64; every element is written."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from device_runs import accelerator, relative_error
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from phalanx import compat
+from phalanx.kernels.flash4 import flash4, flash4_attention
+from phalanx.kernels.parts_sum import sum_parts
+from phalanx.kernels.swiglu import swiglu_backward, swiglu_backward_reference
+from phalanx.kernels.triton_modules import LARGE
+from phalanx.train.adamw import AdamW
+
+pytestmark = pytest.mark.gpu
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Values drawn on the CPU, so that any device gets the same."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(dtype).to(accelerator())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("rows", "features", "block"), [(4096, 1024, 64), (4097, 704, 32), (3, 8192, 1), (1024, 4096, 16)]
+)
+def test_gated_product_backward(rows: int, features: int, block: int, dtype: torch.dtype) -> None:
+    grad, gate_up = random(rows, features, dtype=dtype, seed=1), random(rows, 2 * features, dtype=dtype, seed=2)
+    wanted = swiglu_backward_reference(grad.double(), gate_up.double(), block)
+    for found, exact in zip(swiglu_backward(grad, gate_up, block), wanted, strict=True):
+        assert found.dtype == dtype and torch.isfinite(found).all()
+        assert relative_error(found, exact) <= torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("elements", [LARGE, LARGE + 3, 1000])
+@pytest.mark.parametrize("parts", [1, 2, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sum_of_parts(dtype: torch.dtype, parts: int, elements: int, add: bool) -> None:
+    """One rank after another in float32: the same bits in every run."""
+    values = random(parts, elements, dtype=dtype, seed=3)
+    start = random(elements, dtype=torch.float32, seed=4)
+    found = start.clone() if add else torch.full_like(start, math.nan)
+    sum_parts(values, found, add=add)
+    wanted = start.clone() if add else torch.zeros_like(start)
+    exact = values.double().sum(0) + (start.double() if add else 0.0)
+    assert relative_error(found, exact) <= 4e-7
+    again = start.clone() if add else torch.full_like(wanted, math.nan)
+    sum_parts(values, again, add=add)
+    assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize("elements", [LARGE + 5, 4 * LARGE])
+def test_adamw_of_large_parameters(elements: int) -> None:
+    """Plain, scaled and skipped updates are PyTorch's in float64 but for rounding."""
+    start = random(elements, dtype=torch.float32, seed=5)
+    ours, exact = nn.Parameter(start.clone()), nn.Parameter(start.double())
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    optimizer, plain = AdamW([ours], fused=True, **options), torch.optim.AdamW([exact], **options)
+    device = accelerator()
+    for number, (scale, skip) in enumerate(((1.0, 0.0), (2.0, 0.0), (1.0, 1.0), (0.5, 0.0))):
+        ours.grad = random(elements, dtype=torch.float32, seed=6 + number)
+        exact.grad = ours.grad.double() / scale
+        compat.update_scaled(optimizer, torch.tensor(scale, device=device), torch.tensor(skip, device=device))
+        if not skip:
+            plain.step()
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
+    for name in ("exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(optimizer.state[ours][name].double(), plain.state[exact][name], rtol=1e-5, atol=1e-6)
+    assert float(optimizer.state[ours]["step"]) == 3.0
+
+
+def test_flash4_or_why_not() -> None:
+    """FlashAttention-4 beside float64; where its package is not installed, the reason names it."""
+    if flash4().forward is None:
+        assert "flash_attn" in flash4().reason
+        return
+    query, key, value = (random(2, heads, 512, 128, dtype=torch.bfloat16, seed=7 + heads) for heads in (8, 2, 2))
+    inputs = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (query, key, value)]
+    out = flash4_attention(*inputs)
+    grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    exact = F.scaled_dot_product_attention(*doubles, is_causal=True, enable_gqa=True)
+    wanted = torch.autograd.grad(exact, doubles, torch.ones_like(exact))
+    assert relative_error(out, exact) <= 1e-2
+    for found, expected in zip(grads, wanted, strict=True):
+        assert relative_error(found, expected) <= 2e-2
