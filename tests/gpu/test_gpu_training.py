@@ -138,7 +138,7 @@ def one_rank_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.Pr
 def test_sharding_over_one_rank_changes_nothing(one_rank_group: dist.ProcessGroup, zero: int, precision: str) -> None:
     """FSDP's gathers and reductions go through the backend; what they bring is what was there."""
     device = accelerator()
-    run = small_run({"layout.zero": zero}, precision, compiled=True)
+    run = small_run({"layout.zero": zero, "layout.peer_copies": False}, precision, compiled=True)
     shards = Axis("shards", 0, 1, one_rank_group, (0,), one_rank_group.group_name)
     data = DeviceMesh.from_group(one_rank_group, device.type, mesh_dim_names=("shards",))
     mesh = replace(ONE_RANK, shards=shards, data=data, world=one_rank_group)
