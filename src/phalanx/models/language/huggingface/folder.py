@@ -9,6 +9,11 @@ from typing import Any
 from phalanx.errors import CheckpointError
 
 
+def is_huggingface_folder(path: Path) -> bool:
+    """Whether `path` looks like a Hugging Face checkpoint."""
+    return (path / "config.json").is_file()
+
+
 def file_inside(path: Path, name: str) -> Path:
     """The file `name` of a checkpoint folder. Raises CheckpointError if it is missing or lies outside the folder.
 
