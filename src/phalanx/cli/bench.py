@@ -140,13 +140,20 @@ def _lines(layout: ResolvedLayout, found: Measured, plan: Expected | None) -> It
     if plan is None:
         return
     low, high = plan.step_s_interval
-    compared = f"{plan.memory_bytes / _GIB:.2f} GiB"
-    if found.memory_bytes is not None:
-        compared += f" ({plan.memory_bytes / found.memory_bytes - 1:+.1%})"
+    comparable = plan.device == found.device_kind
+    time = f"{plan.step_s / found.step_s - 1:+.1%}; " if comparable else ""
+    memory = f"{plan.memory_bytes / _GIB:.2f} GiB"
+    if comparable and found.memory_bytes is not None:
+        memory += f" ({plan.memory_bytes / found.memory_bytes - 1:+.1%})"
     yield (
-        f"  planned   {plan.step_s:.4g} s ({plan.step_s / found.step_s - 1:+.1%}; 90% between {low:.4g} and {high:.4g}), "
-        f"{compared}; {plan.cluster} by {plan.profile}"
+        f"  planned   {plan.step_s:.4g} s ({time}90% between {low:.4g} and {high:.4g}), "
+        f"{memory}; {plan.cluster} by {plan.profile}"
     )
+    if not comparable:
+        yield (
+            f"            not to be compared: the steps ran on {found.device_kind}, the plan is for the {plan.device} of "
+            f"{plan.cluster}"
+        )
     parts = " | ".join(
         f"{name} {seconds / plan.step_s:.1%}"
         for name, seconds in plan.time_by_cause_s.items()

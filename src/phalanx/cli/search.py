@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from phalanx.cli.arguments import Json, complete_override
-from phalanx.cli.console import output, print_json, write_file
+from phalanx.cli.console import output, print_json, print_warning, write_file
 from phalanx.cli.search_words import progress, search_lines
+from phalanx.cluster.device import choose_device, device_kind, device_name
 from phalanx.cluster.machine import described_names, load_machine
 from phalanx.config.families import require_language
 from phalanx.config.load import load_run
@@ -69,6 +70,8 @@ def search(
     loss is recorded and not repeated. A killed search goes on when it is started again; several may share one file.
     """
     asked = _asked(run, cluster, devices, overrides or [], profile)
+    if where == "local":
+        _warn_of_other_devices(asked, cluster)
     path = storage or Path(f"{run.resolve().name.removesuffix('.yaml')}.search.log")
     done = _run_search(asked, where, path, engine=engine, most=measure, seed=seed, keep=keep)
     facts = done.facts()
@@ -83,6 +86,16 @@ def search(
     console = output()
     for line in [*search_lines(facts, console.width), *(f"wrote {name}" for name in written.values())]:
         console.print(line, soft_wrap=True)
+
+
+def _warn_of_other_devices(asked: _Asked, cluster: str) -> None:
+    planned = asked.planner.machine.node.device
+    measured = device_kind(device_name(choose_device(asked.task.run.cluster.device)))
+    if measured != planned:
+        print_warning(
+            f"--cluster {cluster} has {planned}, but trials with --where local run on this machine, which has {measured}: "
+            f"they measure {measured}, and only the planner's order of layouts is that of {cluster}"
+        )
 
 
 @dataclass(frozen=True)
