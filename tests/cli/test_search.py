@@ -125,9 +125,7 @@ def test_a_real_search_that_is_killed_and_goes_on(real: Path) -> None:
     assert not trial_processes(trials) and not (trials / "0" / "run").exists() and (trials / "0" / "log").exists()
 
     # The trials ran on this machine's CPU, whatever --cluster says, and are filed as such.
-    assert errors.startswith(
-        "warning: --cluster h200-x4 has H200, but trials with --where local run on this machine"
-    )
+    assert errors.startswith("warning: --cluster h200-x4 has H200, but trials with --where local run on this machine")
     assert facts["measured_on"] == ["CPU"] and facts["cluster_device"] == "H200"
     assert facts["best"]["device"] == "CPU"
     lines = search_lines(facts, 80)

@@ -9,29 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.cli.arguments import Json
 from phalanx.cli.console import output, print_json, write_file
 from phalanx.cli.plan_check import check_facts, print_check
-from phalanx.cli.plan_options import (
-    Best,
-    Check,
-    CheckpointGbS,
-    Cluster,
-    Devices,
-    Fit,
-    Fix,
-    Html,
-    MtbfHours,
-    Overrides,
-    PFits,
-    ProfileName,
-    RestartMinutes,
-    RunFile,
-    Scale,
-    Tokens,
-    Whys,
-    Write,
-)
 from phalanx.cli.plan_words import plan_lines
 from phalanx.cluster.machine import load_machine, machine_names
 from phalanx.config.load import load_run
@@ -40,11 +19,11 @@ from phalanx.cost.profile import choose_profile
 from phalanx.cost.second_process import second_process
 from phalanx.cost.shelf import shelf
 from phalanx.errors import ConfigError
-from phalanx.plan.budget import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES, Reliability
 from phalanx.plan.cost_models import CostModels
 from phalanx.plan.facts import plan_facts
 from phalanx.plan.judge import Planner, Task, fixed_fields
 from phalanx.plan.plan import Plan, Wishes, fit_plan, make_plan
+from phalanx.plan.reliability import Reliability
 from phalanx.plan.scaling import parse_scale
 from phalanx.plan.write import planned_text
 
@@ -52,31 +31,28 @@ _UNITS = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def plan(
-    run: RunFile = None,
-    cluster: Cluster = None,
-    devices: Devices = None,
-    overrides: Overrides = None,
-    fit: Fit = False,
-    fix: Fix = False,
-    why: Whys = None,
-    scale: Scale = None,
-    tokens: Tokens = None,
-    best: Best = 10,
-    p_fits: PFits = 0.9,
-    profile: ProfileName = None,
-    mtbf_hours: MtbfHours = MTBF_HOURS,
-    restart_minutes: RestartMinutes = RESTART_MINUTES,
-    checkpoint_gb_s: CheckpointGbS = CHECKPOINT_GB_S,
-    write: Write = None,
-    html: Html = None,
-    check: Check = None,
-    json: Json = False,
+    *,
+    run: Path | None,
+    cluster: str | None,
+    devices: int | None,
+    overrides: list[str] | None,
+    fit: bool,
+    fix: bool,
+    why: list[str] | None,
+    scale: str | None,
+    tokens: str | None,
+    best: int,
+    p_fits: float,
+    profile: str | None,
+    mtbf_hours: float,
+    restart_minutes: float,
+    checkpoint_gb_s: float,
+    write: Path | None,
+    html: Path | None,
+    check: Path | None,
+    json: bool,
 ) -> None:
-    """Say which layouts are worth running, from the costs of the real model, in seconds and without any device.
-
-    Every legal layout is judged; those that fit are ranked by the time of a step. Fields of the layout given here stay as
-    given, all others are chosen.
-    """
+    """Run the subcommand; `phalanx.cli.options.plan` declares its arguments."""
     if check is not None:
         print_json(check_facts(check)) if json else print_check(check)
         return

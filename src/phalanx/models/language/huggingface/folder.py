@@ -8,6 +8,9 @@ from typing import Any
 
 from phalanx.errors import CheckpointError
 
+DEFAULT_SHARD_BYTES = 5 * 10**9
+"""Largest weight file that is written."""
+
 
 def is_huggingface_folder(path: Path) -> bool:
     """Whether `path` looks like a Hugging Face checkpoint."""
