@@ -135,3 +135,5 @@ def test_a_real_search_that_is_killed_and_goes_on(real: Path) -> None:
     html = render_search(facts)
     assert "<title>Search: model on 2 x CPU (this machine)</title>" in html
     assert note[1:] in html
+    hostile = render_search({**facts, "model": "<script>alert(1)</script>\x1b[31m"})
+    assert "<script>alert" not in hostile and "\x1b" not in hostile
