@@ -53,14 +53,17 @@ def test_two_ranks_measured_beside_their_plan(call: Call, folder: Path) -> None:
 
 
 def test_lines_for_a_person_and_a_run_that_is_kept(call: Call, folder: Path) -> None:
-    outcome = call("bench", "run.yaml", "--steps", "3", "--skip", "1", "--keep", "kept")
+    outcome = call("bench", "run.yaml", "--steps", "3", "--skip", "1", "--keep", "kept", "--cluster", "h200-x4")
     assert outcome.code == 0, outcome.err
-    first, measured, more = outcome.out.splitlines()
+    first, measured, more, planned, caution, *_ = outcome.out.splitlines()
     assert re.fullmatch(r"one rank on .+, attention \S+; the last 2 of 3 steps count", first), first
     assert re.match(
         r"  measured  \S+ s a step \(\S+ to \S+\), [\d,]+ tokens/s a device, \S+ model TFLOP/s \(causal\)", measured
     )
     assert more.strip().startswith("data wait ")
+    # Steps of a CPU say nothing about a plan for another device: no difference is given.
+    assert re.match(r"  planned   \S+ s \(90% between \S+ and \S+\), \S+ GiB; h200-x4 by ", planned), planned
+    assert caution.strip() == ("not to be compared: the steps ran on CPU, the plan is for the H200 of h200-x4")
     assert len((folder / "kept" / "run" / "metrics.jsonl").read_text().splitlines()) == 3
     assert not (folder / "kept" / "run" / "checkpoints").exists()
     assert call("bench", "run.yaml", "--keep", "kept").code == 2

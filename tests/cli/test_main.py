@@ -9,7 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from importlib import import_module
+from inspect import Parameter, signature
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 import typer
@@ -67,6 +72,35 @@ def test_version(call: Call) -> None:
     assert call("--version").out.startswith(f"phalanx {__version__} (torch ")
 
 
+def test_no_help_loads_torch() -> None:
+    """Help of every subcommand, and a refused option, in one process that must not have imported what computes."""
+    program = """
+import sys
+from phalanx.cli.main import VERBS, run
+codes = [run([verb.name, word]) for verb in VERBS for word in ("--help", "--no-such-option")]
+codes += [run([*words, "--help"]) for words in (["data", "prepare"], ["data", "prepare-fields"], ["config", "check"])]
+print(codes, file=sys.stderr)
+sys.exit(9 if "torch" in sys.modules else 0 if sorted(set(codes)) == [0, 2] else 1)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb.app is None], ids=lambda verb: verb.name)
+def test_a_subcommand_does_what_its_options_declare(verb: Verb) -> None:
+    options = getattr(import_module(f"phalanx.cli.options.{verb.name}"), verb.name)
+    does = getattr(import_module(f"phalanx.cli.{verb.name}"), verb.name)
+    assert list(signature(does).parameters) == list(signature(options).parameters)
+    assert {one.kind for one in signature(does).parameters.values()} == {Parameter.KEYWORD_ONLY}
+
+
+def test_help_has_one_style(call: Call) -> None:
+    for verb in VERBS:
+        shown = call(verb.name, "--help").out
+        assert shown.startswith(f"Usage: phalanx {verb.name}"), shown
+        assert "╭" not in shown and "--install-completion" not in shown and "-h, --help" in shown, shown
+
+
 @pytest.mark.parametrize(
     "arguments",
     ["--help", "--version", "config --help", "config list", "config fields", f"config check {QUICKSTART}"],
@@ -118,9 +152,16 @@ def _fail(name: str) -> None:
     raise FAILURES[name][0]
 
 
+def add_subcommand(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., None]) -> None:
+    """Let `phalanx` have a subcommand that does what `function` does, and declares its arguments."""
+    monkeypatch.setattr(main, "VERBS", (*VERBS, Verb(name, "For this test.", ())))
+    for module in (f"phalanx.cli.options.{name}", f"phalanx.cli.{name}"):
+        monkeypatch.setitem(sys.modules, module, cast(ModuleType, SimpleNamespace(**{name: function})))
+
+
 @pytest.mark.parametrize("name", FAILURES)
 def test_failures_end_with_their_exit_code(name: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "VERBS", (*VERBS, Verb("fail", f"{__name__}:_fail", "Fail.", ())))
+    add_subcommand(monkeypatch, "fail", _fail)
     outcome = call("fail", name)
     assert (outcome.code, outcome.out, outcome.err) == (FAILURES[name][1], "", FAILURES[name][2])
 
@@ -130,7 +171,7 @@ def _crash() -> None:
 
 
 def test_defects_keep_their_traceback(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "VERBS", (*VERBS, Verb("crash", f"{__name__}:_crash", "Crash.", ())))
+    add_subcommand(monkeypatch, "crash", _crash)
     with pytest.raises(ZeroDivisionError, match="a defect of ours"):
         call("crash")
 

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from command_line import Call
+from phalanx.cli.search_words import search_lines
 from phalanx.config.load import load_run
 from phalanx.layout.resolve import resolve_layout
+from phalanx.report.search_page import render_search
 from report.pages import Page
 from token_data import write_run_file, write_token_folder
 from trial_processes import trial_processes, wait_for
@@ -46,6 +48,7 @@ def test_a_simulated_search(call: Call, folder: Path) -> None:
     assert outcome.code == 0, outcome.err
     facts = json.loads(outcome.out)
     good = [row for row in facts["trials"] if row["step_s"] is not None]
+    assert facts["measured_on"] == [] and "warning" not in outcome.err
     assert len(facts["trials"]) == 9 and facts["best"]["step_s"] == min(row["step_s"] for row in good)
     assert sum(facts["planned"]["shapley_effects"].values()) == pytest.approx(1.0)
     assert "change with the seed" in facts["measured"]["caution"]
@@ -57,6 +60,7 @@ def test_a_simulated_search(call: Call, folder: Path) -> None:
     html = (folder / "search.html").read_text()
     page = Page(html.replace("<br>", ""))
     assert "http" not in html.replace("http-equiv", "") and not page.all("script")
+    assert "<title>Search: model on 16 devices of frontier, simulated</title>" in html
     assert page.figure("trials") == "9" and "Caution: ranks 2 to 4" in html
     assert len(page.all("circle", "dot-1")) == len(good) and page.all("rect", "shade-0")
 
@@ -119,3 +123,17 @@ def test_a_real_search_that_is_killed_and_goes_on(real: Path) -> None:
     assert "step 1: loss" in next(row["said"] for row in facts["trials"] if row["state"] == "wrong_loss")
     assert facts["best"]["values"]["training.seed"] == 0 and facts["best"]["step_s"] > 0
     assert not trial_processes(trials) and not (trials / "0" / "run").exists() and (trials / "0" / "log").exists()
+
+    # The trials ran on this machine's CPU, whatever --cluster says, and are filed as such.
+    assert errors.startswith("warning: --cluster h200-x4 has H200, but trials with --where local run on this machine")
+    assert facts["measured_on"] == ["CPU"] and facts["cluster_device"] == "H200"
+    assert facts["best"]["device"] == "CPU"
+    lines = search_lines(facts, 80)
+    assert lines[0].startswith("model on 2 x CPU (this machine): ") and max(map(len, lines)) <= 80
+    note = "the trials ran on CPU, not on the H200 of h200-x4"
+    assert f"note: {note}" in " ".join(lines)
+    html = render_search(facts)
+    assert "<title>Search: model on 2 x CPU (this machine)</title>" in html
+    assert note[1:] in html
+    hostile = render_search({**facts, "model": "<script>alert(1)</script>\x1b[31m"})
+    assert "<script>alert" not in hostile and "\x1b" not in hostile

@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from phalanx.plan.budget import Reliability, budget, goodput, power_w
+from phalanx.plan.budget import budget, goodput, power_w
 from phalanx.plan.models import WAITING, Times
+from phalanx.plan.reliability import Reliability
 
 
 def elapsed_per_useful_second(interval: float, write: float, restart: float, failure: float) -> float:

@@ -60,7 +60,7 @@ def test_words_are_of_samples(made: Plan) -> None:
     assert "1M samples: 62,500 steps" in text and "samples/s" in text
     assert "tokens" not in text
     assert "FSDP or Hybrid-STOP: tp x dp_shard receives fewer bytes" in text
-    assert "FSDP or Hybrid-STOP" in render_plan(made)
+    assert "FSDP or Hybrid-STOP" in render_plan(made, "")
 
 
 def test_facts(made: Plan) -> None:

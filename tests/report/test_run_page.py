@@ -16,9 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.config.load import load_run
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.models.language.sizes import parameter_count
 from phalanx.report.page_parts import LONGEST_SAMPLE, MOST_EVENTS, MOST_SAMPLES
 from phalanx.report.run_page import script_json, write_report
+from phalanx.report.template import asset
+from phalanx.report.text import count
 from report.pages import Page, points
 from report.run_dirs import EVENTS, event, metric, write_lines, write_run
 
@@ -370,3 +374,45 @@ def test_what_ranks_wait_for_each_other_is_told_where_shares_are_uneven(tmp_path
     assert page.figure("rank_wait") == "10.0 %"
     assert page.by_id("chart-ranks").tag == "figure"
     assert "ranks' wait" in page.by_id("time-split").text and "1.100" in page.by_id("desc-ranks").text
+
+
+WHOLE_RUN = """\
+model: {n_layers: 2, d_model: 32, n_heads: 2, d_ff: 64, vocab_size: 257, max_positions: 32}
+data: {sources: [data/books, data/code], sequence_length: 32}
+layout: {global_batch: 16, tp: 2}
+optimizer: {lr: 1e-3}
+training: {steps: 40}
+"""
+
+
+def test_the_head_names_parameters_layout_and_data(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    (folder / "run.yaml").write_text(WHOLE_RUN)
+    (status,) = _page(folder).all("p", "status")
+    parameters = count(parameter_count(load_run(folder / "run.yaml").model))  # type: ignore[arg-type]
+    assert f"{parameters} parameters · 8 × Accelerator 9000 · dp_shard=4 tp=2, global batch 16, bf16" in status.text
+    assert "data data/books, data/code" in status.text
+
+
+def test_control_characters_are_shown_and_not_written(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "r\x1b[31mun<script>", events=[event("sample", 3, 1, prompt="a\x1b]0;b\x07", text="\tc\x00\nd")]
+    )
+    page = _page(folder)
+    assert not set("\x00\x07\x1b") & set(page.html)
+    assert page.all("h1")[0].text == "r␛[31mun<script>"
+    assert page.all("pre")[0].text == "a␛]0;b␇\tc␀\nd"
+
+
+def test_line_ends_of_a_sample_are_shortened(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path, events=[event("sample", 3, 1, prompt="Once", text=" upon" + "\n" * 60 + "a" + "\n" * 60)]
+    )
+    assert _page(folder).all("pre")[0].text == "Once upon\n\na"
+
+
+def test_the_legend_shows_curves_as_they_are_drawn() -> None:
+    """Thin and pale for what was recorded, thicker for what is smoothed."""
+    style = asset("page.css")
+    widths = {name: float(width) for name, width in re.findall(r"^\.curve(\S*) \{ stroke-width: ([\d.]+)", style, re.M)}
+    assert widths[".faint"] < widths[""] and not re.search(r"\.legend \.curve", style)

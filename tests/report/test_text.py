@@ -6,7 +6,16 @@ import math
 
 import pytest
 
-from phalanx.report.text import count, duration, number, percent, short
+from phalanx.report.text import (
+    count,
+    duration,
+    duration_with_interval,
+    number,
+    percent,
+    short,
+    shorten_blank_lines,
+    signed_duration,
+)
 
 
 @pytest.mark.parametrize(
@@ -69,3 +78,27 @@ def test_percent(share: float, text: str) -> None:
 )
 def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("times", "text"),
+    [
+        ((0.0132, 0.0112, 0.0155), "13.2 ms (11.2 to 15.5)"),
+        ((0.0987, 0.08, 1.25), "98.7 ms (80 to 1,250)"),
+        ((0.343, 0.293, 0.401), "0.343 s (0.293 to 0.401)"),
+        ((100.0, 91.0, 130.0), "100 s (91 to 130)"),
+        ((1500.0, 1280.0, 1760.0), "25 min (21.3 to 29.3)"),
+        ((9000.0, 7200.0, 10800.0), "2.5 h (2 to 3)"),
+        ((400000.0, 300000.0, 500000.0), "4.63 d (3.47 to 5.79)"),
+    ],
+)
+def test_a_time_and_its_interval_share_a_unit(times: tuple[float, float, float], text: str) -> None:
+    assert duration_with_interval(*times) == text
+
+
+def test_differences_of_times() -> None:
+    assert [signed_duration(one) for one in (0.0236, -0.00795, 90.0)] == ["+23.6 ms", "−7.95 ms", "+1 min 30 s"]
+
+
+def test_blank_lines_of_a_sample_are_shortened() -> None:
+    assert shorten_blank_lines("a\n\n \n\t\nb\nc" + "\n" * 60) == "a\n\nb\nc"

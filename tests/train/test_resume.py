@@ -154,6 +154,15 @@ def test_going_on_from_another_runs_checkpoint_and_from_weights_alone(run_file: 
     assert rows(fresh)[0]["loss"] < rows(straight)[0]["loss"] - 1.0
 
 
+@pytest.mark.parametrize("field", ["init_from", "resume"])
+def test_a_hugging_face_folder_is_refused_with_the_command_that_imports_it(run_file: Path, field: str) -> None:
+    folder = run_file.parent / "theirs"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    errors = refused(run_file, run_file.parent / "imported", f"training.{field}={folder}")
+    assert f"`phalanx convert {folder} imported` makes a checkpoint of it" in " ".join(errors.split())
+
+
 def test_when_every_checkpoint_is_damaged_nothing_starts_anew(run_file: Path) -> None:
     run_dir = run_file.parent / "all-damaged"
     finish(run_file, run_dir, "training.steps=10", "checkpoint.every=5")

@@ -19,6 +19,8 @@ class Expected:
     """Of one layout on one machine."""
 
     cluster: str
+    device: str
+    """What the cluster's devices are."""
     profile: str
     """Name and source of the constants."""
     step_s: float
@@ -42,6 +44,7 @@ def expected(run: Run, layout: ResolvedLayout, machine: Machine, profile: NamedP
     causes = {name: float(values[0]) for name, values in times.causes.items() if values[0] > 0}
     return Expected(
         cluster=machine.name,
+        device=machine.node.device,
         profile=models.profile_words,
         step_s=seconds,
         step_s_interval=interval(seconds, float(times.spread[0])),

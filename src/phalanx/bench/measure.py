@@ -26,6 +26,8 @@ class Measured:
 
     device: str
     """Its name."""
+    device_kind: str
+    """What machine descriptions call it."""
     attention: str
     """The kernel."""
     unit: str
@@ -87,6 +89,7 @@ def _summary(log: RunLog, ranks: int, skip: int, peak: float | None) -> Measured
     retries = log.column("memory_retries")[-1]
     return Measured(
         device=str(machine.get("device", "")),
+        device_kind=str(machine.get("device_kind", "")),
         attention=str(begun.fields.get("attention", "")),
         unit=log.unit,
         step_s=float(np.median(seconds)),

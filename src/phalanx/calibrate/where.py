@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from phalanx.cluster.device import device_name, find_facts
+from phalanx.cluster.device import device_kind, device_name
 from phalanx.cluster.machine import Machine, Node, described_names, load_machine
 from phalanx.cluster.network import Links, Switch
 from phalanx.errors import ConfigError
@@ -18,7 +18,7 @@ def machine_here(device: torch.device, per_node: int, cluster: str | None) -> Ma
     per_node: ranks on this node. cluster: a shipped name or a description's path. Raises ConfigError for a description of
     other devices, or of fewer on a node.
     """
-    name = _name_of(device)
+    name = device_kind(device_name(device))
     if cluster is None:
         return _like(name, per_node) or plain_machine(name, per_node)
     machine = load_machine(cluster)
@@ -32,13 +32,6 @@ def machine_here(device: torch.device, per_node: int, cluster: str | None) -> Ma
             f"--cluster {cluster} has {machine.node.devices} devices a node, {per_node} ranks run on this one"
         )
     return machine
-
-
-def _name_of(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "CPU"
-    facts = find_facts(device_name(device))
-    return device_name(device) if facts is None else facts.name
 
 
 def _like(device: str, per_node: int) -> Machine | None:

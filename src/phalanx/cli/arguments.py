@@ -37,3 +37,22 @@ Overrides = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
+PRECISION_NAMES = "|".join(all_fields()["layout.precision"].choices)
+ModelPath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL",
+        help="Run directory (its newest whole checkpoint), one checkpoint, or a Hugging Face folder.",
+    ),
+]
+TokenizerPath = Annotated[
+    Path | None, typer.Option(help="A tokenizer.json, or a folder with one, in place of the model's own.")
+]
+Device = Annotated[str, typer.Option(help="Device type: auto takes the accelerator PyTorch finds, else the CPU.")]
+PrecisionName = Annotated[
+    str | None,
+    typer.Option(
+        metavar=PRECISION_NAMES,
+        help="Number format; by default that of the run, and for imported models bf16 (fp32 on the CPU).",
+    ),
+]

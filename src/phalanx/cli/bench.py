@@ -6,15 +6,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from phalanx.bench.expected import Expected, expected
 from phalanx.bench.measure import Measured, measure
-from phalanx.cli.arguments import Json, Overrides, RunFile
 from phalanx.cli.console import output, print_json
-from phalanx.cluster.machine import Machine, described_names, load_machine
+from phalanx.cluster.machine import Machine, load_machine
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.cost.family import is_planned
@@ -31,37 +27,20 @@ _GIB = 2**30
 
 
 def bench(
-    run: RunFile,
-    overrides: Overrides = None,
-    devices: Annotated[
-        int, typer.Option("--nproc", "--devices", metavar="N", min=1, help="Ranks to start, one for each device.")
-    ] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 12,
-    skip: Annotated[int, typer.Option(min=0, help="First steps that do not count; the first one compiles.")] = 4,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help=f"Print the plan beside, for {', '.join(described_names())} or a description of your own.",
-            autocompletion=lambda: list(described_names()),
-        ),
-    ] = None,
-    profile: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Constants of that plan, from phalanx calibrate.")
-    ] = None,
-    where: Annotated[
-        str, typer.Option(help="local: this machine; slurm: the allocation this runs in, whole nodes of --cluster.")
-    ] = "local",
-    limit: Annotated[float, typer.Option(metavar="SECONDS", min=1.0, help="After which it is given up.")] = 900.0,
-    keep: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Keep the run and the logs of its processes.")
-    ] = None,
-    json: Json = False,
+    *,
+    run: Path,
+    overrides: list[str] | None,
+    devices: int,
+    steps: int,
+    skip: int,
+    cluster: str | None,
+    profile: str | None,
+    where: str,
+    limit: float,
+    keep: Path | None,
+    json: bool,
 ) -> None:
-    """Train some steps of a run for real, and say how long they took, how much memory, and what the planner expected.
-
-    Checkpoints, evaluations and logs are left out; data are read as in training. Nothing of the run itself is touched.
-    """
+    """Run the subcommand; `phalanx.cli.options.bench` declares its arguments."""
     if skip >= steps:
         raise ConfigError(f"--skip {skip} leaves none of --steps {steps} to count; nearest legal: --skip {steps - 1}")
     if ranks_from_environment().world_size > 1:
@@ -140,13 +119,20 @@ def _lines(layout: ResolvedLayout, found: Measured, plan: Expected | None) -> It
     if plan is None:
         return
     low, high = plan.step_s_interval
-    compared = f"{plan.memory_bytes / _GIB:.2f} GiB"
-    if found.memory_bytes is not None:
-        compared += f" ({plan.memory_bytes / found.memory_bytes - 1:+.1%})"
+    comparable = plan.device == found.device_kind
+    time = f"{plan.step_s / found.step_s - 1:+.1%}; " if comparable else ""
+    memory = f"{plan.memory_bytes / _GIB:.2f} GiB"
+    if comparable and found.memory_bytes is not None:
+        memory += f" ({plan.memory_bytes / found.memory_bytes - 1:+.1%})"
     yield (
-        f"  planned   {plan.step_s:.4g} s ({plan.step_s / found.step_s - 1:+.1%}; 90% between {low:.4g} and {high:.4g}), "
-        f"{compared}; {plan.cluster} by {plan.profile}"
+        f"  planned   {plan.step_s:.4g} s ({time}90% between {low:.4g} and {high:.4g}), "
+        f"{memory}; {plan.cluster} by {plan.profile}"
     )
+    if not comparable:
+        yield (
+            f"            not to be compared: the steps ran on {found.device_kind}, the plan is for the {plan.device} of "
+            f"{plan.cluster}"
+        )
     parts = " | ".join(
         f"{name} {seconds / plan.step_s:.1%}"
         for name, seconds in plan.time_by_cause_s.items()

@@ -6,18 +6,16 @@ import sys
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import typer
 
 from phalanx.calibrate.effort import effort_for
 from phalanx.calibrate.fit import Found, profile_of
 from phalanx.calibrate.measure import Measurements, measure, of_all_ranks
 from phalanx.calibrate.where import machine_here
-from phalanx.cli.arguments import Json
 from phalanx.cli.console import output, print_json
 from phalanx.cli.ranks import start_again
 from phalanx.cluster.device import choose_device, device_name
@@ -32,32 +30,17 @@ SECONDS = 200.0
 
 
 def calibrate(
-    cluster: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE", help="This machine's description; by default one with such devices."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The profile; by default CLUSTER.profile.yaml, which plans find."),
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Start N ranks on this machine, one for each device.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=1.0, help="How long to measure, about.")] = SECONDS,
-    device: Annotated[str, typer.Option(help="auto, cpu, or the type of this machine's accelerator.")] = "auto",
-    from_runs: Annotated[
-        Path | None, typer.Option(metavar="RUNS.csv", help="Fit the constants to measured runs instead.")
-    ] = None,
-    profile: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="With --from-runs: the profile that the fit begins with.")
-    ] = None,
-    json: Json = False,
+    *,
+    cluster: str | None,
+    out: Path | None,
+    nproc: int | None,
+    seconds: float,
+    device: str,
+    from_runs: Path | None,
+    profile: str | None,
+    json: bool,
 ) -> None:
-    """Measure this machine, in a few minutes, and write a profile that plans use instead of tables.
-
-    Matrix products of the shapes that models have, attention, memory traffic, the optimizer, the host, collectives and
-    copies between devices, and whole blocks. Under torchrun, srun or --nproc every rank takes its part.
-    """
+    """Run the subcommand; `phalanx.cli.options.calibrate` declares its arguments."""
     if from_runs is not None:
         _from_runs(from_runs, out, profile, json=json)
         return

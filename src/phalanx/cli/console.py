@@ -22,8 +22,6 @@ from phalanx.files import finite, write_atomically
 UNWRAPPED = 1000
 """Columns for output that no terminal shows: lines stay whole for grep and for files."""
 
-_ERROR = "error: "
-
 
 def output() -> Console:
     """A console for results on stdout; colours and line breaks are for terminals only."""
@@ -56,9 +54,12 @@ def require_folder(folder: Path, option: str) -> None:
 
 def print_error(text: str) -> None:
     """Print an error message on stderr, later lines aligned with the first: `error: ...`."""
-    console = _console(stderr=True)
-    lines = [piece for line in text.splitlines() for piece in _wrapped(line, console.width - len(_ERROR))]
-    console.print(Text.assemble((_ERROR, "bold red"), ("\n" + " " * len(_ERROR)).join(lines)), soft_wrap=True)
+    _print_labelled("error: ", "bold red", text)
+
+
+def print_warning(text: str) -> None:
+    """Print a warning on stderr, later lines aligned with the first: `warning: ...`."""
+    _print_labelled("warning: ", "bold yellow", text)
 
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
@@ -66,7 +67,7 @@ def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
     console, pairs = output(), list(pairs)
     label_width = max((len(label) for label, _ in pairs), default=0) + 2
     for label, value in pairs:
-        lines = _wrapped(value, console.width - label_width - 2, hanging="")
+        lines = wrapped(value, console.width - label_width - 2, hanging="")
         text = ("\n" + " " * (label_width + 2)).join(lines)
         console.print(Text.assemble((f"  {label:{label_width}}", "bold"), text), soft_wrap=True)
 
@@ -81,14 +82,8 @@ def short_count(number: float) -> str:
     return f"{number:g}"
 
 
-def _console(*, stderr: bool) -> Console:
-    stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else UNWRAPPED
-    return Console(stderr=stderr, highlight=False, emoji=False, markup=False, width=width)
-
-
-def _wrapped(line: str, width: int, hanging: str = "  ") -> list[str]:
-    """`line` in pieces of at most `width` columns, its own margin kept; words and paths stay whole."""
+def wrapped(line: str, width: int, hanging: str = "  ") -> list[str]:
+    """Return `line` in pieces of at most `width` columns, later ones indented by `hanging`; words and paths stay whole."""
     margin = " " * (len(line) - len(line.lstrip()))
     return textwrap.wrap(
         line,
@@ -97,3 +92,15 @@ def _wrapped(line: str, width: int, hanging: str = "  ") -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     ) or [""]
+
+
+def _print_labelled(label: str, style: str, text: str) -> None:
+    console = _console(stderr=True)
+    lines = [piece for line in text.splitlines() for piece in wrapped(line, console.width - len(label))]
+    console.print(Text.assemble((label, style), ("\n" + " " * len(label)).join(lines)), soft_wrap=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else UNWRAPPED
+    return Console(stderr=stderr, highlight=False, emoji=False, markup=False, width=width)

@@ -1,4 +1,4 @@
-"""`phalanx data`: turn text into token shards, look at them, verify them; prepare structures and fields."""
+"""`phalanx data`: prepare text, structures and fields; look at them, verify them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from phalanx.data.language.open import open_source
 from phalanx.data.language.prepare import Options, prepare
 from phalanx.data.language.sources import TokenSource
 
-data_app = typer.Typer(no_args_is_help=True, help="Prepare text, structures and fields; look at them, verify them.")
+data_app = typer.Typer(
+    help="Prepare text, structures and fields; look at them, verify them.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 _DEFAULTS = Options()
 
 

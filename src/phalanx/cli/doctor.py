@@ -6,45 +6,29 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
 
-import typer
 from rich.text import Text
 
-from phalanx.cli.arguments import Json
 from phalanx.cli.console import output, print_json
 from phalanx.cli.ranks import start_again
 from phalanx.cluster.device import choose_device
 from phalanx.cluster.machine import load_machine
-from phalanx.doctor.examine import PATIENCE_S, Examination, examine
+from phalanx.doctor.examine import Examination, examine
 from phalanx.doctor.finding import Finding, rank_words
 from phalanx.errors import CheckFailed
 from phalanx.layout.mesh import leave_process_group, ranks_from_environment
 
 
 def doctor(
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE", help="This machine's description, whose settings and binding are looked for."
-        ),
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Start N ranks on this machine, one for each device.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Measure nothing: look at settings, binding and versions.")
-    ] = False,
-    patience: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1.0, help="How long a rank may say nothing.")
-    ] = PATIENCE_S,
-    device: Annotated[str, typer.Option(help="auto, cpu, or the type of this machine's accelerator.")] = "auto",
-    json: Json = False,
+    *,
+    cluster: str | None,
+    nproc: int | None,
+    quick: bool,
+    patience: float,
+    device: str,
+    json: bool,
 ) -> None:
-    """Look for what would stop a training job, slow it down or spoil its results: before the first step, in a minute.
-
-    Under torchrun, srun or --nproc every rank takes its part. Ends with exit code 3 where training would fail or be wrong.
-    """
+    """Run the subcommand; `phalanx.cli.options.doctor` declares its arguments."""
     machine = None if cluster is None else load_machine(cluster)
     ranks = ranks_from_environment()
     if nproc is not None:

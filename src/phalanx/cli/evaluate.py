@@ -5,39 +5,28 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import typer
-
-from phalanx.cli.arguments import Json
 from phalanx.cli.console import output, print_json, print_pairs
-from phalanx.cli.inference import Device, ModelPath, PrecisionName, TokenizerPath, load, progress_bar
+from phalanx.cli.inference import load, progress_bar
 from phalanx.evaluate.held_out import HeldOut
 from phalanx.evaluate.load import LoadedModel
 from phalanx.evaluate.score import Scores, score
 
 
 def evaluate(
-    checkpoint: ModelPath,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder that phalanx data prepare wrote; by default the data of the run.")
-    ] = None,
-    split: Annotated[Literal["validation", "train"], typer.Option(help="Which part of the data.")] = "validation",
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Score this many samples, spread evenly over the split; by default all.")
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a sample; by default that of the run (2048 for imported models).")
-    ] = None,
-    tokenizer: TokenizerPath = None,
-    device: Device = "auto",
-    precision: PrecisionName = None,
-    as_json: Json = False,
+    *,
+    checkpoint: Path,
+    data: Path | None,
+    split: Literal["validation", "train"],
+    samples: int | None,
+    length: int | None,
+    tokenizer: Path | None,
+    device: str,
+    precision: str | None,
+    as_json: bool,
 ) -> None:
-    """Score a checkpoint on held-out text: the newest one where a run directory is given.
-
-    Each token of the split is a target once, given the tokens before it in its sample.
-    """
+    """Run the subcommand; `phalanx.cli.options.evaluate` declares its arguments."""
     loaded = load(checkpoint, device=device, precision=precision, tokenizer=tokenizer)
     start = time.perf_counter()
     with progress_bar() as bar:

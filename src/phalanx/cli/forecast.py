@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import typer
-
-from phalanx.cli.arguments import Json, Overrides
 from phalanx.cli.console import output, print_json
-from phalanx.cli.inference import Device, progress_bar
+from phalanx.cli.inference import progress_bar
 from phalanx.cluster.device import choose_device
 from phalanx.evaluate.forecast import Forecasts, LoadedForecaster, forecast_split, load_forecaster
 from phalanx.evaluate.forecast_table import skill_in_words
@@ -20,35 +17,19 @@ from phalanx.report.text import number
 
 
 def forecast(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="Run directory (its newest whole checkpoint), or one checkpoint.")
-    ],
-    overrides: Overrides = None,
-    hours: Annotated[int, typer.Option(min=1, help="Longest lead time to forecast and score.")] = 72,
-    split: Annotated[Literal["test", "validation", "train"], typer.Option(help="Which part of the data.")] = "test",
-    step: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="HOURS", help="Roll out in steps of this lead time; by default the fewest steps that do."
-        ),
-    ] = None,
-    starts: Annotated[
-        int | None, typer.Option(min=1, help="Forecast from this many inputs, spread over the split; by default all.")
-    ] = None,
-    shown: Annotated[
-        list[str] | None, typer.Option("--map", metavar="VARIABLE", help="Variable to show as maps; may be repeated.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to write the page; by default forecast.html in RUN_DIR.")
-    ] = None,
-    device: Device = "auto",
-    as_json: Json = False,
+    *,
+    checkpoint: Path,
+    overrides: list[str] | None,
+    hours: int,
+    split: Literal["test", "validation", "train"],
+    step: int | None,
+    starts: int | None,
+    shown: list[str] | None,
+    html: Path | None,
+    device: str,
+    as_json: bool,
 ) -> None:
-    """Forecast from every time of a split, score all lead times, and write a page with curves and maps.
-
-    Scores follow WeatherBench 2: area-weighted RMSE and anomaly correlation by variable and lead time, beside persistence
-    and climatology. A checkpoint of any layout will do.
-    """
+    """Run the subcommand; `phalanx.cli.options.forecast` declares its arguments."""
     loaded = load_forecaster(checkpoint, choose_device(device), overrides or [])
     begin = time.perf_counter()
     with progress_bar() as bar:

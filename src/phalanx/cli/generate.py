@@ -3,44 +3,31 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
 
-import typer
-
-from phalanx.cli.arguments import Json
 from phalanx.cli.console import print_json
-from phalanx.cli.inference import Device, ModelPath, PrecisionName, TokenizerPath, load
+from phalanx.cli.inference import load
 from phalanx.evaluate.generate import Generation, generate_text
 from phalanx.evaluate.load import LoadedModel
 from phalanx.models.language.sampling import Sampling
 
 
 def generate(
-    checkpoint: ModelPath,
-    prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from stdin.")] = "",
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens to write at most; by default 128, or as many as there is room for."),
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(help="Below 1 safer, above 1 wilder; 0 takes the most likely token.")
-    ] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Draw among this many most likely tokens only.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Draw among the fewest tokens that together have this probability.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same text.")] = 0,
-    count: Annotated[int, typer.Option(min=1, help="Continuations to write, with seeds SEED, SEED+1, ...")] = 1,
-    tokenizer: TokenizerPath = None,
-    device: Device = "auto",
-    precision: PrecisionName = None,
-    as_json: Json = False,
+    *,
+    checkpoint: Path,
+    prompt: str,
+    tokens: int | None,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    count: int,
+    tokenizer: Path | None,
+    device: str,
+    precision: str | None,
+    as_json: bool,
 ) -> None:
-    """Write text with a checkpoint, from the newest one where a run directory is given.
-
-    Text goes to stdout as it comes. It ends where the model ends the document, or after --tokens. With an empty prompt
-    the model begins a document of its own.
-    """
+    """Run the subcommand; `phalanx.cli.options.generate` declares its arguments."""
     sampling = Sampling(temperature, top_k, top_p)
     text = sys.stdin.read() if prompt == "-" else prompt
     loaded = load(checkpoint, device=device, precision=precision, tokenizer=tokenizer)

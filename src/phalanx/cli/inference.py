@@ -1,12 +1,10 @@
-"""What the verbs that load a model have in common: the arguments that say which model, where and how."""
+"""What the subcommands that load a model have in common. Their arguments are in `phalanx.cli.arguments`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -14,25 +12,6 @@ from phalanx.cluster.device import choose_device
 from phalanx.errors import ConfigError
 from phalanx.evaluate.load import LoadedModel, load_for_inference
 from phalanx.layout.precision import PRECISIONS
-
-ModelPath = Annotated[
-    Path,
-    typer.Argument(
-        metavar="MODEL",
-        help="Run directory (its newest whole checkpoint), one checkpoint, or a Hugging Face folder.",
-    ),
-]
-TokenizerPath = Annotated[
-    Path | None, typer.Option(help="A tokenizer.json, or a folder with one, in place of the model's own.")
-]
-Device = Annotated[str, typer.Option(help="Device type: auto takes the accelerator PyTorch finds, else the CPU.")]
-PrecisionName = Annotated[
-    str | None,
-    typer.Option(
-        metavar="|".join(PRECISIONS),
-        help="Number format; by default that of the run, and for imported models bf16 (fp32 on the CPU).",
-    ),
-]
 
 
 def load(path: Path, *, device: str, precision: str | None, tokenizer: Path | None) -> LoadedModel:

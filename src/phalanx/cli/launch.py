@@ -6,59 +6,33 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from phalanx.cli.arguments import Json, Overrides, RunFile
 from phalanx.cli.console import output, print_json, write_file
 from phalanx.cluster.launch import Job, complete_job, format_walltime, launch_script, parse_walltime
-from phalanx.cluster.machine import described_names, load_machine, machine_names
+from phalanx.cluster.machine import described_names, load_machine
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
 from phalanx.layout.resolve import resolve_layout
 
 
 def launch(
-    run: RunFile,
-    cluster: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME|FILE",
-            help=f"{', '.join(machine_names())}, or the path of a description of your own.",
-            autocompletion=lambda: list(machine_names()),
-        ),
-    ],
-    nodes: Annotated[int, typer.Option(help="Nodes; one rank is started for each device on them.")],
-    overrides: Overrides = None,
-    time: Annotated[
-        str | None, typer.Option(metavar="H:MM:SS", help="Wall time; by default the longest that is allowed.")
-    ] = None,
-    account: Annotated[str | None, typer.Option(help="Project that pays for the job.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Partition (queue); by default the usual one.")] = None,
-    setup: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LINE",
-            help="Line of shell to run before training, such as 'source env/bin/activate'; may be given several times.",
-        ),
-    ] = None,
-    image: Annotated[
-        str | None, typer.Option(help="Container image to train in, where the cluster has containers.")
-    ] = None,
-    preflight: Annotated[
-        bool, typer.Option(help="Whether phalanx doctor looks at all ranks of the job before they train.")
-    ] = True,
-    out: Annotated[Path | None, typer.Option(help="File to write; by default the script is printed.")] = None,
-    submit: Annotated[
-        bool, typer.Option("--submit", help="Hand the script to sbatch, and keep it in --out or RUN-CLUSTER.sbatch.")
-    ] = False,
-    as_json: Json = False,
+    *,
+    run: Path,
+    cluster: str,
+    nodes: int,
+    overrides: list[str] | None,
+    time: str | None,
+    account: str | None,
+    partition: str | None,
+    setup: list[str] | None,
+    image: str | None,
+    preflight: bool,
+    out: Path | None,
+    submit: bool,
+    as_json: bool,
 ) -> None:
-    """Write the Slurm script that trains a run on a cluster, and submit it.
-
-    The run is checked for the ranks of the job first. A job whose time is up saves, and waits in the queue to go on.
-    """
+    """Run the subcommand; `phalanx.cli.options.launch` declares its arguments."""
     machine = load_machine(cluster)
     wanted = Job(
         run=run,

@@ -1,7 +1,8 @@
-"""The `phalanx` command: which verbs there are, and what happens when one fails.
+"""The `phalanx` command: which subcommands there are, and what happens when one fails.
 
-A verb's module is imported when the verb is called, not before: `phalanx --help` and `phalanx config` answer at once
-because torch is loaded only by the verbs that compute.
+What a subcommand takes is declared in `phalanx.cli.options`, what it does is in a module of `phalanx.cli`. The latter is
+imported when all arguments are understood, not before: help and wrong options answer at once, because torch is loaded only
+by subcommands that compute.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module, metadata
 from typing import Annotated, Any
 
@@ -29,30 +31,30 @@ from phalanx.errors import PhalanxError
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb: where its function or Typer application lives, its line in the help, and commands to show."""
+    """One subcommand: its line in the help, and commands to show."""
 
     name: str
-    target: str
     help: str
     examples: tuple[str, ...]
+    app: str | None = None
+    """Where the Typer application lives, of a subcommand that has subcommands of its own."""
 
 
 VERBS = (
     Verb(
         "data",
-        "phalanx.cli.data:data_app",
-        "Turn text into token shards.",
-        ("phalanx data prepare texts/ --out data/texts",),
+        "Prepare text, structures and fields for training.",
+        ("phalanx data prepare texts/ --out data/texts", "phalanx data show data/texts"),
+        app="phalanx.cli.data:data_app",
     ),
     Verb(
         "config",
-        "phalanx.cli.config:config_app",
         "Show, check and explain run files.",
         ("phalanx config list", "phalanx config check examples/quickstart.yaml training.steps=1000"),
+        app="phalanx.cli.config:config_app",
     ),
     Verb(
         "plan",
-        "phalanx.cli.plan:plan",
         "Find the layouts worth running on a cluster.",
         (
             "phalanx plan examples/gpt-175b.yaml --cluster frontier --devices 1024",
@@ -63,7 +65,6 @@ VERBS = (
     ),
     Verb(
         "calibrate",
-        "phalanx.cli.calibrate:calibrate",
         "Measure this machine for better plans.",
         (
             "phalanx calibrate --nproc 4",
@@ -73,7 +74,6 @@ VERBS = (
     ),
     Verb(
         "search",
-        "phalanx.cli.search:search",
         "Find the best layout by measuring.",
         (
             "phalanx search run.yaml --cluster h200-x4 --devices 4 --measure 10 --write best.yaml --html search.html",
@@ -83,7 +83,6 @@ VERBS = (
     ),
     Verb(
         "tune",
-        "phalanx.cli.tune:tune",
         "Find the best hyperparameters by training.",
         (
             "phalanx tune examples/materials-tune.yaml --out studies/materials --write best.yaml --html study.html",
@@ -93,7 +92,6 @@ VERBS = (
     ),
     Verb(
         "verify",
-        "phalanx.cli.verify:verify",
         "Prove that a layout equals one rank.",
         (
             "phalanx verify examples/quickstart.yaml tp=2 pp=2 microbatch=4",
@@ -103,7 +101,6 @@ VERBS = (
     ),
     Verb(
         "dryrun",
-        "phalanx.cli.dryrun:dryrun",
         "Run one rank of many without devices.",
         (
             "phalanx dryrun examples/llama3-8b.yaml --devices 64",
@@ -112,7 +109,6 @@ VERBS = (
     ),
     Verb(
         "doctor",
-        "phalanx.cli.doctor:doctor",
         "Check that a machine is fit to train on.",
         (
             "phalanx doctor",
@@ -122,7 +118,6 @@ VERBS = (
     ),
     Verb(
         "train",
-        "phalanx.cli.train:train",
         "Train a model, or go on with a run.",
         (
             "phalanx train examples/quickstart.yaml",
@@ -132,7 +127,6 @@ VERBS = (
     ),
     Verb(
         "bench",
-        "phalanx.cli.bench:bench",
         "Measure a run's speed beside its plan.",
         (
             "phalanx bench examples/llama3-8b.yaml dp_shard=4 --nproc 4 --cluster h200-x4",
@@ -141,25 +135,21 @@ VERBS = (
     ),
     Verb(
         "launch",
-        "phalanx.cli.launch:launch",
         "Write or submit a Slurm job that trains.",
         ("phalanx launch run.yaml --cluster frontier --nodes 2 --account ABC123 --out run.sbatch",),
     ),
     Verb(
         "evaluate",
-        "phalanx.cli.evaluate:evaluate",
         "Held-out loss and perplexity.",
         ("phalanx evaluate runs/quickstart",),
     ),
     Verb(
         "generate",
-        "phalanx.cli.generate:generate",
         "Write text with a checkpoint.",
         ('phalanx generate runs/quickstart --prompt "def "',),
     ),
     Verb(
         "ensemble",
-        "phalanx.cli.ensemble:ensemble",
         "Make one model of several, with uncertainties.",
         (
             "phalanx ensemble studies/xtb --top 5 --out ensembles/xtb",
@@ -169,25 +159,21 @@ VERBS = (
     ),
     Verb(
         "forecast",
-        "phalanx.cli.forecast:forecast",
         "Forecast weather and score it.",
         ("phalanx forecast runs/climax-small --hours 120 --map geopotential_500",),
     ),
     Verb(
         "errors",
-        "phalanx.cli.errors:errors",
         "Errors of a materials model.",
         ("phalanx errors runs/materials-xtb", "phalanx errors runs/materials-xtb --split validation --json"),
     ),
     Verb(
         "report",
-        "phalanx.cli.report:report",
         "Make an HTML page about a run.",
         ("phalanx report runs/quickstart",),
     ),
     Verb(
         "convert",
-        "phalanx.cli.convert:convert",
         "Import or export Hugging Face checkpoints.",
         ("phalanx convert runs/quickstart exported/",),
     ),
@@ -198,7 +184,7 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class _LazyVerb(TyperCommand):
-    """Stands for a verb in the help and in completion; becomes the real command when its arguments are parsed."""
+    """Stands for a subcommand in the help and in completion; becomes the real command when its arguments are parsed."""
 
     def __init__(self, verb: Verb) -> None:
         super().__init__(verb.name, short_help=verb.help)
@@ -277,21 +263,36 @@ def phalanx(
 
 
 def _load(verb: Verb) -> Any:
-    module, _, attribute = verb.target.partition(":")
-    # What imports make stays for good: the collector would look through it again and again, for a sixth of their time.
-    gc.disable()
-    try:
+    """The command that parses the arguments of `verb`, without what computes."""
+    if verb.app is None:
+        options = import_module(f"phalanx.cli.options.{verb.name}")
+        target = typer.Typer(add_completion=False, rich_markup_mode=None)
+        declared = target.command(name=verb.name, context_settings=app.info.context_settings)
+        declared(_implemented(verb.name, getattr(options, verb.name)))
+    else:
+        module, _, attribute = verb.app.partition(":")
         target = getattr(import_module(module), attribute)
-    finally:
-        gc.enable()
-    if not isinstance(target, typer.Typer):
-        function, target = target, typer.Typer(add_completion=False, rich_markup_mode=None)
-        target.command(name=verb.name, context_settings=app.info.context_settings)(function)
     command = typer.main.get_command(target)
     command.name = verb.name
     if command.epilog is None and "Example" not in (command.help or ""):
         command.epilog = examples(*verb.examples)
     return command
+
+
+def _implemented(name: str, options: Callable[..., None]) -> Callable[..., None]:
+    """A function with the arguments that `options` declares, which does what `phalanx.cli.<name>` does with them."""
+
+    @wraps(options)
+    def run_subcommand(**arguments: Any) -> None:
+        # What imports make stays for good: the collector would look through it again and again, for a sixth of their time.
+        gc.disable()
+        try:
+            module = import_module(f"phalanx.cli.{name}")
+        finally:
+            gc.enable()
+        getattr(module, name)(**arguments)
+
+    return run_subcommand
 
 
 def _usage_message(error: Any) -> str:

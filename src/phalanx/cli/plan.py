@@ -6,77 +6,57 @@ import atexit
 import contextlib
 import gc
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.cli.arguments import Json
 from phalanx.cli.console import output, print_json, write_file
 from phalanx.cli.plan_check import check_facts, print_check
-from phalanx.cli.plan_options import (
-    Best,
-    Check,
-    CheckpointGbS,
-    Cluster,
-    Devices,
-    Fit,
-    Fix,
-    Html,
-    MtbfHours,
-    Overrides,
-    PFits,
-    ProfileName,
-    RestartMinutes,
-    RunFile,
-    Scale,
-    Tokens,
-    Whys,
-    Write,
-)
-from phalanx.cli.plan_words import plan_lines
+from phalanx.cli.plan_words import command_lines, plan_lines
 from phalanx.cluster.machine import load_machine, machine_names
 from phalanx.config.load import load_run
+from phalanx.config.override import parse_overrides
+from phalanx.cost.enumerate import CHOSEN
 from phalanx.cost.family import require_planned
 from phalanx.cost.profile import choose_profile
 from phalanx.cost.second_process import second_process
 from phalanx.cost.shelf import shelf
 from phalanx.errors import ConfigError
-from phalanx.plan.budget import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES, Reliability
 from phalanx.plan.cost_models import CostModels
 from phalanx.plan.facts import plan_facts
 from phalanx.plan.judge import Planner, Task, fixed_fields
 from phalanx.plan.plan import Plan, Wishes, fit_plan, make_plan
+from phalanx.plan.reliability import Reliability
 from phalanx.plan.scaling import parse_scale
-from phalanx.plan.write import planned_text
+from phalanx.plan.write import planned_text, planned_words
+from phalanx.report.text import duration
 
 _UNITS = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def plan(
-    run: RunFile = None,
-    cluster: Cluster = None,
-    devices: Devices = None,
-    overrides: Overrides = None,
-    fit: Fit = False,
-    fix: Fix = False,
-    why: Whys = None,
-    scale: Scale = None,
-    tokens: Tokens = None,
-    best: Best = 10,
-    p_fits: PFits = 0.9,
-    profile: ProfileName = None,
-    mtbf_hours: MtbfHours = MTBF_HOURS,
-    restart_minutes: RestartMinutes = RESTART_MINUTES,
-    checkpoint_gb_s: CheckpointGbS = CHECKPOINT_GB_S,
-    write: Write = None,
-    html: Html = None,
-    check: Check = None,
-    json: Json = False,
+    *,
+    run: Path | None,
+    cluster: str | None,
+    devices: int | None,
+    overrides: list[str] | None,
+    fit: bool,
+    fix: bool,
+    why: list[str] | None,
+    scale: str | None,
+    tokens: str | None,
+    best: int,
+    p_fits: float,
+    profile: str | None,
+    mtbf_hours: float,
+    restart_minutes: float,
+    checkpoint_gb_s: float,
+    write: Path | None,
+    html: Path | None,
+    check: Path | None,
+    json: bool,
 ) -> None:
-    """Say which layouts are worth running, from the costs of the real model, in seconds and without any device.
-
-    Every legal layout is judged; those that fit are ranked by the time of a step. Fields of the layout given here stay as
-    given, all others are chosen.
-    """
+    """Run the subcommand; `phalanx.cli.options.plan` declares its arguments."""
     if check is not None:
         print_json(check_facts(check)) if json else print_check(check)
         return
@@ -98,11 +78,13 @@ def plan(
     task = Task(loaded, devices or planner.machine.node.devices, fixed_fields(loaded, words, everything=fix))
     with _libraries_at_rest(), second_process(), shelf():
         made = fit_plan(planner, task, wishes) if fit else make_plan(planner, task, wishes)
-    written = _write_all(made, write, html)
+    changes = [word for word in words if parse_overrides([word])[0].path[1:] not in {(name,) for name in CHOSEN}]
+    command = run_command(made, write or run, [] if write else changes, cluster, fixed=write is not None)
+    written = _write_all(made, write, html, command)
     if json:
         print_json(plan_facts(made) | {"written": written})
     else:
-        _print(made, written, cluster)
+        _print(made, written, command)
 
 
 @contextlib.contextmanager
@@ -123,25 +105,44 @@ def _planner(cluster: str, profile: str | None, p_fits: float) -> Planner:
     return Planner(machine, CostModels(machine, choose_profile(machine, cluster, profile)), p_fits)
 
 
-def _write_all(made: Plan, run: Path | None, html: Path | None) -> dict[str, str]:
+def run_command(made: Plan, file: Path, changes: list[str], cluster: str, *, fixed: bool) -> list[str]:
+    """The command that runs the best layout, word by word.
+
+    file: the run file. changes: fields outside the layout that were changed for the plan. fixed: whether the file has the
+    layout already.
+    """
+    devices, per_node = made.task.devices, made.planner.machine.node.devices
+    words = [*changes, *([] if fixed else planned_words(made.task.run, made.best.candidates))]
+    if cluster in machine_names() and devices % per_node == 0:
+        return ["phalanx", "launch", str(file), "--cluster", cluster, "--nodes", str(devices // per_node), *words]
+    if devices <= per_node:
+        return ["phalanx", "train", str(file), "--nproc", str(devices), *words]
+    ranks = ["--nnodes", str(-(-devices // per_node)), "--nproc-per-node", str(per_node)]
+    return ["torchrun", *ranks, "-m", "phalanx", "train", str(file), *words]
+
+
+def _write_all(made: Plan, run: Path | None, html: Path | None, command: list[str]) -> dict[str, str]:
     """Write what was asked for; what it is, and the path of each."""
     written: dict[str, str] = {}
-    for kind, file, text in (("run", run, _run_file), ("html", html, _page)):
-        if file is not None:
-            write_file(file, text(made))
-            written[kind] = str(file)
+    if run is not None:
+        write_file(run, _run_file(made))
+        written["run"] = str(run)
+    if html is not None:
+        write_file(html, _page(made, command))
+        written["html"] = str(html)
     return written
 
 
-def _print(made: Plan, written: dict[str, str], cluster: str) -> None:
+def _print(made: Plan, written: dict[str, str], command: list[str]) -> None:
     console = output()
     for line in plan_lines(made, console.width):
         console.print(line, soft_wrap=True)
     if file := written.get("run"):
-        nodes, rest = divmod(made.task.devices, made.planner.machine.node.devices)
-        known = cluster in machine_names() and not rest
-        launch = f", phalanx launch {file} --cluster {cluster} --nodes {nodes}" if known else ""
-        console.print(f"wrote {file}   next: phalanx verify {file}{launch}", soft_wrap=True)
+        console.print(f"wrote {file}   next: phalanx verify {file}, {shlex.join(command)}", soft_wrap=True)
+    else:
+        console.print("\nto run 1:", soft_wrap=True)
+        for line in command_lines(command, min(console.width, 120)):
+            console.print(line, soft_wrap=True)
     if file := written.get("html"):
         console.print(f"wrote {file}", soft_wrap=True)
 
@@ -154,13 +155,13 @@ def _tokens(words: str) -> int:
     return round(count)
 
 
-def _page(made: Plan) -> str:
+def _page(made: Plan, command: list[str]) -> str:
     from phalanx.report.plan_page import render_plan  # noqa: PLC0415  (templates are loaded for pages alone)
 
-    return render_plan(made)
+    return render_plan(made, "\n".join(command_lines(command, 100)))
 
 
 def _run_file(made: Plan) -> str:
     seconds, task = float(made.best.times.total[0]), made.task
-    note = f"Planned for {task.devices} devices of {made.planner.machine.name}: {seconds:.3g} s a step expected.\n"
+    note = f"Planned for {task.devices} devices of {made.planner.machine.name}: {duration(seconds)} a step expected.\n"
     return planned_text(task.run, made.best.candidates, note)

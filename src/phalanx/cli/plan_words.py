@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Callable, Iterator
 from math import isfinite
 from typing import Any
 
+from phalanx.cli.console import wrapped
 from phalanx.plan.budget import COMPUTING_SHARE, WAITING_SHARE, Budget
 from phalanx.plan.facts import Row, hybrid_words, plan_facts
 from phalanx.plan.plan import Plan
-from phalanx.report.text import count, duration, percent
+from phalanx.report.plan_cells import gather_cell, gathers_differ, schedule_cell, step_cell, zero_cell
+from phalanx.report.text import count, duration, percent, signed_duration
 
 _GIB = 2**30
+_PROSE = 120
+"""Columns of the longest line of prose, on wider terminals and in files."""
 _LEAST_BAR = 8
 """Columns of the shortest chart; narrower terminals get none."""
-
-
-def _recompute(row: Row) -> str:
-    return str(row["recompute"])
-
-
-def _schedule(row: Row) -> str:
-    if row["pp"] == 1:
-        return "-"
-    return str(row["schedule"]) + (f" x{row['stages_per_rank']}" if row["stages_per_rank"] > 1 else "")
-
-
-def _zero(row: Row) -> str:
-    if row["dp_shard"] * row["cp"] == 1:
-        return "-"
-    return f"{row['zero']}{'r' if row['reshard_after_forward'] else ''}"
-
-
-def _gather(row: Row) -> str:
-    return "-" if row["dp_shard"] * row["cp"] == 1 else str(row["gather"])
-
-
-def _step(row: Row) -> str:
-    low, high = row["step_s_interval"]
-    return f"{duration(row['step_s'])} ({low:.3g} to {high:.3g})"
 
 
 _COLUMNS: tuple[tuple[str, Callable[[Row], str], int], ...] = (
@@ -49,12 +29,12 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str], int], ...] = (
     ("dp_shard", lambda row: str(row["dp_shard"]), 1),
     ("dp_rep", lambda row: str(row["dp_replicate"]), 2),
     ("mbs", lambda row: str(row["microbatch"]), 1),
-    ("zero", _zero, 3),
-    ("gather", _gather, 3),
-    ("schedule", _schedule, 2),
-    ("recompute", _recompute, 2),
+    ("zero", zero_cell, 3),
+    ("gather", gather_cell, 3),
+    ("schedule", schedule_cell, 2),
+    ("recompute", lambda row: str(row["recompute"]), 2),
     ("memory", lambda row: f"{row['memory_bytes'] / _GIB:.1f}", 0),
-    ("step, 90% interval", _step, 4),
+    ("step, 90% interval", step_cell, 4),
     ("step", lambda row: duration(row["step_s"]), 0),
     ("TFLOP/s", lambda row: f"{row['tflops_per_device']:.1f}", 1),
     ("P(fits)", lambda row: f"{row['p_fits']:.2f}", 3),
@@ -110,7 +90,7 @@ def _word(value: Any) -> str:
 
 def _table(rows: list[Row], width: int) -> Iterator[str]:
     """The columns that find room; those that matter least go first."""
-    every = [column for column in _COLUMNS if column[0] != "gather" or any(row["gather"] != "layer" for row in rows)]
+    every = [column for column in _COLUMNS if column[0] != "gather" or gathers_differ(rows)]
     chosen = [column for column in every if column[0] != "step"]
     lines = _cells(chosen, rows)
     for worth in (4, 3, 2, 1):
@@ -150,7 +130,9 @@ def _why(why: Row) -> str:
     row, slower = why["layout"], why["slower_by_s"]
     if slower <= 0:
         return asked + "the best layout has it"
-    causes = [f"{name} {value:+.3g} s" for name, value in why["by_cause_s"].items() if abs(value) > 0.02 * slower]
+    causes = [
+        f"{name} {signed_duration(value)}" for name, value in why["by_cause_s"].items() if abs(value) > 0.02 * slower
+    ]
     share = slower / (row["step_s"] - slower)
     names = ("pp", "dp_shard", "microbatch", "recompute", *(("gather",) if row["gather"] != "layer" else ()))
     best = " ".join(f"{name}={row[name]}" for name in names)
@@ -191,5 +173,18 @@ def _budget(found: Budget, devices: int) -> str:
     )
 
 
+def command_lines(command: list[str], width: int) -> list[str]:
+    """A command for a shell, its words quoted, in lines of at most `width` columns that may be copied as they are."""
+    lines = textwrap.wrap(
+        shlex.join(command),
+        max(20, width - 4),
+        break_long_words=False,
+        break_on_hyphens=False,
+        subsequent_indent="    ",
+    )
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+
+
 def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, max(20, width), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    """Prose in lines that can be read, where no terminal says how wide they may be."""
+    return wrapped(text, min(width, _PROSE))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from phalanx.cli.console import print_json
 from phalanx.report.run_log import RunLog
@@ -15,14 +12,12 @@ from phalanx.report.summary import summarise
 
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory that `phalanx train` wrote.")],
-    out: Annotated[Path | None, typer.Option(help="HTML file to write; by default RUN_DIR/report.html.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print the headline figures as one JSON object.")] = False,
+    *,
+    run_dir: Path,
+    out: Path | None,
+    json_output: bool,
 ) -> None:
-    """Write one self-contained HTML page about a run: curves, samples, events, configuration, machine.
-
-    Works on a finished run, a stopped one, and one that is still training.
-    """
+    """Run the subcommand; `phalanx.cli.options.report` declares its arguments."""
     log = RunLog.read(run_dir)
     page = write_page(log, out)
     if json_output:

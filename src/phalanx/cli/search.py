@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from phalanx.cli.arguments import Json, complete_override
-from phalanx.cli.console import output, print_json, write_file
+from phalanx.cli.console import output, print_json, print_warning, write_file
 from phalanx.cli.search_words import progress, search_lines
-from phalanx.cluster.machine import described_names, load_machine
+from phalanx.cluster.device import choose_device, device_kind, device_name
+from phalanx.cluster.machine import load_machine
 from phalanx.config.families import require_language
 from phalanx.config.load import load_run
 from phalanx.config.search import Search
@@ -24,51 +22,26 @@ from phalanx.report.search_page import render_search
 
 
 def search(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run file, or folder of a run.")],
-    cluster: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME|FILE",
-            help=f"What the planner takes the devices to be: {', '.join(described_names())}, or the path of a description.",
-            autocompletion=lambda: list(described_names()),
-        ),
-    ],
-    devices: Annotated[int, typer.Option(metavar="N", min=1, help="Devices of a trial.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="FIELD=VALUE",
-            help="Fields of the layout to keep, e.g. tp=8; other fields as section.field=value.",
-            autocompletion=complete_override,
-        ),
-    ] = None,
-    measure: Annotated[
-        int, typer.Option(metavar="K", min=1, help="Trials of the study, those done before included.")
-    ] = 10,
-    engine: Annotated[
-        str, typer.Option(help="planner, optuna-tpe, optuna-gp, deephyper, random or exhaustive.")
-    ] = "planner",
-    where: Annotated[
-        str, typer.Option(help="local: this machine; slurm: the allocation this runs in; simulated: no devices at all.")
-    ] = "local",
-    storage: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Optuna journal of the study; by default RUN.search.log.")
-    ] = None,
-    profile: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Measured constants of the device, from phalanx calibrate.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of engines that draw at random, and of the simulated truth.")] = 0,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep run directories of trials.")] = False,
-    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the run file with the best layout.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the study as one HTML page.")] = None,
-    json: Json = False,
+    *,
+    run: Path,
+    cluster: str,
+    devices: int,
+    overrides: list[str] | None,
+    measure: int,
+    engine: str,
+    where: str,
+    storage: Path | None,
+    profile: str | None,
+    seed: int,
+    keep: bool,
+    write: Path | None,
+    html: Path | None,
+    json: bool,
 ) -> None:
-    """Measure the layouts that the planner thinks best, learn from each, and say which one is best and what matters.
-
-    Every trial is a short training run in processes of its own. One that runs out of memory, hangs, crashes or gives another
-    loss is recorded and not repeated. A killed search goes on when it is started again; several may share one file.
-    """
+    """Run the subcommand; `phalanx.cli.options.search` declares its arguments."""
     asked = _asked(run, cluster, devices, overrides or [], profile)
+    if where == "local":
+        _warn_of_other_devices(asked, cluster)
     path = storage or Path(f"{run.resolve().name.removesuffix('.yaml')}.search.log")
     done = _run_search(asked, where, path, engine=engine, most=measure, seed=seed, keep=keep)
     facts = done.facts()
@@ -83,6 +56,16 @@ def search(
     console = output()
     for line in [*search_lines(facts, console.width), *(f"wrote {name}" for name in written.values())]:
         console.print(line, soft_wrap=True)
+
+
+def _warn_of_other_devices(asked: _Asked, cluster: str) -> None:
+    planned = asked.planner.machine.node.device
+    measured = device_kind(device_name(choose_device(asked.task.run.cluster.device)))
+    if measured != planned:
+        print_warning(
+            f"--cluster {cluster} has {planned}, but trials with --where local run on this machine, which has {measured}: "
+            f"they measure {measured}, and only the planner's order of layouts is that of {cluster}"
+        )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from phalanx.cli.console import wrapped
+from phalanx.report.search_page import search_notes, search_title
 from phalanx.report.text import duration, percent
 from phalanx.search.space import Space
 from phalanx.trials.trial import FAILURES, INTERRUPTED, Trial
@@ -36,12 +38,12 @@ def _ended(cause: str, value: float | None, said: str) -> str:
 
 
 def search_lines(facts: dict[str, Any], width: int) -> list[str]:
-    """What came out, in words; a line is at most `width` columns where that is 80 or more."""
+    """What came out, in words; lines are wrapped to `width` columns."""
     trials = facts["trials"]
     failed = ", ".join(f"{count} {FAILURES.get(cause, cause)}" for cause, count in facts["failures"].items())
     lines = [
-        f"{facts['model']} on {facts['devices']} devices ({facts['cluster']}): {len(trials)} trials of "
-        f"{facts['points']:,} points; {facts['stopped']}" + (f"; {failed}" if failed else "")
+        f"{search_title(facts)}: {len(trials)} trials of {facts['points']:,} points; {facts['stopped']}"
+        + (f"; {failed}" if failed else "")
     ]
     best = facts["best"]
     if best is None:
@@ -50,10 +52,11 @@ def search_lines(facts: dict[str, Any], width: int) -> list[str]:
         lines.append(f"best: trial {best['number']}, {duration(best['step_s'])} a step: {best['words']}")
         if best["planned_s"]:
             lines.append(f"      the planner had expected {duration(best['planned_s'])}")
+    lines += [f"note: {note}" for note in search_notes(facts)]
     lines += [_row(trial) for trial in sorted(trials, key=_order)[:_MOST_TRIALS]]
     lines += _matters(facts)
     lines.append(f"study: {facts['storage']}")
-    return [line if len(line) <= width else line[: max(width, 80) - 1] + "…" for line in lines]
+    return [piece for line in lines for piece in wrapped(line, width)]
 
 
 _MOST_TRIALS = 15

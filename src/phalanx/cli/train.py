@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from phalanx.cli.arguments import Overrides, RunFile
 from phalanx.cluster.local_launch import launch_ranks
 from phalanx.config.load import load_run
 from phalanx.config.override import parse_overrides
@@ -19,20 +17,13 @@ from phalanx.train.start import train as start_training
 
 
 def train(
-    run: RunFile,
-    overrides: Overrides = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Folder for metrics and checkpoints; by default runs/<name of the run file>.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Start N ranks on this machine, one for each device.")
-    ] = None,
+    *,
+    run: Path,
+    overrides: list[str] | None,
+    run_dir: Path | None,
+    nproc: int | None,
 ) -> None:
-    """Train a model, or go on with a run.
-
-    Goes on by itself from the newest whole checkpoint in the run directory. Under torchrun or srun every rank takes its
-    part; metrics, logs and checkpoints come out the same.
-    """
+    """Run the subcommand; `phalanx.cli.options.train` declares its arguments."""
     loaded = load_run(run, overrides or [])
     if nproc is not None:
         _start_ranks(loaded, run, overrides or [], run_dir, nproc)

@@ -3,59 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from phalanx.cli.arguments import Json, Overrides
 from phalanx.cli.console import output, print_json, write_file
 from phalanx.cli.tune_words import progress, tune_lines
-from phalanx.cluster.machine import described_names, load_machine
+from phalanx.cluster.machine import load_machine
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
 
 
 def tune(
-    run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="Run file with a tune section, or folder of a run.")
-    ] = None,
-    overrides: Overrides = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the study; one that exists goes on.")
-    ] = None,
-    trials: Annotated[int | None, typer.Option(metavar="N", min=1, help="Configurations, for tune.trials.")] = None,
-    engine: Annotated[str | None, typer.Option(help="optuna-tpe, deephyper or random, for tune.engine.")] = None,
-    devices: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Devices: accelerators, or parts of the CPU's cores.")
-    ] = None,
-    slots: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Trials that may share a device, for tune.slots.")
-    ] = None,
-    where: Annotated[str, typer.Option(help="local: this machine; slurm: the allocation this runs in.")] = "local",
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help=f"Of --where slurm: {', '.join(described_names())}, or the path of a description.",
-            autocompletion=lambda: list(described_names()),
-        ),
-    ] = None,
-    packing: Annotated[
-        bool, typer.Option("--packing/--no-packing", help="Share devices, long trials first; or one trial a device.")
-    ] = True,
-    show: Annotated[Path | None, typer.Option(metavar="DIR", help="Report on a study and run nothing.")] = None,
-    write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the run file of the best configuration.")
-    ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the study as one HTML page.")] = None,
-    json: Json = False,
+    *,
+    run: Path | None,
+    overrides: list[str] | None,
+    out: Path | None,
+    trials: int | None,
+    engine: str | None,
+    devices: int | None,
+    slots: int | None,
+    where: str,
+    cluster: str | None,
+    packing: bool,
+    show: Path | None,
+    write: Path | None,
+    html: Path | None,
+    json: bool,
 ) -> None:
-    """Find the best hyperparameters: every trial is a real training run, stopped early unless it is among the best.
-
-    The tune section of the run file says which fields may be what, and which held-out figure is minimised. A killed study
-    goes on when the same command is given again, and several commands, on one node or many, may share one.
-    """
+    """Run the subcommand; `phalanx.cli.options.tune` declares its arguments."""
     folder, stopped = _study(run, out, show), ""
     if run is not None and show is None:
         changes = {"tune.trials": trials, "tune.engine": engine, "tune.slots": slots}

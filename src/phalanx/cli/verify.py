@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Literal
 
-import typer
-
-from phalanx.cli.arguments import Json, RunFile, complete_override
 from phalanx.cli.console import output, print_json
 from phalanx.config.load import load_run
 from phalanx.errors import CheckFailed
@@ -20,34 +18,18 @@ _NAMED = 5
 
 
 def verify(
-    run: RunFile,
-    layout: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="LAYOUT",
-            help="Fields of the layout, e.g. tp=2 pp=2; other fields as section.field=value.",
-            autocompletion=complete_override,
-        ),
-    ] = None,
-    all_ranks: Annotated[
-        int | None, typer.Option("--all", metavar="N", min=1, help="Try every legal layout for N ranks.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Ranks to start; by default what the degrees multiply to.")
-    ] = None,
-    full: Annotated[bool, typer.Option(help="The model itself rather than a small one of the same kind.")] = False,
-    precision: Annotated[
-        Literal["fp64", "fp32", "bf16"], typer.Option(help="Number format to compute in; the bound follows from it.")
-    ] = "fp64",
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 2,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which silent ranks are given up.")] = 1800.0,
-    json: Json = False,
+    *,
+    run: Path,
+    layout: list[str] | None,
+    all_ranks: int | None,
+    nproc: int | None,
+    full: bool,
+    precision: Literal["fp64", "fp32", "bf16"],
+    steps: int,
+    timeout: float,
+    json: bool,
 ) -> None:
-    """Compare a layout with one rank: activations, loss, every gradient and every updated parameter.
-
-    Starts its own CPU ranks; under torchrun or srun it takes the ranks and devices it finds. Ends with exit code 3 and
-    names the first module that differs when the layout computes something else.
-    """
+    """Run the subcommand; `phalanx.cli.options.verify` declares its arguments."""
     loaded = load_run(run, layout or [])
     options = Options(
         ranks=all_ranks or nproc,

@@ -64,6 +64,15 @@ def find_facts(reported_name: str) -> DeviceFacts | None:
     return None
 
 
+def device_kind(reported_name: str) -> str:
+    """What the device that `device_name` calls `reported_name` is called in machine descriptions: its name in
+    `devices.yaml`, CPU, or the driver's name where the table has no entry."""
+    if reported_name == "cpu":
+        return "CPU"
+    facts = find_facts(reported_name)
+    return reported_name if facts is None else facts.name
+
+
 def device_facts(name: str) -> DeviceFacts:
     """Facts of the device that `devices.yaml` calls `name`, as a machine's description does. Raises ConfigError."""
     rows = {facts.name: facts for _, facts in known_devices()}

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
-from phalanx.cluster.device import find_facts
+from phalanx.cluster.device import device_kind, find_facts
 from phalanx.cluster.machine import Machine, cores_of
 from phalanx.doctor.finding import Finding, Level, rank_words
 from phalanx.doctor.host import RankFacts
@@ -136,8 +136,7 @@ def _core_words(cores: Sequence[int]) -> str:
 
 def _other_devices(facts: Sequence[RankFacts], machine: Machine) -> Iterator[Finding]:
     for name, ranks in _by(facts, lambda one: one.device).items():
-        known = find_facts(name)
-        kind = "CPU" if name == "cpu" else name if known is None else known.name
+        kind = device_kind(name)
         if kind != machine.node.device:
             numbers = tuple(one.rank for one in ranks)
             message = f"{rank_words(numbers)}: {kind} ({name}), where {machine.name} has {machine.node.device}"

@@ -15,15 +15,13 @@ from phalanx.cluster.machine import Machine
 from phalanx.compat_groups import new_group
 from phalanx.doctor.compare import binding_findings, rate_findings
 from phalanx.doctor.environment import environment_findings
-from phalanx.doctor.finding import Finding, together
+from phalanx.doctor.finding import PATIENCE_S, Finding, together
 from phalanx.doctor.host import RankFacts, name_seconds, place_of, rank_facts
 from phalanx.doctor.rates import Rates, device_rates, exchange_rate
 from phalanx.doctor.told import Told
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.layout.mesh import Ranks, join_process_group, meet
 
-PATIENCE_S = 120.0
-"""For what another rank has to say."""
 _SLOW_NAME_S = 0.5
 """From which on looking up a host's name holds up every connection that ranks make."""
 

@@ -9,6 +9,9 @@ from typing import Any, Literal
 Level = Literal["failed", "warning"]
 """failed: training would not start, would stop, or would compute something wrong. warning: it would be slow, or at risk."""
 
+PATIENCE_S = 120.0
+"""Seconds in which another rank has to say something."""
+
 
 @dataclass(frozen=True)
 class Finding:

@@ -19,7 +19,8 @@ from phalanx.config.model import LanguageModel
 from phalanx.config.schema import LanguageRun
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.models.language.decoder import Decoder
-from phalanx.models.language.huggingface.read import HuggingFaceFolder, is_huggingface_folder
+from phalanx.models.language.huggingface.folder import is_huggingface_folder
+from phalanx.models.language.huggingface.read import HuggingFaceFolder
 from phalanx.models.language.huggingface.tokens import SpecialTokens, TokenizerFiles
 from phalanx.train.checkpoint import CheckpointStore, read_state, read_tensors
 from phalanx.train.checkpoint.files import CheckpointFolder

@@ -8,29 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.plan.models import WAITING, Floats, Times
+from phalanx.plan.reliability import Reliability
 
 COMPUTING_SHARE, WAITING_SHARE = 0.75, 0.4
 """Shares of a device's board power that it draws while it works, and while it waits for others. Assumptions: on average
 0.67 of it was drawn while FORGE-L was trained on 1,024 GCDs of Frontier (48.9 MWh for 15,300 steps of about 60 s; Yin et
 al., SC 2023, power traces)."""
-MTBF_HOURS = 6300.0
-"""Mean time between failures that stop a job, of one node of eight devices: 419 interruptions in 54 days on 16,384 devices
-(The Llama 3 Herd of Models, arXiv:2407.21783, section 3.3.4)."""
-RESTART_MINUTES = 10.0
-"""From a failure to the first new step: an assumption."""
-CHECKPOINT_GB_S = 1.0
-"""GB/s at which a node writes its part of a checkpoint to shared storage: an assumption."""
 STATE_BYTES = 12
 """Bytes a parameter of what a checkpoint holds: master weight and two moments of AdamW in float32."""
-
-
-@dataclass(frozen=True)
-class Reliability:
-    """How often nodes fail, and what stopping and saving takes."""
-
-    mtbf_hours: float = MTBF_HOURS
-    restart_minutes: float = RESTART_MINUTES
-    checkpoint_gb_s: float = CHECKPOINT_GB_S
 
 
 @dataclass(frozen=True)

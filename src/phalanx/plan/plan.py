@@ -11,10 +11,11 @@ from phalanx.cluster.device import DeviceFacts, device_facts
 from phalanx.errors import PhalanxError
 from phalanx.models.families import family_of
 from phalanx.plan.break_even import BreakEven, break_evens
-from phalanx.plan.budget import Budget, Goodput, Reliability, budget, goodput, power_w
+from phalanx.plan.budget import Budget, Goodput, budget, goodput, power_w
 from phalanx.plan.explain import Why, explain, parse_choice
 from phalanx.plan.judge import Judged, Planner, Ranked, Task, split_of
 from phalanx.plan.models import Floats
+from phalanx.plan.reliability import Reliability
 from phalanx.plan.scaling import Scaling, fewest_devices, scale
 
 FRONT = 12

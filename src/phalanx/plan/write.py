@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import yaml
+
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.cost.candidates import Candidates
@@ -25,3 +27,15 @@ def planned_text(run: Run, candidates: Candidates, note: str, index: int = 0) ->
     """The run file as text, under a comment."""
     comment = "".join(f"# {line}\n" for line in note.splitlines())
     return comment + dump_run(planned_run(run, candidates, index))
+
+
+def planned_words(run: Run, candidates: Candidates, index: int = 0) -> list[str]:
+    """What turns the run file into `planned_run`, as overrides of a command: the chosen fields of the layout."""
+    layout = planned_run(run, candidates, index).layout.model_dump(mode="json", include=set(CHOSEN))
+    return [f"{name}={str(layout[name]).lower()}" for name in CHOSEN]
+
+
+def planned_layout(run: Run, candidates: Candidates, index: int = 0) -> str:
+    """The chosen fields of the layout as YAML, to be put into a run file."""
+    layout = planned_run(run, candidates, index).layout.model_dump(mode="json", include=set(CHOSEN))
+    return yaml.safe_dump({"layout": {name: layout[name] for name in CHOSEN}}, sort_keys=False)

@@ -9,9 +9,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from phalanx.config.load import parse_run
+from phalanx.config.schema import Run
+from phalanx.errors import ConfigError
+from phalanx.models.sizes import sizes_of
 from phalanx.report.run_log import Event, RunLog
 from phalanx.report.summary import Summary
-from phalanx.report.text import count, duration, number, percent
+from phalanx.report.text import count, duration, number, percent, shorten_blank_lines
 
 Item = TypeVar("Item")
 
@@ -30,6 +34,7 @@ _ROUTINE = ("checkpoint", "evaluation")
 _MACHINE_LABELS = {
     "device": "Device",
     "device_type": "Device type",
+    "device_kind": "Device in machine descriptions",
     "device_count": "Devices",
     "host": "Host",
     "system": "Operating system",
@@ -182,14 +187,40 @@ def facts(log: RunLog, summary: Summary) -> list[str]:
     done = f"{summary.steps:,} of {planned:,}" if isinstance(planned, int) else f"{summary.steps:,}"
     found = [f"{done} step{'s' * (done != '1')}"]
     machine = log.machine or {}
+    run = _parsed_run(log)
+    if run is not None:
+        found.append(f"{count(sizes_of(run.model).parameter_count(run.model))} parameters")
     if "device" in machine:
         devices = machine.get("device_count", 1)
         found.append(f"{devices} × {machine['device']}"[:LONGEST_DETAIL])
+    if run is not None:
+        sources = ", ".join(source.path for source in run.data.sources)
+        found += [_layout_in_words(run, machine.get("device_count")), f"data {sources}"[:LONGEST_DETAIL]]
     if log.events:
         first, last = (end(event.time for event in log.events) for end in (min, max))
         day = "" if first.date() == last.date() else f"{last:%Y-%m-%d} "
         found.append(f"{first:%Y-%m-%d %H:%M} to {day}{last:%H:%M} UTC")
     return found
+
+
+def _parsed_run(log: RunLog) -> Run | None:
+    """The run file, where it is whole and of this version."""
+    if log.config_text is None:
+        return None
+    try:
+        return parse_run(log.config_text, "run.yaml")
+    except ConfigError:
+        return None
+
+
+def _layout_in_words(run: Run, devices: object) -> str:
+    """The degrees above 1, the one that is auto as what remains of the devices, and the global batch."""
+    degrees = {name: getattr(run.layout, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
+    rest = math.prod(degree for degree in degrees.values() if degree != "auto")
+    if isinstance(devices, int) and devices % rest == 0:
+        degrees = {name: devices // rest if degree == "auto" else degree for name, degree in degrees.items()}
+    spread = " ".join(f"{name}={degree}" for name, degree in degrees.items() if degree != 1) or "one rank"
+    return f"{spread}, global batch {run.layout.global_batch}, {run.layout.precision}"
 
 
 def time_split(log: RunLog, summary: Summary) -> list[TimePart]:
@@ -221,7 +252,8 @@ def samples(log: RunLog) -> Samples:
 
 def _sample(event: Event) -> Sample:
     prompt, text = (str(event.fields.get(name) or "") for name in ("prompt", "text"))
-    return Sample(event.step, _clipped(prompt, LONGEST_PROMPT), _clipped(text.removeprefix(prompt), LONGEST_SAMPLE))
+    written = shorten_blank_lines(text.removeprefix(prompt))
+    return Sample(event.step, _clipped(prompt, LONGEST_PROMPT), _clipped(written, LONGEST_SAMPLE))
 
 
 def event_table(log: RunLog) -> EventTable:

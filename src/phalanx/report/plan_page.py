@@ -10,17 +10,20 @@ from typing import Any
 from phalanx.plan.budget import COMPUTING_SHARE, WAITING_SHARE
 from phalanx.plan.facts import Row, hybrid_words, plan_facts
 from phalanx.plan.plan import Plan
+from phalanx.plan.write import planned_layout
 from phalanx.report import plan_charts
 from phalanx.report.page_parts import Tile
+from phalanx.report.plan_cells import gather_cell, gathers_differ, schedule_cell, step_cell, zero_cell
 from phalanx.report.template import render
-from phalanx.report.text import count, duration, number, percent
+from phalanx.report.text import count, duration, number, percent, signed_duration
 
 GIB = 2**30
 
 
-def render_plan(plan: Plan) -> str:
-    """The page as text."""
+def render_plan(plan: Plan, command: str) -> str:
+    """The page as text. command: what runs the best layout."""
     facts = plan_facts(plan)
+    every = [*facts["layouts"], *facts["pareto"]]
     best = plan.best.take([0])
     models, run = plan.planner.models, plan.task.run
     stages = models.stage_memory(run, best.candidates)
@@ -33,7 +36,9 @@ def render_plan(plan: Plan) -> str:
         facts=facts,
         subtitle=_subtitle(plan, facts),
         tiles=_tiles(facts),
-        columns=COLUMNS,
+        columns=[column for column in COLUMNS if column[0] != "gather" or gathers_differ(every)],
+        command=command,
+        layout=planned_layout(run, best.candidates),
         waterfall=plan_charts.waterfall(causes),
         memory=plan_charts.memory_stack(stages, facts["device_memory_bytes"]),
         timeline=plan_charts.timeline(bars) if bars else None,
@@ -45,31 +50,24 @@ def render_plan(plan: Plan) -> str:
     )
 
 
-def _schedule(row: Row) -> str:
-    if row["pp"] == 1:
-        return "-"
-    return str(row["schedule"]) + (f" x{row['stages_per_rank']}" if row["stages_per_rank"] > 1 else "")
-
-
 COLUMNS: tuple[tuple[str, Any], ...] = (
     ("tp", lambda row: row["tp"]),
     ("pp", lambda row: row["pp"]),
     ("cp", lambda row: row["cp"]),
     ("dp_shard", lambda row: row["dp_shard"]),
     ("dp_rep", lambda row: row["dp_replicate"]),
-    ("zero", lambda row: row["zero"]),
-    ("gather", lambda row: row["gather"] if row["dp_shard"] * row["cp"] > 1 else "-"),
     ("mbs", lambda row: row["microbatch"]),
-    ("schedule", _schedule),
+    ("zero", zero_cell),
+    ("gather", gather_cell),
+    ("schedule", schedule_cell),
     ("recompute", lambda row: row["recompute"]),
-    ("step", lambda row: duration(row["step_s"])),
-    ("90%", lambda row: "{:.3g} to {:.3g} s".format(*row["step_s_interval"])),
+    ("GiB", lambda row: f"{row['memory_bytes'] / GIB:.1f}"),
+    ("P(fits)", lambda row: f"{row['p_fits']:.2f}"),
+    ("step, 90% interval", step_cell),
     ("TFLOP/s", lambda row: f"{row['tflops_per_device']:.1f}"),
     ("MFU", lambda row: "" if row["mfu"] is None else percent(row["mfu"])),
     ("bubble", lambda row: percent(row["bubble_share"])),
     ("exposed", lambda row: percent(row["exposed_share"])),
-    ("GiB", lambda row: f"{row['memory_bytes'] / GIB:.1f}"),
-    ("P(fits)", lambda row: f"{row['p_fits']:.2f}"),
 )
 """Heads of a table of layouts, and what stands below them."""
 
@@ -90,11 +88,11 @@ def _subtitle(plan: Plan, facts: Row) -> list[str]:
 
 def _tiles(facts: Row) -> list[Tile]:
     row, budget = facts["layouts"][0], facts["budget"]
-    low, high = row["step_s_interval"]
+    step, _, interval = step_cell(row).partition(" (")
     mfu = "" if row["mfu"] is None else f"{percent(row['mfu'])} of nominal peak"
     room = facts["device_memory_bytes"] / GIB
     tiles = [
-        Tile("step", "Step", duration(row["step_s"]), "", f"90%: {duration(low)} to {duration(high)}"),
+        Tile("step", "Step", step, "", f"90%: {interval.rstrip(')')} {step.rpartition(' ')[2]}"),
         Tile("tflops", "Model TFLOP/s a device", f"{row['tflops_per_device']:.1f}", "", mfu),
         Tile("memory", "Memory, worst rank", f"{row['memory_bytes'] / GIB:.1f}", "GiB", f"of {room:.0f}"),
         Tile("fits", "P(fits)", f"{row['p_fits']:.2f}"),
@@ -119,7 +117,9 @@ def _why(row: Row) -> tuple[str, str]:
     if row["slower_by_s"] <= 0:
         return row["asked"], "the best layout has it"
     causes = ", ".join(
-        f"{name} {value:+.3g} s" for name, value in row["by_cause_s"].items() if abs(value) > 0.02 * row["slower_by_s"]
+        f"{name} {signed_duration(value)}"
+        for name, value in row["by_cause_s"].items()
+        if abs(value) > 0.02 * row["slower_by_s"]
     )
     return row["asked"], f"{duration(row['slower_by_s'])} a step more: {causes}"
 

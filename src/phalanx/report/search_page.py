@@ -22,7 +22,8 @@ def render_search(facts: Row) -> str:
     return render(
         "search.html",
         ("page.css", "plan.css", "search.css"),
-        title=f"{facts['model']} on {facts['devices']:,} devices",
+        title=search_title(facts),
+        notes=search_notes(facts),
         facts=facts,
         tiles=_tiles(facts),
         trials=TRIALS,
@@ -31,6 +32,31 @@ def render_search(facts: Row) -> str:
         effects=None if planned is None else search_charts.effects(planned),
         importance=None if measured is None else search_charts.importance(measured),
         interactions=[] if planned is None else [search_charts.interaction(pair) for pair in planned["interactions"]],
+    )
+
+
+def search_title(facts: Row) -> str:
+    """What was searched and what the trials ran on: not the cluster of the plan where they ran on something else."""
+    devices, on = facts["devices"], " and ".join(facts["measured_on"])
+    if facts["where"] == "simulated":
+        return f"{facts['model']} on {devices:,} devices of {facts['cluster']}, simulated"
+    if not on:
+        return f"{facts['model']} on {devices:,} devices"
+    place = "this machine" if facts["where"] == "local" else facts["cluster"]
+    return f"{facts['model']} on {devices:,} x {on} ({place})"
+
+
+def search_notes(facts: Row) -> list[str]:
+    """Cautions that belong beside every figure: that trials ran on other devices than the planner's."""
+    other = [name for name in facts["measured_on"] if name != facts["cluster_device"]]
+    return [other_devices(" and ".join(other), facts["cluster"], facts["cluster_device"])] if other else []
+
+
+def other_devices(measured: str, cluster: str, device: str) -> str:
+    """Say that what was measured on one device is no measurement of a cluster of others."""
+    return (
+        f"the trials ran on {measured}, not on the {device} of {cluster}: their times are those of {measured}, and the "
+        f"planner's, which are for {cluster}, only order the layouts"
     )
 
 
@@ -43,6 +69,7 @@ TRIALS: tuple[tuple[str, Any], ...] = (
     ("step", lambda row: _seconds(row["step_s"]) or row["state"].replace("_", " ")),
     ("planned", lambda row: _seconds(row["planned_s"])),
     ("expected", lambda row: _seconds(row["expected_s"])),
+    ("device", lambda row: row["device"] or ""),
     ("GiB", lambda row: "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / _GIB:.1f}"),
     ("choice", lambda row: row["words"]),
 )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+
+_BLANK_LINES = re.compile(r"\n\s*\n")
 
 
 def number(value: float) -> str:
@@ -64,3 +67,28 @@ def duration(seconds: float) -> str:
         if whole:
             return f"{whole} {unit} {rest} {small_unit}" if rest else f"{whole} {unit}"
     return f"{round(seconds)} s"
+
+
+def duration_with_interval(seconds: float, low: float, high: float) -> str:
+    """A time and the bounds around it, all in the unit that suits the time: 24.7 min (21.3 to 29.4)."""
+    if not math.isfinite(seconds):
+        return number(seconds)
+    units = ((86400.0, "d", 2 * 86400), (3600.0, "h", 2 * 3600), (60.0, "min", 120), (1.0, "s", 0.1), (1e-3, "ms", 0.0))
+    size, unit = next((size, unit) for size, unit, least in units if seconds >= least)
+    value, below, above = (_three_digits(one / size) for one in (seconds, low, high))
+    return f"{value} {unit} ({below} to {above})"
+
+
+def signed_duration(seconds: float) -> str:
+    """A difference of times: +36.3 ms, −4.1 s."""
+    return ("−" if seconds < 0 else "+") + duration(abs(seconds))
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
+def shorten_blank_lines(text: str) -> str:
+    """Text in which blank lines that follow each other are one, and none ends it: models that have learnt little may write
+    nothing but line ends."""
+    return _BLANK_LINES.sub("\n\n", text).rstrip()

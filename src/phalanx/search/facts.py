@@ -9,6 +9,7 @@ import numpy as np
 from phalanx.search.belief import Belief
 from phalanx.search.loop import Found
 from phalanx.search.prior import Prior
+from phalanx.search.runner import DEVICE
 from phalanx.search.sensitivity import can_be_told_apart, interactions, shapley_effects
 from phalanx.search.space import Space
 from phalanx.trials.importance import CAUTION, measured_importance
@@ -53,6 +54,7 @@ def _trial(space: Space, trial: Trial, prior: Prior) -> Row:
         "loss": outcome.losses[-1] if outcome and outcome.losses else None,
         "said": outcome.words if outcome else "",
         "seconds": outcome.seconds if outcome else None,
+        "device": outcome.more.get(DEVICE) if outcome else None,
     }
 
 

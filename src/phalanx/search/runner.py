@@ -33,6 +33,8 @@ from phalanx.verify.bound import Bound
 
 _LOSS_SHARE, _NORM_SHARE = 0.01, 0.03
 """Relative differences of losses and of gradient norms beyond which no number format is an excuse."""
+DEVICE = "device"
+"""Name in `Outcome.more`: what the trial ran on, as machine descriptions call it."""
 _NORMS = "gradient_norms"
 """Name in `Outcome.more`: of each step."""
 
@@ -98,6 +100,7 @@ class ProcessRunner:
                 "step_s": [row["step_seconds"] for row in rows],
                 _NORMS: [row["grad_norm"] for row in rows],
                 "memory_retries": rows[-1]["memory_retries"],
+                DEVICE: json.loads((folder / TRAINED / "machine.json").read_text())["device_kind"],
             },
         )
         return judge_losses(outcome, before, loss_bound(run))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.cluster.device import choose_device, device_kind, device_name
 from phalanx.cluster.machine import Machine
 from phalanx.config.load import dump_run, parse_run
 from phalanx.config.schema import Run
@@ -22,7 +23,7 @@ from phalanx.search.engines import make_engine
 from phalanx.search.facts import study_facts
 from phalanx.search.loop import Found, search
 from phalanx.search.prior import Prior, planned_space
-from phalanx.search.runner import ProcessRunner, Runner
+from phalanx.search.runner import DEVICE, ProcessRunner, Runner
 from phalanx.search.simulated import SimulatedRunner, draw_truth
 from phalanx.search.space import Space
 from phalanx.trials.launchers import LocalLauncher, whole_nodes
@@ -45,6 +46,8 @@ class Done:
     found: Found
     path: Path
     belief: Belief
+    where: str
+    """One of WHERE."""
 
     def facts(self) -> dict[str, Any]:
         """Everything as plain values."""
@@ -52,9 +55,17 @@ class Done:
             "model": self.task.run.model.preset or "model",
             "cluster": self.machine.name,
             "devices": self.task.devices,
+            "where": self.where,
+            "cluster_device": self.machine.node.device,
+            "measured_on": self._measured_on(),
             "storage": str(self.path),
         }
         return about | study_facts(self.space, self.prior, self.found, self.belief)
+
+    def _measured_on(self) -> list[str]:
+        """What the trials really ran on; empty where none ended well, and of a simulation."""
+        outcomes = [trial.outcome for trial in self.found.trials if trial.outcome is not None]
+        return sorted({outcome.more[DEVICE] for outcome in outcomes if DEVICE in outcome.more})
 
     def run_text(self) -> str:
         """The run file with the best choice filled in. Raises ConfigError where no trial was good."""
@@ -63,7 +74,9 @@ class Done:
         if best is None or point is None:
             raise ConfigError("--write: no trial of this space was good, so there is no best layout to write")
         env = "".join(f"#   export {name}={value}\n" for name, value in self.space.env(point).items())
-        note = f"# Measured best of {len(self.found.trials)} trials: {best.value:.4g} s a step (trial {best.number}).\n"
+        on = self._measured_on()
+        measured = f"Measured best of {len(self.found.trials)} trials" + (f" on {' and '.join(on)}" if on else "")
+        note = f"# {measured}: {best.value:.4g} s a step (trial {best.number}).\n"
         text = dump_run(parse_run(dump_run(self.task.run), "the run file", self.space.words(point)))
         return note + (f"# With these variables of the environment:\n{env}" if env else "") + text
 
@@ -103,7 +116,7 @@ def run_search(
         tell=lambda trial: tell(trial, space),
     )
     belief = Believer(space, prior).after(found.trials)
-    return Done(task, planner.machine, space, prior, found, path, belief)
+    return Done(task, planner.machine, space, prior, found, path, belief, where)
 
 
 _AROUND_S = 60.0
@@ -127,9 +140,15 @@ def _about(planner: Planner, task: Task, section: Search, where: str, seed: int)
         "run": _digest(task.run, section),
         "devices": task.devices,
         "cluster": planner.machine.name if where != "local" else "this machine",
+        "device": device_here(task.run) if where == "local" else planner.machine.node.device,
         "where": where,
         "steps": [section.steps, section.skip],
     } | ({"seed": seed} if where == "simulated" else {})
+
+
+def device_here(run: Run) -> str:
+    """What trials on this machine run on, as machine descriptions call it."""
+    return device_kind(device_name(choose_device(run.cluster.device)))
 
 
 def _digest(run: Run, section: Search) -> str:

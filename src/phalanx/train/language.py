@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,9 +20,8 @@ from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.models.language.huggingface.tokens import TOKENIZER, SpecialTokens, TokenizerFiles
 from phalanx.models.language.sampling import generate_tokens
+from phalanx.report.text import shorten_blank_lines
 from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, Verification
-
-_BLANK_LINES = re.compile(r"\n\s*\n")
 
 
 @dataclass(frozen=True)
@@ -133,8 +131,7 @@ class TextEvaluator:
         if held_out is not None:
             found.append(Finding("evaluation", dict(held_out.as_dict()), str(held_out)))
         if text is not None:
-            # A model that has learnt little may write nothing but line ends.
-            shown = _BLANK_LINES.sub("\n\n", text).rstrip()
+            shown = shorten_blank_lines(text)
             found.append(Finding("sample", {"prompt": prompt, "text": text}, f"sample: {prompt}{shown}"))
         return found
 

@@ -27,7 +27,7 @@ import torch
 
 from phalanx import __version__
 from phalanx.cluster.cores import available_cores
-from phalanx.cluster.device import device_name
+from phalanx.cluster.device import device_kind, device_name
 from phalanx.errors import PhalanxError
 from phalanx.files import write_atomically
 from phalanx.train.metrics import GIB, Peaks
@@ -155,6 +155,7 @@ def describe_machine(device: torch.device, world_size: int, peaks: Peaks, flops_
     return {
         "device": _cpu_name() if device.type == "cpu" else device_name(device),
         "device_type": device.type,
+        "device_kind": device_kind(device_name(device)),
         "device_count": world_size,
         "host": platform.node(),
         "system": platform.platform(),

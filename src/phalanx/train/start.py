@@ -31,6 +31,7 @@ from phalanx.layout.peer_copies import choose_peer_copies
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.models.language.huggingface.folder import is_huggingface_folder
 from phalanx.train.checkpoint import (
     CheckpointStore,
     RunLock,
@@ -188,6 +189,7 @@ def _begin(
             where = resume if elsewhere else store.root
             raise CheckpointError(
                 f"training.resume={resume}, but {where} holds no whole checkpoint; use training.resume=auto"
+                + _how_to_import(Path(where))
             )
         if run.training.init_from is not None:
             load_weights(Path(run.training.init_from), applied)
@@ -219,5 +221,15 @@ def load_weights(path: Path, applied: Applied) -> None:
     store = CheckpointStore.open(path)
     newest = store.newest()
     if newest is None:
-        raise CheckpointError(f"training.init_from={path}: no whole checkpoint there")
+        raise CheckpointError(f"training.init_from={path}: no whole checkpoint there{_how_to_import(path)}")
     store.load(newest, placed_tensors(applied.parameters, applied.splits), prefix="model.")
+
+
+def _how_to_import(path: Path) -> str:
+    """The command that makes a checkpoint of `path`, as the rest of an error message, where it is a Hugging Face folder."""
+    if not is_huggingface_folder(path):
+        return ""
+    return (
+        f"; {path} is a Hugging Face folder: `phalanx convert {path} imported` makes a checkpoint of it, "
+        f"and training.init_from=imported starts from that"
+    )

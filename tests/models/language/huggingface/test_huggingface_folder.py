@@ -261,3 +261,153 @@ def test_an_export_never_overwrites_and_never_stays_half_written(tmp_path: Path)
     (tmp_path / "out").mkdir()
     write_folder(tmp_path / "out", export)
     HuggingFaceFolder(tmp_path / "out").close()
+
+
+def test_a_head_beside_a_tied_one_is_compared_with_the_embedding(tmp_path: Path) -> None:
+    """transformers computes with a head of its own that the file holds, whatever tie_word_embeddings says."""
+    save_huggingface(tmp_path / "model", huggingface_config("llama", tie_word_embeddings=True))
+    folder = tmp_path / "model"
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    change_tensors(folder, **{"lm_head.weight": embedding.clone()})
+    HuggingFaceFolder(folder).close()
+
+    other = embedding.clone()
+    other[-1, -1] += 0.5
+    for head in (other, torch.ones(3)):
+        change_tensors(folder, **{"lm_head.weight": head})
+        assert refusal(folder) == (
+            "FOLDER: config.json says tie_word_embeddings=true (or leaves it so), but lm_head.weight differs from "
+            "model.embed_tokens.weight; to use both, set tie_word_embeddings to false in config.json"
+        )
+    change_tensors(folder, **{"lm_head.weight": other})
+    change_config(folder, tie_word_embeddings=False)
+    with HuggingFaceFolder(folder) as untied:
+        assert torch.equal(untied.read("head.weight"), other)
+
+
+def test_a_model_type_of_another_architecture_is_refused(folder: Path) -> None:
+    change_config(folder, model_type="mistral", sliding_window=8)
+    assert refusal(folder) == (
+        "FOLDER/config.json: architectures=['LlamaForCausalLM'] is a model of type llama, but model_type=mistral, by "
+        "which transformers chooses what it computes; correct the one that is wrong"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "key"),
+    [
+        ("llama", {"sliding_window": 8}, "sliding_window=8"),
+        ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("llama", {"pruned_heads": {"0": [1]}}, "pruned_heads={'0': [1]}"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2]}},
+            "rope_parameters.mrope_section=[2, 2]",
+        ),
+        ("gpt2", {"alibi": True}, "alibi=True"),
+        ("mpt", {"attn_config": {"attn_uses_sequence_id": True}}, "attn_config.attn_uses_sequence_id=True"),
+        ("mpt", {"attn_config": {"kv_n_heads": 2}}, "attn_config.kv_n_heads=2"),
+        ("mpt", {"block_overrides": {"order": [1]}}, "block_overrides={'order': [1]}"),
+        ("mpt", {"ffn_config": {"ffn_type": "mptmlp", "ffn_act_fn": "relu"}}, "ffn_config.ffn_act_fn='relu'"),
+    ],
+)
+def test_keys_that_nobody_knows_are_refused_by_name(
+    tmp_path: Path, name: str, changes: dict[str, Any], key: str
+) -> None:
+    save_huggingface(tmp_path, huggingface_config(name))
+    change_config(tmp_path, **changes)
+    assert refusal(tmp_path) == (
+        f"FOLDER/config.json: {key} has no counterpart in the decoder: "
+        f"what it changes is not known; if it is nothing, take it out of config.json"
+    )
+
+
+def test_a_window_of_mpt_is_refused_and_a_window_without_bounds_is_read(tmp_path: Path) -> None:
+    save_huggingface(tmp_path, huggingface_config("mpt"))
+    change_config(tmp_path, attn_config={"sliding_window_size": 8})
+    assert "attn_config.sliding_window_size=8 has no counterpart in the decoder" in refusal(tmp_path)
+    change_config(tmp_path, attn_config={"sliding_window_size": -1})
+    HuggingFaceFolder(tmp_path).close()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mpt"])
+def test_keys_that_change_nothing_are_passed_over(tmp_path: Path, name: str) -> None:
+    save_huggingface(tmp_path, huggingface_config(name))
+    change_config(
+        tmp_path, initializer_range=0.5, temperature=0.7, torch_dtype="bfloat16", unheard_of=None, a_switch=False
+    )
+    HuggingFaceFolder(tmp_path).close()
+
+
+def test_the_configuration_that_llm_foundry_writes_is_read(tmp_path: Path) -> None:
+    save_huggingface(tmp_path, huggingface_config("mpt"))
+    foundry = {
+        "architectures": ["MPTForCausalLM"],
+        "attn_config": {
+            "alibi": True,
+            "alibi_bias_max": 8,
+            "attn_impl": "flash",
+            "attn_logit_softcapping": None,
+            "attn_pdrop": 0.0,
+            "attn_type": "multihead_attention",
+            "attn_uses_sequence_id": False,
+            "clip_qkv": 6,
+            "fused_qkv": True,
+            "kv_dim": None,
+            "nope": False,
+            "prefix_lm": False,
+            "qk_gn": False,
+            "qk_ln": False,
+            "rope": False,
+            "rope_dail_config": {"type": "original", "pos_idx_in_fp32": True, "xpos_scale_base": 512},
+            "rope_hf_config": {"type": "no_scaling", "factor": 1.0},
+            "rope_impl": "dail",
+            "rope_theta": 10000,
+            "sliding_window_size": -1,
+            "softmax_scale": None,
+        },
+        "auto_map": {"AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"},
+        "d_model": 48,
+        "emb_pdrop": 0.0,
+        "embedding_fraction": 1.0,
+        "expansion_ratio": 4,
+        "fc_type": "torch",
+        "ffn_config": {"fc_type": "torch", "ffn_type": "mptmlp"},
+        "init_config": {"name": "kaiming_normal_", "init_div_is_residual": True},
+        "init_device": "cpu",
+        "learned_pos_emb": True,
+        "logit_scale": None,
+        "max_seq_len": 64,
+        "model_type": "mpt",
+        "n_heads": 6,
+        "n_layers": 2,
+        "no_bias": True,
+        "norm_eps": 1e-4,
+        "norm_type": "low_precision_layernorm",
+        "resid_pdrop": 0.0,
+        "tie_word_embeddings": True,
+        "tokenizer_name": "EleutherAI/gpt-neox-20b",
+        "use_cache": False,
+        "use_pad_tok_in_ffn": True,
+        "verbose": 0,
+        "vocab_size": 97,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(foundry))
+    with HuggingFaceFolder(tmp_path) as read:
+        assert read.architecture.name == "MptForCausalLM"
+        assert read.model == FAMILIES["mpt"].model_copy(
+            update={"clip_qkv": 6.0, "norm_eps": 1e-4, "n_kv_heads": None, "alibi_bias_max": 8.0}
+        ), read.model
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused_by_name(folder: Path, value: float) -> None:
+    weight = load_file(folder / "model.safetensors")["model.layers.1.self_attn.k_proj.weight"]
+    weight[3, 5] = value
+    change_tensors(folder, **{"model.layers.1.self_attn.k_proj.weight": weight})
+    with HuggingFaceFolder(folder) as opened:
+        opened.read("blocks.0.attention.qkv.weight")
+        with pytest.raises(
+            CheckpointError, match=r"1 of 768 numbers of tensor model.layers.1.self_attn.k_proj.weight are"
+        ):
+            opened.read("blocks.1.attention.qkv.weight")

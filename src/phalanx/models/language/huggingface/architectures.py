@@ -16,6 +16,7 @@ from phalanx.models.language.huggingface.mpt import MPT
 
 ARCHITECTURES = (LLAMA, GPT2, MPT)
 
+_UNKNOWN_KEY = "what it changes is not known; if it is nothing, take it out of config.json"
 _BY_POSITIONS = {"rope": LLAMA, "learned": GPT2, "alibi": MPT}
 
 
@@ -41,13 +42,18 @@ def read_config(values: Mapping[str, Any], where: str) -> tuple[Architecture, La
     Raises CheckpointError for another architecture and for every setting the decoder has no counterpart for.
     """
     names, model_type = values.get("architectures") or [], values.get("model_type")
-    found = next((a for a in ARCHITECTURES if a.name in names), None)
+    found = next((a for a in ARCHITECTURES if {a.name, *a.aliases} & set(names)), None)
     if not names:
         found = next((a for a in ARCHITECTURES if a.model_type == model_type), None)
     if found is None:
         raise CheckpointError(
             f"{where}: architectures={names} model_type={model_type} is not read; "
             f"those that are: {', '.join(a.name for a in ARCHITECTURES)}"
+        )
+    if model_type not in (None, found.model_type):
+        raise CheckpointError(
+            f"{where}: architectures={names} is a model of type {found.model_type}, but model_type={model_type}, by which "
+            f"transformers chooses what it computes; correct the one that is wrong"
         )
     if values.get("quantization_config") is not None:
         raise CheckpointError(
@@ -56,7 +62,10 @@ def read_config(values: Mapping[str, Any], where: str) -> tuple[Architecture, La
     try:
         return found, found.config.model_validate(dict(values)).to_model()
     except ValidationError as error:
-        problems = (_problem(values, detail["loc"], detail["msg"]) for detail in error.errors())
+        problems = (
+            _problem(values, detail["loc"], _UNKNOWN_KEY if detail["type"] == "extra_forbidden" else detail["msg"])
+            for detail in error.errors()
+        )
         raise CheckpointError("\n".join(f"{where}: {problem}" for problem in problems)) from None
 
 

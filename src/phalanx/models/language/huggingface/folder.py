@@ -8,6 +8,14 @@ from typing import Any
 
 from phalanx.errors import CheckpointError
 
+DEFAULT_SHARD_BYTES = 5 * 10**9
+"""Largest weight file that is written."""
+
+
+def is_huggingface_folder(path: Path) -> bool:
+    """Whether `path` looks like a Hugging Face checkpoint."""
+    return (path / "config.json").is_file()
+
 
 def file_inside(path: Path, name: str) -> Path:
     """The file `name` of a checkpoint folder. Raises CheckpointError if it is missing or lies outside the folder.

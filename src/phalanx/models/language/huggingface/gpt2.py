@@ -4,15 +4,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from phalanx.config.model import LanguageModel
-from phalanx.models.language.huggingface.architecture import Architecture, ConfigFields, Positive, Size
+from phalanx.models.language.huggingface.architecture import (
+    GENERAL_KEYS,
+    Architecture,
+    ConfigFields,
+    Positive,
+    Size,
+)
 from phalanx.models.language.huggingface.rules import Counterpart
 
 
 class GPT2Fields(ConfigFields):
-    """Fields of a GPT-2 `config.json`."""
+    """Fields of a GPT-2 `config.json`. `n_ctx` is an older name of `n_positions`, written beside it."""
+
+    irrelevant: ClassVar[frozenset[str]] = GENERAL_KEYS | {
+        "n_ctx",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "reorder_and_upcast_attn",
+        "summary_type",
+        "summary_use_proj",
+        "summary_activation",
+        "summary_proj_to_labels",
+        "summary_first_dropout",
+    }
 
     vocab_size: Size = 50257
     n_positions: Size = 1024

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from phalanx.config.model import LanguageModel, RopeScaling
-from phalanx.models.language.huggingface.architecture import Architecture, ConfigFields, Positive, Size
+from phalanx.models.language.huggingface.architecture import (
+    GENERAL_KEYS,
+    Architecture,
+    ConfigFields,
+    KnownKeys,
+    Positive,
+    Size,
+)
 from phalanx.models.language.huggingface.rules import Counterpart
 
 One = Annotated[float, Field(ge=1.0, le=1.0, exclude=True)]
 """A field that is read, to refuse other values, and not written."""
 
 
-class RopeParameters(BaseModel):
+class RopeParameters(KnownKeys):
     """`rope_scaling` (transformers 4) or `rope_parameters` (transformers 5, with the base among them)."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
 
     rope_type: Literal["default", "llama3"] = "default"
     rope_theta: Positive | None = None
@@ -32,7 +37,9 @@ class RopeParameters(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _old_name(cls, value: Any) -> Any:
-        return {"rope_type": value["type"], **value} if isinstance(value, dict) and "type" in value else value
+        if not isinstance(value, dict) or "type" not in value:
+            return value
+        return {"rope_type": value["type"], **{name: part for name, part in value.items() if name != "type"}}
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -69,6 +76,8 @@ class RopeParameters(BaseModel):
 
 class LlamaFields(ConfigFields):
     """Fields of a Llama `config.json`."""
+
+    irrelevant: ClassVar[frozenset[str]] = GENERAL_KEYS | {"attention_dropout", "is_llama_config"}
 
     vocab_size: Size
     hidden_size: Size

@@ -1,22 +1,44 @@
-"""MptForCausalLM: ALiBi, LayerNorm, exact GELU, no biases, MLP four times as wide as the model."""
+"""MptForCausalLM: ALiBi, LayerNorm, exact GELU, no biases, MLP four times as wide as the model.
+
+LLM Foundry, where such models are trained, calls the class MPTForCausalLM.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
 from phalanx.config.model import LanguageModel
-from phalanx.models.language.huggingface.architecture import Architecture, ConfigFields, Positive, Size
+from phalanx.models.language.huggingface.architecture import (
+    GENERAL_KEYS,
+    Architecture,
+    ConfigFields,
+    KnownKeys,
+    Positive,
+    Size,
+)
 from phalanx.models.language.huggingface.rules import Counterpart
 
+Unlimited = Annotated[Literal[-1], Field(exclude=True)]
+"""A window that bounds nothing. It is read, to refuse other values, and not written."""
+Always = Annotated[Literal[True], Field(exclude=True)]
+"""A switch that is always on; read, to refuse other values, and not written."""
 
-class AttentionFields(BaseModel):
-    """`attn_config` of an MPT `config.json`."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True, allow_inf_nan=False)
+class AttentionFields(KnownKeys):
+    """`attn_config` of an MPT `config.json`. transformers writes the keys of any configuration into it."""
+
+    irrelevant: ClassVar[frozenset[str]] = GENERAL_KEYS | {
+        "attn_impl",
+        "attn_pdrop",
+        "rope_theta",
+        "rope_impl",
+        "rope_dail_config",
+        "rope_hf_config",
+    }
 
     attn_type: Literal["multihead_attention"] = "multihead_attention"
     alibi: Literal[True] = True
@@ -26,13 +48,39 @@ class AttentionFields(BaseModel):
     prefix_lm: Literal[False] = False
     qk_ln: Literal[False] = False
     rope: Literal[False] = False
+    sliding_window_size: Unlimited = -1
+    fused_qkv: Always = True
+
+
+class FeedForwardFields(KnownKeys):
+    """`ffn_config` of an MPT `config.json`, as LLM Foundry writes it."""
+
+    irrelevant: ClassVar[frozenset[str]] = frozenset({"fc_type"})
+
+    ffn_type: Literal["mptmlp"] = "mptmlp"
 
 
 class MptFields(ConfigFields):
     """Fields of an MPT `config.json`. `learned_pos_emb` has no effect beside ALiBi.
 
-    `attn_config.alibi_bias_max` is honoured, as LLM Foundry does, where such models are trained.
+    `attn_config.alibi_bias_max` is honoured, as LLM Foundry does, where such models are trained. LLM Foundry's name of
+    `layer_norm_epsilon` is `norm_eps`. `embedding_fraction` scales gradients alone.
     """
+
+    irrelevant: ClassVar[frozenset[str]] = GENERAL_KEYS | {
+        "learned_pos_emb",
+        "resid_pdrop",
+        "emb_pdrop",
+        "embedding_fraction",
+        "init_config",
+        "init_device",
+        "verbose",
+        "auto_map",
+        "tokenizer_name",
+        "fc_type",
+        "loss_fn",
+        "use_pad_tok_in_ffn",
+    }
 
     vocab_size: Size = 50368
     d_model: Size = 2048
@@ -40,12 +88,13 @@ class MptFields(ConfigFields):
     n_layers: Size = 24
     expansion_ratio: Literal[4] = 4
     max_seq_len: Size = 2048
-    layer_norm_epsilon: Positive = 1e-5
+    layer_norm_epsilon: Positive = Field(1e-5, validation_alias=AliasChoices("layer_norm_epsilon", "norm_eps"))
     norm_type: Literal["low_precision_layernorm", "layernorm"] = "low_precision_layernorm"
     no_bias: Literal[True] = True
     logit_scale: None = None
     tie_word_embeddings: bool = True
     attn_config: AttentionFields = Field(default_factory=AttentionFields)
+    ffn_config: FeedForwardFields | None = None
 
     @model_validator(mode="after")
     def _usual_scale(self) -> Self:
@@ -105,6 +154,7 @@ def _needs(model: LanguageModel) -> Mapping[str, object]:
 
 MPT = Architecture(
     name="MptForCausalLM",
+    aliases=("MPTForCausalLM",),
     model_type="mpt",
     prefix="transformer.",
     config=MptFields,

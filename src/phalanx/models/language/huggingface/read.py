@@ -16,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
-from phalanx.models.language.huggingface.architecture import Architecture
 from phalanx.models.language.huggingface.architectures import read_config
 from phalanx.models.language.huggingface.folder import file_inside, read_json
 from phalanx.models.language.huggingface.tokens import SpecialTokens
@@ -27,6 +26,9 @@ GENERATION = "generation_config.json"
 
 _FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SHOWN = 5
+_HEAD = "lm_head.weight"
+_ROWS = 8192
+"""Rows of a matrix that are compared at once."""
 
 
 class HuggingFaceFolder:
@@ -43,6 +45,7 @@ class HuggingFaceFolder:
             self._open_weights()
             self._rules = {rule.ours: rule for rule in self.architecture.rules(self.model)}
             self._check_tensors()
+            self._check_tied_head()
         except BaseException:
             self._files.close()
             raise
@@ -67,9 +70,16 @@ class HuggingFaceFolder:
         return reduce(torch.promote_types, (self._format(self._stored_name(part)) for part in self._rules[name].theirs))
 
     def read(self, name: str) -> Tensor:
-        """Our tensor `name`, on the CPU, in its stored format."""
+        """Our tensor `name`, on the CPU, in its stored format. Raises CheckpointError where it holds NaN or infinities."""
         rule = self._rules[name]
         parts = [self._tensors[self._stored_name(part)].get_tensor(self._stored_name(part)) for part in rule.theirs]
+        for stored, part in zip(map(self._stored_name, rule.theirs), parts, strict=True):
+            broken = part.numel() - int(part.isfinite().sum())
+            if broken:
+                raise CheckpointError(
+                    f"{self.path}: {broken:,} of {part.numel():,} numbers of tensor {stored} are NaN or infinite; "
+                    f"nothing can be computed with them, fetch or save the model again"
+                )
         return rule.join(parts).contiguous()
 
     def _read_special_tokens(self) -> SpecialTokens:
@@ -119,11 +129,30 @@ class HuggingFaceFolder:
         for name in sorted(self._tensors):
             if name in expected:
                 problems += self._check_tensor(name, expected[name])
-            elif not _left_aside(name, self.architecture, self.model.tied_head):
+            elif not (self.architecture.ignored.fullmatch(name) or (self.model.tied_head and name == _HEAD)):
                 problems.append(f"{self.path}: {self.architecture.name} has no tensor {name}")
         if problems:
             more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
             raise CheckpointError("\n".join(problems[:_SHOWN] + more))
+
+    def _check_tied_head(self) -> None:
+        """Refuse a head of its own where the configuration ties the head to the embedding.
+
+        A tied head is often written out a second time, so one that is equal is passed over."""
+        if not self.model.tied_head or _HEAD not in self._tensors:
+            return
+        embedding = self._stored_name(self._rules["embedding.weight"].theirs[0])
+        head, tied = (self._tensors[name].get_slice(name) for name in (_HEAD, embedding))
+        rows = tied.get_shape()[0]
+        equal = head.get_shape() == tied.get_shape() and all(
+            torch.equal(head[start : start + _ROWS].double(), tied[start : start + _ROWS].double())
+            for start in range(0, rows, _ROWS)
+        )
+        if not equal:
+            raise CheckpointError(
+                f"{self.path}: config.json says tie_word_embeddings=true (or leaves it so), but {_HEAD} differs from "
+                f"{embedding}; to use both, set tie_word_embeddings to false in config.json"
+            )
 
     def _check_tensor(self, name: str, expected: tuple[int, ...]) -> list[str]:
         header = self._tensors[name].get_slice(name)
@@ -136,11 +165,6 @@ class HuggingFaceFolder:
         if stored not in _FORMATS:
             problems.append(f"{self.path}: tensor {name} is stored as {stored}; read are {', '.join(_FORMATS)}")
         return problems
-
-
-def is_huggingface_folder(path: Path) -> bool:
-    """Whether `path` looks like a Hugging Face checkpoint."""
-    return (path / "config.json").is_file()
 
 
 def weight_files(path: Path) -> list[str]:
@@ -159,8 +183,3 @@ def weight_files(path: Path) -> list[str]:
             f"save the model as safetensors (transformers: model.save_pretrained(folder)) and give that folder"
         )
     raise CheckpointError(f"{path} holds no weights: neither {WEIGHTS} nor {INDEX}")
-
-
-def _left_aside(name: str, architecture: Architecture, tied_head: bool) -> bool:
-    # A tied head is often written out a second time.
-    return bool(architecture.ignored.fullmatch(name)) or (tied_head and name == "lm_head.weight")

@@ -17,11 +17,10 @@ from torch import Tensor
 from phalanx.config.model import LanguageModel
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.models.language.huggingface.architecture import Architecture
+from phalanx.models.language.huggingface.folder import DEFAULT_SHARD_BYTES
 from phalanx.models.language.huggingface.read import GENERATION, INDEX, WEIGHTS
 from phalanx.models.language.huggingface.rules import TensorRule
 from phalanx.models.language.huggingface.tokens import TokenizerFiles
-
-DEFAULT_SHARD_BYTES = 5 * 10**9
 
 _FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 

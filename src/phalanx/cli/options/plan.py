@@ -1,4 +1,4 @@
-"""The options of `phalanx plan`: what each is called, and what its help says."""
+"""Arguments, options and help of `phalanx plan`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.arguments import complete_override
+from phalanx.cli.arguments import Json, complete_override
 from phalanx.cluster.machine import described_names
+from phalanx.plan.reliability import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES
 
 RunFile = Annotated[Path | None, typer.Argument(metavar="RUN", help="Run file, or folder of a run.")]
 Cluster = Annotated[
@@ -61,3 +62,31 @@ CheckpointGbS = Annotated[float, typer.Option(min=1e-3, help="GB/s at which a no
 Write = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the run file with the best layout.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as one HTML page.")]
 Check = Annotated[Path | None, typer.Option(metavar="RUNS.csv", help="Compare predictions with measured runs instead.")]
+
+
+def plan(
+    run: RunFile = None,
+    cluster: Cluster = None,
+    devices: Devices = None,
+    overrides: Overrides = None,
+    fit: Fit = False,
+    fix: Fix = False,
+    why: Whys = None,
+    scale: Scale = None,
+    tokens: Tokens = None,
+    best: Best = 10,
+    p_fits: PFits = 0.9,
+    profile: ProfileName = None,
+    mtbf_hours: MtbfHours = MTBF_HOURS,
+    restart_minutes: RestartMinutes = RESTART_MINUTES,
+    checkpoint_gb_s: CheckpointGbS = CHECKPOINT_GB_S,
+    write: Write = None,
+    html: Html = None,
+    check: Check = None,
+    json: Json = False,
+) -> None:
+    """Say which layouts are worth running, from the costs of the real model, in seconds and without any device.
+
+    Every legal layout is judged; those that fit are ranked by the time of a step. Fields of the layout given here stay as
+    given, all others are chosen.
+    """

@@ -1,0 +1,53 @@
+"""Arguments, options and help of `phalanx tune`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.cli.arguments import Json, Overrides
+from phalanx.cluster.machine import described_names
+
+
+def tune(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="Run file with a tune section, or folder of a run.")
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the study; one that exists goes on.")
+    ] = None,
+    trials: Annotated[int | None, typer.Option(metavar="N", min=1, help="Configurations, for tune.trials.")] = None,
+    engine: Annotated[str | None, typer.Option(help="optuna-tpe, deephyper or random, for tune.engine.")] = None,
+    devices: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Devices: accelerators, or parts of the CPU's cores.")
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Trials that may share a device, for tune.slots.")
+    ] = None,
+    where: Annotated[str, typer.Option(help="local: this machine; slurm: the allocation this runs in.")] = "local",
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help=f"Of --where slurm: {', '.join(described_names())}, or the path of a description.",
+            autocompletion=lambda: list(described_names()),
+        ),
+    ] = None,
+    packing: Annotated[
+        bool, typer.Option("--packing/--no-packing", help="Share devices, long trials first; or one trial a device.")
+    ] = True,
+    show: Annotated[Path | None, typer.Option(metavar="DIR", help="Report on a study and run nothing.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the run file of the best configuration.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the study as one HTML page.")] = None,
+    json: Json = False,
+) -> None:
+    """Find the best hyperparameters: every trial is a real training run, stopped early unless it is among the best.
+
+    The tune section of the run file says which fields may be what, and which held-out figure is minimised. A killed study
+    goes on when the same command is given again, and several commands, on one node or many, may share one.
+    """
