@@ -1,13 +1,16 @@
-# Every target makes and uses its own .venv. Settings, each as `make TARGET NAME=value`:
-#   PYTHON       interpreter to build .venv from (3.11 or newer)
+# Every target makes and uses VENV. Settings, each as `make TARGET NAME=value`:
+#   VENV         where packages are installed, .venv; `make test-torch` takes one of its own for each PyTorch
+#   PYTHON       interpreter to build VENV from (3.11 or newer)
 #   TORCH        which PyTorch to install, 2.11 to 2.13
 #   TRITON       which Triton the tests compile kernels with, where PyTorch comes without one (188 MB, Linux on x86-64 alone)
 #   TORCH_INDEX  package index to take PyTorch from: give the address that pytorch.org's install page shows for your
 #                ROCm, CUDA or CPU build; empty takes the build your pip is set up for
 #   JOBS         tests that run at once; auto is one a core
 #   GPU_JOBS     processes of `make test-gpu` that share the device
-#   INTERPRETER  runs the tests in place of .venv's, with the packages that it has, as in a container: nothing is installed
+#   TESTS        files or folders of tests to run; empty runs all
+#   INTERPRETER  runs the tests in place of VENV's, with the packages that it has, as in a container: nothing is installed
 
+VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
@@ -16,18 +19,19 @@ RUN_DIR ?= runs/quickstart
 JOBS ?= auto
 GPU_JOBS ?= 8
 INTERPRETER ?=
+TESTS ?=
 
-BIN := .venv/bin
+BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 # What pip would do on one core; the few files that are no Python of this version are left as they are.
-COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 PHALANX := $(BIN)/phalanx
 TEST_PYTHON := $(or $(INTERPRETER),$(BIN)/python)
-TEST_NEEDS := $(if $(INTERPRETER),,.venv/dev)
+TEST_NEEDS := $(if $(INTERPRETER),,$(VENV)/dev)
 
-.PHONY: quickstart test test-gpu lint style types units install clean
+.PHONY: quickstart test test-gpu test-torch lint style types units install clean
 
-quickstart: .venv/installed
+quickstart: $(VENV)/installed
 	$(PHALANX) data prepare python-stdlib --out data/python-stdlib --vocab-size 2048 --validation-fraction 0.02
 	$(PHALANX) train examples/quickstart.yaml --run-dir $(RUN_DIR)
 	$(PHALANX) generate $(RUN_DIR) --prompt "def " --tokens 120 --temperature 0.7 --seed 1
@@ -39,30 +43,35 @@ test: style
 
 lint: style types
 
-style: .venv/dev
+style: $(VENV)/dev
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
 
-types: .venv/dev
+types: $(VENV)/dev
 	$(BIN)/mypy
 
 units: $(TEST_NEEDS)
-	OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # On a machine with an accelerator: what only a device can show.
 test-gpu: $(TEST_NEEDS)
 	OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest -m gpu --numprocesses $(GPU_JOBS) --dist worksteal tests/gpu
 
-install: .venv/installed
+# With another PyTorch, such as TORCH=torch==2.11.0, on the CPU: what meets the most of its private and moving parts.
+test-torch:
+	$(MAKE) --no-print-directory units VENV=.venv-$(subst ==,-,$(TORCH)) INTERPRETER= \
+		TESTS="tests/verify tests/train/checkpoint $(wildcard tests/test_compat*.py) tests/test_counter_random.py"
 
-.venv/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
 	$(PIP) -c constraints.txt -e .
 	$(COMPILE)
 	touch $@
 
-.venv/dev: .venv/installed
+$(VENV)/dev: $(VENV)/installed
 	$(PIP) -c constraints.txt -e ".[dev]"
 	$(BIN)/python -c "import triton" 2>/dev/null || \
 		$(PIP) "$(TRITON); sys_platform == 'linux' and platform_machine == 'x86_64'"
@@ -70,4 +79,4 @@ install: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv build dist src/*.egg-info
+	rm -rf .venv .venv-* build dist src/*.egg-info

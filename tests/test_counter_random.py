@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.compat_compiler import plain_graph
 from phalanx.counter_random import (
     CounterDropout,
     DropoutContext,
@@ -165,12 +166,12 @@ SAMPLES, POSITIONS, WIDTH = torch.tensor([7, 1_000_000_007, 3, 4]), torch.arange
 
 
 def context(seed: int = 0, step: int = 5) -> DropoutContext:
-    return DropoutContext.of_step(seed, step, SAMPLES, POSITIONS)
+    return DropoutContext.of_step(seed, step, SAMPLES, POSITIONS, WIDTH)
 
 
 def kept(where: DropoutContext, p: float = 0.3, site: int = 0) -> Tensor:
     """Which of [B, S, WIDTH] ones survive."""
-    ones = torch.ones(len(where.sample_indices_B), len(where.positions_S), WIDTH)
+    ones = torch.ones(*where.rows_BS.shape, WIDTH)
     return CounterDropout(p, site=site)(ones, where) != 0.0
 
 
@@ -194,9 +195,9 @@ def test_parts_of_batch_and_sequence_drop_what_the_whole_drops() -> None:
     whole = kept(context())
     for samples in (slice(0, 1), slice(1, 4), slice(2, 3)):
         for positions in (slice(0, 96), slice(0, 10), slice(48, 96)):
-            part = DropoutContext.of_step(0, 5, SAMPLES[samples], POSITIONS[positions])
+            part = DropoutContext.of_step(0, 5, SAMPLES[samples], POSITIONS[positions], WIDTH)
             assert torch.equal(kept(part), whole[samples, positions])
-    assert torch.equal(kept(DropoutContext.of_step(0, 5, SAMPLES.flip(0), POSITIONS)), whole.flip(0))
+    assert torch.equal(kept(DropoutContext.of_step(0, 5, SAMPLES.flip(0), POSITIONS, WIDTH)), whole.flip(0))
 
 
 def test_steps_seeds_layers_and_sites_drop_independently() -> None:
@@ -237,13 +238,33 @@ def test_low_precision_keeps_its_format_and_its_mask() -> None:
     assert torch.equal(dropped != 0, kept(context()))
 
 
-def test_compiled_drops_what_eager_drops() -> None:
-    x = torch.randn(4, 96, WIDTH, generator=torch.Generator().manual_seed(0))
+def test_dropped_elements_keep_their_places() -> None:
+    """A change here changes every run with dropout: one checksum of which elements of two layers survive."""
+    places = torch.arange(1, 2 * SAMPLES.numel() * POSITIONS.numel() * WIDTH, 2)
+    sums = [int((kept(context(seed=3).at_layer(layer), site=1).flatten() * places).sum()) for layer in (0, 7)]
+    assert sums == [1687234694, 1685282560]
+
+
+@pytest.mark.parametrize("width", [WIDTH, 100])
+def test_compiled_drops_what_eager_drops(width: int) -> None:
+    """100 channels are no whole number of vectors: the compiled loop has to end where the eager one does."""
+    x = torch.randn(4, 96, width, generator=torch.Generator().manual_seed(0), requires_grad=True)
     dropout = CounterDropout(0.3, site=1)
-    compiled = torch.compile(dropout, fullgraph=True)
+    compiled = torch.compile(dropout, fullgraph=True, dynamic=False)
     for layer in (0, 7):
-        where = context().at_layer(layer)
-        assert torch.equal(compiled(x, where), dropout(x, where))
+        where = DropoutContext.of_step(0, 5, SAMPLES, POSITIONS, width).at_layer(layer)
+        found, wanted = compiled(x, where), dropout(x, where)
+        assert torch.equal(found, wanted)
+        assert torch.equal(*(torch.autograd.grad(y, x, torch.ones_like(x))[0] for y in (found, wanted)))
+
+
+def test_the_compiler_counts_nothing_by_itself() -> None:
+    """Inductor computes with what it counts as with positions in memory: in 32 bits on a GPU, unwrapped on a CPU."""
+    x = torch.randn(4, 96, WIDTH)
+    graph = plain_graph(lambda x, *where: CounterDropout(0.3, site=1)(x, DropoutContext(*where)), (x, *context()))
+    called = {str(node.target) for node in graph.nodes if node.op == "call_function"}
+    assert any("mul" in name for name in called)
+    assert not [name for name in called if "arange" in name or "iota" in name]
 
 
 # --- the decoder with dropout ------------------------------------------------------------------------------------------
@@ -253,7 +274,7 @@ DROPPING = GPT.model_copy(update={"dropout": 0.2, "n_layers": 4})
 
 def gradients(decoder: Decoder, samples: slice) -> dict[str, Tensor]:
     tokens, targets = random_tokens(4, 24), random_tokens(4, 24, seed=2)
-    where = DropoutContext.of_step(0, 9, torch.arange(100, 104)[samples], torch.arange(24))
+    where = DropoutContext.of_step(0, 9, torch.arange(100, 104)[samples], torch.arange(24), DROPPING.d_model)
     decoder.zero_grad()
     decoder(tokens[samples], targets[samples], dropout=where).total.backward()
     return {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}

@@ -190,20 +190,32 @@ _FAR = (
 
 
 class DropoutContext(NamedTuple):
-    """What decides which activations a forward pass drops, besides the place of the dropout in the model."""
+    """What decides which activations a forward pass drops, besides the place of the dropout in the model.
+
+    Everything that counts upwards is multiplied here, outside of compiled code. Inductor takes whole numbers that it
+    counts itself for positions in memory, which never leave 64 bits, and on a GPU 32: it neither wraps their products
+    modulo 2^64 nor keeps the C++ compiler from assuming that a loop ends before they would have to be.
+    """
 
     key: Tensor
     """int64, 0-dim: a function of seed and step, and of the layer once `at_layer` was called."""
     sample_indices_B: Tensor
     """int64: global sample numbers."""
-    positions_S: Tensor
-    """int64: global positions in the sequence."""
+    rows_BS: Tensor
+    """int64: a number for each global sample and global position in the sequence."""
+    channels_D: Tensor
+    """int64: a number for each channel."""
 
     @classmethod
-    def of_step(cls, seed: int, step: int, sample_indices_B: Tensor, positions_S: Tensor) -> DropoutContext:
-        """The context of one optimizer step."""
-        key = torch.tensor(stream_key("dropout", seed, step), device=sample_indices_B.device)
-        return cls(key, sample_indices_B, positions_S)
+    def of_step(cls, seed: int, step: int, sample_indices_B: Tensor, positions_S: Tensor, width: int) -> DropoutContext:
+        """Return the context of one optimizer step.
+
+        sample_indices, positions: int64, global numbers of what this rank computes. width: channels of an activation.
+        """
+        device = sample_indices_B.device
+        key = torch.tensor(stream_key("dropout", seed, step), device=device)
+        rows_BS = sample_indices_B[:, None] * _GOLDEN + positions_S[None, :] * _POSITION
+        return cls(key, sample_indices_B, rows_BS, torch.arange(width, device=device) * _GOLDEN)
 
     def at_layer(self, layer: int) -> DropoutContext:
         """The context of one layer. The layer goes into a tensor, so equal layers share one compiled program."""
@@ -226,14 +238,8 @@ class CounterDropout(nn.Module):
         """Drop with probability p and scale the rest by 1 / (1 - p); identity when p is 0, or without a context."""
         if self.p == 0.0 or context is None:
             return x_BSD
-        row_BS = mix(
-            context.key
-            + self.site
-            + context.sample_indices_B[:, None] * _GOLDEN
-            + context.positions_S[None, :] * _POSITION
-        )
-        channels_D = torch.arange(x_BSD.shape[-1], device=x_BSD.device) * _GOLDEN
-        bits_BSD = _shift_right(mix(row_BS[..., None] + channels_D), 33)
+        row_BS = mix(context.key + self.site + context.rows_BS)
+        bits_BSD = _shift_right(mix(row_BS[..., None] + context.channels_D), 33)
         kept_BSD = bits_BSD >= int(self.p * 2**31)
         # A choice, not a product: one byte an element is kept for backward, and what is dropped spreads no NaN.
         return torch.where(kept_BSD, x_BSD * (1.0 / (1.0 - self.p)), 0.0)

@@ -66,7 +66,7 @@ class StreamedStage(Stage):
         positions = self.share.positions(tokens_BS.shape[1], tokens_BS.device)
         dropout = None
         if self.part.config.dropout:
-            dropout = DropoutContext.of_step(SEED, 1, samples_B, positions.rows_S)
+            dropout = DropoutContext.of_step(SEED, 1, samples_B, positions.rows_S, self.part.config.d_model)
         hidden = self.part.hidden(tokens_BS[:, positions.tokens_S], positions, dropout=dropout)
         return self.part.loss(hidden, targets_BS[:, positions.tokens_S]).total
 

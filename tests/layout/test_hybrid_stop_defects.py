@@ -62,8 +62,8 @@ def head_norms_of_the_last_chunk() -> Any:
 def equal_masks_on_all_ranks() -> Any:
     right = DropoutContext.of_step.__func__  # type: ignore[attr-defined]
 
-    def wrong(cls: Any, seed: int, step: int, samples: Tensor, positions: Tensor) -> DropoutContext:
-        return right(cls, seed, step, torch.arange(len(samples)), torch.arange(len(positions)))
+    def wrong(cls: Any, seed: int, step: int, samples: Tensor, positions: Tensor, width: int) -> DropoutContext:
+        return right(cls, seed, step, torch.arange(len(samples)), torch.arange(len(positions)), width)
 
     return patch.object(DropoutContext, "of_step", classmethod(wrong))
 

@@ -73,8 +73,8 @@ def add_the_bias_once_a_rank() -> Any:
 def repeat_one_dropout_mask() -> Any:
     right = DropoutContext.of_step.__func__  # type: ignore[attr-defined]
 
-    def wrong(cls: Any, seed: int, step: int, samples: Tensor, positions: Tensor) -> DropoutContext:
-        return right(cls, seed, step, samples, torch.arange(len(positions)))
+    def wrong(cls: Any, seed: int, step: int, samples: Tensor, positions: Tensor, width: int) -> DropoutContext:
+        return right(cls, seed, step, samples, torch.arange(len(positions)), width)
 
     return patch.object(DropoutContext, "of_step", classmethod(wrong))
 

@@ -49,8 +49,8 @@ def leave_out_the_norms_of_queries_and_keys() -> Any:
 def drop_alike_on_all_data_ranks() -> Any:
     right = DropoutContext.of_step.__func__  # type: ignore[attr-defined]
 
-    def wrong(cls: Any, seed: int, step: int, samples: Tensor, positions: Tensor) -> DropoutContext:
-        return right(cls, seed, step, torch.arange(len(samples)), positions)
+    def wrong(cls: Any, seed: int, step: int, samples: Tensor, positions: Tensor, width: int) -> DropoutContext:
+        return right(cls, seed, step, torch.arange(len(samples)), positions, width)
 
     return patch.object(DropoutContext, "of_step", classmethod(wrong))
 
@@ -58,8 +58,8 @@ def drop_alike_on_all_data_ranks() -> Any:
 def drop_alike_on_all_tensor_ranks() -> Any:
     right = DropoutContext.of_step.__func__  # type: ignore[attr-defined]
 
-    def wrong(cls: Any, seed: int, step: int, samples: Tensor, positions: Tensor) -> DropoutContext:
-        return right(cls, seed, step, samples, torch.arange(len(positions)))
+    def wrong(cls: Any, seed: int, step: int, samples: Tensor, positions: Tensor, width: int) -> DropoutContext:
+        return right(cls, seed, step, samples, torch.arange(len(positions)), width)
 
     return patch.object(DropoutContext, "of_step", classmethod(wrong))
 

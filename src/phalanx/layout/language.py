@@ -43,7 +43,8 @@ class LanguageStage(Stage):
             x = x[:, positions.tokens_S]
         dropout = None
         if self.part.config.dropout and self.step is not None:
-            dropout = DropoutContext.of_step(self.seed, self.step, sample_indices_B, positions.rows_S)
+            width = self.part.config.d_model
+            dropout = DropoutContext.of_step(self.seed, self.step, sample_indices_B, positions.rows_S, width)
         hidden: Tensor = self.part.hidden(x, positions, document_ids_BS=inputs.get("document_ids_BS"), dropout=dropout)
         if not self.part.part.last:
             return hidden

@@ -62,7 +62,8 @@ class WeatherStage(Stage):
             inputs = {**inputs, "fields_BVHW": x, "lead_hours_B": hours_B}
         dropout = None
         if self.part.config.random_drops and self.step is not None:
-            dropout = DropoutContext.of_step(self.seed, self.step, sample_indices_B, positions.rows_S)
+            width = self.part.config.d_model
+            dropout = DropoutContext.of_step(self.seed, self.step, sample_indices_B, positions.rows_S, width)
         hidden: Tensor = self.part.hidden(x, positions, lead_hours_B=inputs["lead_hours_B"], dropout=dropout)
         if not self.part.part.last:
             return hidden

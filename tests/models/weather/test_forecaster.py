@@ -188,7 +188,7 @@ def test_changes_are_scaled_by_variable() -> None:
 
 
 def _context(samples: list[int], rows: Tensor, *, step: int = 3) -> DropoutContext:
-    return DropoutContext.of_step(7, step, torch.tensor(samples), rows)
+    return DropoutContext.of_step(7, step, torch.tensor(samples), rows, width=32)
 
 
 def test_dropout_depends_on_samples_and_places_not_on_their_company() -> None:
@@ -245,7 +245,7 @@ def test_qk_norm_is_a_layer_norm_of_each_head() -> None:
 def test_skipped_branches_are_as_many_as_the_chance_says() -> None:
     config = small(n_layers=5, drop_path=0.4)
     samples = torch.arange(20_000)
-    context = DropoutContext.of_step(0, 1, samples, torch.arange(1))
+    context = DropoutContext.of_step(0, 1, samples, torch.arange(1), width=1)
     assert path_factors(config, 0, context.at_layer(0)) is None
     assert path_factors(config, 4, None) is None
     seen = []
