@@ -37,8 +37,6 @@ from phalanx.cluster.machine import load_machine, machine_names
 from phalanx.config.load import load_run
 from phalanx.cost.family import require_planned
 from phalanx.cost.profile import choose_profile
-from phalanx.cost.second_process import second_process
-from phalanx.cost.shelf import shelf
 from phalanx.errors import ConfigError
 from phalanx.plan.budget import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES, Reliability
 from phalanx.plan.cost_models import CostModels
@@ -96,7 +94,7 @@ def plan(
         reliability=Reliability(mtbf_hours, restart_minutes, checkpoint_gb_s),
     )
     task = Task(loaded, devices or planner.machine.node.devices, fixed_fields(loaded, words, everything=fix))
-    with _libraries_at_rest(), second_process(), shelf():
+    with _libraries_at_rest():
         made = fit_plan(planner, task, wishes) if fit else make_plan(planner, task, wishes)
     written = _write_all(made, write, html)
     if json:
