@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.arguments import Overrides, RunFile
-from phalanx.cluster.local_launch import launch_ranks
+from phalanx.cluster.local_launch import GRACE_S, launch_ranks
 from phalanx.config.load import load_run
 from phalanx.config.override import parse_overrides
 from phalanx.config.schema import Run
@@ -27,6 +27,10 @@ def train(
     nproc: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Start N ranks on this machine, one for each device.")
     ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0.0, help="Time that ranks of --nproc have to save and stop."),
+    ] = GRACE_S,
 ) -> None:
     """Train a model, or go on with a run.
 
@@ -35,7 +39,7 @@ def train(
     """
     loaded = load_run(run, overrides or [])
     if nproc is not None:
-        _start_ranks(loaded, run, overrides or [], run_dir, nproc)
+        _start_ranks(loaded, run, overrides or [], run_dir, nproc, grace)
         return
     start_training(loaded, run_dir or _run_directory(loaded, run, overrides or []))
 
@@ -51,12 +55,14 @@ def _run_directory(loaded: Run, run: Path, overrides: list[str]) -> Path:
     return Path(loaded.training.run_dir or default) if named_here or not run.is_dir() else default
 
 
-def _start_ranks(loaded: Run, run: Path, overrides: list[str], run_dir: Path | None, nproc: int) -> None:
+def _start_ranks(
+    loaded: Run, run: Path, overrides: list[str], run_dir: Path | None, nproc: int, grace_s: float
+) -> None:
     """Start this command again as `nproc` ranks. What is wrong with the layout is said once, here."""
     if ranks_from_environment().world_size > 1:
         raise ConfigError(f"--nproc {nproc} starts ranks, but torchrun or srun has started them already; leave it out")
     resolve_layout(loaded, nproc, nproc)
     where = [] if run_dir is None else ["--run-dir", str(run_dir)]
-    code = launch_ranks(["train", str(run), *where, *overrides], nproc)
+    code = launch_ranks(["train", str(run), *where, *overrides], nproc, grace_s=grace_s)
     if code:
         raise typer.Exit(code)

@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from phalanx.cluster.device import choose_device
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.errors import CheckpointError, ConfigError, Interrupted
 from phalanx.files import write_atomically
 from phalanx.layout.apply import Applied, apply_layout
 from phalanx.layout.attention import AttentionChoice, check_attention
@@ -39,7 +39,6 @@ from phalanx.train.checkpoint import (
     set_rng_state,
 )
 from phalanx.train.inputs import Inputs, open_inputs
-from phalanx.train.interrupt import Interrupted
 from phalanx.train.logs import check_trackers, open_sinks
 from phalanx.train.metrics import StepMeter, find_peaks
 from phalanx.train.run_dir import RunDirectory, describe_machine
@@ -63,7 +62,7 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
     check_trackers(run)
     if run.training.deterministic:
         torch.use_deterministic_algorithms(True)
-    join_process_group(ranks, device)
+    join_process_group(ranks, device, timeout_s=run.training.timeout_s)
     try:
         _train_in_group(run, layout, ranks, device, run_dir, until)
     except Interrupted:
@@ -103,6 +102,7 @@ def _train(
         keep_last=run.checkpoint.keep_last,
         keep_every=run.checkpoint.keep_every,
         on_failure="warn",
+        timeout_s=run.training.timeout_s,
         warn=lambda text: _warn(directory, text),
     )
     copies = choose_peer_copies(run, layout, mesh, device)

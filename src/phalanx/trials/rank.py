@@ -24,10 +24,9 @@ import torch
 from phalanx import compat
 from phalanx.cluster.device import choose_device
 from phalanx.config.load import load_run
-from phalanx.errors import ConfigError, PhalanxError
+from phalanx.errors import ConfigError, Interrupted, PhalanxError
 from phalanx.files import write_atomically
 from phalanx.layout.mesh import Ranks, ranks_from_environment
-from phalanx.train.interrupt import Interrupted
 from phalanx.train.start import train
 
 MEMORY_LIMIT = "PHALANX_TRIAL_MEMORY"
