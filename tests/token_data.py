@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from phalanx.data.language.manifest import (
     SplitRecord,
     TokenizerRecord,
 )
+from phalanx.data.language.sources import SegmentedStream
+from phalanx.data.language.token_file import TokenFile
 
 END = 256
 VOCABULARY = 257
@@ -104,3 +107,14 @@ def write_run_file(path: Path, data: Path) -> Path:
     """A run file of 40 steps of a tiny model on `data`."""
     path.write_text(RUN_FILE.format(data=data))
     return path
+
+
+def in_files(arrays: list[np.ndarray]) -> SegmentedStream:
+    """The arrays as one stream, each in a file of its own that is gone from its folder once it is open."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = []
+        for number, array in enumerate(arrays):
+            path = Path(folder, str(number))
+            array.tofile(path)
+            files.append(TokenFile(path, array.dtype))
+        return SegmentedStream(files)

@@ -156,8 +156,9 @@ unseen = _disable_current_modes
 """A context in which no dispatch mode that is active sees what runs."""
 
 
+@cache
 def load_compiler() -> None:
-    """Import all of it now, as a process does well to do that is going to be copied."""
+    """Import all of it now, while the garbage collector rests."""
     collects = gc.isenabled()
     # It stays for good: the collector would look through it again and again.
     gc.disable()

@@ -12,7 +12,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -36,13 +38,23 @@ _made = _Made()
 
 
 def new_group(ranks: list[int], name: str) -> dist.ProcessGroup:
-    """A group of `ranks`, global ranks, each of which calls this in the same order as the others of the group."""
+    """A group of `ranks`, global ranks, each of which calls this in the same order as the others of the group.
+
+    Its ranks wait for each other as long as those of the default group do: PyTorch would let gloo wait for 30 minutes.
+    """
     number = _made.number(name, tuple(ranks))
     text = "_".join([name, *map(str, ranks), f"number {number}"])
     with _named(hashlib.sha256(text.encode()).hexdigest()):
-        group = dist.new_group(ranks, use_local_synchronization=True, group_desc=name)
+        group = dist.new_group(ranks, _timeout(), use_local_synchronization=True, group_desc=name)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _timeout() -> timedelta | None:
+    """Return the default group's time-out; None for groups of fake ranks, which wait for nobody."""
+    assert dist.group.WORLD is not None
+    options = getattr(dist.group.WORLD._get_backend(torch.device("cpu")), "options", None)
+    return None if options is None else options._timeout
 
 
 @contextmanager

@@ -11,10 +11,21 @@ class PhalanxError(Exception):
     """A failure whose message is meant for the user: it names the field or file, the value found and the fix.
 
     `exit_code` is what the command line ends with: 1 failed while running, 2 bad usage or configuration, 3 a check
-    (verify, doctor) did not pass.
+    (verify, doctor) did not pass, 128 + a signal's number stopped by that signal with everything saved.
     """
 
     exit_code = 1
+
+
+class Interrupted(PhalanxError):
+    """What was asked to stop has done so in good order, and the same command goes on from there. No failure.
+
+    Ends with 128 + the signal's number, as shells expect; after SIGTERM, SIGUSR1 and SIGUSR2 a job may queue itself again.
+    """
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
 
 
 class ConfigError(PhalanxError):

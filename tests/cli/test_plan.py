@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,35 +49,6 @@ def test_a_measured_profile_that_lies_here_is_preferred(call: Call, folder: Path
     found = json.loads(call("plan", "run.yaml", *FRONTIER, *QUICK, "--json").out)
     assert found["profile"].startswith("mine: ") and plain["profile"].startswith("frontier: ")
     assert found["layouts"][0]["step_s"] > 1.2 * plain["layouts"][0]["step_s"]
-
-
-HEAVY = (
-    "sympy",
-    "jinja2",
-    "torch._dynamo",
-    "torch._functorch.partitioners",
-    "torch._inductor",
-    "torch.distributed.tensor",
-)
-"""Seconds of imports, without which a plan does that finds its traces kept, unless it asks PyTorch for a schedule."""
-PLANNED = f"""
-import sys
-from phalanx.cli.main import run
-code = run(sys.argv[1:])
-print(*(name for name in {HEAVY} if name in sys.modules), file=sys.stderr)
-sys.exit(code)
-"""
-
-
-def test_no_compiler_is_loaded_where_traces_are_kept(folder: Path) -> None:
-    command = [sys.executable, "-c", PLANNED, "plan", "run.yaml", *FRONTIER, *QUICK, "pp=2", "schedule=1f1b"]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    first, second = (
-        subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-        for _ in range(2)
-    )
-    assert "torch._dynamo" in first.stderr and second.stderr.split() == []
-    assert first.stdout == second.stdout
 
 
 def test_says_what_is_best_and_why(call: Call, folder: Path) -> None:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import phalanx_processes
+from phalanx.cli.main import main
+from phalanx.cluster.parent import PARENT
 from phalanx_processes import Command
 from token_data import write_run_file, write_token_folder
 
@@ -101,8 +105,37 @@ def test_the_command_ends_when_a_rank_dies(run_file: Path) -> None:
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
     code, errors = command.finish()
-    assert code != 0
+    assert code == 128 + signal.SIGKILL
+    assert "rank 1 was ended by signal 9 (Killed)" in errors
+    assert "Traceback" not in errors and "rank 0 lost another rank in step" in errors
+    assert "Traceback" in (run_dir / "failure-rank-0.log").read_text()
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks), errors
+
+
+def train_with_little_memory(words: Sequence[str]) -> None:
+    """May allocate 200 MiB more than this process has by now."""
+    (size,) = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmData" in line]
+    limit = int(size) * 1024 + 200 * 2**20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    main(words)
+
+
+def test_memory_that_runs_out_is_said(run_file: Path, tmp_path: Path) -> None:
+    # Each matrix of its blocks would take 512 MiB.
+    words = ["train", str(run_file), "--run-dir", str(tmp_path / "run"), "model.d_ff=2000000"]
+    code, errors = phalanx_processes.start(words, command=train_with_little_memory).finish()
+    assert code == 1 and "Traceback" not in errors
+    assert "training is out of memory in building the model" in errors and "lower layout.microbatch" in errors
+
+
+def test_a_parent_that_is_no_number_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(PARENT, "abc")
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 2
+    assert "environment variable PHALANX_PARENT is 'abc', no number of a process; unset it" in capsys.readouterr().err
 
 
 def test_ranks_whose_command_was_killed_stop_with_a_checkpoint(run_file: Path) -> None:

@@ -15,6 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from listening import listening_at
+from phalanx.cluster.host_memory import KillCount
+from phalanx.cluster.local_launch import launch_ranks
+from phalanx.cluster.parent import STOP_SIGNALS
+
 PROBE = """#!{python} -SE
 import os, signal, sys, time
 
@@ -28,8 +33,8 @@ def on_signal(number, frame):
         time.sleep(0.4)
         sys.exit(128 + number)
 
-signal.signal(signal.SIGINT, on_signal)
-signal.signal(signal.SIGTERM, on_signal)
+for name in ("INT", "TERM", "HUP", "USR1", "USR2"):
+    signal.signal(signal.Signals["SIG" + name], on_signal)
 open(os.path.join(folder, "ready-%d" % rank), "w").close()
 if scenario == "ends":
     sys.exit(0)
@@ -39,6 +44,8 @@ if scenario == "shared":
 if scenario == "fails" and rank == 1:
     print("the disk is full", file=sys.stderr)
     sys.exit(1)
+if scenario == "stopped" and rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
 if scenario == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 while True:
@@ -48,19 +55,19 @@ LAUNCH = """
 import sys
 from phalanx.cluster.local_launch import launch_ranks
 sys.executable = sys.argv[1]
-sys.exit(launch_ranks(sys.argv[2:], 2))
+sys.exit(launch_ranks(sys.argv[3:], 2, grace_s=float(sys.argv[2])))
 """
 
 
 class Launch:
     """A launcher with two probes, in a process group of its own."""
 
-    def __init__(self, folder: Path, scenario: str) -> None:
+    def __init__(self, folder: Path, scenario: str, grace_s: float = 600.0) -> None:
         self.folder = folder
         probe = folder / "probe"
         probe.write_text(PROBE.format(python=sys.executable))
         probe.chmod(0o755)
-        command = [sys.executable, "-c", LAUNCH, str(probe), scenario, str(folder)]
+        command = [sys.executable, "-c", LAUNCH, str(probe), str(grace_s), scenario, str(folder)]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -93,7 +100,7 @@ class Launch:
 
 
 @pytest.mark.parametrize("group", [False, True], ids=["the launcher alone", "its whole group, twice"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_one_wish_to_stop_reaches_each_rank_once(tmp_path: Path, number: signal.Signals, group: bool) -> None:
     launch = Launch(tmp_path, "trains")
     launch.ready()
@@ -104,6 +111,47 @@ def test_one_wish_to_stop_reaches_each_rank_once(tmp_path: Path, number: signal.
     code, errors = launch.finish()
     assert (code, errors) == (128 + number, "")
     assert launch.signals() == [[number], [number]]
+
+
+def test_a_rank_that_was_stopped_goes_on_to_stop_in_good_order(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "stopped")
+    launch.ready()
+    os.kill(launch.process.pid, signal.SIGTERM)
+    assert launch.finish() == (128 + signal.SIGTERM, "")
+    assert launch.signals() == [[signal.SIGTERM], [signal.SIGTERM]]
+
+
+def test_ranks_that_do_not_stop_are_killed_after_the_grace_time(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "stubborn", grace_s=1.0)
+    launch.ready()
+    os.kill(launch.process.pid, signal.SIGTERM)
+    code, errors = launch.finish()
+    assert code == 128 + signal.SIGKILL
+    assert "did not stop within 1 s and was killed; the last checkpoint stays" in errors
+    assert launch.signals() == [[signal.SIGTERM], [signal.SIGTERM]]
+
+
+def test_the_store_is_out_of_reach_of_other_machines(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "trains")
+    launch.ready()
+    assert listening_at(launch.process.pid) == {"127.0.0.1"}
+    os.kill(launch.process.pid, signal.SIGTERM)
+    launch.finish()
+
+
+@pytest.mark.parametrize(
+    ("counted", "said"), [(1, "ran out (signal 9); lower layout.microbatch"), (0, "by signal 9 (Killed)")]
+)
+def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_others(
+    tmp_path: Path, counted: int, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    probe = tmp_path / "probe"
+    probe.write_text(PROBE.format(python=sys.executable))
+    probe.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(probe))
+    monkeypatch.setattr(KillCount, "_count", lambda count: counted * (tmp_path / "ready-1").exists())
+    assert launch_ranks(["killed", str(tmp_path)], 2) == 128 + signal.SIGKILL
+    assert said in capfd.readouterr().err
 
 
 def test_a_second_wish_ends_ranks_that_do_not_stop(tmp_path: Path) -> None:

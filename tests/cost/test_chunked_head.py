@@ -65,8 +65,8 @@ def test_ends_cost_what_tracing_them_finds(seed: int) -> None:
 def test_few_traces_serve_all_micro_batches() -> None:
     setting = replace(drawn(0)[0], chunk_tokens=40, z_loss=0.25)
     parts.part_costs.cache_clear()
-    before = len(parts._trace.known)
+    before = parts._trace.cache_info().currsize
     for samples in range(1, 40):
         part_costs("head", setting, samples)
     # One sample or several, one chunk or two to four.
-    assert len(parts._trace.known) - before <= 8
+    assert parts._trace.cache_info().currsize - before <= 8

@@ -345,7 +345,7 @@ def test_a_compiled_loss_of_any_number_of_tokens_is_the_traced_one(tp: int, monk
     chosen = setting(compile=True, tp=tp, chunk_tokens=192)
     derived = parts._part_costs(parts._trace(parts._Trace("head", chosen, 2)), Scale())
     monkeypatch.setattr("phalanx.cost.compiled._unlike_rows", lambda tensors: len(tensors[0]))
-    traced = parts._part_costs(parts._trace_now(parts._Trace("head", chosen, 2)), Scale())
+    traced = parts._part_costs(parts._trace(parts._Trace("head", chosen, 2)), Scale())
     assert derived.costs == traced.costs
     assert derived.costs.operations == traced.costs.operations
 

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from phalanx.data.language.sources import Int64Array, SegmentedStream, TokenSource
+from phalanx.data.language.sources import Int64Array, TokenSource
 from phalanx.errors import DataError
 from phalanx.evaluate.held_out import HeldOut, evaluate_split, sample_count, spread_samples
 from phalanx.models.language.decoder import Decoder
 from small_models import LLAMA, random_decoder, random_tokens
+from token_data import in_files
 
 CPU = torch.device("cpu")
 BYTES = torch.arange(97)
@@ -29,7 +30,7 @@ class ListSource(TokenSource):
         self.tokens = len(tokens)
         self.fingerprint = "list"
         self.reads: list[int] = []
-        self._stream = SegmentedStream([tokens.numpy()])
+        self._stream = in_files([tokens.numpy()])
 
     def read(self, starts: Int64Array, length: int) -> Int64Array:
         self.reads += starts.tolist()

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.cluster.parent import ONE_WISH_S
+from phalanx.cluster.parent import ONE_WISH_S, STOP_SIGNALS
+from phalanx.errors import Interrupted
 from phalanx.train.interrupt import StopRequest
 
 
@@ -19,6 +20,26 @@ def ended() -> Iterator[list[int]]:
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     yield heard
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_each_of_these_signals_asks(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with StopRequest() as request:
+        signal.raise_signal(number)
+        assert request.signal_number == number
+    assert signal.getsignal(number) == before
+    assert Interrupted("", number).exit_code == 128 + number
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as request:
+            signal.raise_signal(signal.SIGHUP)
+            assert request.signal_number == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_what_comes_again_within_a_second_is_the_same_wish(ended: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

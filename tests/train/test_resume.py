@@ -96,9 +96,19 @@ def test_ctrl_c_leaves_a_checkpoint_of_the_last_step_and_says_how_to_go_on(run_f
     assert newest is not None
     assert newest.step == len(rows(run_dir)) >= 12
     assert f"stopped by signal 2 after step {newest.step}, checkpoint written; the same command goes on" in errors
+    assert "error:" not in errors
     # A run directory stands for its own run file.
     finish(run_dir, run_dir, "checkpoint.every=null")
     assert_same_run(run_dir, straight)
+
+
+def test_a_schedulers_warning_leaves_a_checkpoint(run_file: Path) -> None:
+    run_dir = run_file.parent / "warned"
+    process = start(run_file, run_dir, "checkpoint.every=null")
+    code, errors = kill_after(process, run_dir, 3, signal.SIGUSR1)
+    assert code == 128 + signal.SIGUSR1, errors
+    newest = CheckpointStore.open(run_dir).newest()
+    assert newest is not None and newest.step == len(rows(run_dir)) < STEPS
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(run_file: Path, straight: Path) -> None:

@@ -94,12 +94,21 @@ def abandoned(path: Path, monkeypatch: pytest.MonkeyPatch, name: int) -> Trial:
     return trial
 
 
-def test_a_dead_searchs_trial_may_be_repeated_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deaths_of_a_search_do_not_count_against_its_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "study.log"
-    for _ in range(ATTEMPTS):
+    for _ in range(ATTEMPTS + 1):
         abandoned(path, monkeypatch, 7)
     study = opened(path)
-    assert [trial.outcome.cause for trial in study.trials() if trial.outcome] == [INTERRUPTED] * ATTEMPTS
+    assert [trial.outcome.cause for trial in study.trials() if trial.outcome] == [INTERRUPTED] * (ATTEMPTS + 1)
+    assert claim(study, 7) is not None
+
+
+def test_a_trial_that_is_killed_may_be_repeated_a_few_times(tmp_path: Path) -> None:
+    study = opened(tmp_path / "study.log")
+    for _ in range(ATTEMPTS):
+        trial = claim(study, 7)
+        assert trial is not None
+        study.finish(trial, Outcome(INTERRUPTED))
     assert claim(study, 7) is None and claim(study, 8) is not None
 
 

@@ -17,7 +17,7 @@ from phalanx.trials.optuna_sampler import suggest_optuna
 from phalanx.trials.process import Ended
 from phalanx.trials.ranges import Choices, Integers, Range, Reals, Told
 from phalanx.trials.rank import cause_of
-from phalanx.trials.trial import OK, Outcome, Trial
+from phalanx.trials.trial import FAILURES, OK, Outcome, Trial
 
 FIRST, SECOND = (Trial(number, str(number), {}, "test", Outcome(OK, value=1.0)) for number in range(2))
 
@@ -47,6 +47,15 @@ def test_the_rank_that_failed_first_tells() -> None:
     assert failure([], Ended(7, False, 3.0), "last words").words == "exit code 7: last words"
     assert failure([crash], Ended(137, False, 3.0), "log").cause == "interrupted"
     assert failure([memory], Ended(137, False, 3.0), "log").cause == "out_of_memory"
+
+
+@pytest.mark.parametrize("code", [-9, 137])
+def test_a_trial_that_the_kernel_killed_for_memory_is_not_repeated(code: int) -> None:
+    crash = {"cause": "crash", "words": "rank 1: Connection closed by peer"}
+    found = failure([crash], Ended(code, False, 3.0, memory_ran_out=True), "log")
+    assert found.cause == "out_of_memory" in FAILURES and "memory of this host" in found.words
+    by_slurm = "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0."
+    assert failure([], Ended(code, False, 3.0), by_slurm).cause == "out_of_memory"
 
 
 def test_a_trial_in_a_slurm_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

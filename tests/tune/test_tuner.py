@@ -19,8 +19,8 @@ import pytest
 
 from phalanx.cli.tune_words import tune_lines
 from phalanx.config.load import parse_run
+from phalanx.errors import Interrupted
 from phalanx.report.tune_page import render_tune
-from phalanx.train.interrupt import Interrupted
 from phalanx.train.start import train
 from phalanx.trials.trial import Trial
 from phalanx.tune.asha import rung_steps

@@ -17,6 +17,7 @@ from torch import Tensor
 from phalanx import compat
 from phalanx.calibrate.clock import Clock
 from phalanx.cluster.device import synchronize
+from phalanx.compat_groups import new_group
 from phalanx.layout.peer_gather import PublishedShards
 from phalanx.layout.peer_memory import reaches_peers
 
@@ -50,8 +51,7 @@ def groups_of(world: int, per_node: int) -> list[tuple[int, Group]]:
     found = []
     for size in sizes:
         first = dist.get_rank() // size * size
-        group = dist.new_group(list(range(first, first + size)), use_local_synchronization=True)
-        assert isinstance(group, Group)
+        group = new_group(list(range(first, first + size)), "calibrate")
         found.append((size, group))
     assert dist.group.WORLD is not None
     return [*found, (world, dist.group.WORLD)]

@@ -15,7 +15,6 @@ from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.cost.family import is_planned
 from phalanx.cost.profile import choose_profile
-from phalanx.cost.shelf import shelf
 from phalanx.errors import ConfigError
 from phalanx.layout.mesh import ranks_from_environment
 from phalanx.layout.resolve import resolve_layout
@@ -85,8 +84,7 @@ def _launcher(where: str, devices: int, machine: Machine | None) -> Launcher:
 
 
 def _plan(run: Run, layout: ResolvedLayout, machine: Machine, cluster: str, profile: str | None) -> Expected:
-    with shelf():
-        return expected(run, layout, machine, choose_profile(machine, cluster, profile))
+    return expected(run, layout, machine, choose_profile(machine, cluster, profile))
 
 
 def _measured(run: Run, launcher: Launcher, devices: int, keep: Path | None, skip: int, limit_s: float) -> Measured:

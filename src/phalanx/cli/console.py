@@ -52,6 +52,11 @@ def require_folder(folder: Path, option: str) -> None:
         raise ConfigError(f"{option} {folder}: nothing may be written in {there}; name another folder")
 
 
+def print_note(text: str) -> None:
+    """Print what happened, and is no error, on stderr."""
+    _console(stderr=True).print(Text(text), soft_wrap=True)
+
+
 def print_error(text: str) -> None:
     """Print an error message on stderr, later lines aligned with the first: `error: ...`."""
     _print_labelled("error: ", "bold red", text)

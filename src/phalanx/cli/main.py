@@ -23,10 +23,11 @@ from typer.core import TyperCommand, TyperGroup
 
 from phalanx import __version__
 from phalanx.cli.arguments import examples
-from phalanx.cli.console import print_error
+from phalanx.cli.console import print_error, print_note
+from phalanx.cluster.cores import passive_waits
 from phalanx.cluster.parent import die_with_parent
 from phalanx.config.fields import nearest_names
-from phalanx.errors import PhalanxError
+from phalanx.errors import Interrupted, PhalanxError
 
 
 @dataclass(frozen=True)
@@ -217,8 +218,13 @@ app = typer.Typer(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and end the process with its exit code."""
-    # A rank whose launcher was killed is told to stop; training then does so in good order.
-    die_with_parent(signal.SIGTERM)
+    os.environ.update(passive_waits(os.environ))
+    try:
+        # A rank whose launcher was killed is told to stop; training then does so in good order.
+        die_with_parent(signal.SIGTERM)
+    except PhalanxError as error:
+        print_error(str(error))
+        sys.exit(error.exit_code)
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
@@ -228,6 +234,10 @@ def run(arguments: Sequence[str]) -> int:
     try:
         result = command.main(list(arguments) or ["--help"], prog_name="phalanx", standalone_mode=False)
         sys.stdout.flush()
+    except Interrupted as stopped:
+        # No error: what was asked for has been done.
+        print_note(str(stopped))
+        return stopped.exit_code
     except PhalanxError as error:
         print_error(str(error))
         return error.exit_code

@@ -19,8 +19,6 @@ from phalanx.config.override import parse_overrides
 from phalanx.cost.enumerate import CHOSEN
 from phalanx.cost.family import require_planned
 from phalanx.cost.profile import choose_profile
-from phalanx.cost.second_process import second_process
-from phalanx.cost.shelf import shelf
 from phalanx.errors import ConfigError
 from phalanx.plan.cost_models import CostModels
 from phalanx.plan.facts import plan_facts
@@ -76,7 +74,7 @@ def plan(
         reliability=Reliability(mtbf_hours, restart_minutes, checkpoint_gb_s),
     )
     task = Task(loaded, devices or planner.machine.node.devices, fixed_fields(loaded, words, everything=fix))
-    with _libraries_at_rest(), second_process(), shelf():
+    with _libraries_at_rest():
         made = fit_plan(planner, task, wishes) if fit else make_plan(planner, task, wishes)
     changes = [word for word in words if parse_overrides([word])[0].path[1:] not in {(name,) for name in CHOSEN}]
     command = run_command(made, write or run, [] if write else changes, cluster, fixed=write is not None)

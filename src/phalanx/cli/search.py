@@ -14,7 +14,6 @@ from phalanx.config.families import require_language
 from phalanx.config.load import load_run
 from phalanx.config.search import Search
 from phalanx.cost.profile import choose_profile
-from phalanx.cost.shelf import shelf
 from phalanx.errors import PhalanxError
 from phalanx.plan.cost_models import CostModels
 from phalanx.plan.judge import Planner, Task, fixed_fields
@@ -91,5 +90,4 @@ def _run_search(asked: _Asked, where: str, path: Path, **options: Any) -> Any:
         from phalanx.search.study import run_search  # noqa: PLC0415
     except ImportError as error:
         raise PhalanxError(f'phalanx search needs {error.name}: pip install "phalanx-train[search]"') from None
-    with shelf():
-        return run_search(asked.planner, asked.task, asked.search, where, path, tell=progress, **options)
+    return run_search(asked.planner, asked.task, asked.search, where, path, tell=progress, **options)

@@ -22,11 +22,12 @@ def train(
     overrides: list[str] | None,
     run_dir: Path | None,
     nproc: int | None,
+    grace: float,
 ) -> None:
     """Run the subcommand; `phalanx.cli.options.train` declares its arguments."""
     loaded = load_run(run, overrides or [])
     if nproc is not None:
-        _start_ranks(loaded, run, overrides or [], run_dir, nproc)
+        _start_ranks(loaded, run, overrides or [], run_dir, nproc, grace)
         return
     start_training(loaded, run_dir or _run_directory(loaded, run, overrides or []))
 
@@ -42,12 +43,14 @@ def _run_directory(loaded: Run, run: Path, overrides: list[str]) -> Path:
     return Path(loaded.training.run_dir or default) if named_here or not run.is_dir() else default
 
 
-def _start_ranks(loaded: Run, run: Path, overrides: list[str], run_dir: Path | None, nproc: int) -> None:
+def _start_ranks(
+    loaded: Run, run: Path, overrides: list[str], run_dir: Path | None, nproc: int, grace_s: float
+) -> None:
     """Start this command again as `nproc` ranks. What is wrong with the layout is said once, here."""
     if ranks_from_environment().world_size > 1:
         raise ConfigError(f"--nproc {nproc} starts ranks, but torchrun or srun has started them already; leave it out")
     resolve_layout(loaded, nproc, nproc)
     where = [] if run_dir is None else ["--run-dir", str(run_dir)]
-    code = launch_ranks(["train", str(run), *where, *overrides], nproc)
+    code = launch_ranks(["train", str(run), *where, *overrides], nproc, grace_s=grace_s)
     if code:
         raise typer.Exit(code)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from phalanx.errors import ConfigError
 
 STOPPED = 143
 """What `phalanx train` ends with after SIGTERM, once its checkpoint is written: 128 + the signal's number."""
+REQUEUED = (STOPPED, 128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
+"""What it ends with after any signal by which a scheduler warns of a job's end."""
 
 UNFIT = 3
 """What `phalanx doctor` ends with where training would fail or compute something wrong."""
@@ -174,9 +177,9 @@ def _header(machine: Machine, job: Job) -> Iterator[str]:
     yield "#SBATCH --output=%x-%j.log"
     yield "#SBATCH --open-mode=append"
     yield f"#SBATCH --{'' if stop.requeue else 'no-'}requeue"
-    yield f"# {stop.seconds_before_end} s before the end the ranks are told to save and stop, by SIGTERM and not by USR1:"
-    yield "# phalanx train answers SIGTERM with a checkpoint and would be ended by USR1. It goes to the ranks, not to this"
-    yield "# shell (no B:), which could hand it to srun alone, and srun ends the ranks at once."
+    yield f"# {stop.seconds_before_end} s before the end the ranks are told to save and stop (USR1 and USR2 do the same)."
+    yield "# The signal goes to the ranks, not to this shell (no B:), which could hand it to srun alone, and srun ends them"
+    yield "# at once."
     yield f"#SBATCH --signal=TERM@{stop.seconds_before_end}"
 
 
@@ -210,6 +213,8 @@ def _meeting_point() -> Iterator[str]:
     yield 'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
     yield 'export MASTER_ADDR="${hosts[0]:?scontrol names no host of this job}"'
     yield f"export MASTER_PORT=$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))"
+    yield "# Names of what they tell each other there begin with this: nobody outside the job knows them."
+    yield "export TORCHELASTIC_RUN_ID=\"$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')\""
 
 
 def _folders(machine: Machine, job: Job) -> Iterator[str]:
@@ -293,11 +298,11 @@ def _end(machine: Machine) -> Iterator[str]:
     yield "code=0"
     yield 'srun "${step[@]}" "${train[@]}" || code=$?'
     if machine.stop.requeue:
-        yield f"# {STOPPED}: time was up, the ranks have saved and stopped. The job is queued again and goes on from"
-        yield "# there. A cancelled job stays cancelled, and a preempted one Slurm puts back by itself."
-        yield f'if [ "$code" -eq {STOPPED} ] && [ -z "$ended_by_slurm" ]; then'
+        yield "# Time was up, the ranks have saved and stopped (128 + TERM, USR1 or USR2). The job is queued again and"
+        yield "# goes on from there. A cancelled job stays cancelled, and a preempted one Slurm puts back by itself."
+        yield f'case "$code:$ended_by_slurm" in {" | ".join(f"{code}:" for code in REQUEUED)})'
         yield '    scontrol requeue "$SLURM_JOB_ID"'
-        yield "fi"
+        yield "esac"
     yield 'exit "$code"'
 
 

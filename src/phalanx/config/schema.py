@@ -180,6 +180,8 @@ class Training(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a NaN or infinite loss or gradient does: stop the run before the update, or skip that update. Of fp16, whose loss
     scale is found by overflowing gradients, only a loss stops it."""
+    timeout_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = 600.0
+    """Seconds after which a rank that waits for another one gives up, in whatever they exchange."""
     deterministic: bool = False
     """Only kernels that give the same bits every time; slower on accelerators."""
     log_every: PositiveInt = 1

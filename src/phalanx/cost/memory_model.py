@@ -148,10 +148,8 @@ def _replayed(run: Run, candidates: Candidates, situation: Situation) -> MemoryE
     order = np.argsort(alike, kind="stable")
     lots = np.split(order, np.flatnonzero(np.diff(alike[order])) + 1)
     keys = [[int(column[places[0]]) for column in columns] for places in lots]
-    pipelines = [_pipeline(run, *key[:3]) for key in keys]
-    turns.compute(pipelines)
-    for places, pipeline, key in zip(lots, pipelines, keys, strict=True):
-        each = turns(pipeline)[key[3]]
+    for places, key in zip(lots, keys, strict=True):
+        each = turns(_pipeline(run, *key[:3]))[key[3]]
         held, row = heaviest(each, one[:, places], besides[:, places])
         allocated[places] = held + situation.samples[places]
         rank[places] = each.rank[row]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from phalanx.config.schema import Run
 from phalanx.cost.candidates import Candidates, Ints
 from phalanx.cost.family import Kernel, PartName, Setting, setting_of
-from phalanx.cost.parts import PartCosts, part_costs, trace_ahead
+from phalanx.cost.parts import PartCosts, part_costs
 from phalanx.models.families import family_of
 
 FloatArray = npt.NDArray[np.float64]
@@ -119,7 +119,6 @@ def model_bytes(
         return replace(setting, peer_copies=peer_copies and setting.streamed > 1), layout.microbatch
 
     settings = [setting_at(int(position)) for position in first]
-    trace_ahead((name, *one) for one in settings for name in _PARTS)
     costs = [_costs(*one) for one in settings]
     tied = family_of(run).tied(run)
     shards = np.where(candidates.zero > 0, candidates.dp_shard * candidates.cp, 1)

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from phalanx.cost.memory_stages import ranks_that_differ
 from phalanx.cost.schedule_replay import COLUMN, COUNTS, Counts, Mask, Pipeline, Replay
 from phalanx.cost.schedule_table import IntArray
-from phalanx.cost.second_process import SharedMemo
 
 
 @dataclass(frozen=True)
@@ -36,18 +35,18 @@ class Turns:
         return Turns(self.counts[which], self.rank[which], list(compress(self.moment, which)))
 
 
-def _of_all_ranks(pipeline: Pipeline) -> tuple[Turns, Turns]:
+@cache
+def turns(pipeline: Pipeline) -> tuple[Turns, Turns]:
+    """Return those of all ranks of a pipeline together.
+
+    Where parameters are kept from a stage's first action to its last, and where they go after each block's forward pass.
+    """
     p = pipeline
     ranks = np.asarray(ranks_that_differ(p.pp, p.stages_per_rank, p.n_layers, p.costs))
     kept, freed = (np.zeros(len(ranks), bool), np.ones(len(ranks), bool))
     ranks, frees = np.tile(ranks, 2), np.concatenate([kept, freed])
     found, case = _turns(p, ranks, frees)
     return found.take(~frees[case]), found.take(frees[case])
-
-
-turns = SharedMemo(_of_all_ranks, lambda _: None, lambda p, _: p.pp * p.stages_per_rank * p.microbatches, shelved=False)
-"""Of all ranks of a pipeline together, where parameters are kept from a stage's first action to its last, and where they go
-after each block's forward pass."""
 
 
 @cache

@@ -6,7 +6,7 @@ of any size: nothing is allocated, no process group is made. `part_costs` is wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -31,7 +31,6 @@ from phalanx.cost.family import (
 )
 from phalanx.cost.operations import Scale
 from phalanx.cost.recorder import Recorder
-from phalanx.cost.second_process import SharedMemo
 from phalanx.cost.streamed import (
     ChainSize,
     Middle,
@@ -97,11 +96,6 @@ def part_costs(name: PartName, setting: Setting, microbatch: int) -> PartCosts:
         shown, wanted = Chunks.of(trace.setting, trace.samples), Chunks.of(setting, microbatch)
         return PartCosts(chunked_costs(traced.timeline, traced.chunks, shown, wanted), traced.parameters, ())
     return _part_costs(traced, scale)
-
-
-def trace_ahead(wanted: Iterable[tuple[PartName, Setting, int]]) -> None:
-    """Trace what the costs of these parts need, half of it in the second process if there is one: name, setting, samples."""
-    _trace.compute([_needed(*part) for part in wanted])
 
 
 @dataclass(frozen=True)
@@ -187,7 +181,8 @@ def _sizes(name: PartName, setting: Setting) -> frozenset[int]:
     return frozenset([setting.length, *(size for shape in shapes for size in shape)])
 
 
-def _trace_now(trace: _Trace) -> _Traced:
+@cache
+def _trace(trace: _Trace) -> _Traced:
     """Trace a part."""
     if trace.shown:
         stage, ring, units = traced_stage(trace.setting, trace.shown, trace.samples)
@@ -195,28 +190,9 @@ def _trace_now(trace: _Trace) -> _Traced:
             _trace_eager(stage, trace.setting, trace.samples, ring), middles=tuple(ring.middles), units=units
         )
     stage = build_stage(trace.name, trace.setting)
-    if _compiled(trace):
+    if trace.name == "block" and trace.setting.compile:
         return _trace_compiled(stage, trace.setting, trace.samples)
     return _trace_eager(stage, trace.setting, trace.samples)
-
-
-def _compiled(trace: _Trace) -> bool:
-    return trace.name == "block" and trace.setting.compile and not trace.shown
-
-
-def _graph_of(trace: _Trace) -> Hashable:
-    """What traces of compiled blocks share that differ in recompute alone; None of all others."""
-    return replace(trace, setting=replace(trace.setting, recompute="none")) if _compiled(trace) else None
-
-
-def _effort(trace: _Trace, first: bool) -> int:
-    """About what tracing takes, in hundredths of a second. first: of those with the same graph."""
-    if _compiled(trace):
-        return 50 if first else 10
-    return 1 if trace.name == "embedding" else 4
-
-
-_trace = SharedMemo(_trace_now, _graph_of, _effort, load_compiler)
 
 
 def _streamed_costs(setting: Setting, traced: _Traced, scale: Scale) -> PartCosts:
@@ -242,6 +218,7 @@ def _block_parameters(setting: Setting, streamed: frozenset[str]) -> tuple[PartP
 
 
 def _trace_compiled(stage: Stage, setting: Setting, samples: int) -> _Traced:
+    load_compiler()
     joint, arguments = _block_graph(replace(setting, recompute="none"), samples)
     policy = recompute_policy(setting.recompute)
     timeline = compiled_timeline(joint, policy, arguments, _AXES, ring_operations())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 
@@ -17,7 +16,6 @@ from phalanx.cost.operation_time import Floats, Way
 from phalanx.cost.part_time import PartTimes, in_training, part_times
 from phalanx.cost.profile import Profile
 from phalanx.cost.schedule_table import ScheduleTable, table_of
-from phalanx.cost.second_process import compute, deal
 from phalanx.cost.simulate import StageTimes, makespans_together
 from phalanx.cost.software import EAGER, OURS, Software
 from phalanx.cost.stage_layers import split
@@ -84,24 +82,16 @@ def with_simulated_pipelines(
     for row in np.flatnonzero(layouts.pp > 1).tolist():
         sizes = (layouts.schedule[row], layouts.pp[row], layouts.stages_per_rank[row], layouts.accumulation[row])
         alike.setdefault(tuple(map(int, sizes)), []).append(row)
-    # What a simulation takes follows from the actions of a rank more than from the ranks.
-    dealt = deal({key: key[2] * key[3] * (key[1] + _OVERHEAD) for key in alike})
-    pipelines: tuple[list[_Pipelines], list[_Pipelines]] = ([], [])
-    for key, rows in alike.items():
+    pipelines: list[_Pipelines] = []
+    for rows in alike.values():
         layout = layouts.layout(rows[0])
         blocks = split(run.model.n_layers, layout.n_stages, *family_of(run).block_costs(run))
         forward, backward, weight = (_of_stages(steps, rows, column, blocks) for column in columns)
-        pipelines[dealt[key]].append(_Pipelines(layout, rows, forward, backward, weight, sent[rows]))
-    here, there = pipelines
-    results = compute(_simulated, [here], [there] if there else [])
-    for one, (ramp, transfer) in zip((*here, *there), chain(*results), strict=True):
+        pipelines.append(_Pipelines(layout, rows, forward, backward, weight, sent[rows]))
+    for one, (ramp, transfer) in zip(pipelines, _simulated(pipelines), strict=True):
         seconds[one.rows, StepCause.BUBBLE] = ramp * profile.pipeline_ramp
         seconds[one.rows, StepCause.TRANSFER] = transfer
     return StepTimes(seconds)
-
-
-_OVERHEAD = 64
-"""Ranks whose actions take as long as a step of the simulation takes by itself."""
 
 
 @dataclass(frozen=True)

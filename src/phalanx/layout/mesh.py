@@ -5,7 +5,9 @@ Neighbouring ranks share the axes that talk most: tensor-parallel ranks are inne
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -94,6 +96,9 @@ def join_process_group(
         torch.accelerator.set_device_index(device.index or 0)
     if ranks.world_size == 1 or dist.is_initialized():
         return
+    if ranks.ranks_per_node == ranks.world_size and "lo" in (name for _, name in socket.if_nameindex()):
+        # All ranks are here: gloo need not listen where others can reach it.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if store is None:
         store = meet(ranks, timeout_s=timeout_s)
     backend = "gloo"
@@ -127,11 +132,39 @@ def meet(ranks: Ranks, *, timeout_s: float) -> dist.Store:
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     timeout = timedelta(seconds=timeout_s)
     with _meeting(ranks):
-        tcp = dist.TCPStore(address, int(port), is_master=ranks.first and not agent_store, timeout=timeout)
+        if ranks.first and not agent_store:
+            one_machine = ranks.ranks_per_node == ranks.world_size
+            listener = listening_socket(address, int(port), one_machine=one_machine)
+            tcp = dist.TCPStore(address, int(port), is_master=True, timeout=timeout, master_listen_fd=listener)
+        else:
+            tcp = dist.TCPStore(address, int(port), is_master=False, timeout=timeout)
     attempt = (
         f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     )
     return dist.PrefixStore(attempt, tcp)
+
+
+def listening_socket(address: str, port: int, *, one_machine: bool) -> int | None:
+    """Return a descriptor that listens at MASTER_ADDR alone, None where the store has to listen at all addresses.
+
+    PyTorch's store listens everywhere, and whoever reaches it may read and write. one_machine: whether all ranks are here.
+    On several machines a name that stands for this machine's loopback in its own tables is another address elsewhere.
+    """
+    local_only = one_machine or address == "localhost" or address.startswith("127.")
+    for family, _, _, _, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+        if ipaddress.ip_address(place[0]).is_loopback and not local_only:
+            continue
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(place)
+            listener.listen(socket.SOMAXCONN)
+        except OSError:
+            # Taken, or an address that is translated on its way here: the store says which.
+            listener.close()
+            continue
+        return listener.detach()
+    return None
 
 
 @contextmanager
@@ -139,7 +172,7 @@ def _meeting(ranks: Ranks) -> Iterator[None]:
     """Raises PhalanxError for ranks that do not come together in here."""
     try:
         yield
-    except dist.DistError as error:
+    except (dist.DistError, socket.gaierror) as error:
         said = str(error).strip().partition("\n")[0]
         raise PhalanxError(
             f"rank {ranks.rank} of {ranks.world_size} does not meet the others at "

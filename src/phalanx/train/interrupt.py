@@ -1,4 +1,4 @@
-"""Stopping in good order: a first Ctrl-C or SIGTERM ends the run after the current step, with a checkpoint."""
+"""Stopping in good order: a first signal that asks for it ends the run after the current step, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,20 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.cluster.parent import ONE_WISH_S
-from phalanx.errors import PhalanxError
-
-
-class Interrupted(PhalanxError):
-    """The run was asked to stop and has saved where it was. Ends with 128 + the signal's number, as shells expect."""
-
-    def __init__(self, message: str, signal_number: int) -> None:
-        super().__init__(message)
-        self.exit_code = 128 + signal_number
+from phalanx.cluster.parent import ONE_WISH_S, STOP_SIGNALS, ignored
 
 
 class StopRequest:
-    """Turns the first SIGINT or SIGTERM into a wish to stop after the current step; a second one stops at once.
+    """Turns the first of `STOP_SIGNALS` into a wish to stop after the current step; a second one stops at once.
 
     Signals within `ONE_WISH_S` seconds of the first are the same wish.
     """
@@ -36,8 +27,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._ask)
+            for number in STOP_SIGNALS:
+                if not ignored(number):
+                    self._previous[number] = signal.signal(number, self._ask)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from phalanx.cluster.device import choose_device
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.errors import CheckpointError, ConfigError, Interrupted
 from phalanx.files import write_atomically
 from phalanx.layout.apply import Applied, apply_layout
 from phalanx.layout.attention import AttentionChoice, check_attention
@@ -39,8 +39,8 @@ from phalanx.train.checkpoint import (
     placed_tensors,
     set_rng_state,
 )
+from phalanx.train.failures import explain_failures
 from phalanx.train.inputs import Inputs, open_inputs
-from phalanx.train.interrupt import Interrupted
 from phalanx.train.logs import check_trackers, open_sinks
 from phalanx.train.metrics import StepMeter, find_peaks
 from phalanx.train.run_dir import RunDirectory, describe_machine
@@ -64,7 +64,7 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
     check_trackers(run)
     if run.training.deterministic:
         torch.use_deterministic_algorithms(True)
-    join_process_group(ranks, device)
+    join_process_group(ranks, device, timeout_s=run.training.timeout_s)
     try:
         _train_in_group(run, layout, ranks, device, run_dir, until)
     except Interrupted:
@@ -98,51 +98,62 @@ def _train(
     inputs: Inputs,
     until: int | None,
 ) -> None:
-    attention = _agree_on_attention(run, layout, device)
-    store = CheckpointStore(
-        directory.checkpoints,
-        keep_last=run.checkpoint.keep_last,
-        keep_every=run.checkpoint.keep_every,
-        on_failure="warn",
-        warn=lambda text: _warn(directory, text),
-    )
-    copies = choose_peer_copies(run, layout, mesh, device)
-    applied = apply_layout(run, layout, mesh, device, attention, copies)
-    step = build_step(run, applied, device)
-    first_step = _begin(run, store, applied, step.optimizer, step.scaler, inputs)
-    applied.refresh()
-    peaks = find_peaks(run, device, PRECISIONS[run.layout.precision])
-    if ranks.first:
-        with directory.written():
-            directory.rewind(first_step)
-            write_atomically(directory.run_file, dump_run(run))
-            machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
-            write_atomically(directory.path / "machine.json", json.dumps(machine, indent=1) + "\n")
-            inputs.write(directory.path)
-        directory.event("resume" if first_step else "start", first_step, attention=attention.name)
-    inputs.stream.seek(first_step)
-    inputs.watch(applied)
-    parts = Parts(
-        run=run,
-        layout=layout,
-        ranks=ranks,
-        device=device,
-        attention=attention,
-        applied=applied,
-        step=step,
-        inputs=inputs,
-        store=store,
-        directory=directory,
-        meter=StepMeter(run, global_batch=layout.global_batch, world_size=ranks.world_size, device=device, peaks=peaks),
-        sinks=open_sinks(run, directory.path, first_step) if ranks.first else [],
-    )
-    try:
-        Trainer(parts, first_step, until).train()
-    finally:
-        for sink in parts.sinks:
-            sink.close()
-        store.close()
-        directory.close()
+    trainer: Trainer | None = None
+    stage = "" if mesh.pp.size == 1 else f" (pipeline rank {mesh.pp.rank} of {mesh.pp.size})"
+
+    def moment() -> str:
+        return "building the model" if trainer is None else f"step {trainer.step + 1}"
+
+    with explain_failures(ranks, stage, directory.path, moment):
+        attention = _agree_on_attention(run, layout, device)
+        store = CheckpointStore(
+            directory.checkpoints,
+            keep_last=run.checkpoint.keep_last,
+            keep_every=run.checkpoint.keep_every,
+            on_failure="warn",
+            timeout_s=run.training.timeout_s,
+            warn=lambda text: _warn(directory, text),
+        )
+        copies = choose_peer_copies(run, layout, mesh, device)
+        applied = apply_layout(run, layout, mesh, device, attention, copies)
+        step = build_step(run, applied, device)
+        first_step = _begin(run, store, applied, step.optimizer, step.scaler, inputs)
+        applied.refresh()
+        peaks = find_peaks(run, device, PRECISIONS[run.layout.precision])
+        if ranks.first:
+            with directory.written():
+                directory.rewind(first_step)
+                write_atomically(directory.run_file, dump_run(run))
+                machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
+                write_atomically(directory.path / "machine.json", json.dumps(machine, indent=1) + "\n")
+                inputs.write(directory.path)
+            directory.event("resume" if first_step else "start", first_step, attention=attention.name)
+        inputs.stream.seek(first_step)
+        inputs.watch(applied)
+        parts = Parts(
+            run=run,
+            layout=layout,
+            ranks=ranks,
+            device=device,
+            attention=attention,
+            applied=applied,
+            step=step,
+            inputs=inputs,
+            store=store,
+            directory=directory,
+            meter=StepMeter(
+                run, global_batch=layout.global_batch, world_size=ranks.world_size, device=device, peaks=peaks
+            ),
+            sinks=open_sinks(run, directory.path, first_step) if ranks.first else [],
+        )
+        try:
+            trainer = Trainer(parts, first_step, until)
+            trainer.train()
+        finally:
+            for sink in parts.sinks:
+                sink.close()
+            store.close()
+            directory.close()
 
 
 def _warn(directory: RunDirectory, text: str) -> None:

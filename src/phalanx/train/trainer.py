@@ -15,7 +15,7 @@ from phalanx import __version__
 from phalanx.cluster.device import HostCopy, Moment
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
-from phalanx.errors import CheckpointError, PhalanxError
+from phalanx.errors import CheckpointError, Interrupted, PhalanxError
 from phalanx.layout.apply import Applied
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.mesh import Ranks
@@ -23,7 +23,7 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.train.checkpoint import CheckpointStore, placed_tensors, rng_state
 from phalanx.train.checkpoint.rank_group import RankGroup
 from phalanx.train.inputs import Inputs
-from phalanx.train.interrupt import Interrupted, StopRequest
+from phalanx.train.interrupt import StopRequest
 from phalanx.train.logs import Sink, format_duration
 from phalanx.train.metrics import RankTimes, StepMeter, StepMetrics
 from phalanx.train.optimizer import set_learning_rate

@@ -6,13 +6,19 @@ What starts the ranks loads no more than that takes: the trainer would be as man
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
+from phalanx.cluster.cores import passive_waits
+from phalanx.cluster.host_memory import prefer_to_be_killed
 from phalanx.cluster.parent import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent()
+    # Else the kernel may take the search instead, which knows what its trials found.
+    prefer_to_be_killed()
+    os.environ.update(passive_waits(os.environ))
     what, folder, *ranks = sys.argv[1:]
     if what == "launch":
         launch_ranks = import_module("phalanx.cluster.local_launch").launch_ranks

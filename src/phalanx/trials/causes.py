@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.cluster.host_memory import KILLED_FOR_MEMORY
 from phalanx.trials.process import Ended
 from phalanx.trials.trial import INTERRUPTED, Outcome
 
 _ORDER = ("refused", "out_of_memory", "non_finite", "crash")
 _SHOWN_LINES = 12
 _KILLED = (-9, 137)
+_KILLED_BY_SLURM = ("oom_kill", "oom-kill", "oom killed")
+"""What Slurm says in a log of a step from which the kernel took a process for want of memory."""
 
 
 def rank_reports(folder: Path, ranks: int) -> list[dict[str, Any] | None]:
@@ -26,8 +29,11 @@ def failure(found: Sequence[dict[str, Any]], ended: Ended, said: str) -> Outcome
         return Outcome("hang", seconds=ended.seconds, words=f"after {ended.seconds:.0f} s: {said}")
     causes = sorted((one for one in found if one["cause"] in _ORDER), key=lambda one: _ORDER.index(one["cause"]))
     if ended.code in _KILLED and not (causes and causes[0]["cause"] == "out_of_memory"):
-        # Nobody here did that: an operator, or a host without memory. What the other ranks say follows from it.
-        return Outcome(INTERRUPTED, seconds=ended.seconds, words="a process was killed (signal 9)")
+        # What the other ranks say follows from it.
+        if ended.memory_ran_out or any(words in said.lower() for words in _KILLED_BY_SLURM):
+            words = f"a process was {KILLED_FOR_MEMORY} (signal 9)"
+            return Outcome("out_of_memory", seconds=ended.seconds, words=words)
+        return Outcome(INTERRUPTED, seconds=ended.seconds, words="a process was killed from outside (signal 9)")
     if causes:
         return Outcome(causes[0]["cause"], seconds=ended.seconds, words=str(causes[0]["words"])[-1000:])
     stopped = next((one for one in found if one["cause"] == INTERRUPTED), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -68,7 +69,12 @@ class SlurmLauncher:
         hosts = allocated_hosts()
         # Trials that follow each other closely, or run side by side, do not meet at the same door.
         port = _FIRST_PORT + (int(os.environ["SLURM_JOB_ID"]) * 31 + trial.number) % _PORTS
-        return {**machine_env(self.machine, self.nodes), "MASTER_ADDR": hosts[0], "MASTER_PORT": str(port)}
+        return {
+            **machine_env(self.machine, self.nodes),
+            "MASTER_ADDR": hosts[0],
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": secrets.token_hex(16),
+        }
 
 
 def whole_nodes(machine: Machine, devices: int) -> SlurmLauncher:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.cluster.host_memory import KillCount
 from phalanx.cluster.parent import PARENT, die_with_parent
 from phalanx.locks import process_exists
 
@@ -66,6 +67,8 @@ class Ended:
     """Exit code; of a process that a signal ended the signal's negative number."""
     timed_out: bool
     seconds: float
+    memory_ran_out: bool = False
+    """Whether the kernel killed processes on this host meanwhile because memory ran out."""
 
 
 class Limited:
@@ -79,6 +82,7 @@ class Limited:
         self._start = time.monotonic()
         self._limit_s = limit_s
         self._told: float | None = None
+        self._kills = KillCount()
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 list(command),
@@ -102,7 +106,8 @@ class Limited:
         if running and (self._told is None or now - self._told < _DYING_S):
             return None
         _kill_group(self._process)
-        return Ended(self._process.returncode, self._told is not None, time.monotonic() - self._start)
+        seconds = time.monotonic() - self._start
+        return Ended(self._process.returncode, self._told is not None, seconds, self._kills.grew())
 
     def ask(self) -> None:
         """Ask it to stop in good order (SIGTERM)."""

@@ -19,15 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from phalanx import compat
 from phalanx.cluster.device import choose_device
 from phalanx.config.load import load_run
-from phalanx.errors import ConfigError, PhalanxError
+from phalanx.errors import ConfigError, Interrupted, PhalanxError
 from phalanx.files import write_atomically
 from phalanx.layout.mesh import Ranks, ranks_from_environment
-from phalanx.train.interrupt import Interrupted
+from phalanx.train.failures import ran_out_of_memory
 from phalanx.train.start import train
 
 MEMORY_LIMIT = "PHALANX_TRIAL_MEMORY"
@@ -36,8 +34,6 @@ CORES = "PHALANX_TRIAL_CORES"
 """Variable that holds the numbers of the CPU cores that a rank may use, with commas between."""
 RUN_FILE, TRAINED, PART_FILE = "run.yaml", "run", "part.json"
 """Names in a trial's folder: what is run, the run directory, and which part of the run it is."""
-_NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc")
-"""What libraries say of a request for memory that was refused."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +89,9 @@ def cause_of(error: BaseException) -> str:
     """Why a rank failed, in the words of `trials.trial`."""
     if isinstance(error, ConfigError):
         return "refused"
-    words = str(error).lower()
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(said in words for said in _NO_MEMORY):
+    if ran_out_of_memory(error):
         return "out_of_memory"
-    if isinstance(error, PhalanxError) and "is not finite" in words:
+    if isinstance(error, PhalanxError) and "is not finite" in str(error):
         return "non_finite"
     return "crash"
 

@@ -159,7 +159,9 @@ class Study:
             if frozen.state != TrialState.RUNNING or _alive(frozen):
                 continue
             left = frozen.user_attrs.get("outcome") or _left_behind(self.folder / str(frozen.number))
-            outcome = Outcome(INTERRUPTED, words="the search ended first") if left is None else Outcome.from_dict(left)
+            # That its search died says nothing against a trial: it is no attempt that failed.
+            gone = Outcome(INTERRUPTED, words="the search ended first", more={ASKED: True})
+            outcome = gone if left is None else Outcome.from_dict(left)
             with suppress(UpdateFinishedTrialError):
                 self._end(self._trial_id(frozen.number), outcome)
                 ended.append(frozen.number)

@@ -20,7 +20,7 @@ FAILURES = {
 INTERRUPTED = "interrupted"
 """The search or a process was killed from outside: nothing was found out, and the trial may be repeated."""
 ASKED = "asked"
-"""Mark in `Outcome.more` of an interrupted trial that its own search asked to stop: no attempt that failed."""
+"""Mark in `Outcome.more` of an interrupted trial that its own search asked to stop or left behind: no failed attempt."""
 ATTEMPTS = 3
 """Interrupted attempts after which a choice is left alone: it may be what brings the machine down."""
 

@@ -14,8 +14,8 @@ from types import FrameType
 from typing import Any
 
 from phalanx.cluster.parent import ONE_WISH_S
+from phalanx.errors import Interrupted
 from phalanx.files import write_atomically
-from phalanx.train.interrupt import Interrupted
 from phalanx.trials.optuna_sampler import distribution
 from phalanx.trials.process import Ended, Worker
 from phalanx.trials.storage import Study, save_outcome

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.data.language.batches import SampleReader, TokenBatchStream
-from phalanx.data.language.sources import Int64Array, SegmentedStream, TokenSource
+from phalanx.data.language.sources import Int64Array, TokenSource
 from phalanx.errors import DataError
+from token_data import in_files
 
 
 class CountingSource(TokenSource):
@@ -22,7 +23,7 @@ class CountingSource(TokenSource):
         self.reads = 0
         half = tokens // 2
         values = np.arange(first, first + tokens, dtype=np.uint32)
-        self._stream = SegmentedStream([values[:half], values[half:]])
+        self._stream = in_files([values[:half], values[half:]])
 
     def read(self, starts: Int64Array, length: int) -> Int64Array:
         self.reads += len(starts)
@@ -150,6 +151,13 @@ def test_a_tokenizer_larger_than_the_model_is_refused_at_once() -> None:
     samples = SampleReader([(source, 1.0)], sequence_length=8, seed=0)
     with pytest.raises(DataError, match=r"corpus: its tokenizer has 50000 tokens, model.vocab_size=32000; raise"):
         samples.require_vocabulary(32_000)
+
+
+def test_an_id_that_the_tokenizer_does_not_have_is_told_from_altered_data() -> None:
+    samples = SampleReader([(CountingSource("corpus", 100, vocab_size=90), 1.0)], sequence_length=8, seed=0)
+    samples.require_vocabulary(90)
+    with pytest.raises(DataError, match=r"sample 11 holds token id 90, outside .*=90; the data are altered"):
+        samples.read(np.arange(12))
 
 
 def test_where_the_format_says_nothing_a_token_outside_the_vocabulary_names_its_sample() -> None:

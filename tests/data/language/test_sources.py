@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ from phalanx.data.language.manifest import MANIFEST, read_manifest
 from phalanx.data.language.shards import ShardSource
 from phalanx.data.language.sources import SegmentedStream
 from phalanx.errors import DataError
-from token_data import END, VOCABULARY, write_token_folder
+from token_data import END, VOCABULARY, in_files, write_token_folder
 
 DTYPES = ["uint8", "uint16", "uint32", "int64"]
 
@@ -22,7 +23,7 @@ DTYPES = ["uint8", "uint16", "uint32", "int64"]
 )
 def test_reading_across_segments_equals_the_concatenation(lengths: list[int], dtype: str, data: st.DataObject) -> None:
     flat = np.arange(sum(lengths), dtype=dtype)
-    stream = SegmentedStream(np.split(flat, np.cumsum(lengths)[:-1]))
+    stream = in_files(np.split(flat, np.cumsum(lengths)[:-1]))
     assert stream.length == len(flat)
     length = data.draw(st.integers(1, len(flat)))
     starts = data.draw(st.lists(st.integers(0, len(flat) - length), max_size=6))
@@ -33,7 +34,7 @@ def test_reading_across_segments_equals_the_concatenation(lengths: list[int], dt
 
 
 def test_ids_beyond_their_signed_half_stay_positive() -> None:
-    stream = SegmentedStream([np.array([65_535], dtype=np.uint16), np.array([2**32 - 1], dtype=np.uint32)])
+    stream = in_files([np.array([65_535], dtype=np.uint16), np.array([2**32 - 1], dtype=np.uint32)])
     assert stream.read(np.array([0]), 2).tolist() == [[65_535, 2**32 - 1]]
 
 
@@ -60,6 +61,16 @@ def test_prepared_shards_are_one_stream(folder: Path) -> None:
     assert source.tokenizer == folder / "tokenizer.json"
     assert source.text_bytes == int((flat != END).sum())
     source.verify()
+
+
+def test_a_shard_that_is_cut_short_while_it_is_read_is_named(folder: Path) -> None:
+    source = ShardSource(folder, "train")
+    last = sorted(folder.glob("train-*.bin"))[-1]
+    os.truncate(last, 100)
+    with pytest.raises(
+        DataError, match=f"{last}: 100 bytes found, 3000 expected; the file was cut short while it was read"
+    ):
+        source.read(np.array([source.tokens - 60]), 60)
 
 
 def test_a_document_goes_up_to_the_end_token(folder: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.arguments import Overrides, RunFile
+from phalanx.cluster.parent import GRACE_S
 
 
 def train(
@@ -19,6 +20,10 @@ def train(
     nproc: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Start N ranks on this machine, one for each device.")
     ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0.0, help="Time that ranks of --nproc have to save and stop."),
+    ] = GRACE_S,
 ) -> None:
     """Train a model, or go on with a run.
 

@@ -152,15 +152,17 @@ class SampleReader:
     _vocab_size: int | None = None
 
     def _check_ids(self, origin: TokenSource, rows: Int64Array, samples: Int64Array) -> None:
-        if origin.vocab_size is not None or self._vocab_size is None:
+        if self._vocab_size is None:
             return
         wrong = (rows < 0) | (rows >= self._vocab_size)
         if wrong.any():
             row = int(np.flatnonzero(wrong.any(axis=1))[0])
             found = int(rows[row][wrong[row]][0])
+            # A source that says how many ids it has was compared with the model's when it was opened.
+            why = "" if origin.vocab_size is None else "; the data are altered, phalanx data verify says which file"
             raise DataError(
                 f"{origin.path}: sample {int(samples[row])} holds token id {found}, "
-                f"outside model.vocab_size={self._vocab_size}"
+                f"outside model.vocab_size={self._vocab_size}{why}"
             )
 
 

@@ -10,6 +10,7 @@ Everything is little-endian. One column holds the tokens (`mds_columns`); the ot
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
@@ -21,6 +22,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from phalanx.data.language.manifest import Split
 from phalanx.data.language.mds_columns import TokenColumn
 from phalanx.data.language.sources import Int64Array, TokenSource
+from phalanx.data.language.token_file import read_bytes
 from phalanx.errors import DataError
 
 INDEX = "index.json"
@@ -172,21 +174,22 @@ class MdsSource(TokenSource):
 
 
 class _Shard:
-    """One .mds file, memory-mapped."""
+    """One .mds file, open; not mapped for the reason that `TokenFile` gives."""
 
     def __init__(self, path: Path, samples: int, column: TokenColumn) -> None:
-        """Map it. Raises DataError where its table of offsets cannot be."""
+        """Open it. Raises DataError where its table of offsets cannot be."""
         self.path = path
         self._column = column
         table_end = 4 * (samples + 2)
-        self._content = np.memmap(path, np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
-        size = len(self._content)
+        self._file = path.open("rb", buffering=0)
+        size = os.fstat(self._file.fileno()).st_size
         if size < table_end:
             raise DataError(f"{path}: {size} bytes found, {table_end} expected for the offsets of {samples} samples")
-        count, *_ = np.frombuffer(self._content, "<u4", 1)
+        table = self._bytes(0, table_end)
+        count, *_ = np.frombuffer(table, "<u4", 1)
         if count != samples:
             raise DataError(f"{path}: says it holds {count} samples, {INDEX} says {samples}; one of the two is altered")
-        self._offsets = np.frombuffer(self._content, "<u4", samples + 1, 4)
+        self._offsets = np.frombuffer(table, "<u4", samples + 1, 4)
         steps = np.diff(self._offsets.astype(np.int64))
         if self._offsets[0] < table_end or self._offsets[-1] != size or (steps < column.smallest_sample).any():
             raise DataError(
@@ -196,11 +199,12 @@ class _Shard:
 
     def summarize(self, digest: hashlib._Hash) -> Int64Array:
         """Tokens of each sample (samples,), from sizes alone; they and the first sample go into `digest`."""
+        content = np.memmap(self.path, np.uint8, mode="r")
         try:
-            lengths = self._column.lengths(self._content, self._offsets.astype(np.int64))
+            lengths = self._column.lengths(content, self._offsets.astype(np.int64))
         except ValueError as error:
             raise DataError(f"{self.path}: {error}") from None
-        digest.update(self._content[: int(self._offsets[1])].tobytes())
+        digest.update(self._bytes(0, int(self._offsets[1])))
         digest.update(lengths.tobytes())
         first = self.tokens(0)
         if len(first) and not 0 <= int(first.min()) <= int(first.max()) < 2**32:
@@ -215,9 +219,12 @@ class _Shard:
         """Token ids of one sample of this shard. Raises DataError for a malformed one."""
         start, end = self._offsets[sample : sample + 2].tolist()
         try:
-            return self._column.decode(self._content[start:end])
+            return self._column.decode(np.frombuffer(self._bytes(start, end), np.uint8))
         except ValueError as error:
             raise DataError(f"{self.path}: sample {sample}: {error}; the file is altered") from None
+
+    def _bytes(self, first: int, last: int) -> bytes:
+        return read_bytes(self._file.fileno(), self.path, first, last)
 
 
 def _read_index(folder: Path) -> tuple[bytes, _Index]:

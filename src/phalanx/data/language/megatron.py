@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from phalanx.data.language.manifest import Split
 from phalanx.data.language.sources import Int64Array, SegmentedStream, TokenSource
+from phalanx.data.language.token_file import TokenFile
 from phalanx.errors import DataError
 
 VALIDATION_ENDINGS = ("_validation", "_valid", "_val")
@@ -63,7 +64,7 @@ class MegatronSource(TokenSource):
         self.tokens = self._index.count_tokens()
         self.documents = len(self._index.documents) - 1
         self._check_size()
-        self._ids = _map(self.path, self._index.dtype) if self.tokens else np.empty(0, self._index.dtype)
+        self._ids = TokenFile(self.path, self._index.dtype)
         self._stream = SegmentedStream([self._ids])
         self.fingerprint = self._hash()
         self._starts: Int64Array | None = None
@@ -84,7 +85,7 @@ class MegatronSource(TokenSource):
         if self._index.dtype.kind == "u":
             return
         for first in range(0, self.tokens, _AT_ONCE):
-            ids = self._ids[first : first + _AT_ONCE]
+            ids = self._ids.read(first, first + _AT_ONCE)
             negative = np.flatnonzero(ids < 0)
             if negative.size:
                 place = first + int(negative[0])
@@ -104,9 +105,9 @@ class MegatronSource(TokenSource):
 
     def _hash(self) -> str:
         digest = hashlib.sha256(self._index.content.data)
-        content = self._ids.view(np.uint8)
-        for start in np.linspace(0, max(0, len(content) - _PROBE_BYTES), _PROBES, dtype=np.int64).tolist():
-            digest.update(content[start : start + _PROBE_BYTES].tobytes())
+        size = len(self._ids) * self._index.dtype.itemsize
+        for start in np.linspace(0, max(0, size - _PROBE_BYTES), _PROBES, dtype=np.int64).tolist():
+            digest.update(self._ids.read_bytes(start, min(size, start + _PROBE_BYTES)))
         return digest.hexdigest()
 
 
@@ -197,10 +198,6 @@ class _Index:
 
 def _with_ending(prefix: Path, ending: str) -> Path:
     return prefix.with_name(prefix.name + ending)
-
-
-def _map(path: Path, dtype: np.dtype[np.integer]) -> npt.NDArray[np.integer]:
-    return np.memmap(path, dtype, mode="r")
 
 
 def _known_types() -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from phalanx.data.file_record import check_content, check_size
 from phalanx.data.language.manifest import Split, read_manifest
 from phalanx.data.language.sources import Int64Array, SegmentedStream, TokenSource
+from phalanx.data.language.token_file import TokenFile
 from phalanx.errors import DataError
 
 
@@ -24,7 +25,7 @@ class ShardSource(TokenSource):
         self._split = self._manifest.splits[split]
         dtype = np.dtype(self._manifest.dtype).newbyteorder("<")
         self._stream = SegmentedStream(
-            [np.memmap(check_size(folder, s.data), dtype, mode="r") for s in self._split.shards if s.tokens]
+            [TokenFile(check_size(folder, s.data), dtype) for s in self._split.shards if s.tokens]
         )
         if self._stream.length != self._split.tokens:
             raise DataError(

@@ -1,7 +1,7 @@
 """Bodies of tokens a run can read: one interface, whatever the format on disk.
 
 A source is one split of one body: a long stream of tokens in which documents follow each other. It is read by place, in
-any order, through memory maps; it holds no position and no state.
+any order; it holds no position and no state.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from phalanx.data.language.token_file import TokenFile
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -53,9 +55,9 @@ class TokenSource(ABC):
 
 
 class SegmentedStream:
-    """Several memory-mapped arrays read as one stream. Gathers whole batches at once where it can."""
+    """Several files read as one stream."""
 
-    def __init__(self, segments: list[npt.NDArray[np.generic]]) -> None:
+    def __init__(self, segments: list[TokenFile]) -> None:
         self.segments = segments
         self.ends = np.cumsum([len(segment) for segment in segments], dtype=np.int64)
         self.length = int(self.ends[-1]) if segments else 0
@@ -68,7 +70,7 @@ class SegmentedStream:
         for row, (start, a, b) in enumerate(zip(starts.tolist(), first.tolist(), last.tolist(), strict=True)):
             if a == b:
                 offset = start - (int(self.ends[a - 1]) if a else 0)
-                out[row] = self.segments[a][offset : offset + length]
+                out[row] = self.segments[a].read(offset, offset + length)
             else:
                 out[row] = self._across(start, length)
         return out
@@ -78,7 +80,7 @@ class SegmentedStream:
         segment = int(np.searchsorted(self.ends, start, side="right"))
         offset = start - (int(self.ends[segment - 1]) if segment else 0)
         while missing:
-            part = self.segments[segment][offset : offset + missing]
+            part = self.segments[segment].read(offset, offset + missing)
             parts.append(part)
             missing -= len(part)
             segment, offset = segment + 1, 0
