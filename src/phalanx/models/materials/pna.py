@@ -2,9 +2,9 @@
 
 A force is a derivative of all of these, so each is smooth. The largest and smallest are softened: means in which messages
 count by an exponential of their size (Li et al. 2020, softmax aggregation), so that no force changes hands where two
-neighbours tie. How sharply is learned, by channel. The spread has a floor under its root. Neighbours, and the degree that scales, count with their envelope, and
-one neighbour that says nothing is always there: nothing jumps as atoms cross the cutoff, and nothing is undefined without
-neighbours.
+neighbours tie. How sharply is learned, by channel. The spread has a floor under its root. Neighbours, and the degree that
+scales, count with their envelope, and one neighbour that says nothing is always there: nothing jumps as atoms cross the
+cutoff, and nothing is undefined without neighbours.
 """
 
 from __future__ import annotations
