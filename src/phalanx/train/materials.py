@@ -215,8 +215,8 @@ def _tell_periodic_dipoles(run: MaterialsRun, sources: Sequence[PreparedSource])
             left_out += int((shard["periodic"].any(axis=1) & np.isfinite(shard["dipole"]).any(axis=1)).sum())
         if left_out:
             sys.stderr.write(
-                f"warning: {source.path}: {left_out:,} dipoles of periodic structures take no part in training and evaluation, "
-                "as they depend on which images the atoms are written as; prepare the source again without them\n"
+                f"warning: {source.path}: {left_out:,} dipoles of periodic structures take no part in training and "
+                "evaluation, as they depend on which images the atoms are written as; prepare it again without them\n"
             )
 
 
