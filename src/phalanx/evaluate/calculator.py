@@ -231,7 +231,9 @@ def _across_the_cell(atoms: Atoms) -> npt.NDArray[np.bool_]:
     if not len(vectors):
         return np.ones(3, dtype=bool)
     straight = np.abs(vectors) <= _STRAIGHT * np.linalg.norm(vectors, axis=1, keepdims=True)
-    return straight.all(axis=0) & (abs(_charge(atoms)) < _NEUTRAL_E)
+    neutral = abs(_charge(atoms)) < _NEUTRAL_E
+    across: npt.NDArray[np.bool_] = straight.all(axis=0) & neutral
+    return across
 
 
 def _require_dipole(atoms: Atoms) -> None:
