@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from phalanx.ensemble.build import Wanted, build_ensemble
+from phalanx.ensemble.loaded import LoadedEnsemble, Uncertain
 from phalanx.ensemble.members import open_member
 from phalanx.errors import CheckpointError
 
 ase = pytest.importorskip("ase")
+from ase.filters import FrechetCellFilter  # noqa: E402
 from ase.md.verlet import VelocityVerlet  # noqa: E402
+from ase.optimize import BFGS  # noqa: E402
 from ase.units import fs, kB  # noqa: E402
 
 from phalanx.evaluate.calculator import PhalanxCalculator  # noqa: E402
@@ -74,6 +78,24 @@ def test_ase_gets_its_own_properties_at_once(ensemble_dir: Path) -> None:
     found = atoms.get_properties(["energy", "forces"])
     assert found["energy"] == atoms.get_potential_energy() and found["forces"].shape == (8, 3)
     assert "forces_uncertainty" in atoms.calc.results
+
+
+def test_a_cell_relaxation_evaluates_each_geometry_once(ensemble_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    atoms = molecule()
+    atoms.set_cell(np.eye(3) * 2.8)
+    atoms.pbc = True
+    atoms.calc = PhalanxCalculator(ensemble_dir, device="cpu")
+    seen: list[bytes] = []
+    predict = LoadedEnsemble.predict
+
+    def counting(ensemble: LoadedEnsemble, species_N: torch.Tensor, **named: Any) -> Uncertain:
+        seen.append(named["positions_N3"].numpy().tobytes())
+        return predict(ensemble, species_N, **named)
+
+    monkeypatch.setattr(LoadedEnsemble, "predict", counting)
+    BFGS(FrechetCellFilter(atoms), logfile=None).run(fmax=0.0, steps=2)
+    assert len(seen) == len(set(seen)) == 3
+    assert {"energy_uncertainty", "forces_uncertainty"} <= atoms.calc.results.keys() and len(seen) == 3
 
 
 def test_dynamics_conserve_the_energy_of_the_mean(ensemble_dir: Path) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
 
-from materials_runs import write_materials_run, write_two_branches
+from materials_runs import write_materials_run, write_molecules, write_two_branches
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run, parse_run
 from phalanx.data.graphs.prepare import prepare_graphs
@@ -19,28 +20,50 @@ from phalanx.data.graphs.shards import open_prepared
 from phalanx.data.graphs.stream import GraphBatchStream, graph_order
 from phalanx.data.graphs.trained_elements import trained_elements
 from phalanx.errors import CheckpointError, ConfigError, DataError
+from phalanx.models.materials.losses import Predictions
 from phalanx.train.materials import columns_of
 from phalanx.train.start import train
 
 ase = pytest.importorskip("ase")
 from ase.calculators.calculator import PropertyNotImplementedError  # noqa: E402
+from ase.filters import FrechetCellFilter  # noqa: E402
 from ase.md.verlet import VelocityVerlet  # noqa: E402
-from ase.optimize import BFGS  # noqa: E402
+from ase.optimize import BFGS, BFGSLineSearch  # noqa: E402
+from ase.optimize.optimize import Optimizer  # noqa: E402
 from ase.units import fs, kB  # noqa: E402
 
 from phalanx.evaluate.calculator import PhalanxCalculator  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A network hardly trained, so next to random."""
-    folder = tmp_path_factory.mktemp("calculator")
-    run_file = write_materials_run(folder, structures=30)
-    run = load_run(run_file, ["training.steps=2"])
+def hardly_trained(folder: Path, changes: dict[str, Any] | None = None) -> Path:
+    """The folder of a run of two steps, whose network is next to random."""
+    run = load_run(write_materials_run(folder, changes, structures=30), ["training.steps=2"])
     assert isinstance(run, MaterialsRun)
     prepare_graphs(run.data, workers=1)
     train(run, folder / "run")
     return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hardly_trained(tmp_path_factory.mktemp("calculator"))
+
+
+@pytest.fixture(scope="module")
+def pna_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hardly_trained(tmp_path_factory.mktemp("pna"), {"model.body": "pna"})
+
+
+@pytest.fixture(scope="module")
+def dipole_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Energies and dipoles."""
+    folder = tmp_path_factory.mktemp("dipole")
+    write_molecules(folder / "molecules.npz", 30)
+    arrays = dict(np.load(folder / "molecules.npz"))
+    np.savez(folder / "molecules.npz", **arrays, dipole=np.zeros((30, 3)))
+    labels = {"energy": "eV", "forces": "eV/A", "dipole": "e*A"}
+    source = {"name": "toy", "path": str(folder / "molecules.npz"), "labels": labels, "check_units": False}
+    return hardly_trained(folder, {"data.sources": [source], "model.dipole": {}, "model.charges": None})
 
 
 def crystal() -> ase.Atoms:
@@ -72,11 +95,12 @@ def test_numbers_are_those_of_the_stage(run_dir: Path) -> None:
         np.testing.assert_allclose(atoms.get_charges(), predicted.charges_N[rows].numpy(), atol=1e-5)
 
 
+@pytest.mark.parametrize("folder", ["run_dir", "pna_dir"])
 @pytest.mark.parametrize("periodic", [False, True])
-def test_dynamics_conserve_energy(run_dir: Path, periodic: bool) -> None:
+def test_dynamics_conserve_energy(folder: str, periodic: bool, request: pytest.FixtureRequest) -> None:
     atoms = crystal()
     atoms.pbc = periodic
-    atoms.calc = PhalanxCalculator(run_dir, device="cpu", precision="fp64")
+    atoms.calc = PhalanxCalculator(request.getfixturevalue(folder), device="cpu", precision="fp64")
     thermal = np.sqrt(300.0 * kB * atoms.get_masses())[:, None]
     atoms.set_momenta(thermal * np.random.default_rng(0).normal(size=(8, 3)))
 
@@ -124,6 +148,70 @@ def test_relaxation_lowers_the_energy(run_dir: Path) -> None:
     BFGS(atoms, logfile=None).run(fmax=0.0, steps=5)
     assert atoms.get_potential_energy() < before
     assert pull > 0.0
+
+
+def counted(calculator: PhalanxCalculator, monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+    """The positions of every evaluation of the network from now on."""
+    seen: list[np.ndarray] = []
+    predict = calculator.network.model.predict
+
+    def counting(*given: Any, **named: Any) -> Predictions:
+        seen.append(named["positions_N3"].numpy())
+        return predict(*given, **named)
+
+    monkeypatch.setattr(calculator.network.model, "predict", counting)
+    return seen
+
+
+@pytest.mark.parametrize("optimizer", [BFGS, BFGSLineSearch], ids=lambda kind: kind.__name__)
+def test_a_cell_relaxation_evaluates_each_geometry_once(
+    run_dir: Path, optimizer: type[Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Energy, forces and stress of a geometry are asked for one after another, in any order."""
+    atoms = crystal()
+    atoms.calc = PhalanxCalculator(run_dir, device="cpu", precision="fp64")
+    seen = counted(atoms.calc, monkeypatch)
+    optimizer(FrechetCellFilter(atoms), logfile=None).run(fmax=0.0, steps=3)
+    assert len(seen) == len({positions.tobytes() for positions in seen}) >= 4
+    done = len(seen)
+    atoms.get_potential_energy(), atoms.get_forces(), atoms.get_stress(), atoms.get_charges()
+    assert len(seen) == done
+    # A molecule has no stress, and the same holds for the rest.
+    atoms.pbc = False
+    atoms.get_potential_energy(), atoms.get_forces(), atoms.get_charges()
+    assert len(seen) == done + 1
+
+
+def test_a_relaxation_of_pna_ends(pna_dir: Path) -> None:
+    atoms = crystal()
+    atoms.calc = PhalanxCalculator(pna_dir, device="cpu", precision="fp64")
+    assert BFGS(atoms, logfile=None).run(fmax=1e-5, steps=200)
+
+
+def test_the_dipole_of_a_crystal_is_refused_and_that_of_a_slab_is_across_it(dipole_dir: Path) -> None:
+    calculator = PhalanxCalculator(dipole_dir, device="cpu", precision="fp64")
+    atoms = crystal()
+    with pytest.raises(PropertyNotImplementedError, match=r"dipole: with pbc=\[True, True, True\] it depends on which"):
+        calculator.get_property("dipole", atoms)
+    # Energy and forces are there, and no dipole beside them.
+    assert np.isfinite(calculator.get_property("forces", atoms)).all() and "dipole" not in calculator.results
+    atoms.pbc = False
+    assert np.isfinite(calculator.get_property("dipole", atoms)).all()
+    # Of the slab the component along its normal, which is the same for all images that it is written as.
+    atoms.set_cell([[2.8, 0.0, 0.0], [0.3, 2.9, 0.0], [0.0, 0.0, 20.0]])
+    atoms.pbc = (True, True, False)
+    dipole = calculator.get_property("dipole", atoms)
+    assert np.isnan(dipole[:2]).all() and np.isfinite(dipole[2])
+    other = atoms.copy()
+    other.positions[3] += atoms.cell[0] - 2 * atoms.cell[1]
+    assert calculator.get_property("dipole", other)[2] == pytest.approx(dipole[2], abs=1e-10)
+    atoms.info["charge"] = 1.0
+    with pytest.raises(PropertyNotImplementedError, match="and a total charge of 1 e it depends"):
+        calculator.get_property("dipole", atoms)
+    del atoms.info["charge"]
+    atoms.set_cell([[2.8, 0.0, 0.5], [0.3, 2.9, 0.0], [0.0, 0.0, 20.0]])
+    with pytest.raises(PropertyNotImplementedError, match="whose surface is normal to x, y or z"):
+        calculator.get_property("dipole", atoms)
 
 
 def test_a_lone_atom_has_its_own_energy_and_no_force(run_dir: Path) -> None:

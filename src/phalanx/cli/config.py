@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +17,7 @@ from phalanx.cli.arguments import Json, Overrides, RunFile, examples
 from phalanx.cli.console import output, print_json, print_pairs, short_count
 from phalanx.config.check import global_batch_samples
 from phalanx.config.document import show_value
-from phalanx.config.families import DEFAULT_FAMILY, RUNS
+from phalanx.config.families import DEFAULT_FAMILY, RUNS, MaterialsRun
 from phalanx.config.fields import Field, SectionInfo, nearest_names, sections
 from phalanx.config.load import dump_run, load_run
 from phalanx.config.model import LanguageModel, Model
@@ -136,6 +138,8 @@ def run_facts(run: Run) -> dict[str, Any]:
         "global_batch_samples": samples,
         "samples": samples * run.training.steps,
     }
+    if isinstance(run, MaterialsRun):
+        return facts | _units_from_data(run)
     if not isinstance(run, LanguageRun):
         return facts
     tokens = samples * run.data.sequence_length * run.training.steps
@@ -150,6 +154,18 @@ def run_facts(run: Run) -> dict[str, Any]:
     }
 
 
+def _units_from_data(run: MaterialsRun) -> dict[str, Any]:
+    """Return what the run file leaves to the training data, in words: the values, where the data are prepared."""
+    fitting = import_module("phalanx.data.graphs.fitting")
+    unstated = fitting.unstated_units(run.model)
+    if not unstated:
+        return {}
+    if all((Path(run.data.prepared) / source.name / "manifest.json").exists() for source in run.data.sources):
+        model = fitting.with_units(run.model, fitting.fitting_units(run))
+        return {"units_from_data": list(fitting.units_in_words(model, unstated))}
+    return {"units_from_data": [*unstated, "known once the data are prepared (phalanx data prepare-graphs)"]}
+
+
 def _facts_in_words(run: Run, facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     preset = f"{run.model.preset}: " if run.model.preset else ""
     yield "model", f"{preset}{sizes_of(run.model).in_words(run.model)}"
@@ -157,6 +173,8 @@ def _facts_in_words(run: Run, facts: dict[str, Any]) -> Iterator[tuple[str, str]
     if not isinstance(run, LanguageRun):
         yield "global batch", f"{facts['global_batch_samples']:,} samples"
         yield "run", f"{facts['steps']:,} steps, {short_count(facts['samples'])} samples"
+        if facts.get("units_from_data"):
+            yield "units from the data", "; ".join(facts["units_from_data"])
         return
     yield (
         "global batch",

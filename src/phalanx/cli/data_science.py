@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 import yaml
@@ -46,7 +46,7 @@ def prepare_graphs_of(
     except KeyboardInterrupt:
         print_error("stopped; what is done is kept: the same command goes on from there")
         raise
-    fitting = fitting_units(loaded, manifests)
+    fitting = import_module("phalanx.data.graphs.fitting").fitting_units(loaded, manifests)
     if json_output:
         described = {name: manifest.model_dump(mode="json", include=_SHOWN) for name, manifest in manifests.items()}
         print_json({"prepared": loaded.data.prepared, "sources": described, "model": fitting})
@@ -73,42 +73,6 @@ def charges_in_words(statistics: Statistics) -> str:
 
 
 _SHOWN = {"totals", "splits", "statistics"}
-
-
-def fitting_units(run: MaterialsRun, manifests: dict[str, Manifest]) -> dict[str, Any]:
-    """Fields of the model that suit the training data: neighbours of an atom, and units of each branch.
-
-    An energy unit is the spread of force components, so that both of the network's results are of order 1 (or where there
-    are no forces, the spread of energies an atom about the reference energies).
-    """
-    splits = [manifest.splits["train"] for manifest in manifests.values()]
-    neighbours = sum(counts.edges for counts in splits) / max(1, sum(counts.atoms for counts in splits))
-    names = [branch.name for branch in run.model.branches]
-    if len(names) == 1 and len(manifests) > 1:
-        # One branch takes all sources, so one set of units has to fit them together.
-        training = import_module("phalanx.data.graphs.shards").open_prepared(run.data, "train")
-        joint = import_module("phalanx.data.graphs.statistics").joint_statistics(training)
-        branches = [_branch(run, names[0], joint)]
-    else:
-        branches = [_branch(run, name, manifest.statistics) for name, manifest in manifests.items()]
-    return {"mean_neighbors": round(neighbours, 1), "branches": branches}
-
-
-def _branch(run: MaterialsRun, name: str, known: Statistics) -> dict[str, Any]:
-    branch: dict[str, Any] = {"name": name}
-    if run.model.energy is not None and known.reference_energies:
-        spread = known.labels["forces"].std if "forces" in known.labels else known.residual_std
-        branch["energy_scale"] = float(f"{spread or 1.0:.4g}")
-        energies = {str(element): round(energy, 5) for element, energy in known.reference_energies.items()}
-        branch["reference_energies"] = energies
-    for field in ("properties", "atom_properties"):
-        head = getattr(run.model, field)
-        names = [] if head is None else head.names
-        if any(column in known.labels for column in names):
-            found = [known.labels.get(column) for column in names]
-            branch[f"{field}_shift"] = [0.0 if one is None else float(f"{one.mean:.6g}") for one in found]
-            branch[f"{field}_scale"] = [1.0 if one is None else float(f"{one.std or 1.0:.6g}") for one in found]
-    return branch
 
 
 def prepare_fields_of(

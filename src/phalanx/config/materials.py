@@ -138,17 +138,18 @@ class Branch(Section):
     reference_energies: Annotated[
         dict[str, float], Words("a mapping of atomic numbers to energies in eV, as in {1: -13.6, 8: -2041.8}")
     ] = Field(default={})
-    """Energy of each element (eV an atom), by atomic number; added to what the head gives. Elements not named have 0."""
+    """Energy of each element (eV an atom), by atomic number; added to what the head gives. Elements not named have 0. Left
+    out as a whole, training fits them to its data."""
     energy_scale: Positive = 1.0
-    """What one unit of the energy head means (eV)."""
+    """What one unit of the energy head means (eV); left out, training takes the spread of forces, or of energies an atom."""
     properties_shift: list[float] = Field(default=[])
-    """What a graph property of 0 means, one a property; empty means 0."""
+    """What a graph property of 0 means, one a property; left out, its mean in the training data."""
     properties_scale: list[Positive] = Field(default=[])
-    """What one unit of a graph property means; empty means 1."""
+    """What one unit of a graph property means; left out, its spread in the training data."""
     atom_properties_shift: list[float] = Field(default=[])
-    """What an atom property of 0 means; empty means 0."""
+    """What an atom property of 0 means; left out, its mean in the training data."""
     atom_properties_scale: list[Positive] = Field(default=[])
-    """What one unit of an atom property means; empty means 1."""
+    """What one unit of an atom property means; left out, its spread in the training data."""
 
     @model_validator(mode="after")
     def _elements(self) -> Branch:
@@ -180,7 +181,7 @@ class MaterialsModel(Model):
     envelope: Literal["polynomial", "cosine"] = "polynomial"
     """How messages fade towards the cutoff: polynomial (two continuous derivatives) or cosine (one)."""
     mean_neighbors: Positive = 1.0
-    """Sums over neighbours are divided by this; about the data's mean number of neighbours, or 1."""
+    """Sums over neighbours are divided by this; left out, training takes the mean number of neighbours of its data."""
     gatv2: GatOptions = GatOptions()
     """Options of the body gatv2."""
     dimenet: DimeNetOptions = DimeNetOptions()

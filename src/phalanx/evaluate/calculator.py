@@ -43,12 +43,19 @@ _OF_ENERGY = ("energy", "free_energy", "energies", "forces", "stress")
 """Properties that the energy head gives; others have a head of their own name."""
 _UNCERTAINTY = "_uncertainty"
 """What the name of a property's uncertainty ends with."""
+_STRAIGHT = 1e-6
+"""Share of its length that a cell vector may have along a direction in which the structure does not repeat."""
+_NEUTRAL_E = 1e-6
+"""Elementary charges below which a structure is neutral."""
 
 
 class PhalanxCalculator(Calculator):
     """Energy (eV), forces (eV/A), stress (eV/A^3, tension positive, of fully periodic cells); charges (e) and dipole (e*A)
-    where the model predicts them. The structure's total charge is `atoms.info["charge"]`, without it what
-    `atoms.get_initial_charges()` adds up to, which is 0 where nobody set them.
+    where the model predicts them. One evaluation of the network gives all of them. The structure's total charge is
+    `atoms.info["charge"]`, without it what `atoms.get_initial_charges()` adds up to, which is 0 where nobody set them.
+
+    A dipole along a periodic direction depends on the images that atoms are written as: it is NaN there, and refused where
+    no component is left.
 
     An ensemble gives the mean of its members, and `results["energy_uncertainty"]`, `results["forces_uncertainty"]` and so
     on beside it: calibrated standard deviations, in the units and shapes of what they belong to."""
@@ -131,11 +138,12 @@ class PhalanxCalculator(Calculator):
         position or total charge that is no number, two atoms on one place, and a periodic cell without volume."""
         super().calculate(atoms, properties, system_changes)
         assert self.atoms is not None
-        periodic = bool(self.atoms.pbc.all())
         asked = {name.removesuffix(_UNCERTAINTY) for name in properties}
-        if "stress" in asked and not periodic:
+        if "stress" in asked and not self.atoms.pbc.all():
             raise PropertyNotImplementedError("stress needs a cell that is periodic in all three directions")
-        found, stds = self._predict(self.atoms, forces="forces" in asked, stress="stress" in asked)
+        if "dipole" in asked:
+            _require_dipole(self.atoms)
+        found, stds = self._predict(self.atoms)
         assert found.energy_G is not None and found.atom_energies_N is not None
         energy = float(found.energy_G)
         self.results = {"energy": energy, "free_energy": energy, "energies": found.atom_energies_N.numpy(force=True)}
@@ -148,14 +156,23 @@ class PhalanxCalculator(Calculator):
             self.results["stress"] = full_3x3_to_voigt_6_stress(found.stress_G33[0].double().numpy(force=True))
         for name, std in stds.items():
             self.results[f"{name}{_UNCERTAINTY}"] = _as_ase(name, std.numpy(force=True))
+        across = _across_the_cell(self.atoms)
+        for name in ("dipole", f"dipole{_UNCERTAINTY}"):
+            dipole = self.results.pop(name, None)
+            if dipole is not None and across.any():
+                self.results[name] = np.where(across, dipole, np.nan)
         self.results = {name: value for name, value in self.results.items() if name in self.implemented_properties}
 
     def export_properties(self) -> Properties:
         """What `atoms.get_properties` gives: ASE knows no uncertainties, which stay in `results`."""
         return Properties({name: value for name, value in self.results.items() if not name.endswith(_UNCERTAINTY)})
 
-    def _predict(self, atoms: Atoms, *, forces: bool, stress: bool) -> tuple[Predictions, dict[str, Tensor]]:
-        """What is predicted, and by quantity its uncertainty where that is known."""
+    def _predict(self, atoms: Atoms) -> tuple[Predictions, dict[str, Tensor]]:
+        """Return all that can be predicted, and by quantity its uncertainty where that is known.
+
+        Forces and stress come with every energy: relaxations and dynamics ask for all of them, one after another, and ASE
+        keeps the results of one geometry. Both are left out where the branch was taught no energies.
+        """
         run, device = self.network.run, self.device
         heaviest = int(atoms.numbers.max(initial=0))
         if atoms.numbers.min(initial=1) < 1:
@@ -194,14 +211,41 @@ class PhalanxCalculator(Calculator):
             "source_G": torch.full((1,), self._branch, device=device),
             "total_charge_G": torch.full((1,), _charge(atoms), dtype=torch.float64, device=device),
             "max_atoms": len(atoms),
-            "forces": forces,
-            "stress": stress,
+            "forces": "energy" not in self._untaught,
+            "stress": "energy" not in self._untaught and bool(atoms.pbc.all()),
         }
         with torch.no_grad():
             if self.ensemble is None:
                 return self.network.model.predict(species_N, **inputs), {}
             found = self.ensemble.predict(species_N, **inputs)
             return found.mean, found.std
+
+
+def _across_the_cell(atoms: Atoms) -> npt.NDArray[np.bool_]:
+    """Return which cartesian components [3] of a dipole do not depend on the periodic images that atoms are written as.
+
+    They are those that no periodic cell vector has a share in, of a cell without a charge: that of a slab across it. All are
+    of a structure that is not periodic.
+    """
+    vectors = atoms.cell.array[atoms.pbc]
+    if not len(vectors):
+        return np.ones(3, dtype=bool)
+    straight = np.abs(vectors) <= _STRAIGHT * np.linalg.norm(vectors, axis=1, keepdims=True)
+    neutral = abs(_charge(atoms)) < _NEUTRAL_E
+    across: npt.NDArray[np.bool_] = straight.all(axis=0) & neutral
+    return across
+
+
+def _require_dipole(atoms: Atoms) -> None:
+    """Refuse a dipole that depends on how a periodic structure is written. Raises PropertyNotImplementedError."""
+    if _across_the_cell(atoms).any():
+        return
+    charge = _charge(atoms)
+    charged = f" and a total charge of {charge:g} e" if abs(charge) >= _NEUTRAL_E else ""
+    raise PropertyNotImplementedError(
+        f"dipole: with pbc={atoms.pbc.tolist()}{charged} it depends on which periodic images the atoms are written as; set "
+        "atoms.pbc=False for a molecule in a box, or ask for that of a neutral slab whose surface is normal to x, y or z"
+    )
 
 
 def _head(name: str) -> str:

@@ -99,6 +99,7 @@ def open_inputs(run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: t
     _require_elements(run, training)
     if first:
         _tell_missing_references(run, training)
+        _tell_periodic_dipoles(run, training)
     columns = columns_of(run, training)
     budget, pin_memory = run.data.microbatch_cost, device.type != "cpu"
     graphs = GraphBatchStream(
@@ -200,6 +201,22 @@ def _tell_missing_references(run: MaterialsRun, sources: Sequence[PreparedSource
                 f"warning: model.branches: {branch.name}.reference_energies has none of atomic number "
                 f"{', '.join(map(str, missing))}, which its structures have: there an atom's energy begins at 0 eV; phalanx "
                 "data prepare-graphs says what fits\n"
+            )
+
+
+def _tell_periodic_dipoles(run: MaterialsRun, sources: Sequence[PreparedSource]) -> None:
+    """Write a line to stderr for each source, prepared by an older version, of whose dipoles some are not learned."""
+    for source in sources:
+        if run.model.dipole is None or "dipole" not in source.manifest.labels:
+            continue
+        left_out = 0
+        for number in range(len(source.manifest.shards)):
+            shard = source.shard(number)
+            left_out += int((shard["periodic"].any(axis=1) & np.isfinite(shard["dipole"]).any(axis=1)).sum())
+        if left_out:
+            sys.stderr.write(
+                f"warning: {source.path}: {left_out:,} dipoles of periodic structures take no part in training and "
+                "evaluation, as they depend on which images the atoms are written as; prepare it again without them\n"
             )
 
 

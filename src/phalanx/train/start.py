@@ -46,6 +46,7 @@ from phalanx.train.metrics import StepMeter, find_peaks
 from phalanx.train.run_dir import RunDirectory, describe_machine
 from phalanx.train.step import build_step
 from phalanx.train.trainer import Parts, Trainer
+from phalanx.train.units import settle_units
 
 
 def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
@@ -77,6 +78,7 @@ def _train_in_group(
     run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device, run_dir: Path, until: int | None
 ) -> None:
     mesh = build_mesh(layout, device)
+    run = settle_units(run, run_dir)
     # Before the run directory is made: missing data then leaves nothing behind.
     inputs = open_inputs(run, layout, mesh, device, first=ranks.first)
     try:

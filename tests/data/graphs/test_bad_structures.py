@@ -252,3 +252,18 @@ def test_splits_that_leave_nothing_are_refused(tmp_path: Path) -> None:
         prepare_graphs(graph_data(tmp_path / "p", [source], validation_fraction=0.0, test_fraction=0.999), workers=1)
     with pytest.raises(ValueError, match="leave nothing to train on"):
         graph_data(tmp_path / "p", [source], validation_fraction=0.5, test_fraction=0.5)
+
+
+def test_the_dipole_of_a_periodic_structure_is_refused(tmp_path: Path) -> None:
+    """It depends on the images that atoms are written as; that of a molecule in a box does not."""
+    made = write_set(tmp_path / "set.npz", 3, periodic=True)
+    source = {"name": "s", "path": str(tmp_path / "set.npz"), "labels": {"dipole": "e*A"}}
+    with pytest.raises(
+        DataError, match=r"structure 0: it has a dipole, but pbc=\[True, True, True\]: along a periodic"
+    ):
+        prepare_graphs(graph_data(tmp_path / "prepared", [source]), workers=1)
+    made["dipole"][1:] = np.nan
+    boxed = np.array([[False] * 3, [True] * 3, [True, False, False]])
+    write_set(tmp_path / "set.npz", 3, **(made | {"pbc": boxed}))
+    allowed = graph_data(tmp_path / "prepared", [source | {"missing_labels": "allow"}], test_fraction=0.0)
+    assert prepare_graphs(allowed, workers=1)["s"].totals.structures == 3

@@ -265,3 +265,20 @@ def test_a_total_charge_is_given_where_known_and_else_zero(tmp_path: Path) -> No
     assert batch.total_charge_G is not None and batch.tasks == ("energy_G",)
     assert sorted(batch.total_charge_G.tolist()) == [-2.0, 0.0, 0.0, 1.0, 1.0, 3.0]
     assert "total_charge_G" in batch.inputs()[1]
+
+
+def test_dipoles_of_periodic_structures_that_an_older_version_prepared_take_no_part(tmp_path: Path) -> None:
+    """Of a shard as it was written before they were refused."""
+    data = prepared_sources(tmp_path, structures=12)
+    source = open_prepared(data, "train")[0]
+    for number in range(len(source.manifest.shards)):
+        shard = dict(source.shard(number))
+        shard["periodic"] = np.arange(len(shard["periodic"]))[:, None] % 2 * np.ones(3, dtype=np.uint8)
+        source._open[number] = shard
+    order = graph_order([source], data.model_copy(update={"sources": data.sources[:1]}), seed=1, global_batch=6)
+    stream = GraphBatchStream(order, graph_columns([source], tasks=["dipole_G3"]), prefetch=0)
+    batch = stream.batch(1)
+    assert batch.dipole_G3 is not None
+    left_out = batch.dipole_G3.isnan().all(1)
+    assert left_out.any() and not left_out.all()
+    assert int(batch.target_counts()[0]) == 3 * int((~left_out).sum())

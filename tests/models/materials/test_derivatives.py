@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -105,6 +106,91 @@ def test_energy_and_forces_are_continuous_at_the_cutoff(network: MaterialsNetwor
         assert a.forces_N3 is not None and b.forces_N3 is not None
         assert (a.energy_G - b.energy_G).abs().max() < 1e-12
         assert (a.forces_N3 - b.forces_N3).abs().max() < 1e-6
+
+
+def forces_along(
+    network: MaterialsNetwork, structure: Structure, direction_N3: np.ndarray, places: np.ndarray
+) -> np.ndarray:
+    """Forces [places, 3 N] where the structure is moved by each of `places` (A) along a direction."""
+    moves = [moved(structure, structure.positions_N3 + place * direction_N3) for place in places]
+    with torch.no_grad():
+        forces_N3 = network.predict(**batch_of(moves)).forces_N3
+    assert forces_N3 is not None
+    return forces_N3.reshape(len(places), -1).numpy()
+
+
+@every_body
+def test_forces_do_not_jump_along_a_path(network: MaterialsNetwork) -> None:
+    """Where they change most, the path is looked at more and more closely: what is continuous changes less and less.
+
+    On the way neighbours enter and leave the cutoff and become each atom's largest message and cease to be so.
+    """
+    structure = random_structure(0, 12)
+    direction_N3 = np.random.default_rng(9).normal(size=(12, 3))
+    direction_N3 /= np.linalg.norm(direction_N3)
+    places = np.linspace(0.0, 0.6, 61)
+    found = forces_along(network, structure, direction_N3, places)
+    steepest = np.argsort(np.abs(np.diff(found, axis=0)).max(1))[-3:]
+    for place in steepest:
+        first, last = places[place], places[place + 1]
+        while last - first > 1e-8:
+            near = np.linspace(first, last, 11)
+            change = np.abs(np.diff(forces_along(network, structure, direction_N3, near), axis=0)).max(1)
+            first, last = near[change.argmax()], near[change.argmax() + 1]
+        assert change.max() < 1e-6 * np.abs(found).max()
+
+
+@every_body
+@pytest.mark.parametrize("atoms", [3, 5])
+def test_forces_are_those_of_the_energy_where_neighbours_tie(network: MaterialsNetwork, atoms: int) -> None:
+    """The atom in the middle passes the point where its neighbours on both sides are equally far.
+
+    Differences of energies are taken across that point: they are those of the force only where it does not jump there.
+    (The lengths of PaiNN's vectors, which are 0 at that point, are rounded off within 1e-4 as published: steps are smaller.)
+    """
+    step = 1e-6
+    along = np.array([1.0, 0.0, 0.0])
+    neighbours = np.array([along, -along, [0.0, 1.1, 0.3], [0.0, -1.1, -0.3]])[: atoms - 1]
+    structure = Structure([6] + [8] * (atoms - 1), np.concatenate((np.zeros((1, 3)), 1.4 * neighbours)))
+    direction_N3 = np.zeros((atoms, 3))
+    direction_N3[0] = along
+    for place in (-3e-7, 0.0, 3e-7, 1e-3):
+        at = [structure.positions_N3 + (place + sign * step) * direction_N3 for sign in (1.0, -1.0)]
+        up, down = energies(network, [moved(structure, positions) for positions in at])
+        force = forces_along(network, structure, direction_N3, np.array([place]))[0, 0]
+        assert force == pytest.approx(-(up - down) / (2 * step), abs=2e-7)
+
+
+@every_body
+def test_forces_turn_smoothly_at_the_cutoff(network: MaterialsNetwork) -> None:
+    """The energy has a continuous second derivative where an atom enters, by itself or among others."""
+    gap = 1e-5
+    outward_23 = np.array([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    alone = Structure([6, 8], CUTOFF * outward_23)
+    others = Structure(
+        [6, 8, 1, 7], np.array([[0.0, 0.0, 0.0], [CUTOFF, 0.0, 0.0], [-1.0, 0.3, 0.0], [-0.4, -1.0, 0.2]])
+    )
+    for structure in (alone, others):
+        outward_N3 = np.zeros((len(structure.species), 3))
+        outward_N3[1, 0] = 1.0
+        found = forces_along(network, structure, outward_N3, np.array([-gap, 0.0, gap, 2 * gap]))
+        inside, at, outside = np.diff(found, axis=0) / gap
+        np.testing.assert_allclose(inside, outside, atol=1e-3)
+        np.testing.assert_allclose(at, outside, atol=1e-3)
+
+
+@every_body
+def test_gradients_in_float32_are_those_in_float64(network: MaterialsNetwork) -> None:
+    """Up to rounding: nothing in a network, in its derivatives least of all, hangs on which of two numbers is larger."""
+    species_N, batch = labelled()
+    narrow = copy.deepcopy(network).float()
+    narrow.dtype = torch.float32
+    lists = []
+    for one in (network, narrow):
+        found = torch.autograd.grad(one(species_N, **batch).sum(), list(one.parameters()), allow_unused=True)
+        lists.append(torch.cat([grad.double().flatten() for grad in found if grad is not None]))
+    wide, single = lists
+    assert (single - wide).norm() < 1e-4 * wide.norm()
 
 
 def labelled() -> tuple[Tensor, dict[str, Tensor]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.models.materials.messages import recomputed, reduce_messages, sum_messages
+from phalanx.models.materials.messages import recomputed, sum_messages
 
 
 def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -27,14 +27,6 @@ def test_messages_are_summed_where_edges_end() -> None:
     for chunk in (None, 1, 3, 4, 100):
         sums = sum_messages(lambda x: 10.0 * x, (values,), (), target_E, 4, chunk)
         assert sums.flatten().tolist() == [20.0, 0.0, 130.0, 0.0]
-
-
-def test_maxima_are_at_least_zero_and_join_over_chunks() -> None:
-    values = torch.tensor([[1.0], [-2.0], [4.0], [3.0]])
-    target_E = torch.tensor([2, 0, 2, 2])
-    for chunk in (None, 1, 3):
-        (largest,) = reduce_messages(lambda x: (x,), (values,), (), target_E, 3, ("amax",), chunk)
-        assert largest.flatten().tolist() == [0.0, 0.0, 4.0]
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
@@ -97,34 +89,3 @@ def test_what_a_chunk_computed_is_not_kept_between_the_passes(recompute: bool) -
     assert any(ref() is not None for ref in seen) == (not recompute)
     (second,) = torch.autograd.grad(grad.sum(), x)
     torch.testing.assert_close(second, 4.0 * torch.exp(2.0 * x.detach()))
-
-
-def test_messages_that_tie_share_the_gradient_of_the_largest_whatever_the_chunks() -> None:
-    """Of three that are the largest, one by a rounding error, and of one at 0, where no message stands beside it."""
-    one = 1.0 + torch.finfo(torch.float64).eps
-    values = torch.tensor([[1.0], [one], [0.5], [1.0], [0.0], [-3.0]], dtype=torch.float64)
-    target_E = torch.tensor([0, 0, 0, 0, 1, 1])
-    expected = torch.tensor([[1 / 3], [1 / 3], [0.0], [1 / 3], [0.5], [0.0]], dtype=torch.float64)
-    for order in (torch.arange(6), torch.tensor([3, 5, 1, 4, 2, 0])):
-        for chunk in (None, 1, 2, 5):
-            x = values[order].requires_grad_()
-            (largest,) = reduce_messages(lambda v: (v,), (x,), (), target_E[order], 2, ("amax",), chunk)
-            assert largest.flatten().tolist() == [one, 0.0]
-            (grad,) = torch.autograd.grad(largest.sum(), x)
-            torch.testing.assert_close(grad, expected[order], rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("chunk", [None, 2])
-def test_first_and_second_derivatives_of_maxima_beside_sums(chunk: int | None) -> None:
-    source_E, target_E = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([1, 0, 0, 2, 2])
-
-    def both(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        found = message(*tensors) ** 2
-        return found, found
-
-    def total(edge: Tensor, atoms: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        return reduce_messages(both, (edge, source_E), (atoms, weight), target_E, 3, ("amax", "sum"), chunk)
-
-    inputs = tensors((5, 2), (3, 2), (2, 3))
-    assert torch.autograd.gradcheck(total, inputs)
-    assert torch.autograd.gradgradcheck(total, inputs)

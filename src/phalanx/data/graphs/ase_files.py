@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import itertools
+import re
 import sqlite3
+import sys
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.graphs.files import StructureFile, Wanted
+from phalanx.data.graphs.files import StructureFile, Wanted, bounded_lines
 from phalanx.data.graphs.structures import RawStructure
 from phalanx.errors import DataError, PhalanxError
 
@@ -22,6 +25,11 @@ try:
     from ase import Atoms
 except ImportError as error:
     raise PhalanxError('these files need ase: pip install "phalanx-train[materials]"') from error
+
+
+_LARGEST_FRAME = 2**27
+"""Bytes of one frame, of some million atoms: ase takes many times as much memory to read it."""
+_PROPERTIES = re.compile(r"Properties\s*=\s*[\"'{]?\s*([^\s\"'}]*)")
 
 
 class ExtendedXyzFile(StructureFile):
@@ -42,11 +50,12 @@ class ExtendedXyzFile(StructureFile):
                 file.seek(int(self._starts[number]))
                 text = file.read(int(self._starts[number + 1] - self._starts[number])).decode("utf-8", "replace")
                 place = f"frame {number} (line {self._lines[number]})"
+                _check_columns(text, f"{self.path}: {place}")
                 try:
                     atoms = ase.io.read(io.StringIO(text), index=0, format="extxyz")
                 # ase raises whatever its parser stumbled over.
                 except Exception as error:
-                    raise DataError(f"{self.path}: {place}: {str(error).splitlines()[0]}") from None
+                    raise DataError(f"{self.path}: {place}: {_first_line(error)}") from None
                 assert isinstance(atoms, Atoms)
                 yield _raw(atoms, self.path, place, number, self.wanted, {})
 
@@ -68,50 +77,91 @@ class AseDatabase(StructureFile):
 
     def read(self, start: int, stop: int) -> Iterator[RawStructure]:
         """The start-th to the (stop-1)-th row by id."""
-        try:
-            for number, row in zip(
-                itertools.count(start),
-                self._database.select(offset=start, limit=stop - start, sort="id"),
-                strict=False,
-            ):
-                atoms = row.toatoms()
+        rows = self._database.select(offset=start, limit=stop - start, sort="id")
+        for number in itertools.count(start):
+            try:
+                row = next(rows, None)
+                if row is None:
+                    return
+                atoms, place = row.toatoms(), f"row id {row.id}"
                 extra = {key: _from_row(row, key) for key in self.wanted.keys}
-                yield _raw(atoms, self.path, f"row id {row.id}", number, self.wanted, extra)
-        except sqlite3.Error as error:
-            raise self._broken(error) from None
+            except sqlite3.Error as error:
+                raise self._broken(error) from None
+            # ase raises whatever its decoder stumbled over.
+            except Exception as error:
+                raise DataError(f"{self.path}: structure {number}: {_first_line(error)}") from None
+            yield _raw(atoms, self.path, place, number, self.wanted, extra)
 
     def _broken(self, error: Exception) -> DataError:
         return DataError(f"{self.path}: it cannot be read as an ASE database ({error}); it may be truncated")
 
 
-def _frame_starts(path: Path) -> tuple[npt.NDArray[np.int64], list[int]]:
+def _first_line(error: Exception) -> str:
+    """What an error says, or what it is where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _frame_starts(path: Path) -> tuple[npt.NDArray[np.int64], array[int]]:
     """Byte offsets of all frames and of the end of the file, and the line number of each frame."""
-    starts: list[int] = []
-    lines: list[int] = []
+    starts, numbers = array("q"), array("q")
     place = line = 0
     with path.open("rb") as file:
-        while head := file.readline():
+        lines = bounded_lines(file, path)
+        for head in lines:
             if not head.strip():
                 place, line = place + len(head), line + 1
                 continue
             starts.append(place)
-            lines.append(line + 1)
-            try:
-                atoms = int(head)
-            except ValueError:
+            numbers.append(line + 1)
+            frame = f"{path}: frame {len(starts) - 1} (line {line + 1})"
+            atoms = _atom_count(head, frame)
+            place, line = place + len(head), line + 1
+            # Announced atoms are counted as they come: the number itself may be anything.
+            found = size = 0
+            for row in itertools.islice(lines, min(atoms, sys.maxsize - 1) + 1):
+                found, size = found + 1, size + len(row)
+                if size > _LARGEST_FRAME:
+                    raise DataError(
+                        f"{frame}: it is larger than {_LARGEST_FRAME / 2**20:.0f} MiB; put structures that large into .npz"
+                    )
+            if found < atoms + 1:
                 raise DataError(
-                    f"{path}: frame {len(starts) - 1} (line {line + 1}): a number of atoms is expected, found "
-                    f"{head[:40].decode('utf-8', 'replace').strip()!r}"
-                ) from None
-            body = list(itertools.islice(file, atoms + 1))
-            if len(body) < atoms + 1:
-                raise DataError(
-                    f"{path}: frame {len(starts) - 1} (line {line + 1}): {atoms} atoms are announced, "
-                    f"{max(0, len(body) - 1)} lines follow; the file is truncated"
+                    f"{frame}: {atoms} atoms are announced, {max(0, found - 1)} lines follow; the file is truncated"
                 )
-            place += len(head) + sum(map(len, body))
-            line += 1 + len(body)
-    return np.array([*starts, place], dtype=np.int64), lines
+            place, line = place + size, line + found
+    return np.array([*starts, place], dtype=np.int64), numbers
+
+
+def _atom_count(head: bytes, frame: str) -> int:
+    try:
+        atoms = int(head)
+    except ValueError:
+        raise DataError(
+            f"{frame}: a number of atoms is expected, found {head[:40].decode('utf-8', 'replace').strip()!r}"
+        ) from None
+    if atoms < 1:
+        raise DataError(f"{frame}: {atoms} atoms are announced; a structure has one at least")
+    return atoms
+
+
+def _check_columns(text: str, place: str) -> None:
+    """Refuse a frame that announces more columns than its atoms have: ase makes room for all before it reads any.
+
+    Raises DataError.
+    """
+    lines = text.split("\n", 3)
+    announced = _PROPERTIES.search(lines[1])
+    if announced is None:
+        return
+    counts = announced.group(1).split(":")[2::3]
+    columns, there = 0, len(lines[2].split())
+    for count in counts:
+        # As many digits as a number of columns can have.
+        if not (count.isascii() and count.isdecimal() and len(count) <= 6):
+            raise DataError(f"{place}: Properties has {count[:40]!r} where a number of columns is expected")
+        columns += int(count)
+    if columns > there:
+        raise DataError(f"{place}: Properties announces {columns} columns, the line of its first atom has {there}")
 
 
 def _raw(atoms: Atoms, path: Path, place: str, number: int, wanted: Wanted, extra: dict[str, Any]) -> RawStructure:

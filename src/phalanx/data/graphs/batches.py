@@ -267,6 +267,10 @@ class _Filler:
         for name in columns.labels:
             if name in shard:
                 self._put(arrays[_FIELDS[name]], shard[name], KINDS[name].per_atom)
+        if "dipole" in columns.labels:
+            # Sources prepared by older versions may have them, though they depend on the images that atoms are written as.
+            periodic_G = shard["periodic"][self._rows].any(axis=1)
+            arrays[_FIELDS["dipole"]][self._graphs[periodic_G]] = np.nan
         manifest = self._source.manifest
         self._put_columns(arrays, "properties", manifest.properties, columns.properties, per_atom=False)
         self._put_columns(arrays, "atom_properties", manifest.atom_properties, columns.atom_properties, per_atom=True)

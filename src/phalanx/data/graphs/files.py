@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, AnyStr
 
 from phalanx.data.graphs.labels import Label
 from phalanx.data.graphs.structures import RawStructure
@@ -28,6 +29,22 @@ class Wanted:
         """Every name to look up in the file."""
         names = [label.key for label in self.labels]
         return tuple(dict.fromkeys(names if self.group_by is None else [*names, self.group_by]))
+
+
+LONGEST_LINE = 2**20
+"""Characters of a line of a text file: far more than a structure's properties take."""
+
+
+def bounded_lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
+    """Give the lines of an open file one by one. Raises DataError for a line that does not end within `LONGEST_LINE`."""
+    number = 0
+    while line := file.readline(LONGEST_LINE):
+        number += 1
+        if len(line) == LONGEST_LINE and line[-1:] not in ("\n", b"\n"):
+            raise DataError(
+                f"{path}: line {number} is longer than {LONGEST_LINE:,} characters; it is damaged, or no file of structures"
+            )
+        yield line
 
 
 class StructureFile(ABC):

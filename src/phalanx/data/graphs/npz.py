@@ -6,17 +6,45 @@ structure is periodic if its cell is not all zeros; any further array has one ro
 
 from __future__ import annotations
 
+import math
+import struct
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.lib.format as npy
 import numpy.typing as npt
 
 from phalanx.data.graphs.files import StructureFile, Wanted
 from phalanx.data.graphs.structures import RawStructure
 from phalanx.errors import DataError
+
+_ATOMS = ("ptr", "z", "numbers", "species", "pos", "positions", "cell", "pbc")
+"""Arrays that are read whatever labels are wanted."""
+_UNPACKED_BYTES = 2**30
+"""Unpacked size that is read whatever the file's own is."""
+_UNPACKED_TIMES = 20
+"""How many times its own size a larger file may unpack to: coordinates and forces hardly shrink at all."""
+_BROKEN = (
+    OSError,
+    ValueError,
+    TypeError,
+    EOFError,
+    KeyError,
+    OverflowError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    struct.error,
+    tokenize.TokenError,
+    zlib.error,
+    zipfile.BadZipFile,
+)
+"""What zipfile and numpy raise for files that are damaged, encrypted, or packed in a way of their own."""
 
 
 class NpzFile(StructureFile):
@@ -31,6 +59,11 @@ class NpzFile(StructureFile):
         self._positions = self._array("pos", "positions")
         self._cell = self._arrays.get("cell")
         self._periodic = self._arrays.get("pbc")
+        if self._species.ndim != 1 or self._species.dtype.kind not in "iuf":
+            raise DataError(
+                f"{path}: atomic numbers have shape {list(self._species.shape)} of {self._species.dtype}, expected [atoms] "
+                "integers"
+            )
         self._check_ptr()
         self._check_species()
         self._check_rows("positions", self._positions, len(self._species))
@@ -68,30 +101,56 @@ class NpzFile(StructureFile):
             )
 
     def _load(self) -> dict[str, npt.NDArray[Any]]:
+        """Read the arrays that are wanted, none before its size is known to be that of what is stored."""
         try:
-            stored = np.load(self.path, allow_pickle=False)
-            if not isinstance(stored, np.lib.npyio.NpzFile):
-                raise DataError(
-                    f"{self.path}: it holds one array without a name; save ptr, z, pos, ... with numpy.savez"
-                )
-            with stored:
-                return {name: stored[name] for name in stored.files}
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            with self.path.open("rb") as file:
+                if file.read(len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX:
+                    raise DataError(
+                        f"{self.path}: it holds one array without a name; save ptr, z, pos, ... with numpy.savez"
+                    )
+            with zipfile.ZipFile(self.path) as stored:
+                members = {info.filename.removesuffix(".npy"): info for info in stored.infolist()}
+                self._names = list(members)
+                wanted = {name: members[name] for name in (*_ATOMS, *self.wanted.keys) if name in members}
+                self._check_size(list(wanted.values()))
+                return {name: self._read(stored, info) for name, info in wanted.items()}
+        except _BROKEN as error:
             raise DataError(f"{self.path}: it cannot be read as .npz ({error}); it may be truncated") from None
+
+    def _check_size(self, members: list[zipfile.ZipInfo]) -> None:
+        """Refuse what unpacks to far more than the file holds; all of it is held in memory."""
+        unpacked, stored = sum(info.file_size for info in members), self.path.stat().st_size
+        if unpacked > max(_UNPACKED_BYTES, _UNPACKED_TIMES * stored):
+            raise DataError(
+                f"{self.path}: {stored:,} bytes unpack to {unpacked:,}, more than {_UNPACKED_TIMES} times as many; if that "
+                "is meant, save it with numpy.savez instead of numpy.savez_compressed"
+            )
+
+    def _read(self, stored: zipfile.ZipFile, info: zipfile.ZipInfo) -> npt.NDArray[Any]:
+        with stored.open(info) as member:
+            version = npy.read_magic(member)
+            read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+            shape, _, dtype = read_header(member)
+            # numpy makes room for what the header says before it reads.
+            declared, there = math.prod(shape) * dtype.itemsize, info.file_size - member.tell()
+        if not dtype.hasobject and declared != there:
+            raise DataError(
+                f"{self.path}: {info.filename} declares {list(shape)} of {dtype}, {declared:,} bytes, and holds {there:,}; "
+                "it is damaged"
+            )
+        with stored.open(info) as member:
+            found: npt.NDArray[Any] = npy.read_array(member, allow_pickle=False)
+            return found
 
     def _array(self, *names: str) -> npt.NDArray[Any]:
         for name in names:
             if name in self._arrays:
                 return self._arrays[name]
-        raise DataError(f"{self.path}: no array {' or '.join(names)}; it has {', '.join(self._arrays)}")
+        raise DataError(f"{self.path}: no array {' or '.join(names)}; it has {', '.join(self._names)}")
 
     def _check_species(self) -> None:
         """Atomic numbers may be stored in any format of numbers, but are whole."""
         found = self._species
-        if found.ndim != 1 or found.dtype.kind not in "iuf":
-            raise DataError(
-                f"{self.path}: atomic numbers have shape {list(found.shape)} of {found.dtype}, expected [atoms] integers"
-            )
         strange = np.flatnonzero(found != np.floor(found)) if found.dtype.kind == "f" else np.empty(0, dtype=np.int64)
         if strange.size:
             atom = int(strange[0])
@@ -102,8 +161,9 @@ class NpzFile(StructureFile):
             )
 
     def _check_ptr(self) -> None:
-        steps = np.diff(self._ptr.astype(np.int64)) if self._ptr.ndim == 1 else np.empty(0)
-        if self._ptr.ndim != 1 or len(self._ptr) == 0 or self._ptr[0] != 0 or (steps < 0).any():
+        numbers = self._ptr.ndim == 1 and self._ptr.dtype.kind in "iuf"
+        steps = np.diff(self._ptr.astype(np.int64)) if numbers else np.empty(0)
+        if not numbers or len(self._ptr) == 0 or self._ptr[0] != 0 or (steps < 0).any():
             raise DataError(f"{self.path}: ptr must rise from 0, one more number than structures")
         if int(self._ptr[-1]) != len(self._species):
             raise DataError(f"{self.path}: ptr ends at {int(self._ptr[-1])} but there are {len(self._species)} atoms")

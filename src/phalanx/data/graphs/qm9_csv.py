@@ -9,14 +9,14 @@ from __future__ import annotations
 import csv
 import itertools
 import re
-import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from phalanx.data.graphs.files import StructureFile, Wanted
+from phalanx.data.graphs.files import LONGEST_LINE, StructureFile, Wanted, bounded_lines
 from phalanx.data.graphs.labels import FloatArray
 from phalanx.data.graphs.structures import RawStructure
 from phalanx.errors import DataError
@@ -38,9 +38,10 @@ class Qm9Csv(StructureFile):
     def __init__(self, path: Path, wanted: Wanted) -> None:
         """Read the header and count rows. Raises DataError naming columns that are missing."""
         super().__init__(path, wanted)
-        csv.field_size_limit(sys.maxsize)
-        with self.path.open(newline="", encoding="utf-8") as file:
-            rows = csv.reader(file)
+        # Lines are bounded, and fields with them.
+        csv.field_size_limit(LONGEST_LINE)
+        with self._lines() as lines:
+            rows = csv.reader(lines)
             self._columns = next(rows, [])
             absent = [name for name in (_ELEMENTS, _POSITIONS) if name not in self._columns]
             if absent:
@@ -53,9 +54,20 @@ class Qm9Csv(StructureFile):
 
     def read(self, start: int, stop: int) -> Iterator[RawStructure]:
         """Rows start..stop-1 below the header."""
-        with self.path.open(newline="", encoding="utf-8") as file:
-            for number, row in enumerate(itertools.islice(csv.DictReader(file), start, stop), start):
+        with self._lines() as lines:
+            for number, row in enumerate(itertools.islice(csv.DictReader(lines), start, stop), start):
                 yield self._structure(number, row)
+
+    @contextmanager
+    def _lines(self) -> Iterator[Iterator[str]]:
+        """Give the file's lines. Raises DataError for what is no text of rows."""
+        with self.path.open(newline="", encoding="utf-8") as file:
+            try:
+                yield bounded_lines(file, self.path)
+            except UnicodeDecodeError as error:
+                raise DataError(f"{self.path}: it is not UTF-8 text ({error.reason}); it may be compressed") from None
+            except csv.Error as error:
+                raise DataError(f"{self.path}: it cannot be read as CSV ({error})") from None
 
     def _structure(self, number: int, row: dict[str, Any]) -> RawStructure:
         place = f"row {number}"

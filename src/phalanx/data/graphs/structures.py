@@ -60,7 +60,8 @@ def convert(raw: RawStructure, labels: Sequence[Label], length: float, *, missin
     """Check a raw structure and bring it into our units. length: the file's unit of length in A.
 
     Raises DataError naming file and structure for an unknown element, a position that is no number, a cell without
-    volume, a label of the wrong shape, a stress without a volume, and a label that is absent unless that is allowed.
+    volume, a label of the wrong shape, a stress without a volume, a dipole of a periodic structure, and a label that is
+    absent unless that is allowed.
     """
     atoms = len(raw.species)
     if atoms == 0:
@@ -83,6 +84,12 @@ def convert(raw: RawStructure, labels: Sequence[Label], length: float, *, missin
         raise raw.wrong(
             f"it has a stress, but pbc={list(raw.periodic)}: without a volume there is none; take the label out, or make it "
             "NaN here and set missing_labels: allow"
+        )
+    if any(raw.periodic) and np.isfinite(values.get("dipole", np.nan)).any():
+        raise raw.wrong(
+            f"it has a dipole, but pbc={list(raw.periodic)}: along a periodic direction that depends on which images the "
+            "atoms are written as; take the label out, or make it NaN here and set missing_labels: allow, or say that a "
+            "molecule in a box is not periodic"
         )
     return Structure(
         raw,

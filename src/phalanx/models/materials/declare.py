@@ -25,7 +25,7 @@ def parameter_kind(name: str) -> ParameterKind:
     """The kind of the network's parameter `name`."""
     if name.endswith("norm.weight"):
         return "norm"
-    if name.endswith((".bias", ".eps")):
+    if name.endswith((".bias", ".eps", ".sharpness")):
         return "bias"
     if name.startswith("embedding.elements.") or ".contraction." in name or ".skip_element." in name:
         return "embedding"
@@ -56,7 +56,7 @@ def _initial_rules(description: str) -> tuple[tuple[str, InitRule], ...]:
 def _rule(config: MaterialsModel, name: str, module: nn.Module, parameter: nn.Parameter) -> InitRule:
     if name.endswith((".bias", ".eps")):
         return InitRule.constant(0.0)
-    if isinstance(module, Norm) or ".skip_element." in name:
+    if isinstance(module, Norm) or ".skip_element." in name or name.endswith(".sharpness"):
         return InitRule.constant(1.0)
     if isinstance(module, ElementTable):
         # Products share one sum, so each weighs the less the more there are.

@@ -1,24 +1,21 @@
-"""Sums (and maxima) of messages over the edges that end at an atom, all at once or in chunks that are computed again.
+"""Sums of messages over the edges that end at an atom, all at once or in chunks that are computed again.
 
 A message function is pure: it takes tensors of edges, then tensors shared by all edges (atoms' features, parameters), and
-returns one tensor [E, ...] for each way of reducing. Forces are derivatives of the network, so training differentiates
-twice; everything here has correct second derivatives. A chunk keeps only its inputs, in both of these backward passes.
+returns one tensor [E, ...]. Forces are derivatives of the network, so training differentiates twice; everything here has
+correct second derivatives. A chunk keeps only its inputs, in both of these backward passes. There is no largest message: its
+derivative jumps from one neighbour to another where two tie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Message = Callable[..., tuple[Tensor, ...]]
-Reduction = Literal["sum", "amax"]
-
-_TIE_EXPONENT = 0.75
-"""Messages tie within this power of the format's precision: far above rounding, far below what tells neighbours apart."""
 
 
 def sum_messages(
@@ -34,112 +31,15 @@ def sum_messages(
     edges: tensors with a row for each edge. chunk: edges whose messages exist at once; None for all.
     """
 
-    def alone(*tensors: Tensor) -> tuple[Tensor]:
-        return (message(*tensors),)
+    def sums(target: Tensor, *tensors: Tensor) -> tuple[Tensor]:
+        found = message(*tensors)
+        return (found.new_zeros((atoms, *found.shape[1:])).index_add(0, target, found),)
 
-    return reduce_messages(alone, edges, shared, target_E, atoms, ("sum",), chunk)[0]
-
-
-def reduce_messages(
-    message: Message,
-    edges: Sequence[Tensor],
-    shared: Sequence[Tensor],
-    target_E: Tensor,
-    atoms: int,
-    how: tuple[Reduction, ...],
-    chunk: int | None = None,
-) -> tuple[Tensor, ...]:
-    """The same for messages of several parts, each reduced in its own way; amax is never below 0.
-
-    Messages that are the largest up to rounding, and 0 where it is, share the gradient of an amax evenly: derivatives depend
-    neither on chunks nor on the order of edges, and equivalent neighbours in a crystal count the same.
-    """
     if chunk is None or len(target_E) <= chunk:
-        parts = message(*edges, *shared)
-        largest = _largest(parts, how, target_E, atoms)
-        least = _least_tied(largest)
-        return _with_values(how, largest, least, _sums(parts, how, least, target_E, atoms))
+        return sums(target_E, *edges, *shared)[0]
     rows = [slice(start, start + chunk) for start in range(0, len(target_E), chunk)]
-    chunks = [(target_E[some], [edge[some] for edge in edges]) for some in rows]
-    largest = ()
-    if "amax" in how:
-        with torch.no_grad():
-            found = (_largest(message(*some, *shared), how, target, atoms) for target, some in chunks)
-            largest = _over_chunks(torch.maximum, found)
-    least = _least_tied(largest)
-
-    def sums(target: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return _sums(message(*tensors[len(least) :]), how, tensors[: len(least)], target, atoms)
-
-    again = (recomputed(sums, target, *least, *some, *shared) for target, some in chunks)
-    return _with_values(how, largest, least, _over_chunks(torch.add, again))
-
-
-def _over_chunks(join: Callable[[Tensor, Tensor], Tensor], found: Iterator[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    return reduce(lambda total, part: tuple(map(join, total, part)), found)
-
-
-def _largest(parts: Sequence[Tensor], how: tuple[Reduction, ...], target_E: Tensor, atoms: int) -> tuple[Tensor, ...]:
-    """Of each part that is maximised the largest message of each atom, or 0; without a gradient."""
-    maximised = [part.detach() for part, way in zip(parts, how, strict=True) if way == "amax"]
-    return tuple(
-        part.new_zeros((atoms, *part.shape[1:])).scatter_reduce(
-            0, target_E.view(-1, *[1] * (part.dim() - 1)).expand_as(part), part, "amax", include_self=True
-        )
-        for part in maximised
-    )
-
-
-def _least_tied(largest: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """From which value on a message counts as one of the largest.
-
-    The sums inside a message round by the size of their terms, not of their result: all of an atom's numbers have the margin
-    of its largest.
-    """
-    sizes = (most.amax(tuple(range(1, most.dim())), keepdim=True) if most.dim() > 1 else most for most in largest)
-    return tuple(
-        most - torch.finfo(most.dtype).eps ** _TIE_EXPONENT * size for most, size in zip(largest, sizes, strict=True)
-    )
-
-
-def _sums(
-    parts: Sequence[Tensor],
-    how: tuple[Reduction, ...],
-    least: Sequence[Tensor],
-    target_E: Tensor,
-    atoms: int,
-) -> tuple[Tensor, ...]:
-    """Of each part the sum over an atom's messages; of a maximised one over the largest, and then how many these are."""
-    bounds, found = iter(least), []
-    for part, way in zip(parts, how, strict=True):
-        if way == "amax":
-            tied = part >= next(bounds).index_select(0, target_E)
-            # bfloat16 counts no further than 256.
-            count = _sum(tied.to(torch.float32), target_E, atoms)
-            found += [_sum(torch.where(tied, part, 0.0), target_E, atoms), count]
-        else:
-            found.append(_sum(part, target_E, atoms))
-    return tuple(found)
-
-
-def _sum(message: Tensor, target_E: Tensor, atoms: int) -> Tensor:
-    return message.new_zeros((atoms, *message.shape[1:])).index_add(0, target_E, message)
-
-
-def _with_values(
-    how: tuple[Reduction, ...], largest: Sequence[Tensor], least: Sequence[Tensor], sums: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """What `reduce_messages` gives: of a maximised part the largest, with the gradient of the mean of all that tie."""
-    extremes, left, found = zip(largest, least, strict=True), iter(sums), []
-    for way in how:
-        total = next(left)
-        if way == "amax":
-            (most, bound), count = next(extremes), next(left).detach()
-            # 0 stands for no message; where it ties, its share of the gradient goes nowhere.
-            share = (count + (bound <= 0.0)).clamp(min=1.0).to(total.dtype)
-            total = most + (total - total.detach()) / share
-        found.append(total)
-    return tuple(found)
+    parts = (recomputed(sums, target_E[some], *(edge[some] for edge in edges), *shared)[0] for some in rows)
+    return reduce(torch.add, parts)
 
 
 def recomputed(function: Message, *inputs: Tensor) -> tuple[Tensor, ...]:

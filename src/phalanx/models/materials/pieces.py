@@ -69,7 +69,7 @@ def block_piece(config: MaterialsModel, number: int) -> Piece:
     if config.body == "mace":
         piece = _mace(config, number)
     else:
-        other = {"gin": 1, "gatv2": config.d_model}.get(config.body, 0)
+        other = {"gin": 1, "gatv2": config.d_model, "pna": config.d_model}.get(config.body, 0)
         atom, edge = _columns(config)
         piece = Piece(_matmuls(config, number), other, atom_columns=atom, edge_columns=edge)
     return piece if config.attention is None else _with_attention(config, piece)
