@@ -1,4 +1,4 @@
-"""`phalanx data`: turn text into token shards, look at them, verify them; prepare structures and fields."""
+"""`phalanx data`: turn text into token shards, look at them, verify them; prepare structures and fields; make samples."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from phalanx.cli.arguments import Json, examples
 from phalanx.cli.console import output, print_error, print_json, print_pairs, short_count
+from phalanx.cli.data_sample import sample_app
 from phalanx.cli.data_science import prepare_fields_of, prepare_graphs_of
 from phalanx.cli.progress import progress
 from phalanx.data.language.open import open_source
@@ -93,6 +94,7 @@ data_app.command("prepare-graphs", epilog=examples("phalanx data prepare-graphs 
 data_app.command(
     "prepare-fields", epilog=examples("phalanx data prepare-fields examples/climax-small.yaml --out data/fields")
 )(prepare_fields_of)
+data_app.add_typer(sample_app, name="sample")
 
 
 def _splits(path: Path) -> dict[str, TokenSource]:
