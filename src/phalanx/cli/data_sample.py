@@ -24,7 +24,7 @@ def sample_weather(
 ) -> None:
     """Simulate a global atmosphere and write winds, temperatures and geopotential as netCDF.
 
-    A quasi-geostrophic model of three levels on the 5.625 degree grid: 300 days are 12 MB and take half a minute. The same
+    A quasi-geostrophic model of three levels on the 5.625 degree grid: 300 days are 13 MB and take half a minute. The same
     seed gives the same numbers on the same machine.
     """
     write = import_module("phalanx.data.sample.weather").write_weather

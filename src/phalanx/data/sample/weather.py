@@ -16,7 +16,7 @@ import xarray
 
 from phalanx.counter_random import stream_key, uniform_values
 from phalanx.data.fields.packages import require_package
-from phalanx.data.sample.quasigeostrophic import DAY, LEVELS, RADIUS, Atmosphere, Physics
+from phalanx.data.sample.quasigeostrophic import LEVELS, RADIUS, Atmosphere, Physics
 from phalanx.data.sample.spherical import ComplexArray, Float64Array, Harmonics, legendre_functions, to_grid
 from phalanx.errors import DataError
 from phalanx.files import TEMPORARY
