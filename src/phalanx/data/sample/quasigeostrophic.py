@@ -116,7 +116,8 @@ class Atmosphere:
 
     def stream_function(self, state: ComplexArray) -> ComplexArray:
         """Return the stream function in m^2/s [3, M, N]."""
-        return np.einsum("nij,jmn->imn", self._inverse, state)
+        stream: ComplexArray = np.einsum("nij,jmn->imn", self._inverse, state)
+        return stream
 
     def tendency(self, state: ComplexArray) -> ComplexArray:
         """Return the time derivative of a state."""
@@ -126,11 +127,12 @@ class Atmosphere:
         northward = self.harmonics.synthesize_slope(both)
         jacobian = eastward[0] * northward[1] - northward[0] * eastward[1]
         area = RADIUS**2 * (1 - self.harmonics.sines[:, None] ** 2)
-        change = -self.harmonics.analyze(jacobian / area)
+        change: ComplexArray = -self.harmonics.analyze(jacobian / area)
         change -= self._relaxation * np.tensordot(self._coupling, stream - self.equilibrium, 1)
         change[2] -= self.harmonics.laplacian / RADIUS**2 * stream[2] / (self.physics.friction * DAY)
         scale = (self.harmonics.laplacian / self.harmonics.laplacian[-1]) ** 4
-        return change - scale / (self.physics.diffusion * DAY) * state
+        change -= scale / (self.physics.diffusion * DAY) * state
+        return change
 
     def advance(self, state: ComplexArray, steps: int) -> ComplexArray:
         """Return the state `steps` steps later, by the classical Runge-Kutta method of fourth order."""
