@@ -1,6 +1,6 @@
 """Whether more simulated weather is of the same climate as the file of 330 days, and none of it the weather of its test.
 
-    python benchmarks/simulated_weather_check.py SIMULATED ../shared/data/weather/speedy_5.625deg_12h.nc --out OUT
+    python benchmarks/simulated_weather_check.py SIMULATED FILE_OF_330_DAYS --out OUT
 
 Climate: mean and standard deviation of each variable over the days of the year that both have, weighted by area. Weather:
 correlation over the globe of 500 hPa geopotential, about running means of 30 days, between each stretch of ten days of the

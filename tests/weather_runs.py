@@ -51,8 +51,13 @@ def write_weather_run(folder: Path, changes: dict[str, Any] | None = None, *, st
     data = folder / "fields.nc"
     if not data.exists():
         dataset(np.arange(steps) * 6).to_netcdf(data)
+    return write_run(folder, data, changes)
+
+
+def write_run(folder: Path, source: Path, changes: dict[str, Any] | None = None) -> Path:
+    """A run file in `folder` that reads `source`; `changes` replace `section.field`s."""
     sections = {name: dict(fields) for name, fields in SECTIONS.items()}
-    sections["data"]["sources"] = [str(data)]
+    sections["data"]["sources"] = [str(source)]
     for name, value in (changes or {}).items():
         section, field = name.split(".")
         sections[section][field] = value

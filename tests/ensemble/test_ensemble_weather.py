@@ -10,6 +10,7 @@ import torch
 
 from phalanx.cli.ensemble_words import print_ensemble
 from phalanx.config.load import load_run
+from phalanx.ensemble import weather
 from phalanx.ensemble.document import read_ensemble
 from phalanx.ensemble.members import open_member
 from phalanx.ensemble.share import Share
@@ -50,6 +51,29 @@ def test_scores_are_those_of_members_and_of_their_mean(runs: list[Path]) -> None
         assert row.scores.spread_skill == pytest.approx(row.stretch * row.raw.spread_skill)
     off = [[abs(math.log(one.spread_skill)) for one in (row.raw, row.scores)] for row in found.rows]
     assert sum(after for _, after in off) < 0.5 * sum(before for before, _ in off)
+
+
+def test_stretching_too_far_scores_worse(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    members = [open_member(run) for run in runs]
+    calibrated = build_forecasts(members, CPU, hours=12, starts=6)
+    fitted = weather._Sums.stretches
+    scores = [[row.scores.crps for row in calibrated.rows]]
+    for factor in (4, 16, 64):
+        monkeypatch.setattr(weather._Sums, "stretches", lambda sums, factor=factor: factor * fitted(sums))
+        found = build_forecasts(members, CPU, hours=12, starts=6)
+        scores.append([row.scores.crps for row in found.rows])
+        # what is compared with it is scored alike, and stays
+        assert [row.raw.crps for row in found.rows] == [row.raw.crps for row in calibrated.rows]
+    for row in zip(*scores, strict=True):
+        assert list(row) == sorted(row) and row[-1] > 10 * row[0]
+
+
+def test_what_calibrates_and_what_is_scored_are_apart(runs: list[Path]) -> None:
+    facts = build_forecasts([open_member(run) for run in runs[:2]], CPU, hours=6, starts=2).facts()
+    # validation ends with step 199; the test begins with step 205, of which those within the longest lead time are left out
+    assert (facts["calibrated_on"], facts["scored_on"], facts["hours_between"]) == ("validation", "test", 36)
+    for row in facts["forecasts"]:
+        assert row["raw"]["fair_crps"] <= row["raw"]["crps"] and row["scores"]["fair_crps"] is None
 
 
 def test_an_ensemble_of_forecasts_is_written_shown_and_read(

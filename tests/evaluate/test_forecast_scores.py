@@ -14,7 +14,7 @@ from scores.continuous import additive_bias, mae, mse
 from scores.probability import crps_for_ensemble
 
 from phalanx.data.fields.grid import Grid
-from phalanx.evaluate.forecast_scores import EnsembleScores, ForecastScores, Score, fair_crps
+from phalanx.evaluate.forecast_scores import EnsembleScores, ForecastScores, Score, ensemble_crps, fair_crps
 
 VARIABLES = ("z500", "t850")
 LEADS = (24, 72)
@@ -80,8 +80,9 @@ def test_ensemble_scores_are_those_of_an_independent_implementation() -> None:
     for number, score in enumerate(scores.results()):
         lead, variable = divmod(number, 2)
         ensemble, truth = arrays(LEADS[lead], variable, members, TRUTH)
-        expected = crps_for_ensemble(ensemble, truth, "e", method="fair", weights=AREA)
-        assert score.crps == pytest.approx(float(expected), rel=1e-10)
+        for method, found in (("ecdf", score.crps), ("fair", score.fair_crps)):
+            expected = crps_for_ensemble(ensemble, truth, "e", method=method, weights=AREA)
+            assert found == pytest.approx(float(expected), rel=1e-10)
         assert score.rmse == pytest.approx(math.sqrt(float(mse(ensemble.mean("e"), truth, weights=AREA))), rel=1e-10)
         variance = float((ensemble.var("e", ddof=1) * AREA).mean())
         assert score.spread == pytest.approx(math.sqrt(variance), rel=1e-10)
@@ -97,6 +98,35 @@ def test_the_fair_crps_does_not_depend_on_the_number_of_members() -> None:
     ]
     # Of a standard normal distribution and truth: 1 / sqrt(pi).
     assert found == pytest.approx([1 / math.sqrt(math.pi)] * 2, abs=0.005)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_spreading_members_beyond_the_truth_scores_worse(count: int) -> None:
+    generator = torch.Generator().manual_seed(7)
+    truth = torch.randn(50_000, generator=generator, dtype=torch.float64)
+    # Members that err alike, as models of the same data do: their error is 1, they lie 0.1 apart.
+    members = 0.1 * torch.randn(50_000, count, generator=generator, dtype=torch.float64)
+    mean = members.mean(1, keepdim=True)
+    stretched = [mean + factor * (members - mean) for factor in (1, 10, 20, 40, 160, 640)]
+    proper = [ensemble_crps(one, truth).mean().item() for one in stretched]
+    assert proper.index(min(proper)) == 1 and proper[1:] == sorted(proper[1:])
+    assert proper[-1] > 10 * proper[0]
+
+
+def test_the_fair_score_is_none_of_stretched_members() -> None:
+    generator = torch.Generator().manual_seed(7)
+    truth = torch.randn(50_000, generator=generator, dtype=torch.float64)
+    members = 0.1 * torch.randn(50_000, 2, generator=generator, dtype=torch.float64)
+    mean = members.mean(1, keepdim=True)
+    fair = [fair_crps(mean + factor * (members - mean), truth).mean().item() for factor in (1, 10, 40, 640)]
+    # Half of the distance of two members is subtracted, so that whatever lies between them costs nothing.
+    assert fair == sorted(fair, reverse=True) and fair[-1] < 0.05 * fair[0]
+
+
+def test_members_that_are_not_independent_have_no_fair_score() -> None:
+    scores = EnsembleScores(VARIABLES, LEADS, WEIGHTS, members=3, independent=False)
+    scores.add(random_fields(6, FORECASTS, 3, len(VARIABLES)), TRUTH, LEAD_HOURS)
+    assert {score.fair_crps for score in scores.results()} == {None}
 
 
 def test_a_reliable_ensemble_has_a_spread_that_equals_its_skill() -> None:

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from device_runs import accelerator, relative_error
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from device_runs import accelerator, relative_error
 from phalanx import compat
 from phalanx.kernels.flash4 import flash4, flash4_attention
 from phalanx.kernels.parts_sum import sum_parts

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from device_runs import CPU, accelerator, distance, record_steps, small_run
 
+from device_runs import CPU, accelerator, distance, record_steps, small_run
 from layout_runs import Fields
 from phalanx.verify.record import Record
 

@@ -1,4 +1,4 @@
-"""`phalanx data`: prepare text, structures and fields; look at them, verify them."""
+"""`phalanx data`: prepare text, structures and fields; look at them, verify them; make small data to begin with."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from phalanx.cli.arguments import Json, examples
 from phalanx.cli.console import output, print_error, print_json, print_pairs, short_count
+from phalanx.cli.data_sample import sample_app
 from phalanx.cli.data_science import prepare_fields_of, prepare_graphs_of
 from phalanx.cli.progress import progress
 from phalanx.data.language.open import open_source
@@ -16,7 +17,7 @@ from phalanx.data.language.prepare import Options, prepare
 from phalanx.data.language.sources import TokenSource
 
 data_app = typer.Typer(
-    help="Prepare text, structures and fields; look at them, verify them.",
+    help="Prepare text, structures and fields; look at them, verify them; make small data to begin with.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -99,6 +100,7 @@ data_app.command("prepare-graphs", epilog=examples("phalanx data prepare-graphs 
 data_app.command(
     "prepare-fields", epilog=examples("phalanx data prepare-fields examples/climax-small.yaml --out data/fields")
 )(prepare_fields_of)
+data_app.add_typer(sample_app, name="sample")
 
 
 def _splits(path: Path) -> dict[str, TokenSource]:

@@ -1,7 +1,9 @@
 """Forecasts of several weather models as one ensemble: its mean, its spread against its error, and its CRPS.
 
 Members' deviations from their mean are stretched by one factor a variable and lead time, which makes spread and error alike
-on the validation split; scores are of the test split. Forecasts are scored as they are made and none is kept.
+on the validation split; scores are of the test split. Members as they are and stretched ones are compared by the CRPS of
+their empirical distribution: the fair one takes members for independent draws, and rewards stretching them beyond the truth.
+Forecasts are scored as they are made and none is kept.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from phalanx.config.families import WeatherRun
 from phalanx.data.fields.field_set import FieldSet
 from phalanx.data.fields.samples import Cases, FieldReader
+from phalanx.data.fields.times import HOUR
 from phalanx.data.fields.windows import SplitName
 from phalanx.ensemble.document import EnsembleFile, entries
 from phalanx.ensemble.members import Member, require_alike
@@ -31,6 +35,8 @@ _BATCH = 8
 """Inputs that are forecast from at a time."""
 _OWN = {"statistics", "cache_mb", "prefetch", "lead_hours", "rollout_hours"}
 """Fields of the data section in which members may differ; what is normalised by is compared by itself."""
+_SPLITS: tuple[SplitName, ...] = ("validation", "test")
+"""What calibrates, and what is scored: `split_frames` refuses splits that share times."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -48,7 +54,7 @@ class ForecastRow:
     raw: EnsembleScore
     """Of the members as they are."""
     scores: EnsembleScore
-    """Of the members stretched."""
+    """Of the members stretched; without a fair CRPS."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -61,6 +67,8 @@ class ForecastEnsemble:
 
     members: list[Member]
     rows: list[ForecastRow]
+    hours_between: float
+    """Hours between the times that calibrated and those that are scored, where they come closest."""
 
     def facts(self) -> dict[str, Any]:
         """Everything as plain values."""
@@ -70,6 +78,9 @@ class ForecastEnsemble:
                 {"name": one.name, "checkpoint": str(one.checkpoint), "step": one.step, "weight": 1 / len(self.members)}
                 for one in self.members
             ],
+            "calibrated_on": "validation",
+            "scored_on": "test",
+            "hours_between": self.hours_between,
             "forecasts": [row.as_dict() for row in self.rows],
         }
 
@@ -109,8 +120,10 @@ def build_forecasts(
     fields = FieldSet(loaded[0].run.data)
     require_grid(loaded[0].run, fields.grid)
 
+    readers = {split: fields.reader(split, seed=0, leads=list(steps[0])) for split in _SPLITS}
+
     def scored(split: SplitName, stretches: Tensor | None) -> _Sums:
-        reader = fields.reader(split, seed=0, leads=list(steps[0]))
+        reader = readers[split]
         sums = _Sums(reader, len(members), device, stretches)
         for cases, forecasts in _all_forecasts(loaded, steps, reader, starts, share, split, progress):
             sums.add(reader, cases, forecasts)
@@ -118,7 +131,8 @@ def build_forecasts(
         return sums
 
     stretches = scored("validation", None).stretches()
-    return ForecastEnsemble(list(members), scored("test", stretches).rows(stretches))
+    rows = scored("test", stretches).rows(stretches)
+    return ForecastEnsemble(list(members), rows, _hours_between(readers["validation"], readers["test"]))
 
 
 def _all_forecasts(
@@ -145,6 +159,12 @@ def _all_forecasts(
         progress(split, done, len(mine))
 
 
+def stretch_members(forecasts: Tensor, factor_V: Tensor) -> Tensor:
+    """Multiply the members' deviations from their mean: forecasts [n, M, V, H, W], one factor a variable [V]."""
+    mean = forecasts.mean(1, keepdim=True)
+    return mean + factor_V[:, None, None] * (forecasts - mean)
+
+
 class _Sums:
     """Scores of members, of the ensemble as it is, and of the stretched one."""
 
@@ -153,7 +173,10 @@ class _Sums:
         self._leads = torch.tensor(reader.leads)
         self._device = device
         self._alone = [ForecastScores(reader.outputs, reader.leads, area) for _ in range(members)]
-        self._raw, self._stretched = (EnsembleScores(reader.outputs, reader.leads, area, members) for _ in range(2))
+        self._raw, self._stretched = (
+            EnsembleScores(reader.outputs, reader.leads, area, members, independent=independent)
+            for independent in (True, False)
+        )
         self._stretches_LV = stretches_LV
 
     def add(self, reader: FieldReader, cases: Cases, forecasts: Tensor) -> None:
@@ -166,9 +189,8 @@ class _Sums:
         for number, scores in enumerate(self._alone):
             scores.add(forecasts[:, number], truth, hours)
         lead = int((self._leads == int(hours[0])).nonzero()[0, 0])
-        mean = forecasts.double().mean(1, keepdim=True)
-        factor = self._stretches_LV[lead].to(self._device)[:, None, None]
-        self._stretched.add(mean + factor * (forecasts.double() - mean), truth, hours)
+        factor_V = self._stretches_LV[lead].to(self._device)
+        self._stretched.add(stretch_members(forecasts.double(), factor_V), truth, hours)
 
     def all_reduce(self) -> None:
         """Add up what all ranks scored."""
@@ -193,6 +215,16 @@ class _Sums:
             )
             for place, (raw, stretched, stretch) in enumerate(both)
         ]
+
+
+def _hours_between(first: FieldReader, second: FieldReader) -> float:
+    """Return the hours between the frames of two splits, in the source where they come closest."""
+    found = []
+    for one, other in zip(first.sources, second.sources, strict=True):
+        seconds = one.store.times.seconds
+        apart = np.subtract.outer(seconds[one.windows.frames[[0, -1]]], seconds[other.windows.frames[[0, -1]]])
+        found.append(float(np.abs(apart).min()) / HOUR)
+    return min(found)
 
 
 def _require_same_fields(members: Sequence[Member], loaded: Sequence[LoadedForecaster]) -> None:

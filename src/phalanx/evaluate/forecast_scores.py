@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _SUMS = ("squared", "error", "absolute", "correlation")
-_ENSEMBLE_SUMS = ("squared", "error", "variance", "crps")
+_ENSEMBLE_SUMS = ("squared", "error", "variance", "crps", "fair_crps")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,10 @@ class EnsembleScore:
     bias: float
     """Of the ensemble mean."""
     crps: float
-    """Continuous ranked probability score, in its fair form: that expected of an ensemble of any size."""
+    """Continuous ranked probability score of the members' empirical distribution."""
+    fair_crps: float | None
+    """The same in its fair form: the score expected of infinitely many such members. None for members that are not
+    independent draws, as calibrated ones: its correction rewards spread beyond the truth, of two members without end."""
     spread: float
     """Square root of the mean over forecasts of the area-weighted ensemble variance (divided by members - 1)."""
     spread_skill: float
@@ -126,9 +129,18 @@ class ForecastScores:
 class EnsembleScores:
     """Sums from which the scores of ensemble forecasts follow, by lead time and variable."""
 
-    def __init__(self, variables: Sequence[str], lead_hours: Sequence[int], area_weights: Tensor, members: int) -> None:
-        """area_weights: [H, W]; members: of every ensemble, at least 2."""
+    def __init__(
+        self,
+        variables: Sequence[str],
+        lead_hours: Sequence[int],
+        area_weights: Tensor,
+        members: int,
+        *,
+        independent: bool = True,
+    ) -> None:
+        """area_weights: [H, W]; members: of every ensemble, at least 2; independent: whether the fair score applies."""
         assert members >= 2, members
+        self.independent = independent
         self.variables = tuple(variables)
         self.lead_hours = tuple(lead_hours)
         self.members = members
@@ -144,18 +156,21 @@ class EnsembleScores:
         mean = members.mean(1)
         variance = (members - mean[:, None]).square().sum(1) / (self.members - 1)
         error = torch.where(there, mean - truth, 0.0)
+        crps, fair = ensemble_crps(members, truth), fair_crps(members, truth)
         values = {
             "squared": _area_sum(error * error, weights),
             "error": _area_sum(error, weights),
             "variance": _area_sum(torch.where(there, variance, 0.0), weights),
-            "crps": _area_sum(torch.where(there, fair_crps(members, truth), 0.0), weights),
+            "crps": _area_sum(torch.where(there, crps, 0.0), weights),
+            "fair_crps": _area_sum(torch.where(there, fair, 0.0), weights),
         }
         self._table.add(values, there, lead_hours)
 
     def merge(self, other: EnsembleScores) -> EnsembleScores:
         """The scores of both bodies of forecasts together."""
         assert (self.variables, self.lead_hours, self.members) == (other.variables, other.lead_hours, other.members)
-        merged = EnsembleScores(self.variables, self.lead_hours, self._area, self.members)
+        assert self.independent == other.independent
+        merged = EnsembleScores(self.variables, self.lead_hours, self._area, self.members, independent=self.independent)
         merged._table.sums = self._table.sums + other._table.sums
         return merged
 
@@ -178,6 +193,7 @@ class EnsembleScores:
                     rmse=rmse,
                     bias=cell.mean("error"),
                     crps=cell.mean("crps"),
+                    fair_crps=cell.mean("fair_crps") if self.independent else None,
                     spread=spread,
                     spread_skill=ratio,
                 )
@@ -186,17 +202,35 @@ class EnsembleScores:
 
 
 def fair_crps(members: Tensor, truth: Tensor) -> Tensor:
-    """The fair continuous ranked probability score of each point: members [B, M, ...], truth [B, ...] -> [B, ...].
+    """Return the fair continuous ranked probability score of each point: members [B, M, ...], truth [B, ...] -> [B, ...].
 
-    mean |x_i - y| - sum_ij |x_i - x_j| / (2 M (M - 1)) (Ferro 2014), the double sum taken over sorted members, in which
-    the i-th of M counts 2 i - M - 1 times (i from 1).
+    mean |x_i - y| - sum_ij |x_i - x_j| / (2 M (M - 1)) (Ferro 2014): unbiased where members are independent draws, and no
+    proper score of anything else.
     """
     count = members.shape[1]
-    skill = (members - truth.unsqueeze(1)).abs().mean(1)
+    distance, difference = _crps_terms(members, truth)
+    return distance - difference / (count * (count - 1))
+
+
+def ensemble_crps(members: Tensor, truth: Tensor) -> Tensor:
+    """Return the continuous ranked probability score of the members' empirical distribution; shapes as in `fair_crps`.
+
+    mean |x_i - y| - sum_ij |x_i - x_j| / (2 M^2) (Gneiting and Raftery 2007): proper whatever the members are.
+    """
+    distance, difference = _crps_terms(members, truth)
+    return distance - difference / members.shape[1] ** 2
+
+
+def _crps_terms(members: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean |x_i - y| and sum_ij |x_i - x_j| / 2.
+
+    The double sum is taken over sorted members, in which the i-th of M counts 2 i - M - 1 times (i from 1).
+    """
+    count = members.shape[1]
+    distance = (members - truth.unsqueeze(1)).abs().mean(1)
     order = torch.arange(1, count + 1, device=members.device, dtype=members.dtype) * 2 - count - 1
-    ordered = members.sort(1).values
-    spread: Tensor = torch.tensordot(ordered.movedim(1, -1), order, dims=1)
-    return skill - spread / (count * (count - 1))
+    difference: Tensor = torch.tensordot(members.sort(1).values.movedim(1, -1), order, dims=1)
+    return distance, difference
 
 
 def _mean_weights(area_HW: Tensor, there_BVHW: Tensor) -> Tensor:

@@ -130,6 +130,7 @@ FORECASTS: tuple[tuple[str, Any], ...] = (
     ("best member", lambda row: number(row["best_member_rmse"])),
     ("CRPS", lambda row: number(row["scores"]["crps"])),
     ("CRPS as is", lambda row: number(row["raw"]["crps"])),
+    ("fair CRPS as is", lambda row: number(row["raw"]["fair_crps"])),
     ("spread", lambda row: number(row["scores"]["spread"])),
     ("spread/error", lambda row: number(row["scores"]["spread_skill"])),
     ("as is", lambda row: number(row["raw"]["spread_skill"])),

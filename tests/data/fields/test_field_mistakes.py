@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import netCDF4
 import numpy as np
 import pytest
+import zarr
 
 from field_files import LATITUDES, dataset, field, field_data, write_climax, write_year
 from phalanx.config.field_data import FieldSource
@@ -273,6 +275,60 @@ def test_a_variable_that_never_changes(tmp_path: Path) -> None:
     flat["z500"][:] = 3.0
     flat.to_netcdf(tmp_path / "a.nc")
     assert "z500 is 3 everywhere in the training split" in refused(DataError, tmp_path / "a.nc")
+
+
+def test_a_variable_without_any_value(tmp_path: Path) -> None:
+    fields = dataset(HOURS)
+    fields["t850"][:] = np.nan
+    fields.to_netcdf(tmp_path / "empty.nc")
+    for missing in ("skip", "mask", "refuse"):
+        message = refused(DataError, tmp_path / "empty.nc", missing=missing)
+        assert message == f"{tmp_path}/empty.nc: t850 has no value in the training split; nothing can be learnt from it"
+
+
+def test_coordinates_without_any_value(tmp_path: Path) -> None:
+    for name in ("lat", "lon", "time"):
+        fields = dataset(HOURS)
+        fields[name] = (name, np.full(fields.sizes[name], np.nan), fields[name].attrs)
+        fields.to_netcdf(tmp_path / f"{name}.nc")
+        assert f"{name}.nc" in refused(DataError, tmp_path / f"{name}.nc")
+
+
+@pytest.mark.parametrize("name", ["lat", "time"])
+def test_dimensions_that_are_declared_longer_than_memory(tmp_path: Path, name: str) -> None:
+    """Files of a few kilobytes, of which nothing is read."""
+    lengths = {"time": 4, "lat": 6, "lon": 8} | {name: 4_000_000_000}
+    with netCDF4.Dataset(tmp_path / "huge.nc", "w") as file:
+        for one, length in lengths.items():
+            file.createDimension(one, length)
+            file.createVariable(one, "f8", (one,), zlib=True, chunksizes=(min(length, 2**20),))
+        file["time"].units = "hours since 2000-01-01"
+        file.createVariable("z500", "f4", ("time", "lat", "lon"), zlib=True, chunksizes=(1, 1, 8))
+    assert (tmp_path / "huge.nc").stat().st_size < 10**6
+    message = refused(DataError, tmp_path / "huge.nc")
+    assert message == (
+        f"{tmp_path}/huge.nc: 4,000,000,000 values along {name} are more than the 16,777,216 that can be read; the file is "
+        f"damaged, or must be parted"
+    )
+    group = zarr.open_group(str(tmp_path / "huge.zarr"), mode="w", zarr_format=2)
+    for one, length in lengths.items():
+        array = group.create_array(one, shape=(length,), chunks=(min(length, 2**20),), dtype="f8")
+        array.attrs["_ARRAY_DIMENSIONS"] = [one]
+    assert f"huge.zarr: 4,000,000,000 values along {name}" in refused(DataError, tmp_path / "huge.zarr")
+
+
+def test_a_grid_larger_than_memory(tmp_path: Path) -> None:
+    with netCDF4.Dataset(tmp_path / "grid.nc", "w") as file:
+        for one, values in (
+            ("time", np.arange(4.0)),
+            ("lat", np.linspace(-89, 89, 20_000)),
+            ("lon", np.arange(20_000) * 0.018),
+        ):
+            file.createDimension(one, len(values))
+            file.createVariable(one, "f8", (one,))[:] = values
+        file["time"].units = "hours since 2000-01-01"
+        file.createVariable("z500", "f4", ("time", "lat", "lon"), zlib=True, chunksizes=(1, 1000, 1000))
+    assert "grid.nc: a grid of 20,000 x 20,000 points is more than" in refused(DataError, tmp_path / "grid.nc")
 
 
 def test_a_truncated_netcdf_file(tmp_path: Path) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import phalanx.data.fields
 from field_files import LATITUDES, LONGITUDES, dataset, field, write_climax, write_year
 from phalanx.config.field_data import FieldName, FieldSource
 from phalanx.data.fields.open import open_store
 from phalanx.data.fields.prepare import prepare_fields
 from phalanx.data.fields.store import BlockCache, FieldStore
-from phalanx.errors import ConfigError, DataError
+from phalanx.errors import DataError
 
 VARIABLES = ("z500", "u10")
 
@@ -203,12 +200,6 @@ def test_the_fingerprint_tells_stores_apart(tmp_path: Path) -> None:
     assert one == open_at(tmp_path / "year").fingerprint
     (tmp_path / "year" / "part3.nc").unlink()
     assert one != open_at(tmp_path / "year").fingerprint
-
-
-def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "zarr" else object())
-    with pytest.raises(ConfigError, match=r'needs the package zarr; pip install "phalanx-train\[weather\]"'):
-        importlib.reload(phalanx.data.fields)
 
 
 def test_what_lies_at_a_path_is_told(tmp_path: Path) -> None:

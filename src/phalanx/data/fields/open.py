@@ -7,9 +7,9 @@ from pathlib import Path
 
 from phalanx.config.field_data import FieldSource
 from phalanx.data.fields.npz_store import NpzStore, is_climax
+from phalanx.data.fields.packages import require_package
 from phalanx.data.fields.prepared import PreparedStore, is_prepared
 from phalanx.data.fields.store import BlockCache, FieldStore
-from phalanx.data.fields.xarray_store import XarrayStore
 from phalanx.errors import DataError
 
 _NETCDF = (".nc", ".nc4", ".netcdf", ".cdf")
@@ -27,7 +27,11 @@ def open_store(source: FieldSource, variables: Sequence[str], statics: Sequence[
         return PreparedStore(path, source, variables, statics)
     if is_climax(path):
         return NpzStore(path, source, variables, statics, cache)
-    return XarrayStore(path, field_files(path), source, variables, statics, cache)
+    files = field_files(path)
+    require_package("xarray", f"{path} needs")
+    from phalanx.data.fields.xarray_store import XarrayStore  # noqa: PLC0415  (needs xarray)
+
+    return XarrayStore(path, files, source, variables, statics, cache)
 
 
 def field_files(path: Path) -> list[Path]:

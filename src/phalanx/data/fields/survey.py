@@ -179,7 +179,9 @@ def survey_store(store: FieldStore) -> Survey:
 
 def merge_moments(parts: Sequence[Moments], points: Sequence[Float64Array]) -> Moments:
     """Statistics of several bodies of frames together. points: values behind each part, [V]."""
-    weights = np.stack(points) / np.sum(points, axis=0)
+    with np.errstate(invalid="ignore"):
+        # NaN for a variable that has no value anywhere.
+        weights = np.stack(points) / np.sum(points, axis=0)
     means, stds = np.stack([part.mean for part in parts]), np.stack([part.std for part in parts])
     mean = (weights * means).sum(axis=0)
     variance = (weights * (stds**2 + (means - mean) ** 2)).sum(axis=0)

@@ -17,6 +17,7 @@ import xarray
 from phalanx.config.field_data import FieldSource
 from phalanx.config.field_names import level_name, split_level
 from phalanx.data.fields.grid import Float32Array, Float64Array, Grid, Orientation, orient
+from phalanx.data.fields.packages import require_package
 from phalanx.data.fields.times import TimeAxis, decode_times
 from phalanx.errors import DataError
 
@@ -26,6 +27,10 @@ _LEVELS = ("level", "pressure_level", "plev", "isobaricInhPa", "lev", "pressure"
 _TIMES = ("time", "valid_time")
 _PLAIN_BLOCK_BYTES = 2**18
 """What is read at once where nothing is compressed: a call through xarray takes about as long as reading this much."""
+_COORDINATES = 2**24
+"""Most values along a dimension: 1,900 years of hours. They are all read as a file is opened."""
+_POINTS = 2**28
+"""Most points of a field: 1 GiB in memory."""
 _READ_ERRORS = (OSError, RuntimeError, ValueError, KeyError, IndexError)
 """What HDF5, zarr and their filters raise for damaged files."""
 
@@ -129,10 +134,12 @@ def open_file(path: Path, source: FieldSource) -> FieldFile:
     """Open a netCDF file or a zarr store.
 
     Raises DataError, naming the file, for one that cannot be opened or has no latitude-longitude grid, and for times that
-    are out of order.
+    are out of order; ConfigError where the package that reads such files is missing.
     """
-    engine = "zarr" if path.is_dir() else "netcdf4"
+    engine, package = ("zarr", "zarr") if path.is_dir() else ("netcdf4", "netCDF4")
+    require_package(package, f"{path} needs")
     try:
+        _require_bounded(path, _declared_lengths(path))
         with warnings.catch_warnings():
             # Stores without consolidated metadata open more slowly, and well.
             warnings.filterwarnings("ignore", message="Failed to open Zarr store with consolidated metadata")
@@ -142,6 +149,11 @@ def open_file(path: Path, source: FieldSource) -> FieldFile:
     names = [str(name) for name in dataset.dims]
     lat_dim = _dimension(dataset, names, _LATITUDES, "latitude", path)
     lon_dim = _dimension(dataset, names, _LONGITUDES, "longitude", path)
+    rows, columns = dataset.sizes[lat_dim], dataset.sizes[lon_dim]
+    if rows * columns > _POINTS:
+        raise DataError(
+            f"{path}: a grid of {rows:,} x {columns:,} points is more than the {_POINTS:,} that can be read; regrid the file"
+        )
     grid, orientation = orient(
         np.asarray(dataset[lat_dim].values, dtype=np.float64),
         np.asarray(dataset[lon_dim].values, dtype=np.float64),
@@ -150,6 +162,28 @@ def open_file(path: Path, source: FieldSource) -> FieldFile:
     time_dim = _time_dimension(dataset, names, source, path)
     times = None if time_dim is None else _times(dataset, time_dim, source, path)
     return FieldFile(path, dataset, grid, orientation, lat_dim, lon_dim, time_dim, times)
+
+
+def _declared_lengths(path: Path) -> dict[str, int]:
+    """Return the length of each dimension that has coordinates, without reading any."""
+    if path.is_dir():
+        import zarr  # noqa: PLC0415  (needs zarr)
+
+        arrays = dict(zarr.open_group(str(path), mode="r").arrays())
+        return {name: int(array.shape[0]) for name, array in arrays.items() if len(array.shape) == 1}
+    import netCDF4  # noqa: PLC0415  (needs netCDF4)
+
+    with netCDF4.Dataset(str(path)) as file:
+        return {name: len(dimension) for name, dimension in file.dimensions.items() if name in file.variables}
+
+
+def _require_bounded(path: Path, lengths: dict[str, int]) -> None:
+    for name, length in lengths.items():
+        if length > _COORDINATES:
+            raise DataError(
+                f"{path}: {length:,} values along {name} are more than the {_COORDINATES:,} that can be read; the file is "
+                f"damaged, or must be parted"
+            )
 
 
 def _dimension(dataset: Any, names: list[str], usual: tuple[str, ...], kind: str, path: Path) -> str:
