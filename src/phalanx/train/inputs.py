@@ -70,6 +70,8 @@ class Inputs:
     """Checks the training data's checksums while training begins."""
     saved: dict[str, Any] = field(default_factory=dict)
     """What of the data goes into every checkpoint."""
+    in_words: str = ""
+    """How much there is to train on, for a person."""
 
     def write(self, run_dir: Path) -> None:
         """Put beside the run what using the model will need of its data; by default nothing."""

@@ -74,7 +74,16 @@ def open_inputs(run: LanguageRun, layout: ResolvedLayout, mesh: Mesh, device: to
     )
     verification = Verification(training if run.data.verify and first else [])
     saved = {"special_tokens": files.special.as_config()}
-    return TextInputs(stream, evaluator, verification, saved, files, run.model.max_positions)
+    count = sum(source.tokens for source in training)
+    return TextInputs(
+        stream,
+        evaluator,
+        verification,
+        saved,
+        f"{count:,} tokens",
+        tokenizer=files,
+        max_positions=run.model.max_positions,
+    )
 
 
 def expected_evaluation(run: LanguageRun) -> ExpectedEvaluation | None:
@@ -153,7 +162,7 @@ class TextEvaluator:
                 sequence_length=length,
                 device=self.device,
                 numbers=numbers,
-                microbatch=self.run.layout.microbatch,
+                microbatch=executor.layout.microbatch,
                 document_mask=self.run.data.document_mask,
                 byte_counts=self.token_bytes_V,
                 sharing=Sharing(mesh.data_rank, executor.layout.data_ranks, counts=mesh.reads_first),

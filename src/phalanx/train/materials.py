@@ -126,10 +126,13 @@ def open_inputs(run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: t
         run.model.branches,
         None if start is None else Path(start),
     )
+    words = f"{sum(len(source) for source in training):,} structures"
     if layout.data_ranks == 1:
-        return GraphInputs(stream, evaluator, verification, elements=known)
+        return GraphInputs(stream, evaluator, verification, in_words=words, elements=known)
     balancer = _balancer(run, layout, mesh, device, graphs)
-    return GraphInputs(stream, evaluator, verification, balancer=balancer, graphs=graphs, elements=known)
+    return GraphInputs(
+        stream, evaluator, verification, in_words=words, balancer=balancer, graphs=graphs, elements=known
+    )
 
 
 def expected_evaluation(run: MaterialsRun) -> ExpectedEvaluation | None:
