@@ -107,8 +107,7 @@ def _layout_on(machine: Machine | None, run: Run, devices: int) -> ResolvedLayou
     device = machine.node.device
     capacity = device_facts(device).memory_bytes
     fits = None if capacity is None else memory_fits(run, capacity, rocm=device.startswith("MI"))
-    with shelf():
-        return resolve_layout(run, devices, machine.node.devices, fits)
+    return resolve_layout(run, devices, machine.node.devices, fits)
 
 
 def _launcher(where: str, devices: int, machine: Machine | None) -> Launcher:

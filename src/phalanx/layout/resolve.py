@@ -49,6 +49,15 @@ def resolve_layout(
     return layout
 
 
+def is_legal(run: Run, world_size: int, devices_per_node: int | None = None) -> bool:
+    """Return whether `run` has a legal layout on `world_size` ranks as it stands."""
+    try:
+        layout = with_degrees(run, _fill_degrees(run.layout, world_size))
+    except _Indivisible:
+        return False
+    return not reasons(run, layout, world_size, devices_per_node)
+
+
 def with_degrees(run: Run, degrees: Degrees, fits: MemoryFits | None = None) -> ResolvedLayout:
     """The layout with these degrees and all else as `run` says; legal or not. fits: as for `resolve_layout`."""
     chosen = run.layout
@@ -195,7 +204,7 @@ def _instead(run: Run, world_size: int, devices_per_node: int | None) -> str:
     changes = sorted((abs(d - value), d, name) for name, value in given.items() for d in divisors(world_size))
     more = _more_ranks(run, world_size, devices_per_node)
     for _, degree, name in changes:
-        if _is_legal(_changed(run, {f"layout.{name}": degree}), world_size, devices_per_node):
+        if is_legal(_changed(run, {f"layout.{name}": degree}), world_size, devices_per_node):
             return f"{more}nearest legal: {name}={degree}"
     wanted = with_degrees(run, {name: 1 if value == "auto" else value for name, value in stated.items()})
     nearest = _nearest(run, wanted, world_size, devices_per_node)
@@ -206,7 +215,7 @@ def _more_ranks(run: Run, world_size: int, devices_per_node: int | None) -> str:
     """Return the line that says how many ranks the stated degrees need, for who has started one alone; else nothing."""
     degrees = [getattr(run.layout, name) for name in DEGREES]
     needed = math.prod(degree for degree in degrees if degree != "auto")
-    if world_size > 1 or needed == 1 or not _is_legal(run, needed, devices_per_node):
+    if world_size > 1 or needed == 1 or not is_legal(run, needed, devices_per_node):
         return ""
     return f"start {needed} ranks: --nproc {needed}, or with torchrun or srun\n"
 
@@ -218,7 +227,7 @@ def _explain(
     lines = "\n".join(reason.text for reason in found)
     fixes = list(_joint_fixes(found))
     same = [fix for fix in fixes if not any(name in _EXPERIMENT for name in fix)]
-    mending = [fix for fix in same if _is_legal(_changed(run, fix), world_size, devices_per_node)]
+    mending = [fix for fix in same if is_legal(_changed(run, fix), world_size, devices_per_node)]
     more = _more_ranks(run, world_size, devices_per_node) if layout.world_size != world_size else ""
     if mending:
         return f"{lines}\n{more}nearest legal: {_join([_words(fix) for fix in mending[:_SUGGESTED]])}"
@@ -235,7 +244,7 @@ def _other_experiment(
 ) -> str:
     """Return what is legal with another global batch or precision, which train another run, or that nothing is."""
     changing = [fix for fix in fixes if any(name in _EXPERIMENT for name in fix)]
-    mending = [_words(fix) for fix in changing if _is_legal(_changed(run, fix), world_size, devices_per_node)]
+    mending = [_words(fix) for fix in changing if is_legal(_changed(run, fix), world_size, devices_per_node)]
     if not mending:
         for fix in changing:
             beside = {name: value for name, value in fix.items() if name.removeprefix("layout.") not in DEGREES}
@@ -265,14 +274,6 @@ def _changed(run: Run, fix: Fix) -> Run:
         section, field = name.split(".")
         run = run.model_copy(update={section: getattr(run, section).model_copy(update={field: value})})
     return run
-
-
-def _is_legal(run: Run, world_size: int, devices_per_node: int | None) -> bool:
-    try:
-        layout = with_degrees(run, _fill_degrees(run.layout, world_size))
-    except _Indivisible:
-        return False
-    return not reasons(run, layout, world_size, devices_per_node)
 
 
 def _words(fix: Fix) -> list[str]:

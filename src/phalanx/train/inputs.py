@@ -124,6 +124,15 @@ def expected_evaluation(run: Run) -> ExpectedEvaluation | None:
     return found
 
 
+def check_inputs(run: Run) -> str:
+    """Look for every source of the run file, without reading it, and return in words how much there is to train on.
+
+    Raises DataError, or ConfigError, for what training would refuse of what can be seen so.
+    """
+    found: str = import_module(f"phalanx.train.{run.model.family}").check_inputs(run)
+    return found
+
+
 def open_inputs(run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
     """Open every source of the run file. first: whether this rank does what is done once.
 

@@ -17,7 +17,6 @@ from phalanx.compat import is_rocm
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.cost.microbatch import memory_fits
-from phalanx.cost.shelf import shelf
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.files import write_atomically
 from phalanx.layout.apply import Applied, apply_layout
@@ -80,15 +79,14 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
 
 def _fit_microbatch(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device) -> ResolvedLayout:
     """Return `layout` with a micro-batch that fits the device, where the run file leaves it to us."""
-    # The first rank decides: others may have seen another trace cache.
     capacity = memory_bytes(device)
     if run.layout.microbatch != "auto" or capacity is None:
         return layout
+    # One rank traces the model for all, so that all have the same.
     chosen = [layout]
     if ranks.first:
-        with shelf():
-            fits = memory_fits(run, capacity, rocm=is_rocm())
-            chosen = [resolve_layout(run, ranks.world_size, ranks.ranks_per_node, fits)]
+        fits = memory_fits(run, capacity, rocm=is_rocm())
+        chosen = [resolve_layout(run, ranks.world_size, ranks.ranks_per_node, fits)]
     if dist.is_initialized():
         dist.broadcast_object_list(chosen, src=0)
     return chosen[0]

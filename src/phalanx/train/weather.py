@@ -18,6 +18,7 @@ from phalanx.data.fields.batches import FieldBatchStream
 from phalanx.data.fields.climatology import Climatology
 from phalanx.data.fields.field_set import FieldSet
 from phalanx.data.fields.grid import Grid
+from phalanx.data.fields.open import require_fields
 from phalanx.data.fields.samples import Cases, FieldReader
 from phalanx.data.fields.statistics import FieldStatistics
 from phalanx.errors import DataError
@@ -73,6 +74,14 @@ def open_inputs(run: WeatherRun, layout: ResolvedLayout, mesh: Mesh, device: tor
     words = f"{sum(len(source.windows.starts) for source in reader.sources):,} frames to start from"
     verification = Verification([fields] if first else [])
     return FieldInputs(stream, evaluator, verification, in_words=words, statistics=fields.statistics)
+
+
+def check_inputs(run: WeatherRun) -> str:
+    """See `train.inputs.check_inputs`. How many frames there are takes opening them all."""
+    for source in run.data.sources:
+        require_fields(Path(source.path))
+    count = len(run.data.sources)
+    return f"fields at {count} place{'s' if count > 1 else ''}"
 
 
 def expected_evaluation(run: WeatherRun) -> ExpectedEvaluation | None:
