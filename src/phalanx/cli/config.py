@@ -66,7 +66,7 @@ def list_presets(
         _print_presets(presets)
 
 
-@config_app.command(epilog=examples("phalanx config show examples/quickstart.yaml training.steps=9"))
+@config_app.command(epilog=examples("phalanx config show examples/quickstart.yaml training.steps=900"))
 def show(run: RunFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Print the resolved run file.
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.layout.resolve import is_legal, resolve_layout
+from phalanx.layout.resolve import is_legal, resolve_layout, stated_ranks
 from phalanx.layout.spec import DEGREES, ResolvedLayout
 from phalanx.train.inputs import check_inputs
 
@@ -40,8 +39,8 @@ def check_beside(run: Run, ranks: int | None, *, data: bool) -> dict[str, Any]:
 
 
 def _on_fewest(run: Run) -> ResolvedLayout:
-    """Return the layout on the fewest ranks on which it is legal. Raises ConfigError, about the least number, where on none."""
-    least = math.prod(degree for name in DEGREES if (degree := getattr(run.layout, name)) != "auto")
+    """Return the layout on the fewest ranks on which it is legal. Raises ConfigError where it is legal on none."""
+    least = stated_ranks(run)
     more = any(getattr(run.layout, name) == "auto" for name in DEGREES)
     tried = (least * multiple for multiple in range(1, _TRIED + 1 if more else 2))
     return resolve_layout(run, next((ranks for ranks in tried if is_legal(run, ranks)), least))

@@ -49,6 +49,12 @@ def resolve_layout(
     return layout
 
 
+def stated_ranks(run: Run) -> int:
+    """Return the ranks that the stated degrees multiply to; `auto` counts as 1."""
+    degrees = [getattr(run.layout, name) for name in DEGREES]
+    return math.prod(degree for degree in degrees if degree != "auto")
+
+
 def is_legal(run: Run, world_size: int, devices_per_node: int | None = None) -> bool:
     """Return whether `run` has a legal layout on `world_size` ranks as it stands."""
     try:
@@ -213,8 +219,7 @@ def _instead(run: Run, world_size: int, devices_per_node: int | None) -> str:
 
 def _more_ranks(run: Run, world_size: int, devices_per_node: int | None) -> str:
     """Return the line that says how many ranks the stated degrees need, for who has started one alone; else nothing."""
-    degrees = [getattr(run.layout, name) for name in DEGREES]
-    needed = math.prod(degree for degree in degrees if degree != "auto")
+    needed = stated_ranks(run)
     if world_size > 1 or needed == 1 or not is_legal(run, needed, devices_per_node):
         return ""
     return f"start {needed} ranks: --nproc {needed}, or with torchrun or srun\n"

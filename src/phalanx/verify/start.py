@@ -14,8 +14,8 @@ from phalanx.cluster.local_ranks import RanksFailed, run_ranks
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.layout.mesh import Ranks, join_process_group, leave_process_group, ranks_from_environment
-from phalanx.layout.resolve import every_layout, resolve_layout
-from phalanx.layout.spec import DEGREES, ResolvedLayout
+from phalanx.layout.resolve import every_layout, resolve_layout, stated_ranks
+from phalanx.layout.spec import ResolvedLayout
 from phalanx.verify.check import Verdict, Verifier
 from phalanx.verify.family import family_verification
 from phalanx.verify.reduced import full_run, reduced_run, with_small_batch
@@ -60,7 +60,7 @@ def verify_run(run: Run, options: Options) -> Outcome:
     Raises ConfigError before anything starts when a layout is not legal, and PhalanxError when ranks fail or hang.
     """
     ranks = ranks_from_environment()
-    world = ranks.world_size if ranks.world_size > 1 else options.ranks or _stated_ranks(run)
+    world = ranks.world_size if ranks.world_size > 1 else options.ranks or stated_ranks(run)
     if ranks.world_size == 1 and world > MOST_RANKS:
         raise ConfigError(
             f"{world:,} ranks are more than the {MOST_RANKS} that verify starts on one machine; take smaller degrees of the "
@@ -82,15 +82,6 @@ def verify_run(run: Run, options: Options) -> Outcome:
     chosen = run.layout
     fixed = f"gather={chosen.gather} gather_blocks={chosen.gather_blocks} recompute={chosen.recompute}"
     return Outcome(verdicts, _in_words(small), world, fixed if options.everything else "")
-
-
-def _stated_ranks(run: Run) -> int:
-    """The product of the degrees that are numbers; `auto` counts as 1."""
-    product = 1
-    for name in DEGREES:
-        degree = getattr(run.layout, name)
-        product *= 1 if degree == "auto" else degree
-    return product
 
 
 def _under_a_launcher(run: Run, layouts: list[ResolvedLayout], options: Options, ranks: Ranks) -> list[Verdict]:
