@@ -26,7 +26,7 @@ SECTIONS: dict[str, Fields] = {
         "max_positions": 64,
     },
     "data": {"sources": ["nowhere"], "sequence_length": 32},
-    "layout": {"global_batch": 64},
+    "layout": {"global_batch": 64, "microbatch": 1},
     "optimizer": {"lr": 0.01},
     "training": {"steps": 1},
     "cluster": {},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from command_line import Call
 from config.run_text import RUN
 from phalanx.config.load import load_run, parse_run
 from phalanx.config.presets import preset_names
+from token_data import write_run_file, write_token_folder
 
 DOCS = Path(__file__).parents[2] / "docs"
+QUICKSTART = DOCS.parent / "examples" / "quickstart.yaml"
 
 
 @pytest.fixture
@@ -62,10 +65,11 @@ def test_show_json_is_the_resolved_run(call: Call, run_file: str) -> None:
 
 
 def test_check_prints_what_follows(call: Call, run_file: str) -> None:
-    assert call("config", "check", run_file).out == (
+    assert call("config", "check", run_file, "--no-data").out == (
         f"{run_file} is sound\n"
         "  model         llama3-8b: 4 layers x 4096, 32 heads (8 kv), vocabulary 128,256\n"
         "  parameters    1,923,125,248 (1.40B in matmuls)\n"
+        "  layout        one rank microbatch=2 x 128\n"
         "  global batch  256 samples x 2,048 = 524,288 tokens\n"
         "  run           100 steps, 52.4M tokens, 0.0273 a parameter\n"
         "  model FLOPs   4.5e+17 (8.59B a token; causal: attention halved)\n"
@@ -73,12 +77,67 @@ def test_check_prints_what_follows(call: Call, run_file: str) -> None:
 
 
 def test_check_json(call: Call, run_file: str) -> None:
-    facts = json.loads(call("config", "check", run_file, "--json", "training.flops=palm").out)
+    facts = json.loads(call("config", "check", run_file, "--no-data", "--json", "training.flops=palm").out)
     matmul = 4 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096
     per_token = 6 * matmul + 12 * 4 * 4096 * 2048
     assert facts["matmul_parameters"] == matmul and facts["flops_per_token"] == per_token
     assert facts["tokens"] == 100 * 524288 and facts["flops"] == per_token * 100 * 524288
     assert facts["flops_convention"] == "palm"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("pp=99", "layout.pp=99 x layout.stages_per_rank=1 = 99 stages, more than the model.n_layers=4 layers"),
+        ("tp=3", "layout.tp=3 does not divide model.d_ff (512, in 32 parts of 16 that stay together)"),
+        ("--nproc 3", "layout.global_batch=16 samples is not a multiple of 3 data-parallel ranks"),
+        ("--devices 4 tp=8", "layout.tp=8 does not divide the world size 4"),
+        ("tp=auto pp=auto", "layout.tp and layout.pp are both auto"),
+    ],
+)
+def test_check_refuses_layouts_that_training_would_refuse(words: str, reason: str, call: Call) -> None:
+    outcome = call("config", "check", str(QUICKSTART), "--no-data", *words.split())
+    assert outcome.code == 2 and outcome.out == ""
+    assert reason in outcome.err
+
+
+def test_check_knows_the_heads_of_every_family(call: Call) -> None:
+    outcome = call("config", "check", str(QUICKSTART.parent / "orbit-113b.yaml"), "--no-data", "layout.tp=128")
+    assert outcome.code == 2 and "layout.tp=128 does not divide model.n_heads (64 parts)" in outcome.err
+
+
+def test_check_says_the_layout_of_so_many_ranks(call: Call) -> None:
+    alone = json.loads(call("config", "check", str(QUICKSTART), "--no-data", "--json").out)
+    assert (alone["ranks"], alone["layout"], alone["data"]) == (1, "one rank microbatch=16 x 1", None)
+    shown = call("config", "check", str(QUICKSTART), "--no-data", "--nproc", "8", "tp=2").out
+    assert "  layout        8 ranks: dp_shard=4 tp=2 reshard_after_forward=True microbatch=4 x 1\n" in shown
+    # The fewest ranks over which this batch divides are not the fewest that the degrees allow.
+    words = ["global_batch=11", "microbatch=1", "pp=2", "schedule=interleaved_1f1b", "layout.stages_per_rank=2"]
+    assert json.loads(call("config", "check", str(QUICKSTART), "--no-data", "--json", *words).out)["ranks"] == 22
+
+
+def test_check_looks_for_the_data(call: Call, tmp_path: Path) -> None:
+    missing = call("config", "check", str(QUICKSTART), "data.sources=[nosuch]", "tp=3")
+    assert missing.code == 2
+    assert "nosuch: nothing there" in missing.err and "--no-data" in missing.err
+    assert "layout.tp=3 does not divide" in missing.err
+    run = write_run_file(tmp_path / "run.yaml", write_token_folder(tmp_path / "data"))
+    shown = call("config", "check", str(run))
+    assert shown.code == 0 and re.search(r"^  data          [0-9,]+ tokens$", shown.out, re.MULTILINE)
+    small = call("config", "check", str(run), "model.vocab_size=9")
+    assert small.code == 2 and "raise model.vocab_size" in small.err
+
+
+@pytest.mark.parametrize(
+    ("example", "missing"),
+    [("storm-1996.yaml", "nothing there"), ("materials-xtb.yaml", "prepare the source first")],
+)
+def test_check_looks_for_the_data_of_every_family(
+    example: str, missing: str, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = call("config", "check", str(QUICKSTART.parent / example))
+    assert outcome.code == 2 and missing in outcome.err
 
 
 def test_check_of_a_wrong_file(call: Call, run_file: str) -> None:
@@ -90,8 +149,8 @@ def test_check_of_a_wrong_file(call: Call, run_file: str) -> None:
 def test_fields(call: Call) -> None:
     one = call("config", "fields", "layout").out
     assert (
-        "  layout.microbatch = 1\n      Samples one rank computes at a time. May be a whole number of at least 1.\n"
-        in one
+        "  layout.tp_across_nodes = false\n      Whether tensor-parallel groups may span nodes (slow on most networks). May "
+        "be true or false.\n" in one
     )
     assert "  layout.global_batch required\n" in one and "optimizer" not in one.split("\n")[0]
     everything = call("config", "fields").out
@@ -115,10 +174,10 @@ def test_guide_holds_the_current_table(guide: str, command: str, call: Call) -> 
 def test_first_run_file_of_the_guide_is_sound(call: Call, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text((DOCS / "run_file.md").read_text("utf-8").split("```yaml\n")[1].split("```")[0])
-    assert call("config", "check", str(file)).code == 0
+    assert call("config", "check", str(file), "--no-data").code == 0
 
 
 @pytest.mark.parametrize("example", sorted((DOCS.parent / "examples").glob("*.yaml")), ids=lambda path: path.name)
 def test_examples_are_sound(example: Path, call: Call) -> None:
-    outcome = call("config", "check", str(example))
+    outcome = call("config", "check", str(example), "--no-data")
     assert (outcome.code, outcome.err) == (0, "")

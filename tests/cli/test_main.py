@@ -103,7 +103,7 @@ def test_help_has_one_style(call: Call) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--help", "--version", "config --help", "config list", "config fields", f"config check {QUICKSTART}"],
+    ["--help", "--version", "config --help", "config list", "config fields", f"config show {QUICKSTART}"],
 )
 def test_torch_is_not_loaded(arguments: str) -> None:
     program = (
@@ -230,7 +230,7 @@ def test_shell_completion(line: str, completions: list[str]) -> None:
         "config list",
         "config list lumi-140b",
         "config fields",
-        f"config check {QUICKSTART}",
+        f"config check {QUICKSTART} --no-data",
         f"config check {QUICKSTART} layout.microbach=1 layout.zzzz=1",
     ],
 )

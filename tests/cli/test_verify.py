@@ -37,7 +37,7 @@ def test_a_layout_that_equals_one_rank(run_file: str, call: Call) -> None:
     lines = outcome.out.splitlines()
     assert lines[0].startswith("2 ranks against one; model: 3 layers, width 32, 4 heads (2 key/value), vocabulary ")
     assert lines[1].startswith("bound on relative errors: 16 * sqrt(")
-    assert lines[2].startswith("PASS  tp=2  largest gradient error ")
+    assert lines[2].startswith("PASS  tp=2 microbatch=2 x 4  largest gradient error ")
     assert lines[3] == "1 of 1 layouts compute what one rank computes"
 
 
@@ -53,6 +53,27 @@ def test_every_legal_layout_as_json(run_file: str, call: Call) -> None:
     assert all(entry["error"] <= entry["bound"] for entry in worst.values())
 
 
+def test_what_a_verdict_was_reached_with_is_said(run_file: str, call: Call) -> None:
+    words = ["dp_shard=2", "recompute=full", "gather_blocks=2", "microbatch=1"]
+    outcome = call("verify", run_file, *words, "--steps", "1")
+    assert outcome.code == 0, outcome.err
+    assert (
+        "PASS  dp_shard=2 reshard_after_forward=True microbatch=1 x 2 recompute=full gather_blocks=2  " in outcome.out
+    )
+    everything = call("verify", run_file, "--all", "1", "--steps", "1").out.splitlines()
+    assert everything[-1] == (
+        "tried with gather=layer gather_blocks=1 recompute=none alone: --all varies degrees, schedule, zero, resharding "
+        "and context"
+    )
+
+
+def test_any_batch_of_the_run_file_can_be_verified_on_any_ranks(run_file: str, call: Call) -> None:
+    """The small model's batch is its own: that of the run file need not divide."""
+    assert call("verify", run_file, "pp=3", "global_batch=1", "--steps", "1").code == 0
+    refused = call("verify", run_file, "dp_shard=3", "--full", "--steps", "1", "--nproc", "3")
+    assert refused.code == 2 and "is not a multiple of 3 data-parallel ranks" in refused.err
+
+
 def test_a_difference_is_named_and_ends_with_code_3(run_file: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     right, seeds = check.record, iter((0, 1))
 
@@ -64,7 +85,7 @@ def test_a_difference_is_named_and_ends_with_code_3(run_file: str, call: Call, m
     outcome = call("verify", run_file, "--nproc", "1")
     assert outcome.code == 3
     lines = outcome.out.splitlines()
-    assert lines[2] == "FAIL  one rank"
+    assert lines[2] == "FAIL  one rank microbatch=2 x 2"
     assert lines[3].startswith("      first: activations of embedding in step 1 differs by 1.")
     assert lines[4].startswith("      then:  activations of blocks.0 in step 1 differs by ")
     assert lines[-1] == "0 of 1 layouts compute what one rank computes"

@@ -26,7 +26,7 @@ def test_mappings_of_names_in_words() -> None:
 
 def test_types_and_bounds_in_words() -> None:
     allowed = {name: field.allowed for name, field in all_fields().items()}
-    assert allowed["layout.microbatch"] == "a whole number of at least 1"
+    assert allowed["layout.microbatch"] == "a whole number of at least 1, or auto"
     assert allowed["layout.dp_shard"] == "a whole number of at least 1, or auto"
     assert allowed["data.prefetch"] == "a whole number from 0 to 64"
     assert allowed["model.dropout"] == "a number of at least 0 and less than 1"

@@ -38,9 +38,11 @@ BY_OVERRIDE = {
     "training.profile={first: 1, last: 2, frist: 3}": "training.profile.frist=3: there is no such field\n"
     "nearest: training.profile.first",
     # wrong types
-    "layout.microbatch='3'": 'layout.microbatch="3" must be a whole number of at least 1\nnearest: layout.microbatch=3',
-    "layout.microbatch=true": "layout.microbatch=true must be a whole number of at least 1",
-    "layout.microbatch=2.5": "layout.microbatch=2.5 must be a whole number of at least 1",
+    "layout.microbatch='3'": (
+        'layout.microbatch="3" must be a whole number of at least 1, or auto\nnearest: layout.microbatch=3'
+    ),
+    "layout.microbatch=true": "layout.microbatch=true must be a whole number of at least 1, or auto",
+    "layout.microbatch=2.5": "layout.microbatch=2.5 must be a whole number of at least 1, or auto",
     "training.steps=1e3": "training.steps=1000.0 must be a whole number of at least 1\nnearest: training.steps=1000",
     "training.steps=null": "training.steps=null must be a whole number of at least 1",
     "training.compile=1": "training.compile=1 must be true, false or auto",
@@ -54,7 +56,7 @@ BY_OVERRIDE = {
     "layout=3": "layout=3 must be a mapping of fields",
     "training.profile=3": "training.profile=3 must be a mapping with first and last, or null",
     # impossible values
-    "layout.microbatch=0": "layout.microbatch=0 must be a whole number of at least 1",
+    "layout.microbatch=0": "layout.microbatch=0 must be a whole number of at least 1, or auto",
     "layout.dp_shard=-1": "layout.dp_shard=-1 must be a whole number of at least 1, or auto",
     "layout.dp_shard=atuo": f"layout.dp_shard=atuo must be {COUNT}, or auto\nnearest: layout.dp_shard=auto",
     "data.prefetch=65": "data.prefetch=65 must be a whole number from 0 to 64",
@@ -100,7 +102,7 @@ IN_FILE = [
         "microbach: 2",
         "layout.microbach=2: there is no such field (run.yaml:9)\nnearest: layout.microbatch",
     ),
-    ("microbatch: 2", "microbatch: two", f"layout.microbatch=two must be {COUNT} (run.yaml:9)"),
+    ("microbatch: 2", "microbatch: two", f"layout.microbatch=two must be {COUNT}, or auto (run.yaml:9)"),
     ("steps: 100", "step: 100", "training.step=100: there is no such field (run.yaml:13)\nnearest: training.steps"),
     ("optimizer:", "optimiser:", "optimiser is not a section of a run file (run.yaml:10)\nnearest: optimizer"),
     (

@@ -191,7 +191,7 @@ RULES: dict[str, tuple[Fields, Fields, int, list[str]]] = {
         4,
         [
             "layout.global_batch=18 samples is not a multiple of layout.microbatch=2 x 4 data-parallel ranks = 8",
-            "nearest legal: global_batch=16 or 24",
+            "nearest legal: dp_shard=1 pp=4, or dp_shard=1 tp=2 pp=2",
         ],
     ),
     "samples for each rank and micro-batches for each stage": (
@@ -200,7 +200,7 @@ RULES: dict[str, tuple[Fields, Fields, int, list[str]]] = {
         8,
         [
             "layout.global_batch=13 samples is not a multiple of layout.microbatch=1 x 2 data-parallel ranks = 2",
-            "nearest legal: global_batch=12 or 14",
+            "nearest legal: dp_shard=1 tp=2 pp=4, or dp_shard=1 cp=2 pp=4",
         ],
     ),
     "micro-batches for each stage": (
@@ -210,7 +210,7 @@ RULES: dict[str, tuple[Fields, Fields, int, list[str]]] = {
         [
             "the 3 micro-batches a rank computes (layout.global_batch over data ranks and layout.microbatch) are fewer than "
             "the 4 stages of layout.schedule=1f1b",
-            "nearest legal: schedule=gpipe, or global_batch=4",
+            "nearest legal: schedule=gpipe",
         ],
     ),
     "rounds of micro-batches": (
@@ -220,7 +220,7 @@ RULES: dict[str, tuple[Fields, Fields, int, list[str]]] = {
         [
             "the 11 micro-batches a rank computes (layout.global_batch over data ranks and layout.microbatch) do not divide "
             "into 2 equal rounds of layout.schedule=interleaved_1f1b",
-            "nearest legal: global_batch=8 or 12",
+            "nearest legal: tp=4 pp=1, or cp=2 tp=2 pp=1",
         ],
     ),
     "nodes": (
@@ -273,7 +273,7 @@ def test_no_choice_may_be_legal() -> None:
     assert refusal(run_with({"data.sequence_length": 17}, global_batch=8, dp_shard=1, tp=67), 67) == [
         "layout.tp=67 does not divide model.n_heads (8 parts)",
         "layout.tp=67 does not divide model.n_kv_heads (4 parts)",
-        "layout.tp=67 does not divide model.d_ff (32 parts)",
+        "layout.tp=67 does not divide model.d_ff (64, in 32 parts of 2 that stay together)",
         "layout.tp=67 leaves some ranks without a row of model.vocab_size=61",
         "data.sequence_length=17 over layout.cp=1 ranks leaves 17 positions, which layout.tp=67 does not divide",
         "no choice of degrees is legal for 67 ranks with the other fields as they are",

@@ -19,7 +19,7 @@ from phalanx.layout.spec import DEGREES, ZERO_BUBBLE, ResolvedLayout
 GPT_175B = """
 model: {preset: gpt-175b}
 data: {sources: [nowhere], sequence_length: 2048}
-layout: {global_batch: 24576, dp_replicate: 8, tp: 8, pp: 16}
+layout: {global_batch: 24576, microbatch: 1, dp_replicate: 8, tp: 8, pp: 16}
 optimizer: {lr: 1e-4}
 training: {steps: 10}
 """
@@ -84,6 +84,82 @@ def test_resharding_is_chosen_by_zero_and_stages(zero: int, pp: int, expected: b
     assert resolve_layout(run_with(zero=zero, pp=pp), 4).reshard_after_forward is expected
 
 
+# --- the micro-batch that auto becomes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "world", "expected"),
+    [
+        ({"global_batch": 16}, 1, 16),
+        ({"global_batch": 16}, 2, 8),
+        ({"global_batch": 16, "tp": 2}, 4, 8),
+        ({"global_batch": 24}, 4, 6),
+        ({"global_batch": 256}, 1, 64),
+        ({"global_batch": 67}, 1, 1),
+        # Four micro-batches for each pipeline rank, as long as there are samples for them.
+        ({"global_batch": 64, "pp": 2}, 2, 8),
+        ({"global_batch": 16, "pp": 4}, 4, 1),
+        ({"global_batch": 4, "pp": 4}, 4, 1),
+        ({"global_batch": 8, "pp": 2, "schedule": "interleaved_1f1b"}, 2, 1),
+        ({"global_batch": 11, "pp": 4, "schedule": "gpipe"}, 4, 1),
+    ],
+)
+def test_auto_is_the_largest_micro_batch_that_divides_and_fills_the_pipeline(
+    fields: Fields, world: int, expected: int
+) -> None:
+    layout = resolve_layout(run_with(microbatch="auto", **fields), world)
+    assert layout.microbatch == expected
+    assert layout.microbatch * layout.accumulation * layout.data_ranks == layout.global_batch
+
+
+def test_a_number_in_the_run_file_stays() -> None:
+    assert resolve_layout(run_with(microbatch=2, global_batch=16), 1, fits=lambda layout: False).microbatch == 2
+
+
+@pytest.mark.parametrize(("room", "expected"), [(64, 16), (15, 8), (3, 2), (0, 1)])
+def test_auto_is_the_largest_that_fits_else_the_smallest(room: int, expected: int) -> None:
+    run = run_with(microbatch="auto", global_batch=16)
+    assert resolve_layout(run, 1, fits=lambda layout: layout.microbatch <= room).microbatch == expected
+
+
+def test_auto_meets_what_schedules_ask_for() -> None:
+    for schedule in ("gpipe", "1f1b", "interleaved_1f1b", *ZERO_BUBBLE):
+        for batch in (8, 12, 24, 56):
+            run = run_with(microbatch="auto", global_batch=batch, pp=4, schedule=schedule)
+            if schedule in ("interleaved_1f1b", *ZERO_BUBBLE):
+                run = run.model_copy(update={"model": run.model.model_copy(update={"n_layers": 8})})
+            assert resolve_layout(run, 4).pp == 4
+
+
+# --- hints -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_hint_changes_the_micro_batch_and_not_the_experiment() -> None:
+    assert refusal(run_with(microbatch=16, global_batch=16, dp_shard=2), 2) == [
+        "layout.global_batch=16 samples is not a multiple of layout.microbatch=16 x 2 data-parallel ranks = 32",
+        "nearest legal: microbatch=8",
+    ]
+
+
+def test_another_batch_is_proposed_as_another_experiment_where_nothing_else_is_legal() -> None:
+    sections = {"model.n_layers": 1, "model.n_heads": 1, "model.n_kv_heads": 1, "data.sequence_length": 31}
+    assert refusal(run_with(sections, global_batch=2, microbatch="auto"), 4) == [
+        "layout.global_batch=2 samples is not a multiple of 4 data-parallel ranks",
+        "nearest legal, but another experiment: global_batch=4",
+    ]
+
+
+def test_who_has_started_one_rank_is_told_to_start_more() -> None:
+    assert refusal(run_with(tp=2, pp=2), 1) == [
+        "layout.tp=2 x layout.pp=2 = 4 does not divide the world size 1",
+        "start 4 ranks: --nproc 4, or with torchrun or srun",
+        "nearest legal: tp=1 pp=1",
+    ]
+    assert refusal(run_with(tp=2, dp_shard=1), 1)[1] == "start 2 ranks: --nproc 2, or with torchrun or srun"
+    # Three ranks could not run it either.
+    assert "start" not in "".join(refusal(run_with(tp=3), 1))
+
+
 # --- properties --------------------------------------------------------------------------------------------------------
 
 
@@ -133,7 +209,7 @@ def test_one_rank_is_called_so() -> None:
 CHOICES = st.fixed_dictionaries(
     {
         "global_batch": st.sampled_from([4, 8, 24, 64]),
-        "microbatch": st.sampled_from([1, 2]),
+        "microbatch": st.sampled_from([1, 2, "auto"]),
         "zero": st.sampled_from([0, 1, 3]),
         "schedule": st.sampled_from(["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"]),
         "stages_per_rank": st.sampled_from(["auto", 1, 2, 3]),
@@ -158,7 +234,8 @@ DEGREES_OF_WORLD = st.sampled_from([2, 6, 7, 13, 16, 31, 32]).flatmap(
 def proposals(line: str) -> list[list[str]]:
     """The choices that a line of a message offers, each in the words of the command line."""
     choices: list[list[str]] = []
-    for text in re.split(r", or | or ", line.removeprefix("nearest legal: ")):
+    stated = line.removeprefix("nearest legal").removeprefix(", but another experiment").removeprefix(": ")
+    for text in re.split(r", or | or ", stated):
         whole = text if "=" in text else f"{choices[-1][0].partition('=')[0]}={text}"
         choices.append([word if "." in word else f"layout.{word}" for word in whole.split()])
     return choices

@@ -51,13 +51,13 @@ def test_a_batch_stated_in_tokens_is_exact() -> None:
             {"microbatch": 4, "global_batch": 24},
             4,
             "layout.global_batch=24 samples is not a multiple of layout.microbatch=4 x 4 data-parallel ranks = 16\n"
-            "nearest legal: global_batch=16 or 32",
+            "nearest legal: microbatch=3",
         ),
         (
             {"microbatch": 1, "global_batch": 2},
             4,
             "layout.global_batch=2 samples is not a multiple of layout.microbatch=1 x 4 data-parallel ranks = 4\n"
-            "nearest legal: global_batch=4",
+            "nearest legal: dp_shard=2 cp=2, or dp_replicate=2 dp_shard=1 cp=2",
         ),
     ],
 )

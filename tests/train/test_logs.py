@@ -78,11 +78,14 @@ def test_a_device_that_was_full_is_seen(capsys: pytest.CaptureFixture[str]) -> N
     assert "mem 1.0 peak 2.0 GiB  full 3 times" in full
 
 
-def test_log_every_leaves_lines_out_but_not_the_last(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = ConsoleSink(total_steps=7, first_step=0, every=5)
-    for step in range(1, 8):
+@pytest.mark.parametrize(("done", "shown"), [(0, ["1/7", "5/7", "7/7"]), (2, ["3/7", "5/7", "7/7"])])
+def test_log_every_leaves_lines_out_but_not_the_first_and_the_last(
+    done: int, shown: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = ConsoleSink(total_steps=7, first_step=done, every=5)
+    for step in range(done + 1, 8):
         sink.step(metrics(step))
-    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["5/7", "7/7"]
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == shown
 
 
 def test_a_step_without_update_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,10 @@ def losses(run_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
 def finished(done: tuple[int, str], run_dir: Path) -> list[float]:
     assert done[0] == 0, done[1][-3000:]
     return losses(run_dir)
@@ -41,14 +46,21 @@ def test_two_sharded_ranks_train_as_one_does_and_one_goes_on_from_their_checkpoi
     run_dir = run_file.parent / "sharded"
     # The schedule must not see where the first part ends.
     constant = "optimizer.schedule=constant"
+    auto = "layout.microbatch=auto"
     straight = run_file.parent / "straight"
     expected = finished(train(run_file, straight, 1, "training.steps=12", constant), straight)
-    assert finished(train(run_file, run_dir, 2, "training.steps=8", constant), run_dir) == pytest.approx(
+    assert finished(train(run_file, run_dir, 2, "training.steps=8", constant, auto), run_dir) == pytest.approx(
         expected[:8], abs=1e-5
     )
-    assert finished(train(run_file, run_dir, 1, "training.steps=12", constant), run_dir) == pytest.approx(
+    assert finished(train(run_file, run_dir, 1, "training.steps=12", constant, auto), run_dir) == pytest.approx(
         expected, abs=1e-5
     )
+    # Other ranks, another micro-batch: the run file leaves it to each start, which writes down what it took.
+    begun = [line for line in events(run_dir) if line["kind"] in ("start", "resume")]
+    assert [line["layout"] for line in begun] == [
+        "dp_shard=2 reshard_after_forward=True microbatch=4 x 1",
+        "one rank microbatch=8 x 1",
+    ]
 
 
 def test_replicas_with_recompute_train_as_one_rank_does(run_file: Path, one_rank: list[float]) -> None:
@@ -61,5 +73,5 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused_before_anything_starts(r
     code, errors = train(run_file, run_file.parent / "uneven", 2, "layout.global_batch=12", "layout.microbatch=4")
     assert code != 0
     assert "layout.global_batch=12 samples is not a multiple of layout.microbatch=4 x 2 data-parallel ranks" in errors
-    assert "nearest legal: global_batch=8 or 16" in errors
+    assert "nearest legal: microbatch=3" in errors
     assert not (run_file.parent / "uneven").exists()

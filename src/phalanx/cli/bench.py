@@ -10,10 +10,12 @@ from pathlib import Path
 from phalanx.bench.expected import Expected, expected
 from phalanx.bench.measure import Measured, measure
 from phalanx.cli.console import output, print_json
+from phalanx.cluster.device import device_facts
 from phalanx.cluster.machine import Machine, load_machine
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.cost.family import is_planned
+from phalanx.cost.microbatch import memory_fits
 from phalanx.cost.profile import choose_profile
 from phalanx.errors import ConfigError
 from phalanx.layout.mesh import ranks_from_environment
@@ -47,7 +49,10 @@ def bench(
     machine = None if cluster is None else load_machine(cluster)
     launcher = _launcher(where, devices, machine)
     short = short_run(load_run(run, overrides or []), steps)
-    layout = resolve_layout(short, devices, None if machine is None else machine.node.devices)
+    layout = _layout_on(machine, short, devices)
+    if machine is not None:
+        # What is measured is what is planned beside it.
+        short = short.model_copy(update={"layout": short.layout.model_copy(update={"microbatch": layout.microbatch})})
     plan, why = None, None
     if machine is not None and cluster is not None:
         # Slurm asks for a cluster whether there is a plan or not.
@@ -71,6 +76,16 @@ def bench(
         output().print(line, soft_wrap=True)
     if why is not None:
         output().print(f"  planned   {why}", soft_wrap=True)
+
+
+def _layout_on(machine: Machine | None, run: Run, devices: int) -> ResolvedLayout:
+    """Return the layout of `run`, with an automatic micro-batch that fits the devices of `machine` where it is known."""
+    if machine is None:
+        return resolve_layout(run, devices)
+    device = machine.node.device
+    capacity = device_facts(device).memory_bytes
+    fits = None if capacity is None else memory_fits(run, capacity, rocm=device.startswith("MI"))
+    return resolve_layout(run, devices, machine.node.devices, fits)
 
 
 def _launcher(where: str, devices: int, machine: Machine | None) -> Launcher:

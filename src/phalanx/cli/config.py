@@ -1,4 +1,4 @@
-"""`phalanx config`: list presets, show and check run files, explain their fields. Never imports torch."""
+"""`phalanx config`: list presets, show and check run files, explain their fields. Imports torch for checks alone."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def list_presets(
         _print_presets(presets)
 
 
-@config_app.command(epilog=examples("phalanx config show examples/quickstart.yaml training.steps=9"))
+@config_app.command(epilog=examples("phalanx config show examples/quickstart.yaml training.steps=900"))
 def show(run: RunFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Print the resolved run file.
 
@@ -80,14 +80,39 @@ def show(run: RunFile, overrides: Overrides = None, as_json: Json = False) -> No
         print(dump_run(loaded), end="")
 
 
-@config_app.command(epilog=examples("phalanx config check examples/quickstart.yaml layout.global_batch=256"))
-def check(run: RunFile, overrides: Overrides = None, as_json: Json = False) -> None:
+@config_app.command(
+    epilog=examples(
+        "phalanx config check examples/quickstart.yaml",
+        "phalanx config check examples/llama3-8b.yaml --nproc 64 --no-data",
+    )
+)
+def check(
+    run: RunFile,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--nproc",
+            "--devices",
+            metavar="N",
+            min=1,
+            help="Ranks that will train; by default as few as the degrees multiply to.",
+        ),
+    ] = None,
+    no_data: Annotated[
+        bool, typer.Option("--no-data", help="Do not look for the data: they are on another machine.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Check a run file.
 
-    Prints what follows from it: parameters, batch, tokens, floating-point operations. Exit code 2 if it is wrong.
+    What train would refuse is refused: fields, layout, missing data. Prints what follows from it: parameters, layout, data,
+    batch, tokens, floating-point operations. Exit code 2 if it is wrong.
     """
     loaded = load_run(run, overrides or [])
-    facts = run_facts(loaded)
+    # What models may be split into is declared beside them, with torch, which the other subcommands do without.
+    beside = import_module("phalanx.cli.config_check").check_beside(loaded, ranks, data=not no_data)
+    facts = run_facts(loaded) | beside
     if as_json:
         print_json(facts)
         return
@@ -170,6 +195,9 @@ def _facts_in_words(run: Run, facts: dict[str, Any]) -> Iterator[tuple[str, str]
     preset = f"{run.model.preset}: " if run.model.preset else ""
     yield "model", f"{preset}{sizes_of(run.model).in_words(run.model)}"
     yield "parameters", f"{facts['parameters']:,} ({short_count(facts['matmul_parameters'])} in matmuls)"
+    yield "layout", facts["layout"]
+    if facts["data"] is not None:
+        yield "data", facts["data"]
     if not isinstance(run, LanguageRun):
         yield "global batch", f"{facts['global_batch_samples']:,} samples"
         yield "run", f"{facts['steps']:,} steps, {short_count(facts['samples'])} samples"

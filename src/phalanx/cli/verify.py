@@ -68,6 +68,8 @@ def _print(outcome: Outcome) -> None:
             console.print(line)
     passed = sum(verdict.passed for verdict in outcome.verdicts)
     console.print(f"{passed} of {len(outcome.verdicts)} layouts compute what one rank computes")
+    if outcome.fixed:
+        console.print(f"tried with {outcome.fixed} alone: --all varies degrees, schedule, zero, resharding and context")
 
 
 def _lines(verdict: Verdict) -> list[str]:
@@ -75,9 +77,9 @@ def _lines(verdict: Verdict) -> list[str]:
     assert worst is not None
     if verdict.passed:
         margin = f"largest gradient error {worst.error:.1e} ({worst.name}), bound {worst.bound:.1e}"
-        return [f"PASS  {verdict.layout}  {margin}, {verdict.seconds:.1f} s"]
+        return [f"PASS  {verdict.in_words}  {margin}, {verdict.seconds:.1f} s"]
     failed = [check for check in verdict.checks if not check.passed]
-    lines = [f"FAIL  {verdict.layout}", f"      first: {failed[0]}"]
+    lines = [f"FAIL  {verdict.in_words}", f"      first: {failed[0]}"]
     lines += [f"      then:  {check}" for check in failed[1:_NAMED]]
     if len(failed) > _NAMED:
         lines.append(f"      and {len(failed) - _NAMED} more of {len(verdict.checks)} checks")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import dataclass, field
 from functools import cache
@@ -111,6 +110,13 @@ def device_name(device: torch.device) -> str:
     return str(torch.get_device_module(device).get_device_name(device))
 
 
+def memory_bytes(device: torch.device) -> int | None:
+    """Return the bytes of an accelerator's memory as its driver reports them; None for the CPU, whose memory is shared."""
+    if device.type == "cpu":
+        return None
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for all work queued on `device`; nothing to wait for on the CPU."""
     if device.type != "cpu":
@@ -163,7 +169,8 @@ class HostCopy:
 
 
 def measure_matmul_tflops(device: torch.device, dtype: torch.dtype, *, size: int | None = None) -> float:
-    """TFLOP/s of a square matmul on random data: the median of single timed products after a warm-up.
+    """TFLOP/s of a square matmul on random data: the fastest of single timed products. Whatever else the machine does at the
+    time makes products slower, and none faster.
 
     size: rows and columns; by default 8192 on an accelerator; on the CPU 1024, or a power of two below of which a product
     takes less than a tenth of a second: without instructions for it, 16-bit numbers are multiplied a thousand times slower.
@@ -172,8 +179,7 @@ def measure_matmul_tflops(device: torch.device, dtype: torch.dtype, *, size: int
         size = 8192 if device.type != "cpu" else 1024
         while device.type == "cpu" and size > _SMALLEST and _product_seconds(device, dtype, size, 1)[0] > _LONG_S:
             size //= 2
-    seconds = _product_seconds(device, dtype, size, 10)[3:]
-    return 2 * size**3 / statistics.median(seconds) / 1e12
+    return 2 * size**3 / min(_product_seconds(device, dtype, size, 10)) / 1e12
 
 
 def _product_seconds(device: torch.device, dtype: torch.dtype, size: int, count: int) -> list[float]:

@@ -137,7 +137,7 @@ def _batch(run: Run) -> Iterator[Problem]:
         yield from problems
         return
     samples, microbatch = global_batch_samples(run), run.layout.microbatch
-    if samples % microbatch:
+    if microbatch != "auto" and samples % microbatch:
         yield Problem(
             ("layout", "microbatch"),
             f"layout.microbatch={microbatch} does not divide the global batch of {samples} samples",

@@ -83,8 +83,9 @@ class Layout(Section):
     cheap (no ALiBi, no document mask), else the exchange where heads allow it."""
     tp_across_nodes: bool = False
     """Whether tensor-parallel groups may span nodes (slow on most networks)."""
-    microbatch: PositiveInt = 1
-    """Samples one rank computes at a time."""
+    microbatch: PositiveInt | Literal["auto"] = "auto"
+    """Samples one rank computes at a time; auto is the largest number that divides what a rank computes, leaves a pipeline
+    enough micro-batches and, by the planner's memory model, fits an accelerator's memory. It changes no result."""
     global_batch: GlobalBatch
     """Samples an optimizer step over all ranks, or tokens when written as "524288 tokens"; never rounded."""
     recompute: Literal["none", "selective", "full"] = "none"

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Run
 from phalanx.cost.candidates import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, ZERO_BUBBLE_SCHEDULES, Candidates, Ints
-from phalanx.layout.resolve import divisors
+from phalanx.layout.resolve import MOST_SAMPLES, divisors
 from phalanx.layout.spec import DEGREES, ZERO_BUBBLE
 from phalanx.models.families import family_of
 
@@ -43,7 +43,7 @@ _INTERLEAVED = [_SCHEDULE[name] for name in SCHEDULES if name.startswith("interl
 class Limits:
     """How far free choices go. Fixed fields know no limits."""
 
-    microbatch: float = 64
+    microbatch: float = MOST_SAMPLES
     """Most samples a rank computes at a time."""
     stages_per_rank: float = 8
     """Most pipeline stages of a rank."""

@@ -28,6 +28,7 @@ from phalanx.ensemble.share import ALONE, Share
 from phalanx.ensemble.stacked import NetworkStack
 from phalanx.errors import CheckpointError, DataError
 from phalanx.evaluate.materials import load_network
+from phalanx.layout.resolve import one_rank_microbatch
 from phalanx.models.materials.errors import Quantity, quantities
 from phalanx.models.materials.losses import Predictions, tasks
 from phalanx.train.materials import columns_of
@@ -130,7 +131,7 @@ class _Reader:
         self._cost = CostModel(data.cost.node, data.cost.edge, data.cost.graph)
         self._costs = self._cost.whole(found.atoms, found.edges)
         mean = float(self._costs.mean()) * self._cost.unit
-        self._budget = min(run.data.microbatch_cost or mean * run.layout.microbatch for run in runs)
+        self._budget = min(run.data.microbatch_cost or mean * one_rank_microbatch(run) for run in runs)
         self._members = len(runs)
 
     def fitting_members(self) -> int:

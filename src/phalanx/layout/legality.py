@@ -7,7 +7,7 @@ mend it; `layout.resolve` keeps those that do, or adds the nearest legal degrees
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.config.schema import Run
 from phalanx.layout import multitask
@@ -16,6 +16,9 @@ from phalanx.models.families import family_of
 
 Fix = dict[str, int | str | bool]
 """Fields of the run file, as `section.field`, with other values."""
+
+_MOST_TRIED = 4096
+"""Samples of the largest micro-batch that a reason proposes."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,10 @@ def _tensor(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
     family = family_of(run)
     for split in family.split_counts(run):
         if split.count % layout.tp:
-            yield Reason(f"layout.tp={layout.tp} does not divide {split.field} ({split.count} parts)")
+            parts = f"{split.count} parts"
+            if split.together > 1:
+                parts = f"{split.count * split.together}, in {parts} of {split.together} that stay together"
+            yield Reason(f"layout.tp={layout.tp} does not divide {split.field} ({parts})")
     rows = family.split_rows(run)
     if rows is not None and -(-rows.count // layout.tp) * (layout.tp - 1) >= rows.count:
         yield Reason(f"layout.tp={layout.tp} leaves some ranks without a row of {rows.field}={rows.count}")
@@ -213,14 +219,39 @@ def _zero_bubble(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
         )
 
 
-def _batch(_run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
-    unit = layout.data_ranks * layout.microbatch
-    if layout.global_batch % unit:
-        yield Reason(
-            f"layout.global_batch={layout.global_batch} samples is not a multiple of layout.microbatch={layout.microbatch} "
-            f"x {layout.data_ranks} data-parallel ranks = {unit}",
-            (*_nearest_batches(layout, unit), *_nearest_batches(layout, unit * layout.pp)),
-        )
+def divides_batch(layout: ResolvedLayout) -> bool:
+    """Return whether the global batch is a whole number of micro-batches on each data-parallel rank."""
+    return layout.global_batch % (layout.data_ranks * layout.microbatch) == 0
+
+
+def suits_schedule(layout: ResolvedLayout) -> bool:
+    """Return whether the pipeline's schedule can run as many micro-batches as a rank computes."""
+    return not (_too_few(layout) or _uneven_rounds(layout))
+
+
+def _batch(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+    if divides_batch(layout):
+        return
+    ranks, unit = layout.data_ranks, layout.data_ranks * layout.microbatch
+    stated = f"layout.global_batch={layout.global_batch} samples is not a multiple of"
+    if run.layout.microbatch == "auto":
+        text = f"{stated} {ranks} data-parallel ranks"
+    else:
+        text = f"{stated} layout.microbatch={layout.microbatch} x {ranks} data-parallel ranks = {unit}"
+    batches = (*_nearest_batches(layout, unit), *_nearest_batches(layout, unit * layout.pp))
+    yield Reason(text, (*_smaller_microbatch(layout), *batches))
+
+
+def _smaller_microbatch(layout: ResolvedLayout) -> Iterator[Fix]:
+    """Yield the largest micro-batch below the stated one that divides the batch and suits the schedule, if there is one."""
+    if layout.global_batch % layout.data_ranks:
+        return
+    samples = layout.samples_per_rank
+    sizes = range(min(layout.microbatch - 1, samples, _MOST_TRIED), 0, -1)
+    smaller = (replace(layout, microbatch=size) for size in sizes if samples % size == 0)
+    found = next((each for each in smaller if suits_schedule(each)), None)
+    if found is not None:
+        yield {"layout.microbatch": found.microbatch}
 
 
 def _nearest_batches(layout: ResolvedLayout, unit: int) -> list[Fix]:
@@ -228,24 +259,35 @@ def _nearest_batches(layout: ResolvedLayout, unit: int) -> list[Fix]:
     return [{"layout.global_batch": batch} for batch in (lower, lower + unit) if batch]
 
 
+def _too_few(layout: ResolvedLayout) -> bool:
+    return layout.pp > 1 and layout.schedule == "1f1b" and layout.accumulation < layout.n_stages
+
+
+def _uneven_rounds(layout: ResolvedLayout) -> bool:
+    interleaved = layout.pp > 1 and layout.schedule.startswith("interleaved")
+    return interleaved and layout.accumulation % _rounds(layout) != 0
+
+
+def _rounds(layout: ResolvedLayout) -> int:
+    return max(1, layout.accumulation // layout.pp)
+
+
 def _microbatches(_run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
-    if layout.pp == 1 or layout.global_batch % (layout.data_ranks * layout.microbatch):
+    if not divides_batch(layout):
         return
     count = layout.accumulation
     stated = f"the {count} micro-batches a rank computes (layout.global_batch over data ranks and layout.microbatch)"
-    if layout.schedule == "1f1b" and count < layout.n_stages:
+    smaller = tuple(_smaller_microbatch(layout))
+    batches = _nearest_batches(layout, layout.data_ranks * layout.microbatch * layout.pp)
+    if _too_few(layout):
         yield Reason(
             f"{stated} are fewer than the {layout.n_stages} stages of layout.schedule=1f1b",
-            (
-                {"layout.schedule": "gpipe"},
-                *_nearest_batches(layout, layout.data_ranks * layout.microbatch * layout.pp),
-            ),
+            (*smaller, {"layout.schedule": "gpipe"}, *batches),
         )
-    rounds = max(1, count // layout.pp)
-    if layout.schedule.startswith("interleaved") and count % rounds:
+    if _uneven_rounds(layout):
         yield Reason(
-            f"{stated} do not divide into {rounds} equal rounds of layout.schedule={layout.schedule}",
-            tuple(_nearest_batches(layout, layout.data_ranks * layout.microbatch * layout.pp)),
+            f"{stated} do not divide into {_rounds(layout)} equal rounds of layout.schedule={layout.schedule}",
+            (*smaller, *batches),
         )
 
 

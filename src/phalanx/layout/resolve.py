@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Layout, Run
 from phalanx.errors import ConfigError
-from phalanx.layout.legality import Fix, Reason, reasons
+from phalanx.layout.legality import Fix, Reason, divides_batch, reasons, suits_schedule
 from phalanx.layout.multitask import branch_sizes
 from phalanx.layout.spec import DEGREES, SINGLE_STAGE, ZERO_BUBBLE, ResolvedLayout
 from phalanx.models.families import family_of
 
 Degrees = dict[str, int]
 
+MemoryFits = Callable[[ResolvedLayout], bool]
+"""Whether the devices have room for a layout with its micro-batch; `cost.microbatch` makes one."""
+
+MOST_SAMPLES = 64
+"""Samples of a micro-batch that `auto` takes at most: a larger one is hardly faster and holds more."""
+FILLING = 4
+"""Micro-batches for each pipeline rank that `auto` leaves at least, where the batch has as many: pipeline ranks then wait
+for at most about a fifth of a step."""
 _SUGGESTED = 2
+_EXPERIMENT = ("layout.global_batch", "layout.precision")
+"""Fields of the layout that change what is trained. Hints touch them last."""
 
 
-def resolve_layout(run: Run, world_size: int, devices_per_node: int | None = None) -> ResolvedLayout:
+def resolve_layout(
+    run: Run, world_size: int, devices_per_node: int | None = None, fits: MemoryFits | None = None
+) -> ResolvedLayout:
     """The layout of `run` on `world_size` ranks, `auto` filled in.
 
-    devices_per_node: what the launcher says; the run file's own word comes first. Raises ConfigError, with the numbers and
-    the nearest legal choice, where the layout is not legal.
+    devices_per_node: what the launcher says; the run file's own word comes first. fits: asked for the micro-batch where that
+    is auto; None where the devices' memory is not known, or does not bound it. Raises ConfigError, with the numbers and the
+    nearest legal choice, where the layout is not legal.
     """
     try:
-        layout = with_degrees(run, _fill_degrees(run.layout, world_size))
+        layout = with_degrees(run, _fill_degrees(run.layout, world_size), fits)
     except _Indivisible as error:
         raise ConfigError(f"{error}\n{_instead(run, world_size, devices_per_node)}") from None
     found = reasons(run, layout, world_size, devices_per_node)
@@ -36,8 +49,23 @@ def resolve_layout(run: Run, world_size: int, devices_per_node: int | None = Non
     return layout
 
 
-def with_degrees(run: Run, degrees: Degrees) -> ResolvedLayout:
-    """The layout with these degrees and all else as `run` says; legal or not."""
+def stated_ranks(run: Run) -> int:
+    """Return the ranks that the stated degrees multiply to; `auto` counts as 1."""
+    degrees = [getattr(run.layout, name) for name in DEGREES]
+    return math.prod(degree for degree in degrees if degree != "auto")
+
+
+def is_legal(run: Run, world_size: int, devices_per_node: int | None = None) -> bool:
+    """Return whether `run` has a legal layout on `world_size` ranks as it stands."""
+    try:
+        layout = with_degrees(run, _fill_degrees(run.layout, world_size))
+    except _Indivisible:
+        return False
+    return not reasons(run, layout, world_size, devices_per_node)
+
+
+def with_degrees(run: Run, degrees: Degrees, fits: MemoryFits | None = None) -> ResolvedLayout:
+    """The layout with these degrees and all else as `run` says; legal or not. fits: as for `resolve_layout`."""
     chosen = run.layout
     cp, pp = degrees["cp"], degrees["pp"]
     cuts_structures = family_of(run).cuts_structures
@@ -51,7 +79,7 @@ def with_degrees(run: Run, degrees: Degrees) -> ResolvedLayout:
         cp=cp,
         tp=degrees["tp"],
         pp=pp,
-        microbatch=chosen.microbatch,
+        microbatch=1 if chosen.microbatch == "auto" else chosen.microbatch,
         zero=chosen.zero,
         schedule=chosen.schedule,
         stages_per_rank=per_rank if pp > 1 else 1,
@@ -64,7 +92,27 @@ def with_degrees(run: Run, degrees: Degrees) -> ResolvedLayout:
     # One rank that shares with nobody has nothing to stream.
     gather = chosen.gather if degrees["dp_shard"] * cp > 1 else "layer"
     branches = branch_sizes(run, layout.data_ranks)
-    return replace(layout, reshard_after_forward=reshard, gather=gather, branch_groups=branches)
+    layout = replace(layout, reshard_after_forward=reshard, gather=gather, branch_groups=branches)
+    return _choose_microbatch(layout, fits) if chosen.microbatch == "auto" else layout
+
+
+def _choose_microbatch(layout: ResolvedLayout, fits: MemoryFits | None) -> ResolvedLayout:
+    """Return `layout` with the largest micro-batch that divides the batch, suits the pipeline and fits."""
+    sized = [replace(layout, microbatch=size) for size in range(1, MOST_SAMPLES + 1)]
+    possible = [each for each in sized if divides_batch(each) and suits_schedule(each)]
+    if not possible:
+        return layout
+    if layout.pp > 1:
+        filling = [each for each in possible if each.accumulation >= FILLING * layout.pp]
+        possible = filling or possible[:1]
+    if fits is None:
+        return possible[-1]
+    return next((each for each in reversed(possible) if fits(each)), possible[0])
+
+
+def one_rank_microbatch(run: Run) -> int:
+    """Return the samples that `run` computes at a time on one rank, whatever its degrees are."""
+    return with_degrees(run, dict.fromkeys(DEGREES, 1)).microbatch
 
 
 def legal_layouts(run: Run, world_size: int, devices_per_node: int | None = None) -> Iterator[ResolvedLayout]:
@@ -160,12 +208,21 @@ def _instead(run: Run, world_size: int, devices_per_node: int | None) -> str:
     stated = {name: getattr(run.layout, name) for name in DEGREES}
     given = {name: value for name, value in stated.items() if value not in ("auto", 1)}
     changes = sorted((abs(d - value), d, name) for name, value in given.items() for d in divisors(world_size))
+    more = _more_ranks(run, world_size, devices_per_node)
     for _, degree, name in changes:
-        if _is_legal(_changed(run, {f"layout.{name}": degree}), world_size, devices_per_node):
-            return f"nearest legal: {name}={degree}"
+        if is_legal(_changed(run, {f"layout.{name}": degree}), world_size, devices_per_node):
+            return f"{more}nearest legal: {name}={degree}"
     wanted = with_degrees(run, {name: 1 if value == "auto" else value for name, value in stated.items()})
     nearest = _nearest(run, wanted, world_size, devices_per_node)
-    return f"nearest legal: {_join(nearest)}" if nearest else _none_legal(world_size)
+    return f"{more}nearest legal: {_join(nearest)}" if nearest else f"{more}{_none_legal(world_size)}"
+
+
+def _more_ranks(run: Run, world_size: int, devices_per_node: int | None) -> str:
+    """Return the line that says how many ranks the stated degrees need, for who has started one alone; else nothing."""
+    needed = stated_ranks(run)
+    if world_size > 1 or needed == 1 or not is_legal(run, needed, devices_per_node):
+        return ""
+    return f"start {needed} ranks: --nproc {needed}, or with torchrun or srun\n"
 
 
 def _explain(
@@ -174,15 +231,33 @@ def _explain(
     """The reasons, and what would be legal: other fields with these degrees, else other degrees, else both."""
     lines = "\n".join(reason.text for reason in found)
     fixes = list(_joint_fixes(found))
-    mending = [fix for fix in fixes if _is_legal(_changed(run, fix), world_size, devices_per_node)]
+    same = [fix for fix in fixes if not any(name in _EXPERIMENT for name in fix)]
+    mending = [fix for fix in same if is_legal(_changed(run, fix), world_size, devices_per_node)]
+    more = _more_ranks(run, world_size, devices_per_node) if layout.world_size != world_size else ""
     if mending:
-        return f"{lines}\nnearest legal: {_join([_words(fix) for fix in mending[:_SUGGESTED]])}"
-    for fix in ({}, *fixes):
+        return f"{lines}\n{more}nearest legal: {_join([_words(fix) for fix in mending[:_SUGGESTED]])}"
+    for fix in ({}, *same):
         beside = {name: value for name, value in fix.items() if name.removeprefix("layout.") not in DEGREES}
         nearest = _nearest(_changed(run, beside), layout, world_size, devices_per_node)
         if nearest:
-            return f"{lines}\nnearest legal: {_join([_words(beside) + degrees for degrees in nearest])}"
-    return f"{lines}\n{_none_legal(world_size)}"
+            return f"{lines}\n{more}nearest legal: {_join([_words(beside) + degrees for degrees in nearest])}"
+    return f"{lines}\n{more}{_other_experiment(run, fixes, layout, world_size, devices_per_node)}"
+
+
+def _other_experiment(
+    run: Run, fixes: list[Fix], layout: ResolvedLayout, world_size: int, devices_per_node: int | None
+) -> str:
+    """Return what is legal with another global batch or precision, which train another run, or that nothing is."""
+    changing = [fix for fix in fixes if any(name in _EXPERIMENT for name in fix)]
+    mending = [_words(fix) for fix in changing if is_legal(_changed(run, fix), world_size, devices_per_node)]
+    if not mending:
+        for fix in changing:
+            beside = {name: value for name, value in fix.items() if name.removeprefix("layout.") not in DEGREES}
+            nearest = _nearest(_changed(run, beside), layout, world_size, devices_per_node)
+            mending += [_words(beside) + degrees for degrees in nearest]
+    if not mending:
+        return _none_legal(world_size)
+    return f"nearest legal, but another experiment: {_join(mending[:_SUGGESTED])}"
 
 
 def _none_legal(world_size: int) -> str:
@@ -204,14 +279,6 @@ def _changed(run: Run, fix: Fix) -> Run:
         section, field = name.split(".")
         run = run.model_copy(update={section: getattr(run, section).model_copy(update={field: value})})
     return run
-
-
-def _is_legal(run: Run, world_size: int, devices_per_node: int | None) -> bool:
-    try:
-        layout = with_degrees(run, _fill_degrees(run.layout, world_size))
-    except _Indivisible:
-        return False
-    return not reasons(run, layout, world_size, devices_per_node)
 
 
 def _words(fix: Fix) -> list[str]:

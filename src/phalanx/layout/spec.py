@@ -82,6 +82,16 @@ class ResolvedLayout:
         words = [f"{name}={_written(value)}" for name, value in self._chosen()]
         return " ".join(words) or "one rank"
 
+    def in_words(self, recompute: str = "none", gather_blocks: int = 1) -> str:
+        """Return the layout in one line with its micro-batches and, where they are not plain, the choices that a run file
+        makes beside it."""
+        words = [str(self), f"microbatch={self.microbatch} x {self.accumulation}"]
+        if recompute != "none":
+            words.append(f"recompute={recompute}")
+        if gather_blocks != 1:
+            words.append(f"gather_blocks={gather_blocks}")
+        return " ".join(words)
+
     def overrides(self) -> list[str]:
         """The command-line words that lead from any run file to this layout (batch left as it is)."""
         return [f"layout.{name}={_written(value).lower()}" for name, value in self._chosen(everything=True)]

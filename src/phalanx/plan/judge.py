@@ -15,6 +15,7 @@ from phalanx.config.override import parse_overrides
 from phalanx.config.schema import LanguageRun, Run
 from phalanx.cost.candidates import Candidates
 from phalanx.cost.enumerate import CHOSEN, Limits, legal_candidates, without_twins
+from phalanx.cost.microbatch import LEAST_P
 from phalanx.errors import ConfigError
 from phalanx.layout.resolve import resolve_layout
 from phalanx.models.families import family_of
@@ -122,7 +123,7 @@ class Planner:
 
     machine: Machine
     models: Models
-    least_p: float = 0.9
+    least_p: float = LEAST_P
     """Probability of fitting below which a layout is left out."""
     limits: Limits = field(default_factory=Limits)
     simulated: int = SIMULATED

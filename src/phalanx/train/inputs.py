@@ -70,6 +70,8 @@ class Inputs:
     """Checks the training data's checksums while training begins."""
     saved: dict[str, Any] = field(default_factory=dict)
     """What of the data goes into every checkpoint."""
+    in_words: str = ""
+    """How much there is to train on, for a person."""
 
     def write(self, run_dir: Path) -> None:
         """Put beside the run what using the model will need of its data; by default nothing."""
@@ -119,6 +121,15 @@ def expected_evaluation(run: Run) -> ExpectedEvaluation | None:
 
     Raises DataError for data that are not there or not prepared."""
     found: ExpectedEvaluation | None = import_module(f"phalanx.train.{run.model.family}").expected_evaluation(run)
+    return found
+
+
+def check_inputs(run: Run) -> str:
+    """Look for every source of the run file, without reading it, and return in words how much there is to train on.
+
+    Raises DataError, or ConfigError, for what training would refuse of what can be seen so.
+    """
+    found: str = import_module(f"phalanx.train.{run.model.family}").check_inputs(run)
     return found
 
 

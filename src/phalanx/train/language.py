@@ -42,15 +42,7 @@ class TextInputs(Inputs):
 
 def open_inputs(run: LanguageRun, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
     """See `train.inputs.open_inputs`."""
-    weights = [source.weight for source in run.data.sources]
-    training = [open_source(Path(source.path), "train") for source in run.data.sources]
-    reader = SampleReader(
-        list(zip(training, weights, strict=True)),
-        sequence_length=run.data.sequence_length,
-        seed=run.training.seed,
-        documents=run.data.document_mask,
-    )
-    reader.require_vocabulary(run.model.vocab_size)
+    training, reader = _open_training(run)
     stream = TokenBatchStream(
         reader,
         global_batch=layout.global_batch,
@@ -72,7 +64,39 @@ def open_inputs(run: LanguageRun, layout: ResolvedLayout, mesh: Mesh, device: to
     )
     verification = Verification(training if run.data.verify and first else [])
     saved = {"special_tokens": files.special.as_config()}
-    return TextInputs(stream, evaluator, verification, saved, files, run.model.max_positions)
+    return TextInputs(
+        stream,
+        evaluator,
+        verification,
+        saved,
+        _in_words(training),
+        tokenizer=files,
+        max_positions=run.model.max_positions,
+    )
+
+
+def check_inputs(run: LanguageRun) -> str:
+    """See `train.inputs.check_inputs`."""
+    training, _ = _open_training(run)
+    return _in_words(training)
+
+
+def _open_training(run: LanguageRun) -> tuple[list[TokenSource], SampleReader]:
+    """Open every source and what reads samples from them. Raises DataError for sources that do not suit the run."""
+    training: list[TokenSource] = [open_source(Path(source.path), "train") for source in run.data.sources]
+    weights = [source.weight for source in run.data.sources]
+    reader = SampleReader(
+        list(zip(training, weights, strict=True)),
+        sequence_length=run.data.sequence_length,
+        seed=run.training.seed,
+        documents=run.data.document_mask,
+    )
+    reader.require_vocabulary(run.model.vocab_size)
+    return training, reader
+
+
+def _in_words(training: list[TokenSource]) -> str:
+    return f"{sum(source.tokens for source in training):,} tokens"
 
 
 def expected_evaluation(run: LanguageRun) -> ExpectedEvaluation | None:
@@ -150,7 +174,7 @@ class TextEvaluator:
                 sequence_length=length,
                 device=self.device,
                 numbers=numbers,
-                microbatch=self.run.layout.microbatch,
+                microbatch=executor.layout.microbatch,
                 document_mask=self.run.data.document_mask,
                 byte_counts=self.token_bytes_V,
                 sharing=Sharing(mesh.data_rank, executor.layout.data_ranks, counts=mesh.reads_first),

@@ -47,6 +47,7 @@ class ConsoleSink:
         self.console = Console(stderr=True, highlight=False)
         self.total_steps = total_steps
         self.every = every
+        self.first_step = first_step
         self._seconds: float | None = None
         self._progress: Progress | None = None
         if self.console.is_terminal:
@@ -68,7 +69,8 @@ class ConsoleSink:
         eta = format_duration(self._seconds * (self.total_steps - metrics.step))
         if self._progress is not None:
             self._progress.update(self._task, completed=metrics.step, line=f"{_short(metrics, self.unit)}  ETA {eta}")
-        if metrics.step % self.every == 0 or metrics.step == self.total_steps:
+        # The first step's line says within a moment that the run goes well, however rare the others are.
+        if metrics.step % self.every == 0 or metrics.step in (self.first_step + 1, self.total_steps):
             line = f"step {metrics.step}/{self.total_steps}  {_long(metrics, self.unit)}  ETA {eta}"
             if self._progress is None or self.every > 1:
                 self.note(line)

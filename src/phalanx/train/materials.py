@@ -127,10 +127,22 @@ def open_inputs(run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: t
         run.model.branches,
         None if start is None else Path(start),
     )
+    words = _in_words(training)
     if layout.data_ranks == 1:
-        return GraphInputs(stream, evaluator, verification, elements=known)
+        return GraphInputs(stream, evaluator, verification, in_words=words, elements=known)
     balancer = _balancer(run, layout, mesh, device, graphs)
-    return GraphInputs(stream, evaluator, verification, balancer=balancer, graphs=graphs, elements=known)
+    return GraphInputs(
+        stream, evaluator, verification, in_words=words, balancer=balancer, graphs=graphs, elements=known
+    )
+
+
+def check_inputs(run: MaterialsRun) -> str:
+    """See `train.inputs.check_inputs`."""
+    return _in_words(open_prepared(run.data, "train"))
+
+
+def _in_words(training: list[PreparedSource]) -> str:
+    return f"{sum(len(source) for source in training):,} structures"
 
 
 def expected_evaluation(run: MaterialsRun) -> ExpectedEvaluation | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -52,7 +52,8 @@ class StepMetrics:
     mfu: float | None
     """model_tflops over the nominal peak."""
     mfu_measured: float | None
-    """model_tflops over the matmul rate measured on this device at the start."""
+    """model_tflops over the matmul rate measured on this device at the start, or over the highest rate of a step so far
+    where that is more; never above 1."""
     memory_now_gib: float | None
     memory_peak_gib: float | None
     data_wait_seconds: float
@@ -113,6 +114,9 @@ class StepMeter:
         """Metrics of one step that took `seconds`, those spent on waiting for data and checkpoint included."""
         rate = self.tokens_per_step / seconds
         tflops = rate * self.flops_per_token / self.world_size / 1e12
+        if self.peaks.measured is not None and tflops > self.peaks.measured:
+            # A device that reaches this rate in a step can reach it: what was measured at the start was too low.
+            self.peaks = replace(self.peaks, measured=tflops)
         memory = compat.memory_statistics(self.device)
         return StepMetrics(
             step=step,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from phalanx.cluster.device import choose_device
+from phalanx.cluster.device import choose_device, device_name, memory_bytes
+from phalanx.compat import is_rocm
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
+from phalanx.cost.microbatch import memory_fits
 from phalanx.errors import CheckpointError, ConfigError, Interrupted
 from phalanx.files import write_atomically
 from phalanx.layout.apply import Applied, apply_layout
@@ -31,7 +34,9 @@ from phalanx.layout.peer_copies import choose_peer_copies
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.models.families import family_of
 from phalanx.models.language.huggingface.folder import is_huggingface_folder
+from phalanx.models.sizes import sizes_of
 from phalanx.train.checkpoint import (
     CheckpointStore,
     RunLock,
@@ -67,11 +72,26 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
         torch.use_deterministic_algorithms(True)
     join_process_group(ranks, device, timeout_s=run.training.timeout_s)
     try:
-        _train_in_group(run, layout, ranks, device, run_dir, until)
+        _train_in_group(run, _fit_microbatch(run, layout, ranks, device), ranks, device, run_dir, until)
     except Interrupted:
         leave_process_group()
         raise
     leave_process_group()
+
+
+def _fit_microbatch(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device) -> ResolvedLayout:
+    """Return `layout` with a micro-batch that fits the device, where the run file leaves it to us."""
+    capacity = memory_bytes(device)
+    if run.layout.microbatch != "auto" or capacity is None:
+        return layout
+    # One rank traces the model for all, so that all have the same.
+    chosen = [layout]
+    if ranks.first:
+        fits = memory_fits(run, capacity, rocm=is_rocm())
+        chosen = [resolve_layout(run, ranks.world_size, ranks.ranks_per_node, fits)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(chosen, src=0)
+    return chosen[0]
 
 
 def _train_in_group(
@@ -129,7 +149,8 @@ def _train(
                 machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
                 write_atomically(directory.path / "machine.json", json.dumps(machine, indent=1) + "\n")
                 inputs.write(directory.path)
-            directory.event("resume" if first_step else "start", first_step, attention=attention.name)
+            words = layout.in_words(run.layout.recompute, run.layout.gather_blocks)
+            directory.event("resume" if first_step else "start", first_step, attention=attention.name, layout=words)
         inputs.stream.seek(first_step)
         inputs.watch(applied)
         parts = Parts(
@@ -148,6 +169,10 @@ def _train(
             ),
             sinks=open_sinks(run, directory.path, first_step) if ranks.first else [],
         )
+        if first_step < run.training.steps:
+            for line in _opening_lines(run, layout, device, attention, inputs, first_step):
+                for sink in parts.sinks:
+                    sink.note(line)
         try:
             trainer = Trainer(parts, first_step, until)
             trainer.train()
@@ -156,6 +181,22 @@ def _train(
                 sink.close()
             store.close()
             directory.close()
+
+
+def _opening_lines(
+    run: Run, layout: ResolvedLayout, device: torch.device, attention: AttentionChoice, inputs: Inputs, first_step: int
+) -> Iterator[str]:
+    """Yield what is about to be trained, on what and how, for a person who waits for the first step."""
+    sizes, positions, unit = sizes_of(run.model), family_of(run).positions(run).count, family_of(run).position_unit
+    yield f"model   {sizes.in_words(run.model)}; {sizes.parameter_count(run.model):,} parameters"
+    words = layout.in_words(run.layout.recompute, run.layout.gather_blocks)
+    yield f"layout  {words}; {run.layout.precision}, attention {attention.name}"
+    yield f"device  {layout.world_size} x {device_name(device)}"
+    batch = f"{layout.global_batch:,} samples"
+    if positions > 1:
+        batch += f" = {layout.global_batch * positions:,} {unit}"
+    steps = f"steps {first_step + 1:,} to {run.training.steps:,}"
+    yield f"data    {inputs.in_words}; {steps} of {batch} each"
 
 
 def _warn(directory: RunDirectory, text: str) -> None:

@@ -86,6 +86,7 @@ class Trainer:
         self.unlogged: tuple[StepMetrics, Callable[[], RankTimes]] | None = None
         self.probes = Probes(parts.run.training, parts.directory.path, parts.device, parts.ranks.rank)
         self.train_step = parts.step
+        self.told_of_peak = False
 
     def train(self) -> None:
         """Run the remaining steps; always leaves a checkpoint of the last step done, unless a step failed.
@@ -144,6 +145,7 @@ class Trainer:
         self.last = running if self.running else None
         for path in self.probes.after(running.step):
             self._note(f"wrote {path}")
+        peak = self.parts.meter.peaks.measured
         metrics = self.parts.meter.measure(
             step=running.step,
             result=result,
@@ -152,6 +154,7 @@ class Trainer:
             data_wait=running.data_wait,
             checkpoint_stall=running.stall,
         )
+        self._tell_raised_peak(peak)
         self.parts.inputs.verification.raise_if_failed()
         self._log_complete()
         self._check_finite(metrics)
@@ -164,6 +167,16 @@ class Trainer:
         if not self.running:
             # The line is on disk before a checkpoint of the same step can be: a resumed run then has no gap.
             self._log_complete()
+
+    def _tell_raised_peak(self, before: float | None) -> None:
+        """Say once that the peak measured at the start was too low, where a step has raised it above `before`."""
+        raised = self.parts.meter.peaks.measured
+        if before is not None and raised is not None and raised > before and not self.told_of_peak:
+            self.told_of_peak = True
+            self._note(
+                f"the matmul rate measured at the start, {before:.3g} TFLOP/s, was too low (was the machine busy?): a step "
+                f"reached {raised:.3g}; MFU of measured now counts from the fastest step"
+            )
 
     def _log_complete(self) -> None:
         """Log the step whose times on other ranks were still on their way."""

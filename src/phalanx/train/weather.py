@@ -18,6 +18,7 @@ from phalanx.data.fields.batches import FieldBatchStream
 from phalanx.data.fields.climatology import Climatology
 from phalanx.data.fields.field_set import FieldSet
 from phalanx.data.fields.grid import Grid
+from phalanx.data.fields.open import require_fields
 from phalanx.data.fields.samples import Cases, FieldReader
 from phalanx.data.fields.statistics import FieldStatistics
 from phalanx.errors import DataError
@@ -70,7 +71,17 @@ def open_inputs(run: WeatherRun, layout: ResolvedLayout, mesh: Mesh, device: tor
         if first:
             _tell_what_is_left_out(held_out)
         evaluator = FieldEvaluator(run, held_out, *known_climatologies(fields, held_out, _CLIMATOLOGY_BYTES), device)
-    return FieldInputs(stream, evaluator, Verification([fields] if first else []), statistics=fields.statistics)
+    words = f"{sum(len(source.windows.starts) for source in reader.sources):,} frames to start from"
+    verification = Verification([fields] if first else [])
+    return FieldInputs(stream, evaluator, verification, in_words=words, statistics=fields.statistics)
+
+
+def check_inputs(run: WeatherRun) -> str:
+    """See `train.inputs.check_inputs`. How many frames there are takes opening them all."""
+    for source in run.data.sources:
+        require_fields(Path(source.path))
+    count = len(run.data.sources)
+    return f"fields at {count} place{'s' if count > 1 else ''}"
 
 
 def expected_evaluation(run: WeatherRun) -> ExpectedEvaluation | None:
@@ -152,7 +163,7 @@ class FieldEvaluator:
         comparison = Comparison(self.reader, self.climatologies, self.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         cases = spread_cases(self.reader, self.run.evaluation.samples)
-        for mine, real in _shares(cases, self.run.layout.microbatch, mesh.data_rank, executor.layout.data_ranks):
+        for mine, real in _shares(cases, executor.layout.microbatch, mesh.data_rank, executor.layout.data_ranks):
             batch = self.reader.read_cases(mine).to(self.device)
             x, inputs = batch.inputs()
             targets = inputs.pop("targets_BVHW")[:real]

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Run
+from phalanx.layout.resolve import one_rank_microbatch
 from phalanx.models.families import family_of
 from phalanx.trials.ranges import Choices, Range, Scalar
 
@@ -55,7 +56,7 @@ def size_of(run: Run) -> Size:
     each = family.flops_per_sample(run)
     width = float(getattr(run.model, "d_model", 64))
     # 6 FLOPs a matmul parameter and row: a row of width w through w * w parameters keeps some widths of numbers.
-    activations = each * run.layout.microbatch / (6.0 * width) * _ACTIVATION_WIDTHS / 4.0
+    activations = each * one_rank_microbatch(run) / (6.0 * width) * _ACTIVATION_WIDTHS / 4.0
     return Size(each * global_batch_samples(run), parameters, _PROCESS + _STATE * parameters + 4.0 * activations)
 
 

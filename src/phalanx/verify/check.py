@@ -28,6 +28,8 @@ class Verdict:
     """The outcome for one layout."""
 
     layout: str
+    in_words: str
+    """The layout with its micro-batches and what else it was computed with."""
     bound: str
     checks: list[Check]
     seconds: float
@@ -53,6 +55,7 @@ class Verdict:
         failed = [check.as_dict() for check in self.checks if not check.passed]
         return {
             "layout": self.layout,
+            "in_words": self.in_words,
             "passed": self.passed,
             "bound": self.bound,
             "first": self.first.as_dict() if self.first else None,
@@ -91,7 +94,8 @@ class Verifier:
         optimizer = self.run.optimizer
         vanishing = family_of(self.run).vanishing
         checks = compare(mine, self.reference, self._bound(), optimizer.lr / optimizer.eps, vanishing)
-        return Verdict(str(layout), str(self._bound()), checks, from_first(time.perf_counter() - start))
+        words = layout.in_words(self.run.layout.recompute, self.run.layout.gather_blocks)
+        return Verdict(str(layout), words, str(self._bound()), checks, from_first(time.perf_counter() - start))
 
     def _bound(self) -> Bound:
         batch = global_batch_samples(self.run)

@@ -14,17 +14,21 @@ from phalanx.verify.family import family_verification
 OPTIMIZER_EPS = 1e-3
 """AdamW's epsilon while verifying, about the size of the gradients: near-zero gradients would otherwise turn rounding
 errors into whole steps of either sign."""
+_MOST_SAMPLES = 2
+"""Samples of a micro-batch: each further one is computed as the second is."""
+
+
+def with_small_batch(run: Run, world_size: int) -> Run:
+    """`run` with a batch that every choice of degrees for `world_size` ranks divides into enough micro-batches."""
+    stated = run.layout.microbatch
+    microbatch = _MOST_SAMPLES if stated == "auto" else min(stated, _MOST_SAMPLES)
+    return _changed(run, layout={"microbatch": microbatch, "global_batch": 2 * microbatch * world_size})
 
 
 def reduced_run(run: Run, precision: str, steps: int, world_size: int) -> Run:
-    """A small run that any layout legal for `run` on `world_size` ranks is legal for too."""
-    microbatch = min(run.layout.microbatch, 2)
-    return _changed(
-        run,
-        **family_verification(run).reduced(run, world_size),
-        layout={"microbatch": microbatch, "global_batch": 2 * microbatch * world_size},
-        **_common(precision, steps),
-    )
+    """A small run that any layout legal for `run` on `world_size` ranks, with a small batch, is legal for too."""
+    small = family_verification(run).reduced(run, world_size)
+    return _changed(with_small_batch(run, world_size), **small, **_common(precision, steps))
 
 
 def full_run(run: Run, precision: str, steps: int, _world_size: int) -> Run:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from phalanx.cluster.device import choose_device
 from phalanx.cluster.local_ranks import RanksFailed, run_ranks
-from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.layout.mesh import Ranks, join_process_group, leave_process_group, ranks_from_environment
-from phalanx.layout.resolve import every_layout, resolve_layout
-from phalanx.layout.spec import DEGREES, ResolvedLayout
+from phalanx.layout.resolve import every_layout, resolve_layout, stated_ranks
+from phalanx.layout.spec import ResolvedLayout
 from phalanx.verify.check import Verdict, Verifier
 from phalanx.verify.family import family_verification
-from phalanx.verify.reduced import full_run, reduced_run
+from phalanx.verify.reduced import full_run, reduced_run, with_small_batch
 
 MOST_RANKS = 256
 """Processes that are started here at most."""
@@ -51,6 +50,8 @@ class Outcome:
     model: str
     """The model that ran, in words."""
     ranks: int
+    fixed: str = ""
+    """Choices of the run file that all layouts were tried with, where every legal layout was."""
 
 
 def verify_run(run: Run, options: Options) -> Outcome:
@@ -59,35 +60,28 @@ def verify_run(run: Run, options: Options) -> Outcome:
     Raises ConfigError before anything starts when a layout is not legal, and PhalanxError when ranks fail or hang.
     """
     ranks = ranks_from_environment()
-    world = ranks.world_size if ranks.world_size > 1 else options.ranks or _stated_ranks(run)
+    world = ranks.world_size if ranks.world_size > 1 else options.ranks or stated_ranks(run)
     if ranks.world_size == 1 and world > MOST_RANKS:
         raise ConfigError(
             f"{world:,} ranks are more than the {MOST_RANKS} that verify starts on one machine; take smaller degrees of the "
             "same kinds, which show as much, or start it with torchrun or srun"
         )
-    layouts = list(every_layout(run, world)) if options.everything else [resolve_layout(run, world)]
+    # The batch of the small model is made to suit any degrees: that of the run file need not.
+    judged = run if options.full else with_small_batch(run, world)
+    layouts = list(every_layout(judged, world)) if options.everything else [resolve_layout(judged, world)]
     if not layouts:
         raise ConfigError(f"no layout is legal for {world} ranks with the other fields as they are")
     change = full_run if options.full else reduced_run
     small = change(run, options.precision, options.steps, world)
-    batch = global_batch_samples(small)
-    layouts = [replace(layout, global_batch=batch, microbatch=small.layout.microbatch) for layout in layouts]
     if ranks.world_size > 1:
         verdicts = _under_a_launcher(small, layouts, options, ranks)
     elif world == 1:
         verdicts = _verify_all(small, layouts, options, choose_device(run.cluster.device, 0))
     else:
         verdicts = _in_own_ranks(small, layouts, options, world)
-    return Outcome(verdicts, _in_words(small), world)
-
-
-def _stated_ranks(run: Run) -> int:
-    """The product of the degrees that are numbers; `auto` counts as 1."""
-    product = 1
-    for name in DEGREES:
-        degree = getattr(run.layout, name)
-        product *= 1 if degree == "auto" else degree
-    return product
+    chosen = run.layout
+    fixed = f"gather={chosen.gather} gather_blocks={chosen.gather_blocks} recompute={chosen.recompute}"
+    return Outcome(verdicts, _in_words(small), world, fixed if options.everything else "")
 
 
 def _under_a_launcher(run: Run, layouts: list[ResolvedLayout], options: Options, ranks: Ranks) -> list[Verdict]:
@@ -119,7 +113,7 @@ def _verify_all(
         verdicts.append(verifier.verify(layout))
         if options.progress and (not dist.is_initialized() or dist.get_rank() == 0):
             word = "PASS" if verdicts[-1].passed else "FAIL"
-            sys.stderr.write(f"{number}/{len(layouts)} {word} {layout}\n")
+            sys.stderr.write(f"{number}/{len(layouts)} {word} {verdicts[-1].in_words}\n")
     return verdicts
 
 

@@ -34,6 +34,12 @@ def open_store(source: FieldSource, variables: Sequence[str], statics: Sequence[
     return XarrayStore(path, files, source, variables, statics, cache)
 
 
+def require_fields(path: Path) -> None:
+    """Raise DataError where nothing at `path` looks like fields. Opens nothing."""
+    if not is_prepared(path) and not is_climax(path):
+        field_files(path)
+
+
 def field_files(path: Path) -> list[Path]:
     """The netCDF files and zarr stores at `path`: itself, those in the folder, or those a pattern names."""
     if any(sign in path.name for sign in _PATTERN):

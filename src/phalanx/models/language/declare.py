@@ -67,7 +67,7 @@ def tensor_split_counts(config: LanguageModel) -> list[SplitCount]:
     return [
         SplitCount("model.n_heads", config.n_heads),
         SplitCount("model.n_kv_heads", config.kv_heads),
-        SplitCount("model.d_ff", config.ff_size // gate),
+        SplitCount("model.d_ff", config.ff_size // gate, gate),
     ]
 
 
