@@ -13,7 +13,7 @@ from ensemble_members import train_members
 from materials_runs import write_materials_run
 from phalanx.cli import ensemble as verb
 from phalanx.cli.ensemble import Candidate, find_candidates, recipes_for, split_arguments
-from phalanx.cli.ensemble_words import print_ensemble
+from phalanx.cli.ensemble_words import compared_with_best, print_ensemble
 from phalanx.config.load import load_run
 from phalanx.data.graphs.prepare import prepare_graphs
 from phalanx.ensemble.build import Wanted
@@ -163,3 +163,8 @@ def test_what_cannot_be_is_refused_in_one_line(call: Call, tmp_path: Path, words
     assert done.code in (1, 2)
     assert done.err.startswith("error: ") and message in done.err and done.err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_an_ensemble_that_is_worse_than_its_best_member_is_called_so() -> None:
+    assert compared_with_best(1.5, 1.75) == "0.2500 below that of the best member"
+    assert compared_with_best(4.0859, 3.5) == "0.5859 above that of the best member: worse than it alone"

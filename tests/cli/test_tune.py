@@ -16,6 +16,7 @@ from command_line import Call
 from materials_runs import write_materials_run
 from phalanx.config.load import load_run
 from phalanx.data.graphs.prepare import prepare_graphs
+from phalanx.tune.facts import unfinished_words
 from phalanx.tune.study import finished_trials
 from report.pages import Page
 from token_data import write_run_file, write_token_folder
@@ -84,6 +85,7 @@ def _what_it_says(call: Call, file: Path, out: Path, facts: dict[str, Any]) -> N
     said = call("tune", "--show", str(out), "--write", str(best), "--html", str(page))
     assert said.code == 0, said.err
     assert said.out.splitlines()[1].startswith(f"best: trial {facts['best']['number']}, ")
+    assert facts["unfinished"] == "" and "note: " not in said.out
     assert "devices were idle" in said.out and "in 2 sessions" in said.out
     chosen = load_run(best)
     assert chosen.optimizer.lr == facts["best"]["values"]["optimizer.lr"]
@@ -95,6 +97,16 @@ def _what_it_says(call: Call, file: Path, out: Path, facts: dict[str, Any]) -> N
     # It is another study where the run is another, and says in what.
     other = call("tune", str(file), "optimizer.grad_clip=0.5", "--out", str(out), "--devices", "1")
     assert other.code == 2 and "with another optimizer.grad_clip; put that back" in other.err
+
+
+def test_a_best_score_of_no_whole_run_is_called_early() -> None:
+    rows = [{"steps": 3}, {"steps": 9}, {"steps": 3}]
+    said = unfinished_words(rows, [3, 9, 30], 3)
+    assert said == (
+        "no trial reached step 30, the longest got to step 9: the best is best so early; one in 3 trials goes on from each "
+        "rung, so more trials (tune.trials) reach it"
+    )
+    assert unfinished_words([{"steps": 30}, *rows], [3, 9, 30], 3) == ""
 
 
 def test_early_stopping_of_a_materials_model(tmp_path: Path, call: Call) -> None:

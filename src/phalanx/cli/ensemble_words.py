@@ -86,7 +86,14 @@ def _print_losses(facts: Row) -> None:
     console.print(f"{len(facts['members'])} members on the {facts['split']} split, {facts['tokens']:,} tokens:")
     for member in facts["members"]:
         console.print(f"  loss {member['loss']:.4f}  {member['checkpoint']}", soft_wrap=True)
-    saved = facts["best_member_loss"] - facts["loss"]
     console.print(
-        f"  loss {facts['loss']:.4f}  their mean (perplexity {number(facts['perplexity'])}), {saved:+.4f} below the best"
+        f"  loss {facts['loss']:.4f}  their mean (perplexity {number(facts['perplexity'])}), "
+        f"{compared_with_best(facts['loss'], facts['best_member_loss'])}"
     )
+
+
+def compared_with_best(loss: float, best: float) -> str:
+    """How the ensemble's loss compares with that of its best member."""
+    if loss <= best:
+        return f"{best - loss:.4f} below that of the best member"
+    return f"{loss - best:.4f} above that of the best member: worse than it alone"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from phalanx.cli.console import wrapped
 from phalanx.report.text import duration, number, percent
 from phalanx.trials.trial import FAILURES, INTERRUPTED, Trial
 
@@ -56,15 +57,25 @@ def tune_lines(facts: dict[str, Any], width: int) -> list[str]:
     )
     lines += _matters(facts) + _devices(facts)
     lines.append(f"study: {facts['study']}")
-    return [line if len(line) <= width else line[: max(width, 80) - 1] + "…" for line in lines]
+    # Prose goes on in the next line; rows of a table are cut.
+    return [piece for line in lines for piece in _fitted(line, width)]
+
+
+def _fitted(line: str, width: int) -> list[str]:
+    if line.startswith("note: "):
+        return wrapped(line, width)
+    return [line if len(line) <= width else line[: max(width, 80) - 1] + "…"]
 
 
 def _best(facts: dict[str, Any]) -> list[str]:
     best, default = facts["best"], facts["default"]
     if best is None:
         return [f"no trial has a score; logs are in {facts['study']}/jobs"]
-    lines = [f"best: trial {best['number']}, {number(best['score'])} after {best['steps']} steps, {best['run_dir']}"]
+    steps = f"{best['steps']} of {facts['rungs'][-1]} steps"
+    lines = [f"best: trial {best['number']}, {number(best['score'])} after {steps}, {best['run_dir']}"]
     lines += [f"      {name} = {_short(value)}" for name, value in best["values"].items()]
+    if facts["unfinished"]:
+        lines.append(f"note: {facts['unfinished']}")
     if default is not None:
         lines.append(f"the run file as it stands: {number(default['score'])} after {default['steps']} steps")
     return lines

@@ -49,6 +49,8 @@ def percent(share: float) -> str:
     """A share of one as a percentage: three digits from 10 % on, two decimals below, and a bound under 0.01 %."""
     if not math.isfinite(share):
         return number(share)
+    if -0.00005 < share <= 0:
+        return "0.00 %"
     if 0 < share < 0.0001:
         return "< 0.01 %"
     return f"{100 * share:.1f} %" if share >= 0.1 else f"{100 * share:.2f} %"

@@ -45,6 +45,7 @@ def tune_facts(folder: Path) -> Row:
         "eta": study.about["eta"],
         "trials": rows,
         "best": scored[0] if scored else None,
+        "unfinished": unfinished_words(rows, rungs, study.about["eta"]) if scored else "",
         "default": next((row for row in rows if row["values"] == default and row["score"] is not None), None),
         "order": [row["number"] for row in scored],
         "stopped": _stopped(rows, rungs),
@@ -54,6 +55,17 @@ def tune_facts(folder: Path) -> Row:
         "without_packing": _without(known, rungs, study.about["eta"] or 2),
         "costs": _costs(known),
     }
+
+
+def unfinished_words(rows: list[Row], rungs: list[int], eta: int | None) -> str:
+    """What the best score is not, where no trial trained to the end: the score of a whole run."""
+    longest = max(row["steps"] for row in rows)
+    if longest >= rungs[-1]:
+        return ""
+    promotion = (
+        "" if eta is None else f"; one in {eta} trials goes on from each rung, so more trials (tune.trials) reach it"
+    )
+    return f"no trial reached step {rungs[-1]}, the longest got to step {longest}: the best is best so early{promotion}"
 
 
 def _by_score(row: Row) -> tuple[float, int]:
