@@ -194,7 +194,7 @@ def facts(log: RunLog, summary: Summary) -> list[str]:
         devices = machine.get("device_count", 1)
         found.append(f"{devices} × {machine['device']}"[:LONGEST_DETAIL])
     if run is not None:
-        sources = ", ".join(source.path for source in run.data.sources)
+        sources = ", ".join(str(source["path"]) for source in run.data.model_dump(mode="json")["sources"])
         found += [_layout_in_words(run, machine.get("device_count")), f"data {sources}"[:LONGEST_DETAIL]]
     if log.events:
         first, last = (end(event.time for event in log.events) for end in (min, max))
