@@ -36,6 +36,7 @@ from phalanx.data.language.tokenizer import (
     check_trainable,
     end_of_document,
     load_tokenizer,
+    parse_tokenizer,
     text_share,
     train_tokenizer,
     vocabulary_size,
@@ -190,7 +191,7 @@ class _Job:
         if not kept.exists():
             made = given or train_tokenizer(*self._tokenizer_sample(), self.options.vocab_size)
             write_atomically(kept, made.to_str())
-        return Tokenizer.from_file(str(kept))
+        return parse_tokenizer(kept.read_bytes(), kept)
 
     def _tokenizer_sample(self) -> tuple[Iterator[str], int]:
         """The documents of the training split, so that held-out text stays unseen, and the bytes of all text, about."""
@@ -216,7 +217,8 @@ class _Job:
                     yield texts, pieces[-1]
 
         end = end_of_document(tokenizer, self.options.end_token)
-        settings = Settings(self._work / "tokenizer.json", end, self.options.validation_fraction)
+        kept = self._work / "tokenizer.json"
+        settings = Settings(kept, self.options.tokenizer or str(kept), end, self.options.validation_fraction)
         try:
             tokenize_pieces(missing(), settings, workers)
         finally:
