@@ -103,9 +103,10 @@ def _in_words(training: list[TokenSource]) -> str:
 
 def expected_evaluation(run: LanguageRun) -> ExpectedEvaluation | None:
     """See `train.inputs.expected_evaluation`."""
-    if not _held_out(run):
+    held_out = _held_out(run)
+    if not held_out:
         return None
-    text = _tokenizer_files([open_source(Path(source.path), "train") for source in run.data.sources]).files
+    text = all(source.tokenizer is not None for source in held_out)
     fields = HeldOut(0.0, 1, 1 if text else None).as_dict()
     return ExpectedEvaluation(dict(fields), frozenset(("loss", "perplexity", "bits_per_byte")))
 
@@ -178,7 +179,8 @@ class TextEvaluator:
                 numbers=numbers,
                 microbatch=executor.layout.microbatch,
                 document_mask=self.run.data.document_mask,
-                byte_counts=self.token_bytes_V,
+                # Of a source that comes without a tokenizer, nobody knows what text its tokens stand for.
+                byte_counts=None if source.tokenizer is None else self.token_bytes_V,
                 sharing=Sharing(mesh.data_rank, executor.layout.data_ranks, counts=mesh.reads_first),
             )
         return total
