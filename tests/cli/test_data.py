@@ -44,7 +44,36 @@ def test_prepare_says_what_it_made_and_how_far_it_is(call: Call, tmp_path: Path)
     for line, label, documents in ((train, "train", 200 - held_out), (validation, "validation", held_out)):
         tokens, text = _short(documents * 21), _short(documents * 20)
         assert line == f"  {label:10}  {tokens} tokens in {documents} documents, {text} bytes of text (0.95 a token)"
-    assert rest == ["  vocabulary  257", f"  tokenizer   {out}/tokenizer.json"]
+    assert rest == [
+        "  vocabulary  257",
+        f"  tokenizer   {out}/tokenizer.json",
+        "  left out    0 documents without text, 0 files with other endings",
+    ]
+
+
+def test_prepare_counts_what_it_passes_over(call: Call, tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "one"}\n{"text": null}\n{"text": ""}\n{"text": "two"}\n')
+    (folder / "notes.md").write_text("notes")
+    options = ("--validation-fraction", "0", "--vocab-size", "257", "--workers", "1")
+    done = call("data", "prepare", str(folder), "--out", str(tmp_path / "out"), *options)
+    assert done.code == 0
+    assert done.out.splitlines()[-1] == "  left out    2 documents without text, 1 file with other endings"
+    facts = json.loads(call("data", "show", str(tmp_path / "out"), "--json").out)
+    assert facts["passed_over"] == {"documents": 2, "files": 1}
+
+
+def test_a_document_longer_than_allowed_is_named(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 101)
+    arguments = ("data", "prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), *PREPARE)
+    done = call(*arguments, "--max-document-bytes", "100")
+    assert (done.code, done.out) == (1, "")
+    assert done.err.splitlines()[-1] == (
+        f"error: {tmp_path}/a.txt: a document of more than 100 bytes; split it, write .jsonl with a document a line, "
+        "or allow more with --max-document-bytes"
+    )
+    assert call(*arguments, "--max-document-bytes", "101", "--validation-fraction", "0").code == 0
 
 
 def _short(number: int) -> str:
@@ -70,6 +99,7 @@ def test_json_is_all_there_is_on_stdout(call: Call, tmp_path: Path) -> None:
         "validation": validation,
         "vocab_size": 257,
         "tokenizer": f"{out}/tokenizer.json",
+        "passed_over": {"documents": 0, "files": 0},
     }
     assert json.loads(call("data", "show", str(out), "--json").out) == facts
 
@@ -109,10 +139,22 @@ def test_one_document_and_no_validation(call: Call, tmp_path: Path) -> None:
     ]
 
 
+def test_verify_says_what_a_format_cannot_tell(call: Call, tmp_path: Path) -> None:
+    prefix = write_megatron(tmp_path / "text")
+    content = bytearray(prefix.with_suffix(".bin").read_bytes())
+    content[0] ^= 1
+    prefix.with_suffix(".bin").write_bytes(content)
+    doubt = "Megatron files hold no checksums: an id changed in place is not noticed"
+    done = call("data", "verify", str(prefix))
+    assert (done.code, done.out) == (0, f"{prefix}: 10 tokens, lengths and structure are sound, but {doubt}\n")
+    facts = json.loads(call("data", "verify", str(prefix), "--json").out)
+    assert facts == {"path": str(prefix), "verified": False, "tokens": 10, "unchecked": [doubt]}
+
+
 def test_verify_reads_everything(call: Call, tmp_path: Path) -> None:
     folder = write_token_folder(tmp_path / "data", train_tokens=2000, validation_tokens=500)
     facts = json.loads(call("data", "verify", str(folder), "--json").out)
-    assert facts == {"path": str(folder), "verified": True, "tokens": facts["tokens"]}
+    assert facts == {"path": str(folder), "verified": True, "tokens": facts["tokens"], "unchecked": []}
     done = call("data", "verify", str(folder))
     assert (done.code, done.out) == (0, f"{folder}: {facts['tokens']:,} tokens, nothing altered\n")
     content = bytearray((folder / "validation-00000.bin").read_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,12 +58,18 @@ def test_several_continuations_are_told_apart(call: Call, run_dir: Path) -> None
 def test_the_prompt_can_come_from_stdin(call: Call, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = call("generate", str(run_dir), "--prompt", "def f", "--tokens", "5").out
 
-    class Stdin:
-        def read(self) -> str:
-            return "def f"
-
-    monkeypatch.setattr("sys.stdin", Stdin())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"def f")))
     assert call("generate", str(run_dir), "--prompt", "-", "--tokens", "5").out == plain
+
+
+def test_a_prompt_that_is_no_text_is_refused(call: Call, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"import os\n\xff\xfe")))
+    done = call("generate", str(run_dir), "--prompt", "-")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "error: standard input is not UTF-8 text (byte 10); convert it, for example with iconv\n"
+    done = call("generate", str(run_dir), "--prompt", "a\udcff")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "error: --prompt 'a\\udcff' is not valid text in this terminal's encoding\n"
 
 
 def test_a_hugging_face_folder_is_used_as_it_is(call: Call, run_dir: Path, tmp_path: Path) -> None:

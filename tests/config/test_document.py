@@ -105,3 +105,15 @@ def test_alias_bomb_is_refused_at_its_first_anchor() -> None:
 )
 def test_shown_values(value: object, shown: str) -> None:
     assert show_value(value) == shown
+
+
+def test_no_more_of_a_value_is_written_than_is_shown() -> None:
+    written = []
+
+    class Item:
+        def __str__(self) -> str:
+            written.append(self)
+            return "item"
+
+    assert show_value([Item()] * 100_000, width=20) == "[item, item, item..."
+    assert len(written) < 10

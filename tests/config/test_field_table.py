@@ -1,5 +1,7 @@
 """The table of fields that messages, the printed reference and the guide are made from."""
 
+import re
+
 import pytest
 
 from phalanx.config.families import RUNS
@@ -26,14 +28,23 @@ def test_mappings_of_names_in_words() -> None:
 
 def test_types_and_bounds_in_words() -> None:
     allowed = {name: field.allowed for name, field in all_fields().items()}
-    assert allowed["layout.microbatch"] == "a whole number of at least 1, or auto"
-    assert allowed["layout.dp_shard"] == "a whole number of at least 1, or auto"
+    assert allowed["layout.microbatch"] == "a whole number from 1 to 1,000,000,000, or auto"
+    assert allowed["layout.dp_shard"] == "a whole number from 1 to 10,000,000, or auto"
     assert allowed["data.prefetch"] == "a whole number from 0 to 64"
     assert allowed["model.dropout"] == "a number of at least 0 and less than 1"
     assert allowed["optimizer.no_decay"] == "a list, each norm, bias or embedding"
     assert allowed["training.compile"] == "true, false or auto"
     assert allowed["training.profile"] == "a mapping with first and last, or null"
     assert allowed["data.sources.N.weight"] == "a number greater than 0"
+
+
+@pytest.mark.parametrize("family", RUNS)
+def test_every_whole_number_has_an_upper_bound(family: str) -> None:
+    bounded = re.compile(r"a whole number (from [-0-9,]+ to|of at least \d+ and less than) [0-9,]+")
+    for field in all_fields(RUNS[family]).values():
+        told_by_a_validator = ".values", ".low", ".high", "search.layout"
+        if "a whole number" in field.allowed and not field.name.endswith(told_by_a_validator):
+            assert field.name == "layout.global_batch" or bounded.search(field.allowed), (field.name, field.allowed)
 
 
 def test_defaults_as_in_a_run_file() -> None:

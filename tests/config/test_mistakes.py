@@ -17,8 +17,9 @@ SECTIONS = "model, data, layout, optimizer, training, checkpoint, evaluation, cl
 PRESETS = "(phalanx config list shows them)"
 SOURCES = "a list of at least one, each a path or a mapping with path and weight"
 BETAS = "a list of 2, each a number of at least 0 and less than 1"
-BATCH = 'a whole number of samples, or of tokens as in "524288 tokens"'
-COUNT = "a whole number of at least 1"
+BATCH = 'a whole number of samples up to 1,000,000,000, or of tokens as in "524288 tokens"'
+COUNT = "a whole number from 1 to 1,000,000,000,000"
+SAMPLES = "a whole number from 1 to 1,000,000,000, or auto"
 
 BY_OVERRIDE = {
     # unknown names
@@ -38,13 +39,11 @@ BY_OVERRIDE = {
     "training.profile={first: 1, last: 2, frist: 3}": "training.profile.frist=3: there is no such field\n"
     "nearest: training.profile.first",
     # wrong types
-    "layout.microbatch='3'": (
-        'layout.microbatch="3" must be a whole number of at least 1, or auto\nnearest: layout.microbatch=3'
-    ),
-    "layout.microbatch=true": "layout.microbatch=true must be a whole number of at least 1, or auto",
-    "layout.microbatch=2.5": "layout.microbatch=2.5 must be a whole number of at least 1, or auto",
-    "training.steps=1e3": "training.steps=1000.0 must be a whole number of at least 1\nnearest: training.steps=1000",
-    "training.steps=null": "training.steps=null must be a whole number of at least 1",
+    "layout.microbatch='3'": f'layout.microbatch="3" must be {SAMPLES}\nnearest: layout.microbatch=3',
+    "layout.microbatch=true": f"layout.microbatch=true must be {SAMPLES}",
+    "layout.microbatch=2.5": f"layout.microbatch=2.5 must be {SAMPLES}",
+    "training.steps=1e3": f"training.steps=1000.0 must be {COUNT}\nnearest: training.steps=1000",
+    "training.steps=null": f"training.steps=null must be {COUNT}",
     "training.compile=1": "training.compile=1 must be true, false or auto",
     "training.tensorboard='true'": 'training.tensorboard="true" must be true or false',
     "optimizer.lr=fast": "optimizer.lr=fast must be a number greater than 0",
@@ -56,24 +55,41 @@ BY_OVERRIDE = {
     "layout=3": "layout=3 must be a mapping of fields",
     "training.profile=3": "training.profile=3 must be a mapping with first and last, or null",
     # impossible values
-    "layout.microbatch=0": "layout.microbatch=0 must be a whole number of at least 1, or auto",
-    "layout.dp_shard=-1": "layout.dp_shard=-1 must be a whole number of at least 1, or auto",
-    "layout.dp_shard=atuo": f"layout.dp_shard=atuo must be {COUNT}, or auto\nnearest: layout.dp_shard=auto",
+    "layout.microbatch=0": f"layout.microbatch=0 must be {SAMPLES}",
+    "layout.dp_shard=-1": "layout.dp_shard=-1 must be a whole number from 1 to 10,000,000, or auto",
+    "layout.dp_shard=atuo": "layout.dp_shard=atuo must be a whole number from 1 to 10,000,000, or auto\n"
+    "nearest: layout.dp_shard=auto",
     "data.prefetch=65": "data.prefetch=65 must be a whole number from 0 to 64",
     "optimizer.betas=[0.9, 1]": f"optimizer.betas=[0.9, 1] must be {BETAS}",
     "optimizer.lr=1e999": "optimizer.lr=1e999 must be a number greater than 0",
     "layout.recompute=ful": "layout.recompute=ful must be none, selective or full\nnearest: layout.recompute=full",
     "layout.global_batch=0": f"layout.global_batch=0 must be {BATCH}",
     "layout.global_batch=2M": f"layout.global_batch=2M must be {BATCH}",
-    "training.seed=-1": "training.seed=-1 must be a whole number of at least 0 and less than 9223372036854775808",
+    "training.seed=-1": "training.seed=-1 must be a whole number of at least 0 and less than 9,223,372,036,854,775,808",
     "model.n_heads=7": "model: n_heads=7 does not divide d_model=4096; give head_dim or change one",
     "model.n_kv_heads=5": "model: n_kv_heads=5 does not divide n_heads=32",
     "model.head_dim=65": "model: rotary positions need an even head size, not 65",
     "model.rope_scaling={low_freq_factor: 8}": "model.rope_scaling: low_freq_factor=8.0 must be less than "
     "high_freq_factor=4.0",
     "training.profile={first: 3, last: 2}": "training.profile: last=2 comes before first=3",
+    # beyond any computer
+    "model.n_layers=1_000_000_000": "model.n_layers=1000000000 must be a whole number from 1 to 10,000",
+    "model.d_model=10000000000000000000000000": "model.d_model=10000000000000000000000000 must be a whole number from 1 to "
+    "1,000,000",
+    "model.vocab_size=1_000_000_000_000_000": "model.vocab_size=1000000000000000 must be a whole number from 1 to "
+    "100,000,000",
+    "layout.global_batch=1_000_000_000_000": f"layout.global_batch=1000000000000 must be {BATCH}",
+    "layout.global_batch=999999999999488 samples": "layout.global_batch=999999999999488 samples is "
+    "999,999,999,999,488 samples; at most 1,000,000,000",
+    "tune.parameters={optimizer.lr: {low: 1, high: 9999999999999999999}}": "tune.parameters.optimizer.lr.high: "
+    "9999999999999999999 is too large; whole numbers reach from -1,000,000,000,000,000,000 to 1,000,000,000,000,000,000",
+    "tune.asha={rungs: 101}": "tune.asha.rungs=101 must be a whole number from 1 to 100",
+    # paths that cannot be opened
+    'data.sources=["a\\0b"]': "data.sources.0: a path cannot hold the character NUL",
+    f"training.run_dir={'d/' * 5000}": "training.run_dir: a path of 10,000 bytes; at most 4,096 can be opened",
+    f"training.init_from={'n' * 300}": "training.init_from: a name of 300 bytes in a path; at most 255 can be opened",
     # missing
-    "training={}": "training.steps is missing: it must be a whole number of at least 1",
+    "training={}": f"training.steps is missing: it must be {COUNT}",
     "data={}": "data.sources and data.sequence_length are missing: they have no defaults",
     "data.sources=[{}]": "data.sources.0.path is missing: it must be text",
     "model={n_layers: 1}": "model.d_model, model.n_heads, model.vocab_size and model.max_positions are missing: "
@@ -102,7 +118,7 @@ IN_FILE = [
         "microbach: 2",
         "layout.microbach=2: there is no such field (run.yaml:9)\nnearest: layout.microbatch",
     ),
-    ("microbatch: 2", "microbatch: two", f"layout.microbatch=two must be {COUNT}, or auto (run.yaml:9)"),
+    ("microbatch: 2", "microbatch: two", f"layout.microbatch=two must be {SAMPLES} (run.yaml:9)"),
     ("steps: 100", "step: 100", "training.step=100: there is no such field (run.yaml:13)\nnearest: training.steps"),
     ("optimizer:", "optimiser:", "optimiser is not a section of a run file (run.yaml:10)\nnearest: optimizer"),
     (
@@ -139,7 +155,7 @@ def test_several_mistakes_are_all_told() -> None:
         "  nearest: model.preset=gpt2",
         "layout.microbach=2: there is no such field",
         "  nearest: layout.microbatch",
-        "training.steps=0 must be a whole number of at least 1 (run.yaml:13)",
+        f"training.steps=0 must be {COUNT} (run.yaml:13)",
     ]
 
 

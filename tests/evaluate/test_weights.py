@@ -75,12 +75,16 @@ def test_a_checkpoint_that_does_not_fit_its_own_description(tmp_path: Path) -> N
         f"{where}: 4 tensors do not fit the model it describes; blocks.0.mlp.gate_up.weight is [192, 48], "
         "but should be [256, 48]"
     )
-    save_state(tmp_path / "c", {"model": LLAMA.model_copy(update={"n_layers": 10**9}).model_dump()})
-    assert refusal(tmp_path / "c") == f"{where}: 1000000000 layers, but 15 tensors of a model"
-    save_state(tmp_path / "d", {"model": {"n_layers": 1}})
-    assert refusal(tmp_path / "d").startswith(f"{where}/state.json does not describe a model: Field required")
-    save_state(tmp_path / "e", {})
-    assert refusal(tmp_path / "e").startswith(f"{where}/state.json does not describe a model")
+    save_state(tmp_path / "c", {"model": LLAMA.model_copy(update={"n_layers": 10_000}).model_dump()})
+    assert refusal(tmp_path / "c") == f"{where}: 10000 layers, but 15 tensors of a model"
+    save_state(tmp_path / "d", {"model": LLAMA.model_copy(update={"n_layers": 10**9}).model_dump()})
+    assert refusal(tmp_path / "d") == (
+        f"{where}/state.json does not describe a model: n_layers: Input should be less than or equal to 10000"
+    )
+    save_state(tmp_path / "e", {"model": {"n_layers": 1}})
+    assert refusal(tmp_path / "e").startswith(f"{where}/state.json does not describe a model: d_model: Field required")
+    save_state(tmp_path / "f", {})
+    assert refusal(tmp_path / "f").startswith(f"{where}/state.json does not describe a model")
 
 
 @pytest.mark.parametrize(("example", "verb"), [("materials-xtb", "errors"), ("climax-small", "forecast")])
@@ -93,5 +97,7 @@ def test_models_of_other_families_are_pointed_to_their_verb(tmp_path: Path, exam
 def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     save_run(tmp_path, random_decoder(READER))
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"the tokenizer.json of .*step-00000010 is not one that can be read"):
+    with pytest.raises(
+        CheckpointError, match=r"the tokenizer.json of .*step-00000010: not a tokenizer that can be read"
+    ):
         load_for_inference(tmp_path, CPU)

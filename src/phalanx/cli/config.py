@@ -25,7 +25,7 @@ from phalanx.config.presets import Preset, load_preset, preset_names
 from phalanx.config.schema import LanguageRun, Run
 from phalanx.errors import ConfigError
 from phalanx.models.language.sizes import model_flops_per_token
-from phalanx.models.sizes import sizes_of
+from phalanx.models.sizes import check_parameter_count, sizes_of
 
 config_app = typer.Typer(
     help="Show, check and explain run files; list the presets.",
@@ -110,6 +110,7 @@ def check(
     batch, tokens, floating-point operations. Exit code 2 if it is wrong.
     """
     loaded = load_run(run, overrides or [])
+    check_parameter_count(loaded.model)
     # What models may be split into is declared beside them, with torch, which the other subcommands do without.
     beside = import_module("phalanx.cli.config_check").check_beside(loaded, ranks, data=not no_data)
     facts = run_facts(loaded) | beside

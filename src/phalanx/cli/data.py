@@ -12,6 +12,8 @@ from phalanx.cli.console import output, print_error, print_json, print_pairs, sh
 from phalanx.cli.data_sample import sample_app
 from phalanx.cli.data_science import prepare_fields_of, prepare_graphs_of
 from phalanx.cli.progress import progress
+from phalanx.data.language.documents import MAX_DOCUMENT_BYTES
+from phalanx.data.language.manifest import MANIFEST, PassedOver, read_manifest
 from phalanx.data.language.open import open_source
 from phalanx.data.language.prepare import Options, prepare
 from phalanx.data.language.sources import TokenSource
@@ -45,6 +47,9 @@ def prepare_data(
         float, typer.Option(min=0.0, max=0.5, help="Share of documents held out.")
     ] = _DEFAULTS.validation_fraction,
     shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a shard.")] = _DEFAULTS.shard_tokens,
+    max_document_bytes: Annotated[
+        int, typer.Option(min=1, help="Longest document taken; tokenizing one takes some 170 times its size in memory.")
+    ] = MAX_DOCUMENT_BYTES,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one a core.")] = None,
     json_output: Json = False,
 ) -> None:
@@ -62,7 +67,7 @@ def prepare_data(
     )
     try:
         with progress() as report:
-            prepare(inputs, out, options, workers=workers, progress=report)
+            prepare(inputs, out, options, workers=workers, max_document_bytes=max_document_bytes, progress=report)
     except KeyboardInterrupt:
         print_error("stopped; what is done is kept: the same command goes on from there")
         raise
@@ -83,15 +88,21 @@ def verify(
     path: Annotated[Path, typer.Argument(help="Prepared folder, Megatron prefix, or folder of MDS shards.")],
     json_output: Json = False,
 ) -> None:
-    """Read everything and compare checksums; names the first file that was altered."""
+    """Read everything and compare checksums; names the first file that was altered.
+
+    Says so where the format has no checksums to compare.
+    """
     splits = _splits(path)
     for source in splits.values():
         source.verify()
     tokens = sum(source.tokens for source in splits.values())
+    unchecked = [source.unchecked for source in splits.values() if source.unchecked is not None]
     if json_output:
-        print_json({"path": str(path), "verified": True, "tokens": tokens})
-    else:
-        output().print(f"{path}: {tokens:,} tokens, nothing altered", soft_wrap=True, highlight=False)
+        print_json({"path": str(path), "verified": not unchecked, "tokens": tokens, "unchecked": unchecked})
+        return
+    doubts = "; ".join(dict.fromkeys(unchecked))
+    found = f"lengths and structure are sound, but {doubts}" if unchecked else "nothing altered"
+    output().print(f"{path}: {tokens:,} tokens, {found}", soft_wrap=True, highlight=False)
 
 
 data_app.command("prepare-graphs", epilog=examples("phalanx data prepare-graphs examples/materials-xtb.yaml"))(
@@ -118,6 +129,9 @@ def _show(path: Path, json_output: bool) -> None:
     train = splits["train"]
     facts["vocab_size"] = train.vocab_size
     facts["tokenizer"] = None if train.tokenizer is None else str(train.tokenizer)
+    passed_over = read_manifest(path).passed_over if (path / MANIFEST).exists() else None
+    if passed_over is not None:
+        facts["passed_over"] = passed_over.model_dump()
     if json_output:
         print_json({"path": str(path), **facts})
         return
@@ -128,7 +142,16 @@ def _show(path: Path, json_output: bool) -> None:
             *((name, _describe(source)) for name, source in splits.items()),
             ("vocabulary", vocabulary),
             ("tokenizer", facts["tokenizer"] or "none beside the data"),
+            *([] if passed_over is None else [("left out", _passed_over_in_words(passed_over))]),
         ]
+    )
+
+
+def _passed_over_in_words(passed_over: PassedOver) -> str:
+    documents, files = passed_over.documents, passed_over.files
+    return (
+        f"{documents:,} document{'' if documents == 1 else 's'} without text, "
+        f"{files:,} file{'' if files == 1 else 's'} with other endings"
     )
 
 

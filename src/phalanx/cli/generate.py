@@ -7,9 +7,13 @@ from pathlib import Path
 
 from phalanx.cli.console import print_json
 from phalanx.cli.inference import load
+from phalanx.errors import ConfigError
 from phalanx.evaluate.generate import Generation, generate_text
 from phalanx.evaluate.load import LoadedModel
 from phalanx.models.language.sampling import Sampling
+
+_MOST_BYTES = 2**24
+"""Of a prompt; no model has room for so many."""
 
 
 def generate(
@@ -29,7 +33,7 @@ def generate(
 ) -> None:
     """Run the subcommand; `phalanx.cli.options.generate` declares its arguments."""
     sampling = Sampling(temperature, top_k, top_p)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _read_prompt(prompt)
     loaded = load(checkpoint, device=device, precision=precision, tokenizer=tokenizer)
     streaming = count == 1 and not as_json
     generation = generate_text(
@@ -47,6 +51,23 @@ def generate(
         print()
     else:
         _print_all(text, generation)
+
+
+def _read_prompt(given: str) -> str:
+    """Return the prompt that was given, or that stands on standard input. Raises ConfigError for what is no text."""
+    if given == "-":
+        content = sys.stdin.buffer.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ConfigError(f"standard input holds more than {_MOST_BYTES:,} bytes, which no prompt is")
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"standard input is not UTF-8 text (byte {error.start}); convert it, for example with iconv"
+            ) from None
+    if any("\ud800" <= character <= "\udfff" for character in given):
+        raise ConfigError(f"--prompt {ascii(given)[:80]} is not valid text in this terminal's encoding")
+    return given
 
 
 def _print_piece(_index: int, piece: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from phalanx.config.bounds import MAX_BATCH_SAMPLES
 from phalanx.config.check_graphs import materials_problems
 from phalanx.config.document import FieldPath
 from phalanx.config.families import MaterialsRun, WeatherRun
@@ -137,7 +138,12 @@ def _batch(run: Run) -> Iterator[Problem]:
         yield from problems
         return
     samples, microbatch = global_batch_samples(run), run.layout.microbatch
-    if microbatch != "auto" and samples % microbatch:
+    if samples > MAX_BATCH_SAMPLES:
+        yield Problem(
+            ("layout", "global_batch"),
+            f"layout.global_batch={run.layout.global_batch} is {samples:,} samples; at most {MAX_BATCH_SAMPLES:,}",
+        )
+    elif microbatch != "auto" and samples % microbatch:
         yield Problem(
             ("layout", "microbatch"),
             f"layout.microbatch={microbatch} does not divide the global batch of {samples} samples",

@@ -68,8 +68,13 @@ def plain_scalar(text: str) -> Scalar:
 
 def show_value(value: object, width: int = 60) -> str:
     """`value` as it would stand in a run file, on one line and cut to about `width` characters."""
-    text = _flow(value)
-    return text if len(text) <= width else text[: width - 3] + "..."
+    text = ""
+    for piece in _flow(value):
+        text += piece
+        # A long list is told of once for each of its items: no more of it is written than is shown.
+        if len(text) > width:
+            return text[: width - 3] + "..."
+    return text
 
 
 class _UnreadableError(Exception):
@@ -171,7 +176,27 @@ def _name(part: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _flow(value: object) -> str:
+def _flow(value: object) -> Iterator[str]:
+    """The text of a value in YAML's flow style, piece by piece."""
+    if isinstance(value, dict):
+        yield "{"
+        for place, (key, item) in enumerate(value.items()):
+            yield ", " if place else ""
+            yield from _flow(key)
+            yield ": "
+            yield from _flow(item)
+        yield "}"
+    elif isinstance(value, list | tuple):
+        yield "["
+        for place, item in enumerate(value):
+            yield ", " if place else ""
+            yield from _flow(item)
+        yield "]"
+    else:
+        yield _flow_scalar(value)
+
+
+def _flow_scalar(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -179,10 +204,6 @@ def _flow(value: object) -> str:
     if isinstance(value, str):
         reads_back = value == value.strip() and value.isprintable() and plain_scalar(value) == value
         return value if reads_back else _quoted(value)
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_flow(key)}: {_flow(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_flow, value)) + "]"
     return str(value)
 
 

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from phalanx.config.bounds import Hours, NonNegativeInt, PathText, first_repeated
 from phalanx.config.section import Section, Words
 
-PositiveInt = Annotated[int, Field(ge=1)]
 _MOMENT = r"^(step \d+|\d{4}(-\d{2}(-\d{2}([ T]\d{2}(:\d{2})?)?)?)?)$"
 _RENAMED = re.compile(r"\s*([^\s=]+)\s*=\s*([^\s=]+)\s*")
 
@@ -61,11 +61,11 @@ class Splits(Section):
 class LeadRange(Section):
     """Lead times at equal distances."""
 
-    first: PositiveInt
+    first: Hours
     """Shortest lead time in hours."""
-    last: PositiveInt
+    last: Hours
     """Longest lead time in hours; drawn as often as the others."""
-    step: PositiveInt
+    step: Hours
     """Hours between lead times."""
 
     @model_validator(mode="after")
@@ -91,7 +91,7 @@ class FieldName(Section):
 class FieldSource(Section):
     """One store of fields and its share of the training samples."""
 
-    path: str
+    path: PathText
     """A folder made by `phalanx data prepare-fields`, a netCDF file, a zarr store, a folder or pattern of such, or a
     folder of ClimaX shards."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
@@ -101,7 +101,7 @@ class FieldSource(Section):
         Words('a list, each "name in the run=name in the files" or a mapping with name, stored_as, scale and offset'),
     ] = Field(default=[])
     """Variables whose names or units differ in this source."""
-    static_path: str | None = None
+    static_path: PathText | None = None
     """File of the static fields, where they lie apart; null looks for them beside the variables."""
     time_dim: str | None = None
     """Name of the time dimension, where it is not one of the usual."""
@@ -109,7 +109,7 @@ class FieldSource(Section):
     """What the numbers of the time dimension count, as in "hours since 1996-01-05"; null takes the file's word."""
     calendar: str | None = None
     """Calendar of those numbers, as in standard, noleap or 360_day; null takes the file's word."""
-    step_hours: PositiveInt | None = None
+    step_hours: Hours | None = None
     """Hours between frames of ClimaX shards, which do not say; null works it out from the frames in a year."""
 
 
@@ -131,20 +131,20 @@ class FieldData(Section):
     history: Literal[1] = 1
     """Times the model reads for one sample."""
     lead_hours: Annotated[
-        PositiveInt | Annotated[list[PositiveInt], Field(min_length=1)] | LeadRange,
+        Hours | Annotated[list[Hours], Field(min_length=1)] | LeadRange,
         Words("hours, a list of hours, or a mapping with first, last and step"),
     ]
     """Hours from input to target; of several, each sample draws one at random."""
-    rollout_hours: PositiveInt | None = None
+    rollout_hours: Hours | None = None
     """Lead time of one step of a roll-out, for fine-tuning: every lead time is then made of such steps, each starting from
     the one before, and the last one learns; null predicts every lead time in one step."""
     splits: Splits
     """Which times are for what."""
-    gap_hours: Annotated[int, Field(ge=0)] | None = None
+    gap_hours: NonNegativeInt | None = None
     """Hours that must lie between two splits; null asks for the longest lead time."""
     time_tolerance_hours: Annotated[float, Field(ge=0.0)] = 0.0
     """How far a target may lie from its lead time; monthly means need it, as months differ in length."""
-    statistics: str | None = None
+    statistics: PathText | None = None
     """File of means and standard deviations to normalise by, as of the run a model was pre-trained in; null takes those of
     the whole training split."""
     climatology: Period | None = None
@@ -158,7 +158,7 @@ class FieldData(Section):
     or train on the points that are there. Points that never have a value are masked in any case."""
     check_units: bool = True
     """Whether files, sources and statistics that differ as if in other units or upside down are refused."""
-    cache_mb: Annotated[int, Field(ge=0)] = 512
+    cache_mb: NonNegativeInt = 512
     """Memory for pieces of compressed files that were read, in MB."""
     prefetch: Annotated[int, Field(ge=0, le=64)] = 2
     """Batches read ahead in the background; 0 reads in the training loop."""
@@ -166,9 +166,9 @@ class FieldData(Section):
     @model_validator(mode="after")
     def _distinct(self) -> FieldData:
         for field, names in (("inputs", [*self.inputs, *self.static]), ("outputs", self.target_variables)):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            if twice:
-                raise ValueError(f"{field} names {twice[0]} twice")
+            twice = first_repeated(names)
+            if twice is not None:
+                raise ValueError(f"{field} names {twice} twice")
         return self
 
     @property

@@ -233,12 +233,14 @@ def _sequence_in_words(base: Any, constraints: list[Any]) -> str:
     if get_origin(base) is tuple and items[-1] is not Ellipsis:
         return f"a list of {len(items)}, each {item}"
     least = next((item.min_length for item in constraints if hasattr(item, "min_length")), 0)
-    return f"a list{f' of at least {least}' if least else ''}, each {item}"
+    most = next((item.max_length for item in constraints if hasattr(item, "max_length")), 0)
+    size = f" of at least {least}" if least else f" of at most {most}" if most else ""
+    return f"a list{size}, each {item}"
 
 
 def _bounds(constraints: list[Any]) -> str:
     limit = {
-        name: f"{getattr(item, name)}".removesuffix(".0")
+        name: f"{getattr(item, name):,}".removesuffix(".0")
         for item in constraints
         for name in ("ge", "gt", "le", "lt")
         if hasattr(item, name)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from phalanx.config.bounds import NonNegativeInt, PathText, PositiveInt, first_repeated
 from phalanx.config.section import Section, Words
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -27,7 +28,7 @@ class GraphLabel(Section):
     """Unit in the files, such as eV, Ha, kcal/mol, Ha/bohr, GPa, D, or 1 for a pure number."""
     key: str | None = None
     """Name in the files (array, column or property); null means the label's own name."""
-    column: Annotated[int, Field(ge=0)] | None = None
+    column: NonNegativeInt | None = None
     """Column, where `key` is a table with one row a structure; null takes the whole array."""
     factor: float = 1.0
     """A further factor, such as -1 for stresses of the opposite sign (here positive stress is tension)."""
@@ -43,7 +44,7 @@ class GraphSource(Section):
 
     name: Name
     """Name of the source: of its folder of prepared shards, and of its branch in a model with branches."""
-    path: str
+    path: PathText
     """A file, or a pattern such as `runs/*.extxyz`, of structures."""
     format: Literal["auto", "npz", "extxyz", "ase", "qm9_csv"] = "auto"
     """Ragged arrays (.npz), extended XYZ, an ASE database (.db), or QM9's CSV; auto goes by the ending."""
@@ -92,11 +93,11 @@ class GraphData(Section):
 
     sources: Annotated[list[GraphSource], Field(min_length=1)]
     """Where structures come from."""
-    prepared: str
+    prepared: PathText
     """Folder of prepared shards, one folder a source inside."""
     cutoff: Annotated[float, Field(gt=0.0)]
     """Reach of an edge in angstrom."""
-    max_neighbours: Annotated[int, Field(ge=1)] | None = None
+    max_neighbours: PositiveInt | None = None
     """Nearest sources kept for each atom, with all that tie with the last of them; null keeps all."""
     validation_fraction: Share = 0.05
     """Share of structures held out for validation, by hash."""
@@ -108,7 +109,7 @@ class GraphData(Section):
     """Cost of a structure, for cutting global batches and, until step times are measured, for sharing them out."""
     share_by: Literal["cost", "number"] = "cost"
     """Whether ranks get structures of equal cost or, for comparison, equal numbers of structures as they come."""
-    fit_cost_every: Annotated[int, Field(ge=1)] | None = 50
+    fit_cost_every: PositiveInt | None = 50
     """Steps after which costs are fitted again to measured times, which ranks then share out structures by; null (as does
     training.deterministic) keeps `cost`. Which structures a step holds depends on `cost` alone."""
     microbatch_cost: Annotated[float, Field(gt=0.0)] | None = None
@@ -123,9 +124,9 @@ class GraphData(Section):
     @model_validator(mode="after")
     def _fits(self) -> GraphData:
         names = [source.name for source in self.sources]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"two sources are named {twice[0]}; give each its own name")
+        twice = first_repeated(names)
+        if twice is not None:
+            raise ValueError(f"two sources are named {twice}; give each its own name")
         unweighted = [source.name for source in self.sources if source.weight is None]
         if 0 < len(unweighted) < len(self.sources):
             raise ValueError(f"source {unweighted[0]} has no weight and others have one; give all of them one, or none")

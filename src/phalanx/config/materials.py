@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from phalanx.config.model import Model, PositiveInt
+from phalanx.config.bounds import Layers, Width, first_repeated
+from phalanx.config.model import Model
 from phalanx.config.section import Section, Words
 
 Body = Literal["gin", "pna", "gatv2", "cgcnn", "schnet", "dimenet++", "egnn", "painn", "mace"]
@@ -25,7 +26,7 @@ MAX_ATOMIC_NUMBER = 118
 class GatOptions(Section):
     """What only the body gatv2 has."""
 
-    heads: PositiveInt = 4
+    heads: Width = 4
     """Attention heads over neighbours; must divide d_model."""
 
 
@@ -34,9 +35,9 @@ class DimeNetOptions(Section):
 
     angular: Annotated[int, Field(ge=1, le=16)] = 7
     """Legendre polynomials that describe the angle between two bonds."""
-    triplet_width: PositiveInt = 64
+    triplet_width: Width = 64
     """Width of the messages that triplets of atoms see."""
-    basis_width: PositiveInt = 8
+    basis_width: Width = 8
     """Width in between the geometric basis and the messages."""
 
 
@@ -49,7 +50,7 @@ class MaceOptions(Section):
     """Largest degree of what atoms keep from layer to layer: 0 scalars, 1 vectors too, 2 tensors too."""
     correlation: Annotated[int, Field(ge=1, le=3)] = 3
     """Neighbours that enter one feature together; body order less one."""
-    radial_width: PositiveInt = 64
+    radial_width: Width = 64
     """Hidden width of the network that gives the radial weights."""
 
 
@@ -58,7 +59,7 @@ class GlobalAttention(Section):
 
     kind: Literal["softmax", "linear"] = "softmax"
     """Softmax costs atoms squared; linear (elu + 1 feature map) costs atoms."""
-    heads: PositiveInt = 4
+    heads: Width = 4
     """Attention heads; must divide d_model."""
 
 
@@ -164,9 +165,9 @@ class MaterialsModel(Model):
 
     family: Literal["materials"] = "materials"
     """Model family."""
-    n_layers: PositiveInt
+    n_layers: Layers
     """Message-passing blocks."""
-    d_model: PositiveInt
+    d_model: Width
     """Channels of an atom."""
     body: Body = "painn"
     """How atoms exchange messages."""
@@ -176,7 +177,7 @@ class MaterialsModel(Model):
     """Distance in angstrom beyond which atoms are no neighbours."""
     radial: Literal["bessel", "gaussian"] = "bessel"
     """Functions that describe a distance."""
-    n_radial: PositiveInt = 20
+    n_radial: Width = 20
     """Number of these functions."""
     envelope: Literal["polynomial", "cosine"] = "polynomial"
     """How messages fade towards the cutoff: polynomial (two continuous derivatives) or cosine (one)."""
@@ -231,7 +232,7 @@ class MaterialsModel(Model):
     @model_validator(mode="after")
     def _branches_fit(self) -> MaterialsModel:
         names = [branch.name for branch in self.branches]
-        twice = next((name for name in names if names.count(name) > 1), None)
+        twice = first_repeated(names)
         if twice is not None:
             raise ValueError(f"branches: the name {twice} is given twice; names must differ")
         for branch in self.branches:

@@ -10,9 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from phalanx.config.bounds import HiddenWidth, Layers, Positions, Vocabulary, Width
 from phalanx.config.section import Section
-
-PositiveInt = Annotated[int, Field(ge=1)]
 
 
 class Model(Section):
@@ -22,7 +21,7 @@ class Model(Section):
     """Model family."""
     preset: str | None = None
     """Named shape that fills the fields not given; `phalanx config list` shows them."""
-    n_layers: PositiveInt
+    n_layers: Layers
     """Blocks."""
 
 
@@ -35,7 +34,7 @@ class RopeScaling(Section):
     """Wavelengths above original_positions / low_freq_factor are stretched by the whole factor."""
     high_freq_factor: Annotated[float, Field(gt=0.0)] = 4.0
     """Wavelengths below original_positions / high_freq_factor are left alone."""
-    original_positions: PositiveInt = 8192
+    original_positions: Positions = 8192
     """Context length of pre-training."""
 
     @model_validator(mode="after")
@@ -52,21 +51,21 @@ class LanguageModel(Model):
 
     family: Literal["language"] = "language"
     """Model family."""
-    n_layers: PositiveInt
+    n_layers: Layers
     """Decoder blocks."""
-    d_model: PositiveInt
+    d_model: Width
     """Width of the residual stream."""
-    n_heads: PositiveInt
+    n_heads: Width
     """Attention (query) heads."""
-    n_kv_heads: PositiveInt | None = None
+    n_kv_heads: Width | None = None
     """Key and value heads; fewer than n_heads is grouped-query attention; null means n_heads."""
-    head_dim: PositiveInt | None = None
+    head_dim: Width | None = None
     """Width of a head; null means d_model / n_heads."""
-    d_ff: PositiveInt | None = None
+    d_ff: HiddenWidth | None = None
     """Hidden width of the MLP; null means 4 * d_model."""
-    vocab_size: PositiveInt
+    vocab_size: Vocabulary
     """Rows of the embedding and of the output head."""
-    max_positions: PositiveInt
+    max_positions: Positions
     """Longest sequence; with learned positions, the rows of that table."""
     positions: Literal["learned", "alibi", "rope"] = "rope"
     """How the model knows where a token stands."""

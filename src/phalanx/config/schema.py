@@ -11,19 +11,29 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from phalanx.config.bounds import (
+    MAX_BATCH_SAMPLES,
+    Layers,
+    NonNegativeInt,
+    PathText,
+    Positions,
+    PositiveInt,
+    Ranks,
+    Samples,
+    Seed,
+)
 from phalanx.config.model import LanguageModel, Model
 from phalanx.config.search import Search
 from phalanx.config.section import Section, Words
 from phalanx.config.tune import Tune
 
-PositiveInt = Annotated[int, Field(ge=1)]
-Degree = PositiveInt | Literal["auto"]
-BranchSizes = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Degree = Ranks | Literal["auto"]
+BranchSizes = Annotated[list[Annotated[int, Field(ge=0, le=10**7)]], Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 GlobalBatch = Annotated[
-    PositiveInt | Annotated[str, Field(pattern=r"^[1-9][0-9_]{0,17} (samples|tokens)$")],
-    Words('a whole number of samples, or of tokens as in "524288 tokens"'),
+    Samples | Annotated[str, Field(pattern=r"^[1-9][0-9_]{0,17} (samples|tokens)$")],
+    Words(f'a whole number of samples up to {MAX_BATCH_SAMPLES:,}, or of tokens as in "524288 tokens"'),
 ]
 
 
@@ -34,7 +44,7 @@ def _source_from_path(value: object) -> object:
 class DataSource(Section):
     """One body of prepared text and its share of the training samples."""
 
-    path: str
+    path: PathText
     """Folder written by `phalanx data prepare`, a Megatron `.bin/.idx` prefix, or a folder of MDS shards."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Share of the samples drawn from this source, relative to the other sources' weights."""
@@ -49,7 +59,7 @@ class Data(Section):
         Words("a list of at least one, each a path or a mapping with path and weight"),
     ]
     """Where the tokens come from; a plain path stands for a source of weight 1."""
-    sequence_length: PositiveInt
+    sequence_length: Positions
     """Tokens a sample."""
     document_mask: bool = False
     """Whether attention stops at document boundaries inside a packed sample."""
@@ -76,14 +86,14 @@ class Layout(Section):
     """What dp_shard (and cp) ranks share out: nothing, optimizer state (1), gradients too (2), parameters too (3)."""
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
     """Order in which pipeline ranks compute micro-batches."""
-    stages_per_rank: PositiveInt | Literal["auto"] = "auto"
+    stages_per_rank: Layers | Literal["auto"] = "auto"
     """Pipeline stages on each rank; auto is 1 for gpipe and 1f1b, else 2."""
     context: Literal["auto", "ring", "all_to_all"] = "auto"
     """Context parallelism: keys and values travel a ring, or heads are exchanged; auto is the ring where it is exact and
     cheap (no ALiBi, no document mask), else the exchange where heads allow it."""
     tp_across_nodes: bool = False
     """Whether tensor-parallel groups may span nodes (slow on most networks)."""
-    microbatch: PositiveInt | Literal["auto"] = "auto"
+    microbatch: Samples | Literal["auto"] = "auto"
     """Samples one rank computes at a time; auto is the largest number that divides what a rank computes, leaves a pipeline
     enough micro-batches and, by the planner's memory model, fits an accelerator's memory. It changes no result."""
     global_batch: GlobalBatch
@@ -98,7 +108,7 @@ class Layout(Section):
     gather: Literal["layer", "stream"] = "layer"
     """What a rank gathers of a block's matrices (Hybrid-STOP): its whole tensor-parallel part, or chunk after chunk of it,
     two at a time (least memory; needs zero=3)."""
-    gather_blocks: PositiveInt = 1
+    gather_blocks: Layers = 1
     """Neighbouring blocks of a stage whose parameters are gathered, and gradients reduced, together: fewer and larger
     messages, for more memory."""
     gathers_ahead: Annotated[int, Field(ge=1, le=16)] = 1
@@ -131,7 +141,7 @@ class Optimizer(Section):
     """Largest gradient norm; null leaves gradients as they are (the norm is still logged)."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape of the learning rate after warm-up; wsd stays at the peak, then decays over the last `decay_fraction`."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up from zero."""
     min_lr_ratio: Fraction = 0.1
     """Learning rate at the last step, as a share of `lr`."""
@@ -159,13 +169,13 @@ class Training(Section):
 
     steps: PositiveInt
     """Optimizer steps in the whole run, resumed parts included."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Seed = 0
     """Seed of initialisation, data order and dropout."""
-    run_dir: str | None = None
+    run_dir: PathText | None = None
     """Folder of metrics, checkpoints and the resolved run file; by default runs/<name of the run file>."""
-    resume: str = "auto"
+    resume: PathText = "auto"
     """auto: newest whole checkpoint if there is one; must: fail without one; never: refuse a folder with one; or a path."""
-    init_from: str | None = None
+    init_from: PathText | None = None
     """Checkpoint whose weights a new run starts from, at step 0 with fresh optimizer state."""
     compile: bool | Literal["auto"] = "auto"
     """torch.compile for each block; auto compiles on accelerators and not on CPU. Of materials: a whole training step as
@@ -228,7 +238,7 @@ class TextEvaluation(Evaluation):
 
     prompt: str | None = None
     """Text the model continues after each evaluation, in a run of one rank whose data has a tokenizer."""
-    prompt_tokens: PositiveInt = 64
+    prompt_tokens: Positions = 64
     """Tokens it may write."""
 
 
@@ -237,9 +247,9 @@ class Cluster(Section):
 
     device: str = "auto"
     """Device type: auto takes the accelerator PyTorch finds, else the CPU."""
-    devices_per_node: PositiveInt | None = None
+    devices_per_node: Ranks | None = None
     """Devices that share a node; null takes the launcher's word for it."""
-    peak_tflops: Annotated[float, Field(gt=0.0)] | None = None
+    peak_tflops: Annotated[float, Field(gt=0.0, le=1e9)] | None = None
     """Nominal peak of one device in TFLOP/s at the run's precision, where the built-in table has no entry."""
 
 

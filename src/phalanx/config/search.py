@@ -6,9 +6,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from phalanx.config.bounds import GiB, PositiveInt, Scalar, Seconds
 from phalanx.config.section import Section
-
-Scalar = bool | int | float | str | None
 
 
 def _knob_from_values(value: object) -> object:
@@ -31,15 +30,15 @@ class Search(Section):
     """Fields of the layout with the only values they may have; others are free, as for `phalanx plan`."""
     knobs: dict[str, Annotated[Knob, BeforeValidator(_knob_from_values)]] = Field(default_factory=dict)
     """Further choices: `section.field` of the run file, or `env.NAME`; a list stands for its values."""
-    constraints: tuple[str, ...] = ()
+    constraints: Annotated[tuple[str, ...], Field(max_length=100)] = ()
     """Conditions that every choice meets, such as "tp * microbatch <= 16 or recompute == 'full'"."""
-    steps: Annotated[int, Field(ge=2)] = 8
+    steps: Annotated[int, Field(ge=2, le=10**6)] = 8
     """Optimizer steps of a trial."""
-    skip: Annotated[int, Field(ge=1)] = 3
+    skip: PositiveInt = 3
     """First steps of a trial that are not timed: compilation, warm-up."""
-    time_limit_s: Annotated[float, Field(gt=0.0)] = 600.0
+    time_limit_s: Seconds = 600.0
     """Seconds after which a trial counts as hanging."""
-    memory_gib: Annotated[float, Field(gt=0.0)] | None = None
+    memory_gib: GiB | None = None
     """Most host memory of a rank, GiB; null sets no limit. On a CPU it plays the part of a device's memory."""
     least_p_fits: Annotated[float, Field(ge=0.0, le=1.0)] = 1e-4
     """Probability of fitting, by the planner, below which a layout is never tried."""

@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from phalanx.config.bounds import GiB, Number, PositiveInt, Scalar, Seconds
 from phalanx.config.section import Section
-
-Scalar = bool | int | float | str | None
 
 
 def _range_from_values(value: object) -> object:
@@ -20,13 +19,13 @@ class TuneRange(Section):
 
     values: list[Scalar] | None = None
     """What it may be, without an order."""
-    low: int | float | None = None
+    low: Number | None = None
     """Least value; where this and `high` are whole numbers, all values are."""
-    high: int | float | None = None
+    high: Number | None = None
     """Largest value."""
     log: bool = False
     """Whether ratios matter rather than differences."""
-    step: Annotated[int, Field(ge=1)] = 1
+    step: PositiveInt = 1
     """Distance of whole numbers from each other, counted from `low`."""
     when: str | None = None
     """Condition on fields above it without which it stays as the run file has it, such as "model.body == 'gatv2'"."""
@@ -56,11 +55,11 @@ class TuneRange(Section):
 class Asha(Section):
     """Early stopping: trials pause at rungs, and the best of each go on (asynchronous successive halving)."""
 
-    first_steps: Annotated[int, Field(ge=1)] | None = None
+    first_steps: PositiveInt | None = None
     """Optimizer steps of the first rung; null takes the last rung's, `rungs` - 1 times divided by `eta`."""
-    eta: Annotated[int, Field(ge=2)] = 3
+    eta: Annotated[int, Field(ge=2, le=1000)] = 3
     """One in so many goes on from a rung, for so many times the steps."""
-    rungs: Annotated[int, Field(ge=1)] = 3
+    rungs: Annotated[int, Field(ge=1, le=100)] = 3
     """Rungs at most; the last one is the whole run."""
 
 
@@ -69,11 +68,11 @@ class Tune(Section):
 
     parameters: dict[str, Annotated[TuneRange, BeforeValidator(_range_from_values)]] = Field(default_factory=dict)
     """Fields of the run file, as `section.field`, with what they may be; a list stands for its values."""
-    constraints: tuple[str, ...] = ()
+    constraints: Annotated[tuple[str, ...], Field(max_length=100)] = ()
     """Conditions that every trial meets, such as "model.d_model * model.n_layers <= 2048"."""
     metric: str = "loss"
     """What is minimised: a figure of the held-out evaluation, such as loss, perplexity or errors.forces.mae."""
-    trials: Annotated[int, Field(ge=1)] = 50
+    trials: Annotated[int, Field(ge=1, le=10**6)] = 50
     """Configurations that are tried."""
     engine: Literal["optuna-tpe", "deephyper", "random"] = "optuna-tpe"
     """What proposes configurations."""
@@ -81,13 +80,13 @@ class Tune(Section):
     """Early stopping; null trains every trial to its end."""
     first: Literal["default", "engine"] = "default"
     """Whether the first trials include the run file as it stands, to compare with."""
-    time_limit_s: Annotated[float, Field(gt=0.0)] = 86400.0
+    time_limit_s: Seconds = 86400.0
     """Seconds after which a trial between two rungs counts as hanging."""
-    study_time_s: Annotated[float, Field(gt=0.0)] | None = None
+    study_time_s: Seconds | None = None
     """Seconds after which nothing is begun and running trials stop, to go on later; null is no limit."""
-    memory_gib: Annotated[float, Field(gt=0.0)] | None = None
+    memory_gib: GiB | None = None
     """Memory of a device for all trials that share it, GiB; null takes what the device, or the host, has."""
     slots: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = "auto"
     """Trials that may share a device; auto is 2 on a CPU and 4 on an accelerator."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of what engines draw at random."""

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from phalanx.config.model import Model, PositiveInt
+from phalanx.config.bounds import HiddenWidth, Layers, Width, first_repeated
+from phalanx.config.model import Model
 
 Latitude = Annotated[float, Field(ge=-90.0, le=90.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
@@ -29,19 +30,19 @@ class WeatherModel(Model):
 
     family: Literal["weather"] = "weather"
     """Model family."""
-    n_layers: PositiveInt
+    n_layers: Layers
     """Transformer blocks."""
-    d_model: PositiveInt
+    d_model: Width
     """Width of a token."""
-    n_heads: PositiveInt
+    n_heads: Width
     """Attention heads, of the blocks and of the variable aggregation."""
-    d_ff: PositiveInt | None = None
+    d_ff: HiddenWidth | None = None
     """Hidden width of the MLP; null means 4 * d_model."""
-    n_lat: PositiveInt
+    n_lat: Width
     """Rows of the grid."""
-    n_lon: PositiveInt
+    n_lon: Width
     """Columns of the grid."""
-    patch_size: PositiveInt
+    patch_size: Width
     """Edge of a square patch in grid points; it divides n_lat and n_lon."""
     first_latitude: Latitude | None = None
     """Latitude of the first row's points in degrees; null, with last_latitude, is a grid whose cells span the globe."""
@@ -55,11 +56,11 @@ class WeatherModel(Model):
     """Variables it predicts, in the order of the targets; null means all."""
     aggregation: Literal["flat", "hierarchical"] = "flat"
     """How a location's variables become tokens: one attention over all of them, or one over groups and one over those."""
-    aggregation_groups: PositiveInt = 1
+    aggregation_groups: Width = 1
     """Groups of consecutive inputs that hierarchical aggregation first makes one token each."""
-    aggregation_queries: PositiveInt = 1
+    aggregation_queries: Width = 1
     """Tokens a location keeps after aggregation."""
-    decoder_depth: Annotated[int, Field(ge=0)] = 2
+    decoder_depth: Annotated[int, Field(ge=0, le=10_000)] = 2
     """Hidden layers of the head."""
     qk_norm: bool = False
     """Whether queries and keys are normalised per head before the product."""
@@ -194,12 +195,13 @@ class WeatherModel(Model):
 
 
 def _no_repeats(field: str, names: tuple[str, ...]) -> None:
-    repeated = next((name for name in names if names.count(name) > 1), None)
+    repeated = first_repeated(names)
     if repeated is not None:
         raise ValueError(f"{field} names {repeated} more than once; name each variable once")
 
 
 def _all_among(field: str, names: tuple[str, ...], other: str, known: tuple[str, ...], why: str = "") -> None:
-    unknown = next((name for name in names if name not in known), None)
+    there = frozenset(known)
+    unknown = next((name for name in names if name not in there), None)
     if unknown is not None:
         raise ValueError(f"{field} names {unknown}, which is not among {other}{why}; add it there or leave it out")

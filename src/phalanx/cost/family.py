@@ -26,6 +26,7 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage, named_parameters
 from phalanx.models.kinds import ParameterKind
 from phalanx.models.language.layers import separate_gradients
+from phalanx.models.sizes import check_parameter_count
 from phalanx.models.splits import ModelPart
 
 PartName = Literal["embedding", "block", "head"]
@@ -162,7 +163,9 @@ def is_planned(model: Model) -> bool:
 
 
 def require_planned(model: Model) -> None:
-    """Raises ConfigError, with the reason, for families whose steps depend on more than the run file."""
+    """Raise ConfigError, with the reason, for families whose steps depend on more than the run file, and for models of
+    impossible size."""
+    check_parameter_count(model)
     if not is_planned(model):
         raise ConfigError(
             f"model.family={model.family}: phalanx plan needs blocks of one size; what a batch of graphs costs depends on "

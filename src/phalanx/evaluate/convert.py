@@ -19,11 +19,11 @@ from torch import Tensor
 
 from phalanx.config.model import LanguageModel
 from phalanx.evaluate.tokenizer import tokenizer_files
-from phalanx.evaluate.weights import PREFIX, TOKENIZER_FOLDER, Weights, imported_state, open_weights
+from phalanx.evaluate.weights import PREFIX, Weights, imported_state, open_weights
 from phalanx.layout.precision import PRECISIONS
 from phalanx.models.language.huggingface.architectures import architecture_for
 from phalanx.models.language.huggingface.folder import DEFAULT_SHARD_BYTES
-from phalanx.models.language.huggingface.tokens import TOKENIZER, TokenizerFiles
+from phalanx.models.language.huggingface.tokens import TOKENIZER, TOKENIZER_FOLDER, TokenizerFiles
 from phalanx.models.language.huggingface.write import Export, new_folder, refuse_used, write_folder
 from phalanx.models.language.sizes import parameter_count
 from phalanx.train.checkpoint import CheckpointStore

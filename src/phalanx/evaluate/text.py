@@ -11,7 +11,8 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from phalanx.errors import CheckpointError
+from phalanx.data.language.tokenizer import decode_ids, encode_texts, parse_tokenizer
+from phalanx.errors import CheckpointError, DataError
 from phalanx.models.language.huggingface.tokens import TOKENIZER, SpecialTokens, TokenizerFiles
 
 _CUT = "\N{REPLACEMENT CHARACTER}"
@@ -21,18 +22,20 @@ _CUT = "\N{REPLACEMENT CHARACTER}"
 class TextTokenizer:
     """A `tokenizer.json` and the tokens that begin and end a document."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, special: SpecialTokens) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, special: SpecialTokens, name: str = f"the {TOKENIZER}") -> None:
         self.special = special
         self._tokenizer = tokenizer
+        self._name = name
 
     @classmethod
     def from_files(cls, files: TokenizerFiles, where: Path) -> Self:
         """Build from files; `where` names their origin in messages. Raises CheckpointError if they make no tokenizer."""
+        name = f"the {TOKENIZER} of {where}"
         try:
-            tokenizer = tokenizers.Tokenizer.from_str(files.files[TOKENIZER].decode())
-        except Exception as error:  # the tokenizers package raises plain Exception
-            raise CheckpointError(f"the {TOKENIZER} of {where} is not one that can be read: {error}") from None
-        return cls(tokenizer, files.special)
+            tokenizer = parse_tokenizer(files.files[TOKENIZER], name)
+        except DataError as error:
+            raise CheckpointError(str(error)) from None
+        return cls(tokenizer, files.special, name)
 
     @classmethod
     def from_file(cls, path: Path, end_of_document: int | None) -> Self:
@@ -51,14 +54,14 @@ class TextTokenizer:
         begins documents; empty text is the start of a document."""
         # Our own training has documents one after the other, with nothing but the end of one before the next.
         begins = self.special.begin is not None
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=begins).ids
+        (encoded,) = encode_texts(self._tokenizer, [text], self._name, add_special_tokens=begins)
+        ids: list[int] = encoded.ids
         begin = self.special.end[:1] if self.special.begin is None else (self.special.begin,)
         return ids or list(begin)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens left out."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-        return text
+        return decode_ids(self._tokenizer, ids, self._name)
 
     def byte_counts(self, vocab_size: int) -> Tensor:
         """UTF-8 bytes of text that each token stands for, int64 [vocab_size]; 0 for special tokens and unused rows.

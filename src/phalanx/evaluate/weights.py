@@ -21,12 +21,10 @@ from phalanx.errors import CheckpointError, ConfigError
 from phalanx.models.language.decoder import Decoder
 from phalanx.models.language.huggingface.folder import is_huggingface_folder
 from phalanx.models.language.huggingface.read import HuggingFaceFolder
-from phalanx.models.language.huggingface.tokens import SpecialTokens, TokenizerFiles
+from phalanx.models.language.huggingface.tokens import TOKENIZER_FOLDER, SpecialTokens, TokenizerFiles
 from phalanx.train.checkpoint import CheckpointStore, read_state, read_tensors
 from phalanx.train.checkpoint.files import CheckpointFolder
 
-TOKENIZER_FOLDER = "tokenizer"
-"""Folder of a run directory that holds its tokenizer, in Hugging Face's files."""
 PREFIX = "model."
 """What the names of a checkpoint's model tensors begin with."""
 _VERBS = {"weather": "`phalanx forecast` scores it", "materials": "`phalanx errors` scores it"}
@@ -191,7 +189,9 @@ def _described(state: dict[str, Any], where: Path) -> tuple[LanguageRun | None, 
     try:
         return None, LanguageModel.model_validate(state.get("model"))
     except ValidationError as error:
-        raise CheckpointError(f"{where}/state.json does not describe a model: {error.errors()[0]['msg']}") from None
+        first = error.errors()[0]
+        place = "".join(f"{part}: " for part in first["loc"])
+        raise CheckpointError(f"{where}/state.json does not describe a model: {place}{first['msg']}") from None
 
 
 def _special_tokens(state: dict[str, Any]) -> SpecialTokens:

@@ -14,6 +14,7 @@ from phalanx.layout.legality import Fix, Reason, divides_batch, reasons, suits_s
 from phalanx.layout.multitask import branch_sizes
 from phalanx.layout.spec import DEGREES, SINGLE_STAGE, ZERO_BUBBLE, ResolvedLayout
 from phalanx.models.families import family_of
+from phalanx.models.sizes import check_parameter_count
 
 Degrees = dict[str, int]
 
@@ -39,6 +40,7 @@ def resolve_layout(
     is auto; None where the devices' memory is not known, or does not bound it. Raises ConfigError, with the numbers and the
     nearest legal choice, where the layout is not legal.
     """
+    check_parameter_count(run.model)
     try:
         layout = with_degrees(run, _fill_degrees(run.layout, world_size), fits)
     except _Indivisible as error:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Protocol
 
+from phalanx.config.bounds import MAX_PARAMETERS
 from phalanx.config.model import Model
+from phalanx.errors import ConfigError
 
 
 class Sizes(Protocol):
@@ -25,3 +27,14 @@ def sizes_of(model: Model) -> Sizes:
     """The module of `model`'s family."""
     sizes: Any = import_module(f"phalanx.models.{model.family}.sizes")
     return sizes  # type: ignore[no-any-return]
+
+
+def check_parameter_count(model: Model) -> None:
+    """Raise ConfigError for a model with more parameters than any computer holds, before anything is built for it."""
+    sizes = sizes_of(model)
+    count = sizes.parameter_count(model)
+    if count > MAX_PARAMETERS:
+        raise ConfigError(
+            f"model: {count:,} parameters ({sizes.in_words(model)}) are more than {MAX_PARAMETERS:,}, the most that can "
+            f"be planned or trained; lower one of these"
+        )

@@ -11,6 +11,7 @@ from torch import Tensor
 from phalanx.config.schema import LanguageRun
 from phalanx.data.language.batches import SampleReader, TokenBatchStream
 from phalanx.data.language.open import open_source
+from phalanx.data.language.same_tokenizer import check_same_tokenizer
 from phalanx.data.language.sources import TokenSource
 from phalanx.errors import ConfigError
 from phalanx.evaluate.held_out import HeldOut, Sharing, score_split, spread_samples
@@ -18,7 +19,7 @@ from phalanx.evaluate.text import TextTokenizer
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.models.language.huggingface.tokens import TOKENIZER, SpecialTokens, TokenizerFiles
+from phalanx.models.language.huggingface.tokens import TOKENIZER, TOKENIZER_FOLDER, SpecialTokens, TokenizerFiles
 from phalanx.models.language.sampling import generate_tokens
 from phalanx.report.text import shorten_blank_lines
 from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, Verification
@@ -35,7 +36,7 @@ class TextInputs(Inputs):
 
     def write(self, run_dir: Path) -> None:
         """The tokenizer."""
-        folder = run_dir / "tokenizer"
+        folder = run_dir / TOKENIZER_FOLDER
         folder.mkdir(exist_ok=True)
         self.tokenizer.write(folder, self.max_positions)
 
@@ -92,6 +93,7 @@ def _open_training(run: LanguageRun) -> tuple[list[TokenSource], SampleReader]:
         documents=run.data.document_mask,
     )
     reader.require_vocabulary(run.model.vocab_size)
+    check_same_tokenizer(run)
     return training, reader
 
 
@@ -101,9 +103,10 @@ def _in_words(training: list[TokenSource]) -> str:
 
 def expected_evaluation(run: LanguageRun) -> ExpectedEvaluation | None:
     """See `train.inputs.expected_evaluation`."""
-    if not _held_out(run):
+    held_out = _held_out(run)
+    if not held_out:
         return None
-    text = _tokenizer_files([open_source(Path(source.path), "train") for source in run.data.sources]).files
+    text = all(source.tokenizer is not None for source in held_out)
     fields = HeldOut(0.0, 1, 1 if text else None).as_dict()
     return ExpectedEvaluation(dict(fields), frozenset(("loss", "perplexity", "bits_per_byte")))
 
@@ -176,7 +179,8 @@ class TextEvaluator:
                 numbers=numbers,
                 microbatch=executor.layout.microbatch,
                 document_mask=self.run.data.document_mask,
-                byte_counts=self.token_bytes_V,
+                # Of a source that comes without a tokenizer, nobody knows what text its tokens stand for.
+                byte_counts=None if source.tokenizer is None else self.token_bytes_V,
                 sharing=Sharing(mesh.data_rank, executor.layout.data_ranks, counts=mesh.reads_first),
             )
         return total

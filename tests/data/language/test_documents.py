@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from phalanx.data.language.documents import PYTHON_STDLIB, find_files, read_documents, sample_hash
+from phalanx.data.language import documents as module
+from phalanx.data.language.documents import (
+    PYTHON_STDLIB,
+    count_other_files,
+    find_files,
+    read_documents,
+    read_texts,
+    sample_hash,
+)
 from phalanx.errors import DataError
 
 GET_AGAIN = "; it is damaged or cut short: get it again, or leave it out"
@@ -46,6 +56,7 @@ def test_a_folder_is_read_in_sorted_order_and_other_files_are_passed_over(tmp_pa
         ("c.py.zst", ".py", ".zst"),
         ("b.txt", ".txt", ""),
     ]
+    assert count_other_files([str(tmp_path), str(tmp_path / "b.txt"), PYTHON_STDLIB]) == 3
 
 
 def test_the_standard_library_is_there_and_large() -> None:
@@ -83,7 +94,9 @@ def test_the_whole_unknown_ending_is_named(name: str, expected: str, tmp_path: P
 
 def test_lines_of_json(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    path.write_text('{"text": "one"}\n\n  \n{"id": 3, "text": ""}\n{"text": "a\\ud83d b\\ud83d\\ude42"}')
+    path.write_text(
+        '{"text": "one"}\n\n  \n{"id": 3, "text": ""}\n{"text": null}\n{"text": "a\\ud83d b\\ud83d\\ude42"}'
+    )
     assert documents(path) == ["one", "a\N{REPLACEMENT CHARACTER} b\N{SLIGHTLY SMILING FACE}"]
 
 
@@ -217,6 +230,104 @@ def test_parquet_text_must_be_utf_8(tmp_path: Path) -> None:
     broken = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")])
     pq.write_table(pa.table({"text": broken}), path)
     assert complaint(path) == "t.parquet: byte 1 is not UTF-8; convert the file to UTF-8"
+
+
+@pytest.mark.parametrize("kind", ["txt", "py", "jsonl"])
+def test_a_byte_order_mark_is_no_text(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"t.{kind}"
+    lines = ['{"text": "one"}', '{"text": "\ufefftwo"}'] if kind == "jsonl" else ["one = 1"]
+    path.write_text("\n".join(lines), encoding="utf-8-sig")
+    assert documents(path) == (["one", "\ufefftwo"] if kind == "jsonl" else ["one = 1"])
+
+
+def test_rows_without_text_are_counted_alike(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["one", None, ""]}), tmp_path / "t.parquet")
+    (tmp_path / "t.jsonl").write_text('{"text": "one"}\n{"text": null}\n{"text": ""}\n')
+    for name in ("t.parquet", "t.jsonl"):
+        (file,) = find_files([str(tmp_path / name)])
+        assert list(read_texts(file, "text")) == ["one", "", ""]
+
+
+LIMIT = 2**20
+BOMB = 2**28
+"""Bytes that the bombs of these tests unpack to, or more; the real ones go to terabytes."""
+
+
+@pytest.fixture
+def bounded_memory() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < BOMB // 4
+
+
+def too_long(path: Path) -> str:
+    (file,) = find_files([str(path)])
+    with pytest.raises(DataError) as caught:
+        for _ in read_documents(file, "text", LIMIT):
+            pass
+    return str(caught.value).removeprefix(f"{path}")
+
+
+def packed_zeros(ending: str) -> bytes:
+    """Zeros, a frame or member after the other, each of a kilobyte or less."""
+    if ending == "gz":
+        return gzip.compress(bytes(2**24)) * (BOMB // 2**24)
+    return zstandard.ZstdCompressor().compress(bytes(BOMB))
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+@pytest.mark.parametrize("kind", ["txt", "py", "jsonl"])
+def test_bombs_are_read_up_to_one_document(kind: str, ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"t.{kind}.{ending}"
+    path.write_bytes(packed_zeros(ending))
+    tracemalloc.start()
+    try:
+        said = too_long(path)
+        assert tracemalloc.get_traced_memory()[1] < BOMB // 4
+    finally:
+        tracemalloc.stop()
+    what = ", line 1: a line" if kind == "jsonl" else ": a document"
+    assert said.startswith(f"{what} of more than 1,048,576 bytes; split it")
+
+
+@pytest.mark.usefixtures("bounded_memory")
+def test_a_line_without_end_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"text": "fine"}\n')
+        file.truncate(2**36)
+    assert too_long(path).startswith(", line 2: a line of more than 1,048,576 bytes")
+
+
+def test_parquet_rows_are_unpacked_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BATCH_BYTES", 2**24)
+    path = tmp_path / "t.parquet"
+    # Stored once, in a dictionary, and meant 300 times.
+    pq.write_table(pa.table({"text": ["x" * 10**6] * 300}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    (file,) = find_files([str(path)])
+    held, count = 0, 0
+    for _ in read_documents(file, "text", LIMIT):
+        held, count = max(held, pa.total_allocated_bytes()), count + 1
+    assert count == 300
+    assert held < 2**26
+
+
+def test_a_row_longer_than_allowed_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"text": ["fine", "\u65e5" * (LIMIT // 2), *["fine"] * 10]}), path)
+    assert too_long(path).startswith(", row 2: a document of more than 1,048,576 bytes")
+    pq.write_table(pa.table({"text": ["x" * 10 * LIMIT]}), path, use_dictionary=False)
+    assert too_long(path).startswith(", row group 0: a document of more than 1,048,576 bytes")
+
+
+def test_parquet_compressed_as_a_whole_is_held_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PACKED_PARQUET_BYTES", 2**20)
+    path = tmp_path / "t.parquet.gz"
+    path.write_bytes(packed_zeros("gz"))
+    assert complaint(path).startswith("t.parquet.gz: unpacks to more than 1,048,576 bytes")
 
 
 @pytest.mark.parametrize("size", [10, 2**20, 3 * 2**20])

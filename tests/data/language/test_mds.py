@@ -1,7 +1,9 @@
 import gzip
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from foreign_tokens import LISTS, encode, write_mds, write_tokens
 from foreign_tokens import MDS_FLAT as FLAT
+from phalanx.data.language import mds as module
 from phalanx.data.language.mds import MdsSource, is_mds, mds_split
 from phalanx.errors import DataError
 
@@ -298,7 +301,40 @@ def test_verify_compares_the_hashes_of_the_index(tmp_path: Path, algorithm: str)
         MdsSource(folder).verify()
 
 
-def test_verify_without_usable_hashes_decodes_every_sample(tmp_path: Path) -> None:
+def with_xxhash(folder: Path, value: str) -> Path:
+    index = json.loads((folder / "index.json").read_text())
+    for shard in index["shards"]:
+        shard["raw_data"]["hashes"] = {"xxh64": value}
+    (folder / "index.json").write_text(json.dumps(index))
+    return folder
+
+
+def test_xxhash_is_compared_where_its_package_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Any hash stands in for the package's: what is compared, and when, is ours.
+    monkeypatch.setattr(module, "_xxhash", lambda: SimpleNamespace(xxh64=hashlib.sha1))
+    folder = write_tokens(tmp_path, lists=[[[1, 2, 3]]])
+    whole = hashlib.sha1((folder / "shard.00000.mds").read_bytes()).hexdigest()
+    source = MdsSource(with_xxhash(folder, whole))
+    source.verify()
+    assert source.unchecked is None
+    with pytest.raises(DataError, match=r"shard\.00000\.mds: xxh64 \w+ found, 0000 expected; the file was altered"):
+        MdsSource(with_xxhash(folder, "0000")).verify()
+
+
+def test_what_hashes_cannot_tell_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_xxhash", lambda: None)
+    assert MdsSource(write_tokens(tmp_path / "a", hashes=("sha256",))).unchecked is None
+    folder = write_tokens(tmp_path / "b")
+    assert MdsSource(folder).unchecked == (
+        "3 of 3 shards have no hash in index.json: an id changed in place is not noticed"
+    )
+    assert MdsSource(with_xxhash(folder, "0000")).unchecked == (
+        "3 of 3 shards have no hash but xxh64, which needs the package xxhash (pip install xxhash)"
+    )
+
+
+def test_verify_without_usable_hashes_decodes_every_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_xxhash", lambda: None)
     lists = [[[1, 2], [3, -4]]]
     folder = write_tokens(tmp_path, "ndarray:int32", lists)
     index = json.loads((folder / "index.json").read_text())

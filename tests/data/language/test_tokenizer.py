@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models
 
 from phalanx.data.language import tokenizer as module
+from phalanx.data.language.prepare import Options, prepare
 from phalanx.data.language.tokenizer import (
     check_trainable,
+    encode_texts,
     end_of_document,
     load_tokenizer,
     text_share,
@@ -17,6 +21,7 @@ from phalanx.data.language.tokenizer import (
     vocabulary_size,
 )
 from phalanx.errors import ConfigError, DataError
+from token_data import write_tokenizer
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 
@@ -124,3 +129,80 @@ def test_real_tokenizers_load_and_know_how_documents_end() -> None:
     assert (vocabulary_size(gpt2), end_of_document(gpt2)) == (50257, 50256)
     olmo = load_tokenizer(SHARED / "tokenizers" / "olmo" / "allenai_gpt-neox-olmo-dolma-v1_5.json")
     assert end_of_document(olmo) == olmo.token_to_id("<|endoftext|>")
+
+
+def hostile(path: Path, **changes: Any) -> Path:
+    """A byte-level tokenizer.json with other components."""
+    write_tokenizer(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return path
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+DOUBLING = {"type": "Sequence", "normalizers": [replace({"String": "a"}, "aa")] * 40}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"normalizer": DOUBLING}, r"its normalizer can make a text 1.1e\+12 times longer; at most 64 times is taken"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLING]}}, "its normalizer can make a text 1.1e"),
+        ({"normalizer": replace({"Regex": "a|"}, "b" * 100)}, "its normalizer can make a text 101 times longer"),
+        ({"normalizer": {"type": "Prepend", "prepend": "b" * 10**6}}, "its normalizer can make a text inf times"),
+        ({"decoder": {"type": "Sequence", "decoders": DOUBLING["normalizers"]}}, "its decoder can make a text 1.1e"),
+        (
+            {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 2**31}, "unk_token": "a"}},
+            "its vocabulary gives the token 'b' the id 2,147,483,648, beyond 99,999,999",
+        ),
+        ({"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}, "it has no tokens"),
+    ],
+)
+def test_tokenizers_that_no_model_could_use(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    file = hostile(tmp_path / "tokenizer.json", **changes)
+    with pytest.raises(DataError, match=f"^{file}: {message}"):
+        load_tokenizer(tmp_path)
+
+
+def test_usual_normalizers_are_taken(tmp_path: Path) -> None:
+    usual = [
+        {"type": "Prepend", "prepend": "\u2581"},
+        replace({"String": " "}, "\u2581"),
+        {"type": "NFKD"},
+        replace({"Regex": " {2,}"}, " "),
+        replace({"String": "``"}, '"'),
+    ]
+    load_tokenizer(hostile(tmp_path / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": usual}))
+
+
+CATASTROPHE = "(a+)+$"
+
+
+@pytest.mark.parametrize(
+    ("component", "described"),
+    [
+        (
+            "pre_tokenizer",
+            {"type": "Split", "pattern": {"Regex": CATASTROPHE}, "behavior": "Isolated", "invert": False},
+        ),
+        ("normalizer", replace({"Regex": CATASTROPHE}, "b")),
+    ],
+)
+def test_a_pattern_of_exponential_time_names_its_component(tmp_path: Path, component: str, described: Any) -> None:
+    file = hostile(tmp_path / "tokenizer.json", **{component: described})
+    tokenizer = load_tokenizer(file)
+    with pytest.raises(DataError) as caught:
+        encode_texts(tokenizer, ["harmless", "a" * 60 + "!"], file)
+    assert str(caught.value).startswith(
+        f"{file}: its {component} fails on a text of 61 characters that begins with '{'a' * 30}': "
+    )
+
+
+def test_preparing_with_such_a_pattern_ends_in_the_same_words(tmp_path: Path) -> None:
+    pattern = {"type": "Split", "pattern": {"Regex": CATASTROPHE}, "behavior": "Isolated", "invert": False}
+    file = hostile(tmp_path / "tokenizer.json", pre_tokenizer=pattern)
+    (tmp_path / "text.txt").write_text("a" * 60 + "!")
+    with pytest.raises(DataError, match=f"^{file}: its pre_tokenizer fails on a text of 61 characters"):
+        prepare([str(tmp_path / "text.txt")], tmp_path / "out", Options(tokenizer=str(file)), workers=1)

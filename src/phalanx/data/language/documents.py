@@ -1,4 +1,8 @@
-"""Text as people have it: folders and files, one document after the other, in an order that never changes."""
+"""Text as people have it: folders and files, one document after the other, in an order that never changes.
+
+No more of a file is held than one document may have, however little of it is on disk: a few kilobytes can unpack to
+terabytes.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,13 @@ PYTHON_STDLIB = "python-stdlib"
 """Input that stands for the source text of the running interpreter's standard library."""
 KINDS = (".txt", ".jsonl", ".parquet", ".py")
 COMPRESSIONS = (".gz", ".zst")
+MAX_DOCUMENT_BYTES = 2**24
+"""Most bytes of a document, and of a line that holds one, unless more is asked for. Tokenizing one takes 170 times that."""
+_PACKED_PARQUET_BYTES = 2**30
+"""Most bytes of a compressed .parquet file once unpacked: it is read at random places, so all of it is held."""
+_BATCH_BYTES = 2**28
+"""Of rows of a .parquet file that are unpacked at a time."""
+_BATCH_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -54,18 +65,31 @@ def find_files(inputs: Sequence[str]) -> list[InputFile]:
     return files
 
 
-def read_documents(file: InputFile, text_field: str) -> Iterator[str]:
-    """The documents of one file that are not empty: the whole of a .txt, each line of a .jsonl, each row of a .parquet.
+def count_other_files(inputs: Sequence[str]) -> int:
+    """Return how many files of the folders in `inputs` `find_files` passes over for their endings."""
+    folders = [Path(given) for given in inputs if given != PYTHON_STDLIB and Path(given).is_dir()]
+    paths = (path for folder in folders for path in folder.rglob("*") if path.is_file())
+    return sum(_classify(path, path.name) is None for path in paths)
 
-    text_field: the field or column that holds the text. Raises DataError naming file and line.
+
+def read_texts(file: InputFile, text_field: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[str]:
+    """Yield the text of every document of one file: the whole of a .txt, each line of a .jsonl, each row of a .parquet.
+
+    An empty text stands for one without: an empty file, null, Python source in no known encoding. text_field: the field or
+    column that holds the text. max_bytes: of a document. Raises DataError naming file and line.
     """
-    reader: Callable[[InputFile, str], Iterator[str]] = {
+    reader: Callable[[InputFile, str, int], Iterator[str]] = {
         ".txt": _read_text,
         ".py": _read_python,
         ".jsonl": _read_jsonl,
         ".parquet": _read_parquet,
     }[file.kind]
-    return (text for text in reader(file, text_field) if text)
+    return reader(file, text_field, max_bytes)
+
+
+def read_documents(file: InputFile, text_field: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[str]:
+    """Yield the documents of one file that are not empty; see `read_texts`."""
+    return (text for text in read_texts(file, text_field, max_bytes) if text)
 
 
 def _below(path: Path) -> list[InputFile]:
@@ -144,6 +168,10 @@ def _open(file: InputFile) -> IO[bytes]:
     return file.path.open("rb")
 
 
+_ZSTANDARD_BYTES = 2**10
+"""Compressed bytes that are unpacked at a time: blocks of 4 bytes stand for up to 128 KiB each, so 32 MiB at most."""
+
+
 class _ZstandardFile(io.RawIOBase):
     """Frames one after the other, as `cat a.zst b.zst` makes them; the package's own reader hides a truncated end."""
 
@@ -161,7 +189,7 @@ class _ZstandardFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Fill `buffer`; 0 at the end. Raises EOFError where the last frame is cut, OSError where one is damaged."""
         while not self._plain:
-            compressed = self._rest or self._stored.read(2**17)
+            compressed = self._rest or self._stored.read(_ZSTANDARD_BYTES)
             if not compressed:
                 if self._frame is not None:
                     raise EOFError("the compressed file ends in the middle")
@@ -179,7 +207,7 @@ class _ZstandardFile(io.RawIOBase):
 
     def _decompress(self, compressed: bytes) -> bytes:
         if self._frame is None:
-            # Files made with --long have windows of up to 2 GiB.
+            # Files made with --long have windows of up to 2 GiB, which fill as text is read.
             self._frame = self._package.ZstdDecompressor(max_window_size=2**31).decompressobj()
         try:
             plain: bytes = self._frame.decompress(compressed)
@@ -191,26 +219,50 @@ class _ZstandardFile(io.RawIOBase):
         return plain
 
 
-def _read_text(file: InputFile, _text_field: str) -> Iterator[str]:
+_BYTE_ORDER_MARK = "\ufeff"
+"""Some editors begin a file with it; it is no part of the text."""
+
+
+def _read_text(file: InputFile, _text_field: str, max_bytes: int) -> Iterator[str]:
     with _explained(file), _open(file) as stream:
-        yield stream.read().decode()
+        yield _read_whole(file, stream, max_bytes).decode().removeprefix(_BYTE_ORDER_MARK)
 
 
-def _read_python(file: InputFile, _text_field: str) -> Iterator[str]:
+def _read_python(file: InputFile, _text_field: str, max_bytes: int) -> Iterator[str]:
     """Python source in the encoding it declares (PEP 263); a file that does not hold to it is left out."""
     with _explained(file), _open(file) as stream:
-        content = stream.read()
+        content = _read_whole(file, stream, max_bytes)
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
         text = content.decode(encoding)
     except (SyntaxError, UnicodeError, LookupError):
-        return
+        text = ""
     yield _whole_characters(text)
 
 
-def _read_jsonl(file: InputFile, text_field: str) -> Iterator[str]:
+def _read_whole(file: InputFile, stream: IO[bytes], max_bytes: int) -> bytes:
+    content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise _too_long(f"{file.path}: a document", max_bytes)
+    return content
+
+
+def _too_long(what: str, max_bytes: int) -> DataError:
+    return DataError(
+        f"{what} of more than {max_bytes:,} bytes; split it, write .jsonl with a document a line, or allow more with "
+        "--max-document-bytes"
+    )
+
+
+def _read_jsonl(file: InputFile, text_field: str, max_bytes: int) -> Iterator[str]:
     with _explained(file), _open(file) as stream:
-        for number, line in enumerate(stream, 1):
+        number = 0
+        while line := stream.readline(max_bytes + 1):
+            number += 1
+            if len(line) > max_bytes:
+                raise _too_long(f"{file.path}, line {number}: a line", max_bytes)
+            if number == 1:
+                line = line.removeprefix(_BYTE_ORDER_MARK.encode())
             if line.strip():
                 yield _text_of(line, text_field, f"{file.path}, line {number}")
 
@@ -231,6 +283,8 @@ def _text_of(line: bytes, text_field: str, where: str) -> str:
             f'{where}: found {type(row).__name__}; every line must be an object, as in {{{json.dumps(text_field)}: "..."}}'
         )
     text = row.get(text_field)
+    if text is None and text_field in row:
+        return ""
     if not isinstance(text, str):
         kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in list(row.items())[:8])
         raise DataError(
@@ -244,25 +298,62 @@ def _whole_characters(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _read_parquet(file: InputFile, text_field: str) -> Iterator[str]:
+def _read_parquet(file: InputFile, text_field: str, max_bytes: int) -> Iterator[str]:
     parquet = _extra("pyarrow.parquet", file)
     # pyarrow's own errors are ValueErrors or OSErrors where a file is damaged.
     with _explained(file), _open(file) as stream:
-        table = parquet.ParquetFile(stream if not file.compression else io.BytesIO(stream.read()))
+        table = parquet.ParquetFile(stream if not file.compression else _unpacked(file, stream))
         schema = table.schema_arrow
         if text_field not in schema.names:
             raise DataError(
                 f"{file.path}: no column {text_field!r}; found: {', '.join(schema.names)}; name it with --text-field"
             )
-        for batch in table.iter_batches(columns=[text_field]):
-            for text in batch.column(0).to_pylist():
-                if isinstance(text, str):
-                    yield text
-                elif text is not None:
+        row = 0
+        rows = _rows_at_a_time(file, table.metadata, text_field, max_bytes)
+        for batch in table.iter_batches(batch_size=rows, columns=[text_field]):
+            for value in batch.column(0):
+                row += 1
+                text = value.as_py()
+                if text is None:
+                    yield ""
+                elif not isinstance(text, str):
                     kind = schema.field(text_field).type
                     raise DataError(
                         f"{file.path}: column {text_field!r} holds {kind}, not text; name one with --text-field"
                     )
+                elif len(text) * 4 > max_bytes and len(text.encode()) > max_bytes:
+                    raise _too_long(f"{file.path}, row {row}: a document", max_bytes)
+                else:
+                    yield text
+
+
+def _unpacked(file: InputFile, stream: IO[bytes]) -> IO[bytes]:
+    content = stream.read(_PACKED_PARQUET_BYTES + 1)
+    if len(content) > _PACKED_PARQUET_BYTES:
+        raise DataError(
+            f"{file.path}: unpacks to more than {_PACKED_PARQUET_BYTES:,} bytes, and all of a .parquet file is held that is "
+            f"compressed as a whole; unpack it first"
+        )
+    return io.BytesIO(content)
+
+
+def _rows_at_a_time(file: InputFile, metadata: Any, text_field: str, max_bytes: int) -> int:
+    """Return how many rows to unpack at a time so that they stay within `_BATCH_BYTES`, or are a single one.
+
+    One value of a dictionary may stand in every row: a row may be as long as all that its row group stores. Raises DataError
+    for a row group whose rows are too long on average.
+    """
+    most = 1
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for place in range(group.num_columns):
+            column = group.column(place)
+            if column.path_in_schema != text_field:
+                continue
+            if column.total_uncompressed_size > max_bytes * max(1, column.num_values) + 2**20:
+                raise _too_long(f"{file.path}, row group {number}: a document", max_bytes)
+            most = max(most, column.total_uncompressed_size)
+    return int(max(1, min(_BATCH_ROWS, _BATCH_BYTES // most)))
 
 
 def _extra(module: str, file: InputFile) -> Any:

@@ -57,6 +57,15 @@ class TokenizerRecord(Part):
     """Id that ends every document."""
 
 
+class PassedOver(Part):
+    """What of the inputs is not among the tokens."""
+
+    documents: Count
+    """Documents without text: empty, null, or Python source in no known encoding."""
+    files: Count
+    """Files of folders whose ending is not one of text."""
+
+
 class Manifest(Part):
     """Everything a reader needs to know about a folder of token shards."""
 
@@ -70,6 +79,8 @@ class Manifest(Part):
     """What was tokenized, as given to `phalanx data prepare`."""
     plan: str = ""
     """A hash of the inputs' names, sizes and samples of their content and of the options: the same work is known by it."""
+    passed_over: PassedOver | None = None
+    """None in folders written before this was counted."""
     splits: dict[Split, SplitRecord]
 
     def write(self, folder: Path) -> None:

@@ -10,10 +10,12 @@ Everything is little-endian. One column holds the tokens (`mds_columns`); the ot
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import cache, lru_cache, partial
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +33,8 @@ SPLIT_FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "validation"
 
 _OPEN_SHARDS = 16384
 _HASH_NAMES = {name for name in hashlib.algorithms_guaranteed if not name.startswith("shake_")}
+_XXHASH_NAMES = ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128")
+"""Hashes that Streaming can write too, which the package xxhash computes."""
 _UNPACKERS = {
     "zstd": 'for f in *.zstd; do zstd -d "$f" -o "${f%.zstd}"; done',
     "gz": "gunzip --keep *.gz",
@@ -101,6 +105,7 @@ class MdsSource(TokenSource):
         self.path = folder
         content, index = _read_index(folder)
         self._shards = [record for record in index.shards if record.samples]
+        self.unchecked = _unchecked(self._shards)
         self._bytes_dtype = bytes_dtype
         self._first_samples = np.cumsum([0] + [record.samples for record in self._shards], dtype=np.int64)
         self._shard = lru_cache(maxsize=_OPEN_SHARDS)(self._open_shard)
@@ -130,14 +135,14 @@ class MdsSource(TokenSource):
         return np.searchsorted(self._ends, places, side="right")
 
     def verify(self) -> None:
-        """Compare the hashes that the index holds; where it holds none, decode every sample and refuse negative ids."""
+        """Compare the hashes that the index holds and this machine can compute; where there are none, decode every sample
+        and refuse negative ids."""
         for number, record in enumerate(self._shards):
             path = self.path / record.raw_data.basename
             _check_size(self.path, record)
-            known = {name: value for name, value in record.raw_data.hashes.items() if name in _HASH_NAMES}
+            known = {name: value for name, value in record.raw_data.hashes.items() if _can_compute(name)}
             for name, expected in known.items():
-                with path.open("rb") as file:
-                    found = hashlib.file_digest(file, name).hexdigest()
+                found = _hash_of(path, name)
                 if found != expected:
                     raise DataError(f"{path}: {name} {found} found, {expected} expected; the file was altered")
             if not known:
@@ -171,6 +176,39 @@ class MdsSource(TokenSource):
             record.column_names, record.column_encodings, record.column_sizes, self.path / INDEX, self._bytes_dtype
         )
         return _Shard(_check_size(self.path, record), record.samples, column)
+
+
+@cache
+def _xxhash() -> Any:
+    """The package xxhash, None where it is not installed."""
+    try:
+        return importlib.import_module("xxhash")
+    except ImportError:
+        return None
+
+
+def _can_compute(name: str) -> bool:
+    return name in _HASH_NAMES or (name in _XXHASH_NAMES and _xxhash() is not None)
+
+
+def _hash_of(path: Path, name: str) -> str:
+    new = getattr(_xxhash(), name) if name in _XXHASH_NAMES else partial(hashlib.new, name)
+    with path.open("rb") as file:
+        return str(hashlib.file_digest(file, new).hexdigest())
+
+
+def _unchecked(shards: Sequence[_ShardRecord]) -> str | None:
+    """What hashes cannot tell of these shards, None where each has one that this machine can compute."""
+    without = [record for record in shards if not any(_can_compute(name) for name in record.raw_data.hashes)]
+    if not without:
+        return None
+    missing = sorted({name for record in without for name in record.raw_data.hashes})
+    what = f"{len(without)} of {len(shards)} shards"
+    if any(name in _XXHASH_NAMES for name in missing):
+        return f"{what} have no hash but {', '.join(missing)}, which needs the package xxhash (pip install xxhash)"
+    if missing:
+        return f"{what} have no hash but {', '.join(missing)}, which is not known"
+    return f"{what} have no hash in {INDEX}: an id changed in place is not noticed"
 
 
 class _Shard:

@@ -60,6 +60,7 @@ class MegatronSource(TokenSource):
     def __init__(self, prefix: Path) -> None:
         """Open the pair at `prefix`. Raises DataError for a missing, truncated, lengthened or malformed file."""
         self.path = _with_ending(prefix, ".bin")
+        self.unchecked = "Megatron files hold no checksums: an id changed in place is not noticed"
         self._index = _Index.read(_with_ending(prefix, ".idx"))
         self.tokens = self._index.count_tokens()
         self.documents = len(self._index.documents) - 1

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from phalanx.data.language.tokenizer import text_share
+from phalanx.data.language.tokenizer import encode_texts, parse_tokenizer, text_share
 from phalanx.errors import DataError
 from phalanx.files import replacing
 
@@ -57,6 +57,8 @@ class Settings:
 
     tokenizer: Path
     """A tokenizer.json."""
+    tokenizer_name: str
+    """What messages call it."""
     end_of_document: int
     """Id that ends every document."""
     validation_fraction: float
@@ -126,7 +128,7 @@ def _start_worker(settings: Settings, leash: Connection) -> None:
     threading.Thread(target=_end_with_parent, args=(leash,), daemon=True).start()
     # One process a core is parallel enough.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = Tokenizer.from_file(str(settings.tokenizer))
+    tokenizer = parse_tokenizer(settings.tokenizer.read_bytes(), settings.tokenizer_name)
     # A tokenizer.json may ask for cuts and padding, and text may spell out special tokens: documents are neither cut nor
     # ended by what they say.
     tokenizer.no_truncation()
@@ -143,7 +145,7 @@ def _end_with_parent(leash: Connection) -> None:
 def _tokenize_piece(texts: list[str], path: Path) -> None:
     assert _worker is not None
     tokenizer, settings = _worker
-    encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
+    encoded = encode_texts(tokenizer, texts, settings.tokenizer_name)
     end, fraction = settings.end_of_document, settings.validation_fraction
     Piece(
         tokens=np.concatenate([np.array([*e.ids, end], dtype=np.uint32) for e in encoded]),

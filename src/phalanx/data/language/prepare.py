@@ -21,11 +21,19 @@ from tokenizers import Tokenizer
 
 from phalanx.cluster.cores import available_cores
 from phalanx.data.file_record import file_record
-from phalanx.data.language.documents import InputFile, find_files, read_documents, sample_hash
+from phalanx.data.language.documents import (
+    MAX_DOCUMENT_BYTES,
+    InputFile,
+    count_other_files,
+    find_files,
+    read_texts,
+    sample_hash,
+)
 from phalanx.data.language.manifest import (
     MANIFEST,
     SPLITS,
     Manifest,
+    PassedOver,
     Split,
     SplitRecord,
     TokenizerRecord,
@@ -36,6 +44,7 @@ from phalanx.data.language.tokenizer import (
     check_trainable,
     end_of_document,
     load_tokenizer,
+    parse_tokenizer,
     text_share,
     train_tokenizer,
     vocabulary_size,
@@ -81,11 +90,13 @@ def prepare(
     options: Options,
     *,
     workers: int | None = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
     progress: Progress = lambda what, done, total: None,
 ) -> Manifest:
     """Tokenize `inputs` into `out`; returns at once when `out` holds just that already.
 
-    workers: processes; None takes all cores. Stopped in any way, the same call goes on with the pieces that are done.
+    workers: processes; None takes all cores. max_document_bytes: a longer document is refused before more of it is read.
+    Stopped in any way, the same call goes on with the pieces that are done.
 
     Raises:
         ConfigError: options that do not fit each other or the tokenizer.
@@ -103,7 +114,9 @@ def prepare(
             raise DataError(f"{out} is a file; choose another --out")
         with FolderLock(out / _LOCK, DataError, "--out"):
             # Another process may have done it all before we got the lock.
-            return _finished(out, plan) or _Job(list(inputs), files, options, plan, out, progress).run(given, workers)
+            return _finished(out, plan) or _Job(
+                list(inputs), files, options, plan, out, progress, max_document_bytes
+            ).run(given, workers)
     except OSError as error:
         raise _cannot_write(out, error) from error
 
@@ -155,13 +168,15 @@ class _Job:
     plan: str
     out: Path
     progress: Progress
+    max_document_bytes: int
 
     def run(self, given: Tokenizer | None, workers: int | None) -> Manifest:
         """Do what is not done yet. given: the tokenizer; None trains one."""
         self._claim()
         tokenizer = self._tokenizer(given)
-        pieces = self._tokenize(tokenizer, workers or available_cores())
-        manifest = self._join(pieces, tokenizer)
+        pieces, without_text = self._tokenize(tokenizer, workers or available_cores())
+        passed_over = PassedOver(documents=without_text, files=count_other_files(self.inputs))
+        manifest = self._join(pieces, tokenizer, passed_over)
         shutil.rmtree(self._work, ignore_errors=True)
         return manifest
 
@@ -190,33 +205,43 @@ class _Job:
         if not kept.exists():
             made = given or train_tokenizer(*self._tokenizer_sample(), self.options.vocab_size)
             write_atomically(kept, made.to_str())
-        return Tokenizer.from_file(str(kept))
+        return parse_tokenizer(kept.read_bytes(), kept)
 
     def _tokenizer_sample(self) -> tuple[Iterator[str], int]:
         """The documents of the training split, so that held-out text stays unseen, and the bytes of all text, about."""
         total = sum(file.size * (_PLAIN_SIZE if file.compression else 1) for file in self.files)
-        documents = self._documents("training the tokenizer")
-        return (text for text in documents if text_share(text) >= self.options.validation_fraction), total
+        texts = self._texts("training the tokenizer")
+        return (text for text in texts if text and text_share(text) >= self.options.validation_fraction), total
 
-    def _documents(self, what: str) -> Iterator[str]:
+    def _texts(self, what: str) -> Iterator[str]:
+        """Yield the text of every document, empty for those without."""
         total, done = sum(file.size for file in self.files), 0
         for file in self.files:
-            yield from read_documents(file, self.options.text_field)
+            yield from read_texts(file, self.options.text_field, self.max_document_bytes)
             done += file.size
             self.progress(what, done, total)
 
-    def _tokenize(self, tokenizer: Tokenizer, workers: int) -> list[Path]:
-        """Make every piece that is not there yet; returns all of them, in order."""
+    def _tokenize(self, tokenizer: Tokenizer, workers: int) -> tuple[list[Path], int]:
+        """Make every piece that is not there yet; return all of them, in order, and the number of documents without text."""
         pieces: list[Path] = []
+        without_text = 0
+
+        def documents() -> Iterator[str]:
+            nonlocal without_text
+            for text in self._texts("tokenizing"):
+                without_text += not text
+                if text:
+                    yield text
 
         def missing() -> Iterator[tuple[list[str], Path]]:
-            for number, texts in enumerate(_cut(self._documents("tokenizing"))):
+            for number, texts in enumerate(_cut(documents())):
                 pieces.append(self._work / f"piece-{number:06d}.npz")
                 if not pieces[-1].exists():
                     yield texts, pieces[-1]
 
         end = end_of_document(tokenizer, self.options.end_token)
-        settings = Settings(self._work / "tokenizer.json", end, self.options.validation_fraction)
+        kept = self._work / "tokenizer.json"
+        settings = Settings(kept, self.options.tokenizer or str(kept), end, self.options.validation_fraction)
         try:
             tokenize_pieces(missing(), settings, workers)
         finally:
@@ -224,9 +249,9 @@ class _Job:
             clear_halves(self._work)
         if not pieces:
             raise DataError("the inputs hold no text at all: every document is empty")
-        return pieces
+        return pieces, without_text
 
-    def _join(self, pieces: list[Path], tokenizer: Tokenizer) -> Manifest:
+    def _join(self, pieces: list[Path], tokenizer: Tokenizer, passed_over: PassedOver) -> Manifest:
         """Write the pieces, in order, as shards of each split; the manifest comes last."""
         size = vocabulary_size(tokenizer)
         dtype: Literal["uint16", "uint32"] = "uint16" if size <= 2**16 else "uint32"
@@ -249,6 +274,7 @@ class _Job:
             validation_fraction=self.options.validation_fraction,
             inputs=self.inputs,
             plan=self.plan,
+            passed_over=passed_over,
             splits=splits,
         )
         for file in whole.iterdir():

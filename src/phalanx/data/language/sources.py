@@ -37,6 +37,9 @@ class TokenSource(ABC):
     end_of_document: int | None = None
     """Id that ends each document; None when the format does not say."""
 
+    unchecked: str | None = None
+    """What `verify` cannot tell, as the end of a sentence; None where it compares a checksum of every byte."""
+
     @abstractmethod
     def read(self, starts: Int64Array, length: int) -> Int64Array:
         """Tokens [n, length]: row i is the stream from starts[i] on. starts[i] + length never exceeds `tokens`."""

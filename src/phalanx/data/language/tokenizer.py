@@ -1,13 +1,21 @@
-"""Tokenizers: a byte-level BPE trained on the text itself, or one that people already have."""
+"""Tokenizers: a byte-level BPE trained on the text itself, or one that people already have.
+
+A tokenizer.json is a small program of patterns and replacements, perhaps a stranger's: what it may do to a text is checked
+as it is read, and what goes wrong inside the tokenizers package comes out as a DataError that names the file.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from phalanx.config.bounds import MAX_VOCABULARY
 from phalanx.errors import ConfigError, DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -15,6 +23,10 @@ KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>",
 """Tokens that end a document, in the order they are looked for."""
 TRAINING_BYTES = 20_000_000
 """Text that training a tokenizer looks at; more changes the merges little."""
+MAX_GROWTH = 64
+"""How many times longer than the text its replacements may make it, in bytes, one after another."""
+_MAX_PREPENDED = 1000
+"""Bytes that a normalizer may put in front of a text."""
 
 
 def train_tokenizer(documents: Iterable[str], total_bytes: int, vocab_size: int) -> Tokenizer:
@@ -75,14 +87,132 @@ def load_tokenizer(path: Path) -> Tokenizer:
     vocabulary, merges = path / "vocab.json", path / "merges.txt"
     try:
         if file.is_file():
-            return Tokenizer.from_file(str(file))
+            return parse_tokenizer(file.read_bytes(), file)
         if vocabulary.is_file() and merges.is_file():
-            return _from_gpt2(vocabulary, merges)
+            with _panics_explained(f"{vocabulary}: not a vocabulary that can be read"):
+                made = _from_gpt2(vocabulary, merges)
+            _check_ids(made, vocabulary)
+            return made
+    except DataError:
+        raise
     except Exception as error:  # the tokenizers package raises plain Exception
         raise DataError(f"{file}: not a tokenizer that can be read: {error}") from error
     raise DataError(
         f"{path}: no tokenizer there; give a tokenizer.json, or a folder with it or with vocab.json and merges.txt"
     )
+
+
+def parse_tokenizer(content: bytes, where: Path | str) -> Tokenizer:
+    """Make a tokenizer of the content of a tokenizer.json; `where` names it in messages.
+
+    Raises DataError for one that cannot be read, that makes texts much longer, or whose ids no model can have.
+    """
+    try:
+        with _panics_explained(f"{where}: not a tokenizer that can be read"):
+            text = content.decode()
+            tokenizer = Tokenizer.from_str(text)
+        described = json.loads(text)
+    except DataError:
+        raise
+    except Exception as error:  # the tokenizers package raises plain Exception
+        raise DataError(f"{where}: not a tokenizer that can be read: {error}") from error
+    for component in ("normalizer", "decoder"):
+        growth = _growth(described.get(component))
+        if growth > MAX_GROWTH:
+            raise DataError(
+                f"{where}: its {component} can make a text {growth:.3g} times longer; at most {MAX_GROWTH} times is "
+                "taken; give another tokenizer"
+            )
+    _check_ids(tokenizer, where)
+    return tokenizer
+
+
+def encode_texts(
+    tokenizer: Tokenizer, texts: Sequence[str], where: Path | str, *, add_special_tokens: bool = False
+) -> list[Encoding]:
+    """Tokenize texts; `where` names the tokenizer's file.
+
+    Raises DataError, naming the component, where the tokenizer fails on one of them: a pattern may take exponential time,
+    which the package gives up on.
+    """
+    try:
+        with _panics_explained("the tokenizers package gives up"):
+            encoded: list[Encoding] = tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+            return encoded
+    except DataError as error:
+        raise DataError(f"{where}: {_failing_component(tokenizer, texts)}: {error}; give another tokenizer") from None
+
+
+def decode_ids(tokenizer: Tokenizer, ids: Sequence[int], where: Path | str) -> str:
+    """Return the text of ids, special tokens left out. Raises DataError where the tokenizer's decoder fails on them."""
+    with _panics_explained(f"{where}: its decoder fails on {len(ids)} tokens"):
+        text: str = tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+@contextmanager
+def _panics_explained(what: str) -> Iterator[None]:
+    """Turn what the tokenizers package throws when its Rust code panics into a DataError that begins with `what`."""
+    try:
+        yield
+    except BaseException as error:
+        # Its class is no Exception and cannot be imported: pyo3 makes it when it is first needed.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{what}: {error}") from None
+
+
+def _failing_component(tokenizer: Tokenizer, texts: Sequence[str]) -> str:
+    """Say which component of the tokenizer fails on which of the texts."""
+    for text in texts:
+        shown = f"a text of {len(text):,} characters that begins with {text[:30]!a}"
+        normalized = text
+        try:
+            with _panics_explained(""):
+                if tokenizer.normalizer is not None:
+                    normalized = tokenizer.normalizer.normalize_str(text)
+        except DataError:
+            return f"its normalizer fails on {shown}"
+        try:
+            with _panics_explained(""):
+                if tokenizer.pre_tokenizer is not None:
+                    tokenizer.pre_tokenizer.pre_tokenize_str(normalized)
+        except DataError:
+            return f"its pre_tokenizer fails on {shown}"
+    return "its model or post_processor fails"
+
+
+def _growth(component: Any) -> float:
+    """Return how many times longer a normalizer or decoder, as described in a tokenizer.json, can make a text."""
+    if not isinstance(component, dict):
+        return 1.0
+    parts = component.get("normalizers") or component.get("decoders")
+    if isinstance(parts, list):
+        product = 1.0
+        for part in parts:
+            product = min(product * _growth(part), 1e300)
+        return product
+    content, pattern = component.get("content"), component.get("pattern")
+    if isinstance(content, str) and isinstance(pattern, dict):
+        replaced = pattern.get("String")
+        if isinstance(replaced, str) and replaced:
+            return max(1.0, len(content.encode()) / len(replaced.encode()))
+        # A regular expression may match nothing, between any two bytes.
+        return 1.0 + len(content.encode())
+    prepended = component.get("prepend")
+    return float("inf") if isinstance(prepended, str) and len(prepended.encode()) > _MAX_PREPENDED else 1.0
+
+
+def _check_ids(tokenizer: Tokenizer, where: Path | str) -> None:
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise DataError(f"{where}: it has no tokens; give another tokenizer")
+    token, largest = max(vocabulary.items(), key=lambda item: item[1])
+    if largest >= MAX_VOCABULARY:
+        raise DataError(
+            f"{where}: its vocabulary gives the token {token!a} the id {largest:,}, beyond {MAX_VOCABULARY - 1:,}, the "
+            "last that a model can have; give another tokenizer"
+        )
 
 
 def _from_gpt2(vocabulary: Path, merges: Path) -> Tokenizer:

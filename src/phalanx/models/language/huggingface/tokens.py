@@ -12,6 +12,8 @@ from phalanx.models.language.huggingface.folder import file_inside, read_json
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
+TOKENIZER_FOLDER = "tokenizer"
+"""Folder of a run directory that holds the run's tokenizer."""
 _COMPANIONS = (SETTINGS, "special_tokens_map.json", "chat_template.jinja")
 
 
