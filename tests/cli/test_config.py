@@ -11,7 +11,8 @@ import pytest
 from command_line import Call
 from config.run_text import RUN
 from phalanx.config.load import load_run, parse_run
-from phalanx.config.presets import preset_names
+from phalanx.config.presets import load_preset, preset_names
+from phalanx.models.sizes import sizes_of
 from token_data import write_run_file, write_token_folder
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -62,6 +63,19 @@ def test_show_prints_a_run_file_that_loads_back(call: Call, run_file: str) -> No
 def test_show_json_is_the_resolved_run(call: Call, run_file: str) -> None:
     shown = json.loads(call("config", "show", run_file, "--json").out)
     assert shown == load_run(Path(run_file)).model_dump(mode="json")
+
+
+def test_the_list_says_which_presets_hold_less_than_they_are_named_for(call: Call) -> None:
+    shown = " ".join(call("config", "list").out.split())
+    assert "orbit-113b has 102B" in shown
+    unlike = set(re.findall(r"(\S+) has [0-9.]+[KMBT]", shown))
+    for name in preset_names():
+        preset = load_preset(name)
+        if preset.named_size is not None and name not in unlike:
+            assert sizes_of(preset.model()).parameter_count(preset.model()) == pytest.approx(
+                preset.named_size, rel=0.045
+            )
+    assert unlike == {"gnn-mace-1m", "mpt-1b", "mpt-3b", "mpt-7b", "mpt-70b", "orbit-10b", "orbit-113b"}
 
 
 def test_check_prints_what_follows(call: Call, run_file: str) -> None:

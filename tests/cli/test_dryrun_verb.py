@@ -13,7 +13,7 @@ from command_line import Call
 RUN_FILE = """
 model: {n_layers: 4, d_model: 32, n_heads: 8, n_kv_heads: 4, d_ff: 64, vocab_size: 61, max_positions: 32}
 data: {sources: [nowhere], sequence_length: 32}
-layout: {global_batch: 512}
+layout: {global_batch: 512, microbatch: 1}
 optimizer: {lr: 1e-3}
 training: {steps: 10}
 """
@@ -41,6 +41,17 @@ def test_one_rank_of_each_kind_of_stage(run_file: str, call: Call) -> None:
     assert "ran 6 micro-batches; each further one adds what the last ones added" in outcome.out
     assert lines[-1] == "blocks ran uncompiled here; compiled, as this run has them, they hold less"
     assert not dist.is_initialized()
+
+
+def test_who_waits_hears_how_far_it_is(run_file: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.cli.dryrun._SILENCE_S", 0.0)
+    outcome = call("dryrun", run_file, "--devices", "64")
+    assert outcome.code == 0
+    assert "rank 0: forward of block 3, micro-batch 1, " in outcome.err
+    assert "rank 0: backward of block 0, micro-batch 1, " in outcome.err
+    assert outcome.out.splitlines()[1].endswith("; 41,056 parameters")
+    monkeypatch.setattr("phalanx.cli.dryrun._SILENCE_S", 1e9)
+    assert call("dryrun", run_file, "--devices", "64").err == ""
 
 
 def test_a_rank_as_json(run_file: str, call: Call) -> None:

@@ -35,6 +35,8 @@ config_app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+_UNLIKE = 0.045
+"""Share by which a count differs from what a name says before the list says so: names are rounded."""
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print a Markdown table, as in the guide.")]
 
 
@@ -230,11 +232,14 @@ def _print_presets(presets: list[Preset]) -> None:
     if others:
         console.print()
         console.print(_other_table(others))
+    unlike = [f"{preset.name} has {_parameters(preset.model())}" for preset in presets if _unlike_its_name(preset)]
     console.print("\nSources:")
     for source, group in groupby(presets, key=lambda preset: preset.source):
         names = [preset.name for preset in group]
         listed = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         console.print(Padding(Text(f"{listed}: {source}", "dim"), (0, 0, 0, 2), expand=False))
+    if unlike:
+        console.print(f"Parameters are counted; names are those of the publications: {', '.join(unlike)}.")
     console.print("Use one as model.preset=NAME; phalanx config list NAME tells more.")
 
 
@@ -265,6 +270,12 @@ def _other_table(presets: list[tuple[Preset, Model]]) -> Table:
 
 def _parameters(model: Model) -> str:
     return short_count(sizes_of(model).parameter_count(model))
+
+
+def _unlike_its_name(preset: Preset) -> bool:
+    """Whether a preset has clearly more or fewer parameters than its name says."""
+    named, model = preset.named_size, preset.model()
+    return named is not None and abs(sizes_of(model).parameter_count(model) / named - 1.0) > _UNLIKE
 
 
 def _print_preset(preset: Preset) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -12,15 +14,18 @@ from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.cost.dryrun import dry_run
 from phalanx.cost.dryrun_report import RankReport
-from phalanx.cost.memory_trace import CATEGORIES
+from phalanx.cost.memory_trace import CATEGORIES, Moment
 from phalanx.errors import ConfigError
 from phalanx.layout.apply import Applied, compiles
 from phalanx.layout.attention import check_attention
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.models.sizes import sizes_of
 from phalanx.train.checkpoint import materialise_optimizer_state
 from phalanx.train.step import TrainStep, build_step
 
+_SILENCE_S = 10.0
+"""Seconds after which a word is said to who waits."""
 _FAMILIES = ("language", "weather")
 """Whose steps have shapes that do not depend on the samples."""
 
@@ -50,7 +55,15 @@ def dryrun(
         raise ConfigError(f"--rank {rank} is not one of {devices} ranks; give 0 to {devices - 1}")
     ranks = [rank] if rank is not None else _ranks_of_stages(layout)
     reports = [
-        dry_run(loaded, layout, number, _step, accelerator=device == "gpu", devices_per_node=per_node)
+        dry_run(
+            loaded,
+            layout,
+            number,
+            _step,
+            accelerator=device == "gpu",
+            devices_per_node=per_node,
+            tell=_Progress(number),
+        )
         for number in ranks
     ]
     target = torch.device("cpu" if device == "cpu" else "meta")
@@ -67,7 +80,22 @@ def dryrun(
             }
         )
     else:
-        _print(layout, reports, per_node, compiled, timeline)
+        _print(loaded, layout, reports, per_node, compiled, timeline)
+
+
+class _Progress:
+    """Says on stderr every now and then how far the step of one rank is."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.start = self.said = time.perf_counter()
+
+    def __call__(self, moment: Moment) -> None:
+        """Say it, where nothing was said for a while."""
+        now = time.perf_counter()
+        if now - self.said >= _SILENCE_S:
+            self.said = now
+            sys.stderr.write(f"rank {self.rank}: {moment}, {now - self.start:.0f} s\n")
 
 
 def _step(run: Run, applied: Applied, device: torch.device) -> TrainStep:
@@ -84,11 +112,13 @@ def _ranks_of_stages(layout: ResolvedLayout) -> list[int]:
 
 
 def _print(
-    layout: ResolvedLayout, reports: list[RankReport], per_node: int | None, compiled: bool, timeline: bool
+    run: Run, layout: ResolvedLayout, reports: list[RankReport], per_node: int | None, compiled: bool, timeline: bool
 ) -> None:
     console = output()
     count = reports[0].microbatches
     console.print(f"{layout.world_size:,} ranks: {layout}; {count} micro-batch{'es' if count > 1 else ''} a step")
+    sizes = sizes_of(run.model)
+    console.print(f"{sizes.in_words(run.model)}; {sizes.parameter_count(run.model):,} parameters")
     for report in reports:
         stages = ", ".join(map(str, report.stages))
         console.print(f"\nrank {report.rank} (stage {stages})", style="bold")

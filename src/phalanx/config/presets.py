@@ -54,6 +54,12 @@ class Preset:
     published: tuple[PublishedCount, ...]
 
     @property
+    def named_size(self) -> float | None:
+        """Parameters that the name speaks of, as 113e9 of orbit-113b; None where it speaks of none."""
+        found = re.search(r"-([0-9.]+)([kmbt])$", self.name)
+        return None if found is None else float(found[1]) * _UNITS[found[2].upper()]
+
+    @property
     def family(self) -> str:
         """The family of the model."""
         return str(self.fields.get("family", DEFAULT_FAMILY))

@@ -50,6 +50,12 @@ class Step(Protocol):
 
 
 StepBuilder = Callable[[Run, Applied, torch.device], Step]
+Tell = Callable[[Moment], None]
+"""Is told each moment of a step as it begins."""
+
+
+def _say_nothing(_moment: Moment) -> None:
+    """Tell nobody."""
 
 
 def dry_run(
@@ -60,11 +66,13 @@ def dry_run(
     *,
     accelerator: bool,
     devices_per_node: int | None,
+    tell: Tell = _say_nothing,
 ) -> RankReport:
     """What one optimizer step of `run` in `layout` takes on `rank`.
 
     A step of many micro-batches is run with fewer, twice: past the number that fills the pipeline each further one adds the
-    same. build: makes the training step. accelerator: whether kernels are an accelerator's or the CPU's.
+    same. build: makes the training step. accelerator: whether kernels are an accelerator's or the CPU's. tell: for
+    who waits, since a large model whose weights are streamed takes minutes: each chunk of a matrix is some operations.
     """
     start = time.perf_counter()
     run, attention = _prepared(run, layout, accelerator)
@@ -74,11 +82,11 @@ def dry_run(
         short = _with_microbatches(layout, few)
         applied = apply_layout(run, short, mesh, DEVICE, attention, fill=False)
         step = build(run, applied, DEVICE).relaid(WatchedExecutor(applied, trace))
-        first = measured_step(run, applied, step, trace)
+        first = measured_step(run, applied, step, trace, tell)
         # The receive buffers of one number of micro-batches must be gone before those of another are made.
         applied = _relaid(applied, mesh, _with_microbatches(layout, more))
         step = step.relaid(WatchedExecutor(applied, trace))
-        second = measured_step(run, applied, step, trace)
+        second = measured_step(run, applied, step, trace, tell)
         return rank_report(
             layout,
             mesh,
@@ -164,10 +172,10 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def measured_step(run: Run, applied: Applied, step: Step, trace: StepTrace) -> Measured:
+def measured_step(run: Run, applied: Applied, step: Step, trace: StepTrace, tell: Tell = _say_nothing) -> Measured:
     """One optimizer step on samples without content, under a trace that has seen all that was made before."""
     _label_state(trace, applied, step)
-    handles = [handle for stage in applied.stages for handle in _watch(stage, trace)]
+    handles = [handle for stage in applied.stages for handle in _watch(stage, trace, tell)]
     gc.collect()
     trace.go_to(Moment("start"))
     trace.begin()
@@ -202,7 +210,7 @@ class WatchedExecutor(Executor):
         return total
 
 
-def _watch(stage: Stage, trace: StepTrace) -> list[Any]:
+def _watch(stage: Stage, trace: StepTrace, tell: Tell) -> list[Any]:
     """Let the trace know which module runs, forward and backward."""
     part = stage.part
     named: dict[str, nn.Module] = {"stage": stage}
@@ -214,7 +222,7 @@ def _watch(stage: Stage, trace: StepTrace) -> list[Any]:
     count = [0]
     handles: list[Any] = []
     for name, module in named.items():
-        watch = _Watch(name, stage.index, count, trace)
+        watch = _Watch(name, stage.index, count, trace, tell)
         handles.append(module.register_forward_pre_hook(partial(watch.enter)))
         handles.append(module.register_forward_hook(partial(watch.leave)))
     return handles
@@ -223,17 +231,20 @@ def _watch(stage: Stage, trace: StepTrace) -> list[Any]:
 class _Watch:
     """Hooks of one module."""
 
-    def __init__(self, name: str, stage: int, count: list[int], trace: StepTrace) -> None:
+    def __init__(self, name: str, stage: int, count: list[int], trace: StepTrace, tell: Tell) -> None:
         self.name = name
         self.stage = stage
         self.count = count
         self.trace = trace
+        self.tell = tell
 
     def enter(self, _module: nn.Module, _inputs: Any) -> None:
         if self.name == "stage":
             self.count[0] += 1
         self.trace.enter_unit()
-        self.trace.go_to(Moment("forward", self.name, self.stage, self.count[0]))
+        moment = Moment("forward", self.name, self.stage, self.count[0])
+        self.trace.go_to(moment)
+        self.tell(moment)
 
     def leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         self.trace.leave_unit()
@@ -243,3 +254,4 @@ class _Watch:
 
     def _backward(self, moment: Moment, _grad: Tensor) -> None:
         self.trace.go_to(moment)
+        self.tell(moment)
