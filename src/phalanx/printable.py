@@ -10,10 +10,12 @@ have no bytes."""
 
 
 def printable(text: str) -> str:
-    r"""Return `text` with all characters that act on a terminal or page, in place of being shown, written out as in \x1b."""
-    return _UNPRINTABLE.sub(_written_out, text)
+    """Return `text` with symbols (U+2400 on) or codes for all characters that act on a terminal or page instead of showing."""
+    return _UNPRINTABLE.sub(_symbol, text)
 
 
-def _written_out(match: re.Match[str]) -> str:
+def _symbol(match: re.Match[str]) -> str:
     code = ord(match[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return "\u2421" if code == 0x7F else f"\\u{code:04x}"
