@@ -10,7 +10,7 @@ have no bytes."""
 
 
 def printable(text: str) -> str:
-    """Return `text` with symbols (U+2400 on) or codes for all characters that act on a terminal or page instead of showing."""
+    """Return `text` with symbols (U+2400 on) or codes in place of characters that act on a terminal or page."""
     return _UNPRINTABLE.sub(_symbol, text)
 
 

@@ -5,6 +5,7 @@ A trial is a short training run with the real step on the real data. Its folder 
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import statistics
