@@ -74,7 +74,7 @@ def test_nothing_in_a_run_acts_on_a_terminal_or_a_page(call: Call, tmp_path: Pat
     page = (run_dir / "report.html").read_text()
     for text in (page, outcome.out, outcome.err, call("report", str(run_dir), "--json").out):
         assert not set(text) & set("\x1b\x07\u202e")
-    assert "\\x1b[31mred" in page and "\\ud800" in page
+    assert "␛[31mred" in page and "\\ud800" in page
 
 
 @pytest.mark.parametrize("name", ["/dev/null", "pipe", "socket"])
