@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from phalanx.errors import ConfigError, PhalanxError
 
 TEMPORARY = ".writing-"
 """How the names of files begin that are not whole yet; a process that was killed may leave one."""
@@ -25,6 +28,49 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def open_own_file(path: Path) -> BinaryIO:
+    """Open a file of a run's folder for reading. Raises PhalanxError for a link and for what is no regular file, without
+    waiting for either, and OSError for what cannot be opened."""
+    require_own(path, folder=False)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    return os.fdopen(descriptor, "rb")
+
+
+def require_own(path: Path, *, folder: bool) -> None:
+    """Refuse what stands in the place of a run's own file or folder: a link, whose target may be anyone's, and anything of
+    another kind. Nothing there is fine. Raises PhalanxError."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(mode):
+        raise PhalanxError(
+            f"{path} is a link to {os.readlink(path)}; a run reads and writes nothing through links inside its folder: "
+            f"remove it, or keep the whole run folder elsewhere and link that"
+        )
+    if not (stat.S_ISDIR(mode) if folder else stat.S_ISREG(mode)):
+        raise PhalanxError(f"{path} is {kind_in_words(mode)}, not a {'folder' if folder else 'file'}; move it away")
+
+
+def require_replaceable(file: Path) -> None:
+    """Refuse to replace what is no file, such as a device, by one. Raises ConfigError."""
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"{file} is {kind_in_words(file.stat().st_mode)}: name the file to write")
+
+
+def kind_in_words(mode: int) -> str:
+    """What `os.stat` calls a file of this mode, for messages."""
+    kinds = {
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+        stat.S_IFLNK: "a link",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a file")
 
 
 def clear_halves(folder: Path) -> None:

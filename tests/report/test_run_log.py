@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -71,19 +72,54 @@ def test_a_character_torn_in_two_is_a_torn_line(tmp_path: Path) -> None:
         (json.dumps(metric(2, loss=False)), "has loss False, not a number"),
     ],
 )
-def test_any_other_bad_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
+def test_any_other_bad_line_is_left_out_and_named(tmp_path: Path, line: str, problem: str) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("\n".join([json.dumps(metric(1)), line, json.dumps(metric(3)), ""]))
-    with pytest.raises(RunLogError) as caught:
-        RunLog.read(tmp_path)
-    assert str(caught.value) == f"{metrics}, line 2: the line {problem}; mend or remove this line"
+    log = RunLog.read(tmp_path)
+    assert log.notes[0] == f"metrics.jsonl: 1 damaged line (2); it {problem}; left out."
+    assert log.steps.tolist() == [1, 3]
 
 
 def test_a_bad_last_line_with_its_line_break_is_not_torn(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(json.dumps(metric(1)) + '\n{"step": 2, "lo\n')
-    with pytest.raises(RunLogError, match=r"metrics\.jsonl, line 2: the line is not JSON"):
-        RunLog.read(tmp_path)
+    assert RunLog.read(tmp_path).notes[0] == "metrics.jsonl: 1 damaged line (2); it is not JSON; left out."
+
+
+@pytest.mark.parametrize("line", [b"[" * 1_000_000, b'{"a":' * 1_000_000, b"\0" * 5000, b"\xff\xfe", b"9" * 100_000])
+def test_lines_that_crash_a_parser_are_left_out(tmp_path: Path, line: bytes) -> None:
+    write_run(tmp_path)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (tmp_path / name).write_bytes(line + b"\n" + (tmp_path / name).read_bytes())
+    log = RunLog.read(tmp_path)
+    assert len(log.steps) == 40 and len(log.events) == len(EVENTS)
+    assert [note.partition(";")[0] for note in log.notes] == [
+        "metrics.jsonl: 1 damaged line (1)",
+        "events.jsonl: 1 damaged line (1)",
+    ]
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "machine.json"])
+def test_small_files_that_crash_a_parser_are_named(tmp_path: Path, name: str) -> None:
+    for content in ("[" * 100_000, " " * (2 << 20)):
+        write_run(tmp_path)
+        (tmp_path / name).write_text(content)
+        with pytest.raises(RunLogError, match=rf"{name} is"):
+            RunLog.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "run.yaml", "machine.json"])
+def test_what_is_no_file_of_a_run_is_named_at_once(tmp_path: Path, name: str) -> None:
+    write_run(tmp_path / "run")
+    file = tmp_path / "run" / name
+    file.rename(tmp_path / "outside")
+    file.symlink_to(tmp_path / "outside")
+    with pytest.raises(PhalanxError, match=f"{name} is a link to"):
+        RunLog.read(tmp_path / "run")
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(PhalanxError, match=f"{name} is a named pipe, not a file"):
+        RunLog.read(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -96,11 +132,11 @@ def test_a_bad_last_line_with_its_line_break_is_not_torn(tmp_path: Path) -> None
         ({"time": None}, "has time None, not an ISO 8601 date and time"),
     ],
 )
-def test_a_bad_event_is_named(tmp_path: Path, fields: dict[str, Any], problem: str) -> None:
+def test_a_bad_event_is_left_out_and_named(tmp_path: Path, fields: dict[str, Any], problem: str) -> None:
     write_run(tmp_path, events=[event("start", 0, 0), {**event("end", 40, 9), **fields}])
-    with pytest.raises(RunLogError) as caught:
-        RunLog.read(tmp_path)
-    assert str(caught.value) == f"{tmp_path / 'events.jsonl'}, line 2: the line {problem}; mend or remove this line"
+    log = RunLog.read(tmp_path)
+    assert log.notes == (f"events.jsonl: 1 damaged line (2); it {problem}; left out.",)
+    assert [one.kind for one in log.events] == ["start"]
 
 
 def test_no_run_directory_no_metrics_and_no_record_are_refused(tmp_path: Path) -> None:

@@ -5,8 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import phalanx_processes
+from distributed_ranks import run_ranks
+from phalanx.layout.place import as_place
+from phalanx.train.nonfinite import all_finite
 from token_data import write_run_file, write_token_folder
 
 
@@ -67,6 +72,28 @@ def test_replicas_with_recompute_train_as_one_rank_does(run_file: Path, one_rank
     run_dir = run_file.parent / "replicated"
     done = train(run_file, run_dir, 2, "training.steps=20", "layout.dp_replicate=2", "layout.recompute=full")
     assert finished(done, run_dir) == pytest.approx(one_rank, abs=1e-5)
+
+
+def test_ranks_agree_that_weights_are_lost_and_resume_from_those_before(run_file: Path) -> None:
+    run_dir = run_file.parent / "diverged"
+    words = ["optimizer.lr=1e30", "optimizer.warmup_steps=0", "optimizer.grad_clip=null", "checkpoint.every=1"]
+    code, errors = train(run_file, run_dir, 2, "training.steps=8", *words)
+    assert code == 1 and "Traceback" not in errors, errors[-3000:]
+    assert errors.count("step-00000001.nonfinite holds these very weights and was set aside") == 2
+    assert not list((run_dir / "checkpoints").glob("step-????????"))
+    assert len(finished(train(run_file, run_dir, 2, "training.steps=8", "optimizer.lr=1e-3"), run_dir)) == 8
+
+
+def one_rank_has_nan(where: int | None) -> bool:
+    weight = torch.ones(4)
+    if dist.get_rank() == where:
+        weight[2] = torch.nan
+    return all_finite([as_place(weight)], torch.device("cpu"))
+
+
+def test_a_weight_that_one_rank_holds_counts_for_all() -> None:
+    assert run_ranks(one_rank_has_nan, 2, None) == [True, True]
+    assert run_ranks(one_rank_has_nan, 2, 1) == [False, False]
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused_before_anything_starts(run_file: Path) -> None:

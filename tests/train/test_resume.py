@@ -137,16 +137,22 @@ def test_a_used_run_directory_is_refused_under_resume_never(run_file: Path, stra
     assert f"training.resume=never, but {straight}/checkpoints holds checkpoints; choose another --run-dir" in errors
 
 
-def test_resume_must_without_a_checkpoint_is_refused(run_file: Path, tmp_path: Path) -> None:
-    assert "holds no whole checkpoint; use training.resume=auto" in refused(
-        run_file, tmp_path / "new", "training.resume=must"
-    )
+def test_resume_must_without_a_checkpoint_is_refused_and_leaves_nothing(run_file: Path, tmp_path: Path) -> None:
+    for word in ("training.resume=must", f"training.resume={tmp_path}"):
+        assert "holds no whole checkpoint; use training.resume=auto" in refused(run_file, tmp_path / "new", word)
+        assert not (tmp_path / "new").exists()
+    errors = refused(run_file, tmp_path / "new", f"training.init_from={tmp_path}")
+    assert "no whole checkpoint there" in errors and not (tmp_path / "new").exists()
 
 
 def test_other_samples_than_before_are_refused(run_file: Path, straight: Path) -> None:
-    for change in ("training.seed=7", "layout.global_batch=16", "data.sequence_length=16"):
-        errors = refused(run_file, straight, change, "training.steps=50")
-        assert "was trained on other data, weights of sources, seed, sequence length or global batch" in errors, change
+    for change, words in {
+        "training.seed=7": "training.seed was 0, now 7",
+        "layout.global_batch=16": "layout.global_batch was 8, now 16",
+        "data.sequence_length=16": "data.sequence_length was 32, now 16",
+    }.items():
+        errors = refused(run_file, straight, change, "data.prefetch=0", "optimizer.lr=1e-3", "training.steps=50")
+        assert f"was trained on other samples: {words}; put that back, or start a new run with" in errors, change
 
 
 def test_another_model_is_refused_with_the_tensor_that_differs(run_file: Path, straight: Path) -> None:

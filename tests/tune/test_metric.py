@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from materials_runs import write_two_branches
 from phalanx.config.load import load_run
 from phalanx.data.graphs.prepare import prepare_graphs
 from phalanx.errors import ConfigError, DataError
+from phalanx.json_lines import read_last_record
 from phalanx.train.inputs import ExpectedEvaluation, expected_evaluation
 from phalanx.train.start import train
-from phalanx.tune.metric import check_metric, evaluation_at, figure
+from phalanx.tune.metric import check_metric, evaluation_at, events, figure, metrics, step_problem
 from token_data import write_run_file, write_token_folder
 from weather_runs import write_weather_run
 
@@ -127,3 +129,18 @@ def _paths(value: Any, before: str = "") -> set[str]:
     if isinstance(value, list):
         return {path for item in value for path in _paths(item, before)}
     return {before} if isinstance(value, int | float) else set()
+
+
+def test_damaged_lines_of_a_log_do_not_count(tmp_path: Path) -> None:
+    rows = [json.dumps({"step": step, "step_seconds": 1.0}).encode() for step in range(1, 5)]
+    bad = [b"\0" * 50, b"\xc3", b'{"step": 4}', b'{"stgp": 4, "step_seconds": 1.0}', b"[" * 100_000, b"null"]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([rows[0], bad[0], *rows[1:], *bad, b'{"step": 5']))
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
+    last = read_last_record(tmp_path / "metrics.jsonl", step_problem)
+    assert last is None, "brackets fill the end"
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*rows, *bad[:4], b'{"step": 5']))
+    assert read_last_record(tmp_path / "metrics.jsonl", step_problem) == {"step": 4, "step_seconds": 1.0}
+    evaluation = {"kind": "evaluation", "step": 4, "loss": 1.0}
+    lines = [b"rubbish", json.dumps(evaluation).encode(), b'{"step": 4, "kjnd": "evaluation"}', b""]
+    (tmp_path / "events.jsonl").write_bytes(b"\n".join(lines))
+    assert events(tmp_path) == [evaluation] == [evaluation_at(tmp_path, 4)]

@@ -17,7 +17,9 @@ from rich.console import Console
 from rich.text import Text
 
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.files import finite, write_atomically
+from phalanx.files import finite, require_replaceable, write_atomically
+from phalanx.printable import printable
+from phalanx.printable_console import plain_console
 
 UNWRAPPED = 1000
 """Columns for output that no terminal shows: lines stay whole for grep and for files."""
@@ -33,8 +35,14 @@ def print_json(value: dict[str, Any]) -> None:
     print(json.dumps(finite(value), indent=2, allow_nan=False))
 
 
+def for_terminal(text: str) -> str:
+    """What to write to stdout of a text that a model wrote: the text itself, or on a terminal what cannot act there."""
+    return printable(text) if sys.stdout.isatty() else text
+
+
 def write_file(file: Path, text: str) -> None:
     """Write what the command line asked for. Raises PhalanxError where the file cannot be written."""
+    require_replaceable(file)
     try:
         write_atomically(file, text)
     except OSError as error:
@@ -108,4 +116,4 @@ def _print_labelled(label: str, style: str, text: str) -> None:
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else UNWRAPPED
-    return Console(stderr=stderr, highlight=False, emoji=False, markup=False, width=width)
+    return plain_console(stderr=stderr, width=width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from phalanx.cli.console import print_json
+from phalanx.cli.console import for_terminal, print_json
 from phalanx.cli.inference import load
 from phalanx.errors import ConfigError
 from phalanx.evaluate.generate import Generation, generate_text
@@ -71,13 +71,13 @@ def _read_prompt(given: str) -> str:
 
 
 def _print_piece(_index: int, piece: str) -> None:
-    print(piece, end="", flush=True)
+    print(for_terminal(piece), end="", flush=True)
 
 
 def _print_all(prompt: str, generation: Generation) -> None:
     for number, continuation in enumerate(generation.continuations, start=1):
         print(f"--- {number} of {len(generation.continuations)}, seed {continuation.seed}")
-        print(prompt + continuation.text)
+        print(for_terminal(prompt + continuation.text))
 
 
 def _facts(loaded: LoadedModel, prompt: str, sampling: Sampling, generation: Generation) -> dict[str, object]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from phalanx.cluster.device import choose_device
 from phalanx.errors import ConfigError
 from phalanx.evaluate.load import LoadedModel, load_for_inference
 from phalanx.layout.precision import PRECISIONS
+from phalanx.printable_console import plain_console
 
 
 def load(path: Path, *, device: str, precision: str | None, tokenizer: Path | None) -> LoadedModel:
@@ -29,6 +29,6 @@ def precision_named(name: str, option: str) -> torch.dtype:
 
 def progress_bar() -> Progress:
     """A bar on stderr that disappears when it is done; nothing at all where stderr is no terminal."""
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -7,6 +7,7 @@ by subcommands that compute.
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import re
@@ -252,7 +253,24 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         _close_stdout()
         return 1
+    except (OSError, ValueError) as error:
+        if (problem := _impossible_path(error)) is None:
+            raise
+        print_error(problem)
+        return 2
     return result if isinstance(result, int) else 0
+
+
+def _impossible_path(error: OSError | ValueError) -> str | None:
+    """What is wrong with a path that no system call takes; None for any other error.
+
+    Paths come from arguments, run files and prepared data, and each is touched first somewhere else.
+    """
+    if isinstance(error, OSError):
+        name = str(error.filename)
+        too_long = error.errno == errno.ENAMETOOLONG
+        return f"the path {name[:60]}... of {len(name):,} characters is too long for this system" if too_long else None
+    return "a path holds a NUL character, which no file's name can have" if "embedded null" in str(error) else None
 
 
 def _version(wanted: bool) -> None:

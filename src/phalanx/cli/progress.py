@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from phalanx.printable_console import plain_console
+
 Report = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done and how much there is."""
 
@@ -16,7 +18,7 @@ Report = Callable[[str, int, int], None]
 @contextlib.contextmanager
 def progress() -> Iterator[Report]:
     """Shows what is reported to it while the block runs."""
-    console = Console(stderr=True, highlight=False)
+    console = plain_console(stderr=True)
     if not console.is_terminal:
         yield _lines(console)
         return

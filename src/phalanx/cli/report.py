@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from phalanx.cli.console import print_json
+from phalanx.printable import printable
 from phalanx.report.run_log import RunLog
 from phalanx.report.run_page import write_page
 from phalanx.report.summary import summarise
@@ -23,4 +24,4 @@ def report(
     if json_output:
         print_json({"report": str(page), **asdict(summarise(log)), "notes": log.notes})
     else:
-        print(page)
+        print(printable(str(page)))

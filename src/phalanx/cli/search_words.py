@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from phalanx.cli.console import wrapped
+from phalanx.printable import printable
 from phalanx.report.search_page import search_notes, search_title
 from phalanx.report.text import duration, percent
 from phalanx.search.space import Space
@@ -26,7 +27,7 @@ def progress(trial: Trial, space: Space) -> None:
         )
     else:
         text = f"trial {trial.number}: {_ended(trial.outcome.cause, trial.outcome.value, trial.outcome.words)}"
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(printable(text) + "\n")
 
 
 def _ended(cause: str, value: float | None, said: str) -> str:

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from phalanx.cli.console import wrapped
+from phalanx.printable import printable
 from phalanx.report.text import duration, number, percent
 from phalanx.trials.trial import FAILURES, INTERRUPTED, Trial
 
@@ -26,7 +27,7 @@ def progress(part: Trial, configuration: int) -> None:
         )
     else:
         text = f"step {steps}: {_ended(part)}"
-    sys.stderr.write(f"trial {configuration} {text}\n")
+    sys.stderr.write(printable(f"trial {configuration} {text}") + "\n")
 
 
 def _ended(part: Trial) -> str:

@@ -7,6 +7,7 @@ of them is a ConfigError that names the field, the value and what is allowed; no
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from phalanx.config.presets import load_preset, preset_names
 from phalanx.config.problems import Problem, config_error, explain, unknown_choice
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
+from phalanx.files import kind_in_words
 
 RESOLVED_NAME = "run.yaml"
 """Name of the resolved run file in a run folder; the folder may be given in place of the file."""
@@ -75,6 +77,9 @@ def dump_run(run: Run) -> str:
 
 def _read(file: Path) -> str:
     try:
+        mode = file.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"{show_value(str(file))} is {kind_in_words(mode)}; give a run file or a run folder")
         with file.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
         return raw.decode("utf-8-sig")

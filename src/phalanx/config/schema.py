@@ -191,6 +191,8 @@ class Training(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a NaN or infinite loss or gradient does: stop the run before the update, or skip that update. Of fp16, whose loss
     scale is found by overflowing gradients, only a loss stops it."""
+    max_skipped_steps: PositiveInt = 20
+    """Steps in a row without an update that end the run, whatever `on_nonfinite` says."""
     timeout_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = 600.0
     """Seconds after which a rank that waits for another one gives up, in whatever they exchange."""
     deterministic: bool = False

@@ -1,13 +1,13 @@
 """What a run directory says about its run: metrics, events, the resolved run file and the machine.
 
 Every verb that looks back at a run reads it through `RunLog`. This module must not know how a run is trained or shown;
-of Phalanx it imports only the errors, so any module may use it.
+of Phalanx it imports only what reads files, so any module may use it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +18,8 @@ import numpy.typing as npt
 import yaml
 
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.files import open_own_file
+from phalanx.json_lines import read_json_lines, require_step
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -36,6 +38,12 @@ OPTIONAL_COLUMNS = (
     "imbalance",
     "imbalance_expected",
 )
+
+
+LARGEST = 1e60
+"""Larger figures count as infinite, and as small ones as 0: nobody measures them, and sums of them leave the range."""
+_SMALL_BYTES = 1 << 20
+"""Most that a run file or a description of a machine has."""
 
 
 class RunLogError(PhalanxError):
@@ -57,10 +65,9 @@ class Event:
 
     def number(self, name: str) -> float:
         """The field `name` as a float; NaN where it is absent or not a number."""
-        try:
-            return _number(self.fields.get(name))
-        except ValueError:
-            return float("nan")
+        value = self.fields.get(name)
+        number = None if isinstance(value, bool) else _number_or_none(value)
+        return float("nan") if number is None else float(_measurable(np.array(number)))
 
 
 @dataclass(frozen=True)
@@ -88,8 +95,8 @@ class RunLog:
     def read(cls, run_dir: Path) -> RunLog:
         """Read a run directory, finished or not.
 
-        Only `metrics.jsonl` must be there. A last line without its end, as a killed run leaves it, is left out and
-        noted; any other line that is not a record raises.
+        Only `metrics.jsonl` must be there. A last line without its end, as a killed run leaves it, and lines that are no
+        records, as a crash or a faulty disk leaves them, are left out and noted.
 
         Raises:
             ConfigError: `run_dir` is not a directory.
@@ -140,26 +147,41 @@ class RunLog:
 def _read_metrics(path: Path, notes: list[str]) -> tuple[IntArray, dict[str, FloatArray]]:
     if not path.exists():
         raise RunLogError(f"{path} is missing: give a run directory in which `phalanx train` has finished a step")
-    records = _json_lines(path, notes)
+    records = _read_lines(path, metrics_problem, notes)
     if not records:
-        raise RunLogError(f"{path} holds no whole record: let `phalanx train` finish a step in this directory first")
-    names = {name: None for _, record in records for name in record}
+        damage = f" ({notes[-1]})" if notes else ""
+        raise RunLogError(
+            f"{path} holds no whole record: let `phalanx train` finish a step in this directory first{damage}"
+        )
+    names = {name: None for record in records for name in record}
     columns = {name: np.full(len(records), np.nan) for name in names}
-    for row, (line, record) in enumerate(records):
-        for name in REQUIRED_COLUMNS:
-            if name not in record:
-                raise _bad_line(path, line, f"has no {name!r}")
-        if not _is_count(record["step"]):
-            raise _bad_line(path, line, f"has step {record['step']!r}, not a whole number from 0")
+    for row, record in enumerate(records):
         for name, value in record.items():
-            ours = name in REQUIRED_COLUMNS or name in OPTIONAL_COLUMNS
-            try:
-                columns[name][row] = float(value) if isinstance(value, bool) and not ours else _number(value)
-            except ValueError:
-                # columns of others may hold anything; only ours must be numbers
-                if ours:
-                    raise _bad_line(path, line, f"has {name} {value!r}, not a number") from None
+            # Columns of others may hold anything; only ours are sure to be numbers.
+            if (number := _number_or_none(value)) is not None:
+                columns[name][row] = number
+    columns = {name: values if name == "step" else _measurable(values) for name, values in columns.items()}
     return _in_step_order(path, columns, notes)
+
+
+def _measurable(values: FloatArray) -> FloatArray:
+    """Values with infinities for magnitudes beyond `LARGEST` and 0 for those below its inverse."""
+    values = np.where(np.abs(values) > LARGEST, np.copysign(np.inf, values), values)
+    return np.where(np.abs(values) < 1.0 / LARGEST, 0.0, values)
+
+
+def metrics_problem(record: dict[str, Any]) -> str | None:
+    """What is wrong with a record of metrics.jsonl, or None."""
+    for name in REQUIRED_COLUMNS:
+        if name not in record:
+            return f"has no {name!r}"
+    if problem := require_step(record):
+        return problem
+    for name in (*REQUIRED_COLUMNS, *OPTIONAL_COLUMNS):
+        value = record.get(name)
+        if isinstance(value, bool) or _number_or_none(value) is None:
+            return f"has {name} {value!r:.80}, not a number"
+    return None
 
 
 def _in_step_order(
@@ -183,19 +205,37 @@ def _read_events(path: Path, notes: list[str]) -> tuple[Event, ...]:
         notes.append(f"{path.name} is missing: no validation loss, samples, checkpoints or resumes are shown.")
         return ()
     events = []
-    for line, record in _json_lines(path, notes):
-        kind, step, time = record.pop("kind", None), record.pop("step", None), record.pop("time", None)
-        if not isinstance(kind, str):
-            raise _bad_line(path, line, f'has kind {kind!r}, not a name such as "evaluation"')
-        if not _is_count(step):
-            raise _bad_line(path, line, f"has step {step!r}, not a whole number from 0")
-        try:
-            moment = datetime.fromisoformat(time)
-        except (TypeError, ValueError):
-            raise _bad_line(path, line, f"has time {time!r}, not an ISO 8601 date and time") from None
+    for record in _read_lines(path, event_problem, notes):
+        moment = datetime.fromisoformat(record.pop("time"))
         in_utc = moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
-        events.append(Event(kind, step, in_utc, record))
+        events.append(Event(record.pop("kind"), record.pop("step"), in_utc, record))
     return tuple(events)
+
+
+def event_problem(record: dict[str, Any]) -> str | None:
+    """What is wrong with a record of events.jsonl, or None."""
+    kind, time = record.get("kind"), record.get("time")
+    if not isinstance(kind, str):
+        return f'has kind {kind!r:.80}, not a name such as "evaluation"'
+    if problem := require_step(record):
+        return problem
+    try:
+        datetime.fromisoformat(time).astimezone(UTC)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return f"has time {time!r:.80}, not an ISO 8601 date and time"
+    return None
+
+
+def _read_lines(
+    path: Path, problem_of: Callable[[dict[str, Any]], str | None], notes: list[str]
+) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines; notes say what was left out."""
+    found = read_json_lines(path, problem_of)
+    if found.damaged:
+        notes.append(f"{found.damage_in_words()}; left out.")
+    if found.torn is not None:
+        notes.append(f"{path.name}: its last line, {found.torn.number:,}, is cut off as by a kill, and is left out.")
+    return found.records
 
 
 def _read_config(path: Path, notes: list[str]) -> tuple[str | None, Mapping[str, Any] | None]:
@@ -203,9 +243,9 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str | None, Mapping[str,
         notes.append(f"{path.name} is missing: the configuration of this run is unknown.")
         return None, None
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _read_small(path).decode("utf-8")
         config = yaml.safe_load(text)
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise RunLogError(f"{path} is not YAML ({reason}): restore it, or move it away to leave it out") from error
     if not isinstance(config, dict):
@@ -218,49 +258,32 @@ def _read_machine(path: Path, notes: list[str]) -> Mapping[str, Any] | None:
         notes.append(f"{path.name} is missing: the machine and the FLOPs convention of this run are unknown.")
         return None
     try:
-        machine = json.loads(path.read_bytes())
-    except ValueError as error:
+        machine = json.loads(_read_small(path))
+    except (ValueError, RecursionError) as error:
         raise RunLogError(f"{path} is not JSON ({error}): restore it, or move it away to leave it out") from error
     if not isinstance(machine, dict):
         raise RunLogError(f"{path} is not a JSON object: restore it, or move it away to leave it out")
     return machine
 
 
-def _json_lines(path: Path, notes: list[str]) -> list[tuple[int, dict[str, Any]]]:
-    """The objects of a JSON-lines file with their line numbers (from 1), without a torn last line."""
-    lines: Sequence[bytes] = path.read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        unterminated = number == len(lines)
-        if unterminated and not line:
-            break
-        try:
-            record = json.loads(line)
-        except ValueError:
-            if unterminated:
-                notes.append(f"{path.name}: its last line, {number:,}, is cut off as by a kill, and is left out.")
-                break
-            raise _bad_line(path, number, "is not JSON") from None
-        if not isinstance(record, dict):
-            raise _bad_line(path, number, "is not a JSON object")
-        records.append((number, record))
-    return records
+def _read_small(path: Path) -> bytes:
+    with open_own_file(path) as file:
+        content = file.read(_SMALL_BYTES + 1)
+    if len(content) > _SMALL_BYTES:
+        raise RunLogError(f"{path} is larger than {_SMALL_BYTES >> 20} MiB, which no such file is: move it away")
+    return content
 
 
-def _bad_line(path: Path, line: int, problem: str) -> RunLogError:
-    return RunLogError(f"{path}, line {line}: the line {problem}; mend or remove this line")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
-
-
-def _number(value: object) -> float:
-    """A JSON value as a float: null is NaN, and "NaN" and "Infinity" may be strings, as strict writers have them."""
+def _number_or_none(value: object) -> float | None:
+    """A JSON value as a float, or None where it is no number: null is NaN, true is 1, and "NaN" and "Infinity" may be
+    strings, as strict writers have them."""
+    if type(value) is float:
+        return value
     if value is None:
         return float("nan")
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(value)
-    if isinstance(value, str) and value not in ("NaN", "Infinity", "-Infinity"):
-        raise ValueError(value)
-    return float(value)
+    if isinstance(value, int) or (isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity")):
+        try:
+            return float(value)
+        except OverflowError:
+            return None
+    return None

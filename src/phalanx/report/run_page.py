@@ -15,7 +15,7 @@ import numpy as np
 from markupsafe import Markup
 
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.files import write_atomically
+from phalanx.files import require_replaceable, write_atomically
 from phalanx.report import page_parts
 from phalanx.report.chart import PLOT_HEIGHT, PLOT_WIDTH, Chart, draw
 from phalanx.report.run_charts import FORMATS, Readout, readout, run_charts
@@ -48,6 +48,7 @@ def write_page(log: RunLog, out: Path | None = None) -> Path:
     page = log.run_dir / "report.html" if out is None else out
     if page.is_dir():
         raise ConfigError(f"{page} is a directory: name the file to write, for example {page / 'report.html'}")
+    require_replaceable(page)
     try:
         write_atomically(page, render_page(log, summarise(log)))
     except OSError as error:

@@ -20,7 +20,9 @@ from phalanx.config.schema import Run
 from phalanx.config.search import Search
 from phalanx.errors import ConfigError
 from phalanx.files import write_atomically
+from phalanx.json_lines import read_json_lines
 from phalanx.layout.precision import PRECISIONS
+from phalanx.report.run_log import metrics_problem
 from phalanx.search.space import Space
 from phalanx.trials.causes import failure, log_tail, rank_reports
 from phalanx.trials.launchers import Launcher
@@ -28,7 +30,7 @@ from phalanx.trials.process import Ended, run_limited
 from phalanx.trials.rank import MEMORY_LIMIT, RUN_FILE, TRAINED
 from phalanx.trials.short_run import short_run
 from phalanx.trials.storage import save_outcome
-from phalanx.trials.trial import OK, Outcome, Trial
+from phalanx.trials.trial import INTERRUPTED, OK, Outcome, Trial
 from phalanx.verify.bound import Bound
 
 _LOSS_SHARE, _NORM_SHARE = 0.01, 0.03
@@ -87,7 +89,11 @@ class ProcessRunner:
         ranks = rank_reports(folder, self.devices)
         if ended.timed_out or ended.code or None in ranks:
             return failure([found for found in ranks if found], ended, log_tail(folder / "log"))
-        rows = [json.loads(line) for line in (folder / TRAINED / "metrics.jsonl").read_text().splitlines()]
+        log = read_json_lines(folder / TRAINED / "metrics.jsonl", metrics_problem)
+        if log.damaged:
+            # The disk's doing, not the layout's: the trial may be repeated.
+            return Outcome(INTERRUPTED, seconds=ended.seconds, words=log.damage_in_words())
+        rows = log.records
         losses = tuple(float(row["loss"]) for row in rows)
         peaks = [found["memory_bytes"] for found in ranks if found and found["memory_bytes"] is not None]
         outcome = Outcome(

@@ -8,11 +8,12 @@ whatever their clocks and libraries; which structures a step holds depends on no
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from phalanx.cluster.device import HostCopy
@@ -29,6 +30,28 @@ _LAUNCHED = 1
 """Steps that may have been launched since the one whose results are there (`train.run_ahead`)."""
 _MEMORY = 0.7
 """Weight of earlier fits beside a new one: what was measured three fits ago counts a third."""
+
+
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Cost = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+
+
+class BalancerState(BaseModel):
+    """Fields that a balancer adds to a checkpoint; a run that shares nothing out has none."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    cost_sums: Annotated[list[_Finite], Field(min_length=SUMS, max_length=SUMS)] | None = None
+    costs: Annotated[list[tuple[Annotated[int, Field(ge=0)], _Cost, _Cost, _Cost]], Field(min_length=1)] | None = None
+    """From which step on which costs of an atom, an edge and a structure hold."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> BalancerState:
+        if (self.costs is None) != (self.cost_sums is None):
+            raise ValueError("of costs and cost_sums one is missing")
+        if any(node + edge == 0.0 for _, node, edge, _ in self.costs or ()):
+            raise ValueError("a cost of nothing")
+        return self
 
 
 class Balancer:

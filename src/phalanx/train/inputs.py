@@ -90,6 +90,9 @@ class Inputs:
         """What of the data changes as training goes on, for every checkpoint beside `saved`."""
         return {}
 
+    def check(self, state: dict[str, Any], where: str) -> None:
+        """Refuse a checkpoint's state that such inputs cannot have saved. where: the file. Raises CheckpointDamaged."""
+
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint's state; by default nothing changes."""
 

@@ -13,6 +13,9 @@ import torch.distributed as dist
 
 from phalanx.cluster.parent import ONE_WISH_S, STOP_SIGNALS, ignored
 
+DIRECTORY_GONE = 1000
+"""In place of a signal's number: the run directory is gone, and no step more can be kept. Outranks signals."""
+
 
 class StopRequest:
     """Turns the first of `STOP_SIGNALS` into a wish to stop after the current step; a second one stops at once.

@@ -12,13 +12,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.files import write_atomically
 from phalanx.models.families import family_of
+from phalanx.printable_console import plain_console
 from phalanx.train.metrics import StepMetrics
 
 TRACKERS = "trackers.json"
@@ -44,7 +44,7 @@ class ConsoleSink:
     def __init__(self, *, total_steps: int, first_step: int, every: int, unit: str = "tok") -> None:
         """unit: what `StepMetrics.tokens` counts."""
         self.unit = unit
-        self.console = Console(stderr=True, highlight=False)
+        self.console = plain_console(stderr=True)
         self.total_steps = total_steps
         self.every = every
         self.first_step = first_step

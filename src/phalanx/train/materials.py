@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor
 
 from phalanx.config.families import MaterialsRun
@@ -34,9 +35,10 @@ from phalanx.layout.multitask import branch_groups
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.models.materials.errors import SUMS, Quantity, quantities
 from phalanx.models.materials.losses import tasks
-from phalanx.train.balancing import Balancer
+from phalanx.train.balancing import Balancer, BalancerState
 from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, Verification
 from phalanx.train.metrics import RankTimes
+from phalanx.train.state import damaged_field
 
 BALANCE = "balance.json"
 """File of a run directory that says how evenly ranks share the work."""
@@ -66,6 +68,13 @@ class GraphInputs(Inputs):
     def state(self) -> dict[str, Any]:
         """See `Inputs.state`."""
         return {} if self.balancer is None else self.balancer.state()
+
+    def check(self, state: dict[str, Any], where: str) -> None:
+        """See `Inputs.check`."""
+        try:
+            BalancerState.model_validate(state)
+        except ValidationError as error:
+            raise damaged_field(where, error) from error
 
     def restore(self, state: dict[str, Any]) -> None:
         """See `Inputs.restore`."""

@@ -8,10 +8,12 @@
     statistics.json, elements.json, balance.json   what a family says of its data, see `Inputs.write`
 
 A resumed run continues metrics.jsonl without a gap or a repeat: lines past the checkpoint it starts from are dropped.
+Damaged lines move to metrics.jsonl.damaged and events.jsonl.damaged.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -29,7 +31,8 @@ from phalanx import __version__
 from phalanx.cluster.cores import available_cores
 from phalanx.cluster.device import device_kind, device_name
 from phalanx.errors import PhalanxError
-from phalanx.files import write_atomically
+from phalanx.files import replacing, require_own
+from phalanx.json_lines import read_json_lines, require_step
 from phalanx.train.metrics import GIB, Peaks
 
 
@@ -44,18 +47,31 @@ class JsonLines:
         self.path = path
         self.failure: OSError | None = None
         """Why lines wait; None while there are none."""
+        self.removed = False
+        """Whether somebody removed the file while it was written: its earlier lines are lost."""
         self._file: FileIO | None = None
         self._waiting = b""
         self._lock = threading.Lock()
 
-    def drop_after(self, step: int) -> None:
-        """Forget objects of later steps than `step`, and a last line torn by a kill."""
+    def drop_after(self, step: int) -> str | None:
+        """Forget objects of later steps than `step`, and a last line torn by a kill.
+
+        Damaged lines are moved to a file of their own beside this one; says so in one line, or returns None.
+        """
+        self.close()
         if not self.path.exists():
-            return
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        if kept != lines:
-            write_atomically(self.path, "".join(kept))
+            return None
+        found = read_json_lines(self.path, require_step)
+        kept = b"".join(line.text + b"\n" for line in found.sound if line.record["step"] <= step)
+        aside = self.path.with_name(f"{self.path.name}.damaged")
+        if found.damaged:
+            require_own(aside, folder=False)
+            with aside.open("ab") as file:
+                file.writelines(line.text + b"\n" for line in found.damaged)
+        if len(kept) != self.path.stat().st_size:
+            with replacing(self.path) as file:
+                file.write(kept)
+        return f"{found.damage_in_words()}; moved to {aside}" if found.damaged else None
 
     def append(self, record: dict[str, Any]) -> None:
         """Add one object; it has reached the operating system when this returns, unless `failure` says why not."""
@@ -84,13 +100,36 @@ class JsonLines:
         """Write what waits, as far as it goes."""
         try:
             while self._waiting:
+                if self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0:
+                    self._file.close()
+                    self._file = None
+                    self.removed = True
                 if self._file is None:
                     # Without a buffer of Python's, which would lose or repeat what it could not write.
-                    self._file = FileIO(self.path, "a")
+                    self._file = FileIO(self.path, "a", opener=_open_no_link)
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
             self.failure = None
         except OSError as error:
             self.failure = error
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+OWN_FILES = (
+    "run.yaml",
+    "machine.json",
+    "metrics.jsonl",
+    "events.jsonl",
+    "trackers.json",
+    "statistics.json",
+    "elements.json",
+    "balance.json",
+)
+"""Files that a run writes into its folder."""
+OWN_FOLDERS = ("checkpoints", "tokenizer", "tensorboard", "profile", "memory")
+"""Folders that it writes there."""
 
 
 class RunDirectory:
@@ -98,6 +137,8 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._identity: tuple[int, int] | None = None
+        """Device and inode of the folder that was made or found."""
         self.metrics = JsonLines(path / "metrics.jsonl")
         self.events = JsonLines(path / "events.jsonl")
 
@@ -112,7 +153,8 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def create(self) -> None:
-        """Make the folder. Raises PhalanxError when it cannot be made or written."""
+        """Make the folder. Raises PhalanxError when it cannot be made or written, and for a link or anything else in the
+        place of what a run writes there."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -121,6 +163,40 @@ class RunDirectory:
             ) from error
         if not os.access(self.path, os.W_OK):
             raise PhalanxError(f"run directory {self.path} is not writable; choose another --run-dir")
+        for name in OWN_FILES:
+            require_own(self.path / name, folder=False)
+        for name in OWN_FOLDERS:
+            require_own(self.path / name, folder=True)
+        if (self.path / "tokenizer").is_dir():
+            for file in (self.path / "tokenizer").iterdir():
+                require_own(file, folder=False)
+        self._identity = _identity_of(self.path)
+
+    def is_gone(self) -> bool:
+        """Whether the folder was removed, renamed or unmounted since `create`."""
+        try:
+            return self._identity is not None and _identity_of(self.path) != self._identity
+        except OSError as error:
+            # What else may fail, such as a server that does not answer, may pass.
+            return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+    def make_again(self) -> bool:
+        """Make a folder that is gone once more, empty.
+
+        Returns False where that would be on another file system than before, or where something else has its place."""
+        assert self._identity is not None
+        if self.path.exists():
+            return False
+        if self._device_above() != self._identity[0]:
+            return False
+        # Open files belong to the folder that is gone.
+        self.close()
+        self.create()
+        return True
+
+    def _device_above(self) -> int:
+        """The file system of the nearest folder above that is there."""
+        return next(folder for folder in self.path.absolute().parents if folder.exists()).stat().st_dev
 
     @contextmanager
     def written(self) -> Iterator[None]:
@@ -132,10 +208,12 @@ class RunDirectory:
                 f"run directory {self.path} cannot be written: {error.strerror}; make room, or choose another --run-dir"
             ) from error
 
-    def rewind(self, step: int) -> None:
-        """Make the logs end at `step`, the step of the checkpoint that the run goes on from; 0 begins them anew."""
-        for log in (self.metrics, self.events):
-            log.drop_after(step if step else -1)
+    def rewind(self, step: int) -> list[str]:
+        """Make the logs end at `step`, the step of the checkpoint that the run goes on from; 0 begins them anew.
+
+        Returns what to say of damaged lines that were set aside."""
+        said = [log.drop_after(step if step else -1) for log in (self.metrics, self.events)]
+        return [text for text in said if text is not None]
 
     def event(self, kind: str, step: int, **fields: Any) -> None:
         """Add an event with the present time."""
@@ -147,6 +225,11 @@ class RunDirectory:
         """Close the log files."""
         self.metrics.close()
         self.events.close()
+
+
+def _identity_of(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 def describe_machine(device: torch.device, world_size: int, peaks: Peaks, flops_convention: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from phalanx.cluster.device import choose_device, device_name, memory_bytes
 from phalanx.compat import is_rocm
+from phalanx.config.document import Value, parse_document, show_value
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.cost.microbatch import memory_fits
@@ -37,7 +38,10 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.models.families import family_of
 from phalanx.models.language.huggingface.folder import is_huggingface_folder
 from phalanx.models.sizes import sizes_of
+from phalanx.printable import printable
 from phalanx.train.checkpoint import (
+    Checkpoint,
+    CheckpointDamaged,
     CheckpointStore,
     RunLock,
     materialise_optimizer_state,
@@ -48,7 +52,9 @@ from phalanx.train.failures import explain_failures
 from phalanx.train.inputs import Inputs, open_inputs
 from phalanx.train.logs import check_trackers, open_sinks
 from phalanx.train.metrics import StepMeter, find_peaks
+from phalanx.train.nonfinite import all_finite
 from phalanx.train.run_dir import RunDirectory, describe_machine
+from phalanx.train.state import TrainingState, check_state
 from phalanx.train.step import build_step
 from phalanx.train.trainer import Parts, Trainer
 from phalanx.train.units import settle_units
@@ -102,12 +108,29 @@ def _train_in_group(
     # Before the run directory is made: missing data then leaves nothing behind.
     inputs = open_inputs(run, layout, mesh, device, first=ranks.first)
     try:
+        _require_checkpoint(run, run_dir)
         directory = RunDirectory(run_dir)
         directory.create()
         with RunLock(run_dir):
             _train(run, layout, mesh, ranks, device, directory, inputs, until)
     finally:
         inputs.stream.close()
+
+
+def _require_checkpoint(run: Run, run_dir: Path) -> None:
+    """Refuse a run that is to begin from a checkpoint that is not there, before its run directory is made."""
+    training = run.training
+    if training.resume in ("auto", "never") and training.init_from is None:
+        return
+    if CheckpointStore.open(run_dir).newest() is not None:
+        return
+    if training.resume not in ("auto", "must", "never"):
+        if CheckpointStore.open(Path(training.resume)).newest() is None:
+            raise _nothing_to_resume(training.resume, Path(training.resume))
+    elif training.resume == "must":
+        raise _nothing_to_resume(training.resume, RunDirectory(run_dir).checkpoints)
+    elif training.init_from is not None and CheckpointStore.open(Path(training.init_from)).newest() is None:
+        raise _no_weights(training.init_from)
 
 
 def _train(
@@ -139,16 +162,23 @@ def _train(
         copies = choose_peer_copies(run, layout, mesh, device)
         applied = apply_layout(run, layout, mesh, device, attention, copies)
         step = build_step(run, applied, device)
-        first_step = _begin(run, store, applied, step.optimizer, step.scaler, inputs)
+        first_step = _begin(run, store, applied, step.optimizer, step.scaler, inputs, device)
         applied.refresh()
         peaks = find_peaks(run, device, PRECISIONS[run.layout.precision])
-        if ranks.first:
+        machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
+
+        def describe() -> None:
             with directory.written():
-                directory.rewind(first_step)
                 write_atomically(directory.run_file, dump_run(run))
-                machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
                 write_atomically(directory.path / "machine.json", json.dumps(machine, indent=1) + "\n")
                 inputs.write(directory.path)
+
+        if ranks.first:
+            with directory.written():
+                damages = directory.rewind(first_step)
+            for text in damages:
+                _warn(directory, text)
+            describe()
             words = layout.in_words(run.layout.recompute, run.layout.gather_blocks)
             directory.event("resume" if first_step else "start", first_step, attention=attention.name, layout=words)
         inputs.stream.seek(first_step)
@@ -164,6 +194,7 @@ def _train(
             inputs=inputs,
             store=store,
             directory=directory,
+            describe=describe,
             meter=StepMeter(
                 run, global_batch=layout.global_batch, world_size=ranks.world_size, device=device, peaks=peaks
             ),
@@ -201,7 +232,7 @@ def _opening_lines(
 
 def _warn(directory: RunDirectory, text: str) -> None:
     """Tell the terminal and the event log; called on the first rank, perhaps from the thread that saves."""
-    sys.stderr.write(f"warning: {text}\n")
+    sys.stderr.write(f"warning: {printable(text)}\n")
     directory.event("warning", 0, text=text)
 
 
@@ -223,6 +254,7 @@ def _begin(
     optimizer: torch.optim.Optimizer,
     scaler: GradScaler | None,
     inputs: Inputs,
+    device: torch.device,
 ) -> int:
     """Load the checkpoint the run goes on from, if any; returns the last step already done."""
     resume = run.training.resume
@@ -237,37 +269,80 @@ def _begin(
     tensors = placed_tensors(applied.parameters, applied.splits, optimizer)
     if run.checkpoint.asynchronous and run.checkpoint.every is not None:
         store.reserve(tensors)
-    loaded = source.load_newest_usable(tensors)
+
+    def check(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+        check_state(checkpoint, state)
+        inputs.check(state, f"{checkpoint.path}/state.json")
+        if not all_finite(tensors.values(), device):
+            raise CheckpointDamaged(f"{checkpoint.path}: weights or optimizer state are not finite")
+
+    loaded = source.load_newest_usable(tensors, check=check)
     if loaded is None:
         if elsewhere or resume == "must":
-            where = resume if elsewhere else store.root
-            raise CheckpointError(
-                f"training.resume={resume}, but {where} holds no whole checkpoint; use training.resume=auto"
-                + _how_to_import(Path(where))
-            )
+            raise _nothing_to_resume(resume, Path(resume) if elsewhere else store.root)
         if run.training.init_from is not None:
             load_weights(Path(run.training.init_from), applied)
         return 0
-    checkpoint, state = loaded
+    checkpoint, fields = loaded
+    state = check_state(checkpoint, fields)
     _check_same_run(run, state, inputs.stream.fingerprint, str(checkpoint.path))
-    inputs.restore(state)
-    if scaler is not None and state["scaler"] is not None:
-        scaler.load_state_dict(state["scaler"])
-    set_rng_state(state["rng"])
-    return int(state["step"])
+    inputs.restore(fields)
+    if scaler is not None and state.scaler is not None:
+        scaler.load_state_dict(state.scaler.model_dump(by_alias=True))
+    set_rng_state(fields["rng"])
+    return state.step
 
 
-def _check_same_run(run: Run, state: dict[str, Any], data_fingerprint: str, where: str) -> None:
+def _nothing_to_resume(resume: str, where: Path) -> CheckpointError:
+    return CheckpointError(
+        f"training.resume={resume}, but {where} holds no whole checkpoint; use training.resume=auto{_how_to_import(where)}"
+    )
+
+
+def _check_same_run(run: Run, state: TrainingState, data_fingerprint: str, where: str) -> None:
     """Refuse to go on with other samples than the run began with: the steps done would no longer mean anything."""
-    if state["data_fingerprint"] != data_fingerprint:
+    if state.data_fingerprint != data_fingerprint:
         raise ConfigError(
-            f"{where} was trained on other data, weights of sources, seed, sequence length or global batch than this run "
-            f"file asks for; put them back, or start a new run with training.init_from={where}"
+            f"{where} was trained on other samples: {_differences(run, state.run)}; put that back, or start a new run with "
+            f"training.init_from={where}"
         )
-    if state["step"] > run.training.steps:
+    if state.step > run.training.steps:
         raise ConfigError(
-            f"{where} is at step {state['step']}, past training.steps={run.training.steps}; raise training.steps"
+            f"{where} is at step {state.step}, past training.steps={run.training.steps}; raise training.steps"
         )
+
+
+def _differences(run: Run, before: str) -> str:
+    """The fields that choose samples and differ from those of a run file written `before`, with both values."""
+    was, now = (_flat(parse_document(text, "run").value) for text in (before, dump_run(run)))
+    changed = [
+        f"{name} was {show_value(was.get(name))}, now {show_value(now.get(name))}"
+        for name in {**was, **now}
+        if was.get(name) != now.get(name) and _chooses_samples(name)
+    ]
+    paths = [str(value) for name, value in now.items() if _chooses_samples(name) and name.endswith("path")]
+    return ", ".join(changed) or f"the run file asks for the same, but the data in {' and '.join(paths)} changed"
+
+
+def _chooses_samples(name: str) -> bool:
+    return name in _CHOOSE_SAMPLES or (name.startswith("data.") and name not in _CHOOSE_NONE)
+
+
+_CHOOSE_SAMPLES = ("training.seed", "layout.global_batch")
+"""Fields outside of `data` that decide which samples a step reads."""
+_CHOOSE_NONE = ("data.prefetch", "data.verify", "data.cache_mb", "data.fit_cost_every")
+"""Fields of `data` that do not."""
+
+
+def _flat(value: Value, name: str = "") -> dict[str, Value]:
+    """Every scalar of a document by its dotted name."""
+    if isinstance(value, dict):
+        parts = [(f"{name}.{key}" if name else key, item) for key, item in value.items()]
+    elif isinstance(value, list):
+        parts = [(f"{name}.{number}", item) for number, item in enumerate(value)]
+    else:
+        return {name: value}
+    return {path: scalar for part, item in parts for path, scalar in _flat(item, part).items()}
 
 
 def load_weights(path: Path, applied: Applied) -> None:
@@ -275,8 +350,12 @@ def load_weights(path: Path, applied: Applied) -> None:
     store = CheckpointStore.open(path)
     newest = store.newest()
     if newest is None:
-        raise CheckpointError(f"training.init_from={path}: no whole checkpoint there{_how_to_import(path)}")
+        raise _no_weights(str(path))
     store.load(newest, placed_tensors(applied.parameters, applied.splits), prefix="model.")
+
+
+def _no_weights(path: str) -> CheckpointError:
+    return CheckpointError(f"training.init_from={path}: no whole checkpoint there{_how_to_import(Path(path))}")
 
 
 def _how_to_import(path: Path) -> str:

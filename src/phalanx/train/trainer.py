@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,9 +23,10 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.train.checkpoint import CheckpointStore, placed_tensors, rng_state
 from phalanx.train.checkpoint.rank_group import RankGroup
 from phalanx.train.inputs import Inputs
-from phalanx.train.interrupt import StopRequest
+from phalanx.train.interrupt import DIRECTORY_GONE, StopRequest
 from phalanx.train.logs import Sink, format_duration
 from phalanx.train.metrics import RankTimes, StepMeter, StepMetrics
+from phalanx.train.nonfinite import GradientSpikes, all_finite
 from phalanx.train.optimizer import set_learning_rate
 from phalanx.train.profile import Probes
 from phalanx.train.run_ahead import RunAhead
@@ -48,6 +49,8 @@ class Parts:
     inputs: Inputs
     store: CheckpointStore
     directory: RunDirectory
+    describe: Callable[[], None]
+    """Writes to the run directory what says what this run is: run file, machine, data."""
     meter: StepMeter
     sinks: list[Sink]
 
@@ -76,6 +79,16 @@ class Trainer:
         self.until = parts.run.training.steps if until is None else min(until, parts.run.training.steps)
         self.step = first_step
         self.saved_step = first_step if first_step else -1
+        self.updated_step = first_step
+        """The last step that changed the weights."""
+        self.skipped = 0
+        """Steps in a row, up to the last one, that left the weights alone."""
+        self.checkpoint_waits = False
+        """A checkpoint is due, and waits for a step that shows that the weights are good."""
+        self.spikes = GradientSpikes()
+        self.stop = StopRequest()
+        self.lost: str | None = None
+        """What was lost of the run directory's logs, on the first rank."""
         self.stall = 0.0
         self.run_ahead = RunAhead(parts.device, allowed=parts.device.type != "cpu")
         self.running: deque[_Running] = deque()
@@ -92,13 +105,15 @@ class Trainer:
         """Run the remaining steps; always leaves a checkpoint of the last step done, unless a step failed.
 
         Raises Interrupted after a first SIGINT or SIGTERM, and PhalanxError on a non-finite step under
-        `training.on_nonfinite=stop`.
+        `training.on_nonfinite=stop`, after `training.max_skipped_steps` of them in a row, and where the weights are no
+        numbers.
         """
         if self.step >= self.until:
             self._note(f"already trained to step {self.step}; raise training.steps to go on")
             return
         start = time.perf_counter()
-        with StopRequest() as stop, self.parts.attention.active():
+        stop = self.stop
+        with stop, self.parts.attention.active():
             for step in range(self.step + 1, self.until + 1):
                 self.running.append(self._launch(step, stop.signal_number))
                 while len(self.running) > self._steps_ahead(step):
@@ -110,8 +125,12 @@ class Trainer:
                 if not self.running and step < self.until:
                     self._keep_and_evaluate(step)
             self._evaluate(self.step)
+            if RankGroup.default().from_first(self.parts.directory.is_gone):
+                self._end_without_directory()
             if self.run.checkpoint.last:
                 self._save(final=True)
+        if lost := RankGroup.default().from_first(lambda: self.lost):
+            raise PhalanxError(f"trained to step {self.step}, but {lost}")
         self._event("end", seconds=time.perf_counter() - start)
         self._note(f"trained to step {self.step} in {format_duration(time.perf_counter() - start)}")
 
@@ -119,7 +138,7 @@ class Trainer:
         """How many steps up to `step`, just launched, may be left for the device to finish."""
         checkpoint, evaluation = self.run.checkpoint.every, self.run.evaluation.every
         looked_at = step == self.until or _due(step, checkpoint) or _due(step, evaluation) or self.probes.look_at(step)
-        return int(self.run_ahead.ahead and not looked_at)
+        return int(self.run_ahead.ahead and not looked_at and not self.checkpoint_waits)
 
     def _launch(self, step: int, signal_number: int) -> _Running:
         rate = learning_rate(self.run.optimizer, step, self.run.training.steps)
@@ -159,6 +178,7 @@ class Trainer:
         self._log_complete()
         self._check_finite(metrics)
         self.step = running.step
+        self._note_spike(metrics)
         times = self.parts.inputs.after(running.step)
         if times is None:
             self._log(metrics)
@@ -186,21 +206,70 @@ class Trainer:
             self._log(replace(metrics, ranks=times()))
 
     def _keep_and_evaluate(self, step: int) -> None:
-        if _due(step, self.run.checkpoint.every):
+        self.checkpoint_waits |= _due(step, self.run.checkpoint.every)
+        if self.checkpoint_waits and not self.skipped:
             self.stall = self._save()
+            self.checkpoint_waits = False
         if _due(step, self.run.evaluation.every):
             self._evaluate(step)
 
     def _check_finite(self, metrics: StepMetrics) -> None:
-        if metrics.updated or self.run.training.on_nonfinite == "skip":
+        """Count steps without an update, and end the run where they are too many or may not be at all."""
+        if metrics.updated:
+            self.updated_step, self.skipped = metrics.step, 0
             return
+        self.skipped += 1
         # Gradients that overflow now and then are how a dynamic loss scale is found; no scale mends a loss.
-        if self.train_step.scaler is not None and math.isfinite(metrics.loss):
+        overflow = self.train_step.scaler is not None and math.isfinite(metrics.loss)
+        most = self.run.training.max_skipped_steps
+        found = f"step {metrics.step}: loss={metrics.loss} gradient norm={metrics.grad_norm} is not finite; "
+        if self.run.training.on_nonfinite == "stop" and not overflow:
+            self._log(metrics)
+            self._give_up(f"{found}stopped before the update", "or with training.on_nonfinite=skip")
+        if self.skipped >= most:
+            self._log(metrics)
+            self._give_up(
+                f"{found}{self.skipped} steps in a row left the weights alone", f"training.max_skipped_steps={most}"
+            )
+
+    def _give_up(self, found: str, otherwise: str) -> NoReturn:
+        """End a run whose weights give no finite step, and see to it that it resumes from weights that did.
+
+        found: what was wrong with the step. otherwise: what else may be changed than the learning rate. Raises
+        PhalanxError.
+        """
+        words = self._set_suspects_aside()
+        text = f"{found}. {words}. Resume with a lower optimizer.lr, {otherwise}"
+        self._event("warning", text=text)
+        raise PhalanxError(text)
+
+    def _set_suspects_aside(self) -> str:
+        """Take checkpoints of the present weights out of the listing; returns in words where the run resumes.
+
+        Whatever the learning rate, they would give the same step again. They stay where none before them is left.
+        """
+        store = self.parts.store
+        kept = store.list()
+        suspects = [one for one in kept if one.step >= self.updated_step]
+        before = next((one for one in kept if one.step < self.updated_step), None)
+        every = self.run.checkpoint.every
+        if suspects and before is None and every is not None and suspects[-1].step > every:
+            return (
+                f"Only the checkpoint of step {suspects[-1].step} is left, with these very weights "
+                f"(checkpoint.keep_last={self.run.checkpoint.keep_last}): begin anew with another --run-dir"
+            )
+        names = store.set_aside(suspects)
+        aside = f"{', '.join(names)} holds these very weights and was set aside. " if names else ""
+        return f"{aside}The run resumes from step {before.step if before else 0}"
+
+    def _note_spike(self, metrics: StepMetrics) -> None:
+        median = self.spikes.median_exceeded(metrics.grad_norm)
+        if median is None:
             return
-        self._log(metrics)
-        raise PhalanxError(
-            f"step {metrics.step}: loss={metrics.loss} gradient norm={metrics.grad_norm} is not finite; stopped before "
-            f"the update. Resume with a lower optimizer.lr, or with training.on_nonfinite=skip"
+        self._event("gradient_spike", grad_norm=metrics.grad_norm, median=median)
+        self._note(
+            f"warning: step {metrics.step}: gradient norm {metrics.grad_norm:.3g} is {metrics.grad_norm / median:,.0f} "
+            f"times the median of the steps before ({median:.3g})"
         )
 
     def _save(self, *, final: bool = False) -> float:
@@ -209,11 +278,18 @@ class Trainer:
             self.parts.store.wait()
             return 0.0
         start = time.perf_counter()
+        applied = self.parts.applied
+        tensors = placed_tensors(applied.parameters, applied.splits, self.train_step.optimizer)
+        if not all_finite(tensors.values(), self.parts.device):
+            self._give_up(
+                f"step {self.step}: weights or optimizer state are not finite; they are not saved",
+                "or with optimizer.grad_clip",
+            )
         try:
             RankGroup.default().on_first(self._sync_metrics)
             handle = self.parts.store.save(
                 self.step,
-                placed_tensors(self.parts.applied.parameters, self.parts.applied.splits, self.train_step.optimizer),
+                tensors,
                 self._state(),
                 asynchronous=self.run.checkpoint.asynchronous and not final,
             )
@@ -260,12 +336,47 @@ class Trainer:
             self._note(f"step {step}  {finding.words}" if finding.kind == "evaluation" else finding.words)
 
     def _stop(self, signal_number: int) -> None:
+        if signal_number == DIRECTORY_GONE:
+            self._end_without_directory()
         self._save(final=True)
         raise Interrupted(
             f"stopped by signal {signal_number} after step {self.step}, checkpoint written; "
             f"the same command goes on from there",
             signal_number,
         )
+
+    def _end_without_directory(self) -> NoReturn:
+        """Keep the present step, where the run directory can be made again, and end. Raises PhalanxError."""
+        directory = self.parts.directory
+        lost = f"run directory {directory.path} was removed, renamed or unmounted before the end of step {self.step}"
+        if not RankGroup.default().from_first(directory.make_again):
+            raise PhalanxError(f"{lost}; nothing more can be kept there, so training ends")
+        RankGroup.default().on_first(self.parts.describe)
+        self.saved_step = -1
+        self._event("warning", text=lost)
+        self._save(final=True)
+        raise PhalanxError(
+            f"{lost}, with its metrics and checkpoints. It was made again with the run file and a checkpoint of step "
+            f"{self.step}; the same command resumes from there"
+        )
+
+    def _watch_directory(self) -> None:
+        """Say at once when the run directory is gone, and ask all ranks to stop."""
+        directory = self.parts.directory
+        if self.stop.signal_number != DIRECTORY_GONE and directory.is_gone():
+            self._note(
+                f"warning: run directory {directory.path} is gone: removed, renamed or unmounted; training stops"
+            )
+            self.stop.signal_number = DIRECTORY_GONE
+            return
+        for log in (directory.metrics, directory.events):
+            if log.removed:
+                log.removed = False
+                self.lost = f"{log.path} was removed while training; its lines before step {self.step} are lost"
+                self._note(f"warning: {self.lost}")
+                self._event("warning", text=self.lost)
+                # Whoever removed it may have removed the other files as well.
+                self.parts.describe()
 
     def _log(self, metrics: StepMetrics) -> None:
         if not self.parts.ranks.first:
@@ -278,6 +389,7 @@ class Trainer:
             self._note(f"warning: {log.path} cannot be written ({reason}); its lines wait in memory, training goes on")
         for sink in self.parts.sinks:
             sink.step(metrics)
+        self._watch_directory()
 
     def _event(self, kind: str, **fields: Any) -> None:
         if self.parts.ranks.first:

@@ -28,6 +28,7 @@ from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.models.weather.grid import latitudes, row_weights
 from phalanx.models.weather.loss import squared_error_sum, target_counts
+from phalanx.printable import printable
 from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, Verification
 
 STATISTICS = "statistics.json"
@@ -122,7 +123,7 @@ def _tell_what_is_left_out(reader: FieldReader) -> None:
     """A line to stderr for each source with frames that have missing values."""
     for source in reader.sources:
         if source.windows.places:
-            sys.stderr.write(f"{source.store.path}: {source.windows.report()}\n")
+            sys.stderr.write(printable(f"{source.store.path}: {source.windows.report()}") + "\n")
 
 
 def require_grid(run: WeatherRun, grid: Grid) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import time
@@ -12,13 +11,14 @@ from pathlib import Path
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.files import write_atomically
+from phalanx.json_lines import read_last_record
 from phalanx.trials.causes import failure, log_tail, rank_reports
 from phalanx.trials.process import Ended, Limited
 from phalanx.trials.quiet import QUIET, applicable
 from phalanx.trials.rank import MEMORY_LIMIT, RUN_FILE, Part
 from phalanx.trials.trial import INTERRUPTED, OK, Outcome, Trial
 from phalanx.tune.cost import Size
-from phalanx.tune.metric import evaluation_at, events, figure, metrics
+from phalanx.tune.metric import evaluation_at, events, figure, metrics, step_problem
 from phalanx.tune.places import Place
 from phalanx.tune.timeline import Span
 
@@ -27,7 +27,6 @@ _TRIED = (
     *("training.resume=auto", "checkpoint.last=true", "checkpoint.keep_last=1", "checkpoint.keep_every=null"),
 )
 """What a trial does otherwise than a run: its folder holds metrics, one checkpoint, and an evaluation at each rung."""
-_LAST_LINE_BYTES = 8192
 
 
 def quiet_words(run: Run) -> list[str]:
@@ -193,12 +192,4 @@ def computing(run_dir: Path, began: float, ended: float) -> tuple[float, float] 
 
 def _last_row(run_dir: Path) -> dict[str, float] | None:
     file = run_dir / "metrics.jsonl"
-    if not file.exists():
-        return None
-    with file.open("rb") as stream:
-        stream.seek(max(0, file.stat().st_size - _LAST_LINE_BYTES))
-        lines = stream.read().split(b"\n")
-    # The last piece is empty, or a line that is being written; the first one may be torn by the seek.
-    whole = [line for line in lines[:-1] if line.startswith(b"{") and line.endswith(b"}")]
-    found: dict[str, float] | None = json.loads(whole[-1]) if whole else None
-    return found
+    return read_last_record(file, step_problem) if file.exists() else None

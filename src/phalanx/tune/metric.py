@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from phalanx.config.fields import nearest_names
 from phalanx.config.problems import Problem, config_error
 from phalanx.errors import ConfigError
+from phalanx.json_lines import read_json_lines, require_step
 from phalanx.train.inputs import ExpectedEvaluation
 
 _LOG = {"kind", "step", "time"}
@@ -29,13 +29,23 @@ def evaluation_at(run_dir: Path, step: int) -> dict[str, Any] | None:
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
-    """The events of a run; a last line torn by a kill is left out."""
-    return _lines(run_dir / "events.jsonl")
+    """The events of a run; damaged lines, and a last one torn by a kill, are left out."""
+    return _lines(run_dir / "events.jsonl", _event_problem)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The steps of a run; a last line torn by a kill is left out."""
-    return _lines(run_dir / "metrics.jsonl")
+    """The steps of a run; damaged lines, and a last one torn by a kill, are left out."""
+    return _lines(run_dir / "metrics.jsonl", step_problem)
+
+
+def _event_problem(record: dict[str, Any]) -> str | None:
+    return require_step(record) or (None if isinstance(record.get("kind"), str) else "has no kind")
+
+
+def step_problem(record: dict[str, Any]) -> str | None:
+    """What is wrong with a record of metrics.jsonl, whose step and seconds are read here, or None."""
+    seconds = record.get("step_seconds")
+    return require_step(record) or (None if isinstance(seconds, int | float) else "has no step_seconds")
 
 
 def check_metric(name: str, expected: ExpectedEvaluation | None) -> None:
@@ -122,8 +132,5 @@ def _names(fields: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
-    if not file.exists():
-        return []
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+def _lines(file: Path, problem_of: Callable[[dict[str, Any]], str | None]) -> list[dict[str, Any]]:
+    return read_json_lines(file, problem_of).records if file.exists() else []

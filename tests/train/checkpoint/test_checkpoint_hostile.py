@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import pickle
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint import CheckpointDamaged, CheckpointStore, read_state, read_tensors
 from phalanx.train.checkpoint import manifest as checkpoint_manifest
-from phalanx.train.checkpoint.manifest import Chunk, checksum
+from phalanx.train.checkpoint.manifest import Chunk, TensorRecord, checksum
 
 DATA = "rank-00000-000.safetensors"
 MAX_GROWTH = 100 << 20
@@ -311,3 +315,100 @@ def test_many_chunks_are_judged_with_few_comparisons(path: Path, monkeypatch: py
     rewrite(path, lambda manifest: split(manifest, 4000))
     assert "tensor 'a': chunks at [5999] and [5999] overlap" in refusal_of(path)
     assert 1 <= compared <= 2 * count
+
+
+def staircase(count: int, shift: int) -> tuple[list[int], list[list[list[int]]]]:
+    """Shape of a tensor, and offsets and sizes of two chunks for each of its columns, all with one row in common; with a
+    shift the last chunk but one overlaps another one."""
+    shape = [count + 1, count]
+    boxes = []
+    for column in range(count):
+        boxes += [[[0, column], [column + 1, 1]], [[column + 1, column], [count - column, 1]]]
+    boxes[-2][0][1] -= shift
+    return shape, boxes
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_chunks_that_all_meet_in_one_row_are_judged_in_linear_time(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
+    shape, boxes = staircase(1500, shift)
+    # Elements above the diagonal first, so that a sweep over the rows holds all of them open.
+    chunks = [
+        Chunk(offsets=offsets, sizes=sizes, file="a", key=str(number), crc32="00000000")
+        for number, (offsets, sizes) in enumerate(boxes)
+    ]
+    compared = 0
+
+    def overlap(one: Chunk, other: Chunk) -> bool:
+        nonlocal compared
+        compared += 1
+        return compare(one, other)
+
+    compare = checkpoint_manifest._overlap
+    monkeypatch.setattr(checkpoint_manifest, "_overlap", overlap)
+    monkeypatch.setattr(checkpoint_manifest, "_MOST_COMPARED", 10_000)
+    record = TensorRecord(name="a", dtype="uint8", shape=shape, chunks=chunks)
+    if shift:
+        with pytest.raises(ValueError, match="overlap"):
+            checkpoint_manifest._check_chunks(record)
+    else:
+        checkpoint_manifest._check_chunks(record)
+    assert compared <= 10_000 + len(chunks) if shift else compared == 0
+
+
+def test_chunks_make_up_a_tensor_exactly_or_not() -> None:
+    """Against counting every element, over all pairs of boxes in a small tensor that hold as many elements as it."""
+    sides = [(begin, end) for begin in range(3) for end in range(begin + 1, 4)]
+    boxes = [((a, c), (b - a, d - c)) for a, b in sides for c, d in sides]
+    judged = {True: 0, False: 0}
+    for one, other in itertools.product(boxes, boxes):
+        if math.prod(one[1]) + math.prod(other[1]) != 9:
+            continue
+        held = torch.zeros(3, 3, dtype=torch.int64)
+        for (row, column), (rows, columns) in (one, other):
+            held[row : row + rows, column : column + columns] += 1
+        chunks = [Chunk(offsets=[*o], sizes=[*s], file="a", key="a", crc32="00000000") for o, s in (one, other)]
+        record = TensorRecord(name="a", dtype="uint8", shape=[3, 3], chunks=chunks)
+        exact = bool((held == 1).all())
+        assert checkpoint_manifest._holds_each_once(record) == exact, (one, other)
+        judged[exact] += 1
+    assert min(judged.values()) > 5
+
+
+@pytest.mark.parametrize("shape", [[1 << 62, 1 << 62, 0], [0, 1 << 61], [1 << 40, 0, 1 << 40]])
+def test_strides_beyond_all_memory_are_refused(path: Path, shape: list[int]) -> None:
+    rewrite(path, edit_tensor(shape=shape, chunks=[]))
+    assert "larger than any memory" in refusal_of(path)
+
+
+@pytest.mark.parametrize("content", [b"{},", b"[],"])
+def test_text_of_nothing_but_brackets_is_refused_unread(path: Path, content: bytes) -> None:
+    text = b'{"a": [' + content * 5_000_000 + b"0]}"
+    (path / "state.json").write_bytes(text)
+    rewrite(path, lambda manifest: manifest["state"].update(bytes=len(text), crc32=checksum(text)))
+    assert "5,000,002 objects and lists, more than the 200,000 it may have" in refusal_of(path, read_state)
+    write_data(path, text)
+    assert "objects and lists, more than the" in refusal_of(path)
+    write_manifest(path, text)
+    assert "objects and lists, more than the" in refusal_of(path)
+
+
+def test_a_state_that_nobody_could_read_back_is_not_written(path: Path) -> None:
+    with CheckpointStore(path.parent, keep_last=1) as store, pytest.raises(CheckpointError, match="objects and lists"):
+        store.save(6, {"a": torch.zeros(2)}, {"step": 6, "much": [[]] * 200_000})
+
+
+def test_a_whole_older_checkpoint_under_the_newest_name_is_refused(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path / "checkpoints", keep_last=3) as store:
+        for step in (5, 10, 15):
+            newest = store.save(step, {"a": torch.full((2,), float(step))}, {"step": step}).path
+    shutil.rmtree(newest)
+    shutil.copytree(newest.with_name("step-00000005"), newest)
+    for read in (read_tensors, read_state):
+        assert "step=5; this is the checkpoint of another step" in refusal_of(newest, read)
+    source, target = CheckpointStore.open(tmp_path), {"a": torch.zeros(2)}
+    assert [one.step for one in source.list()] == [10, 5]
+    loaded = source.load_newest_usable(target)
+    assert loaded is not None and loaded[0].step == 10 and target["a"].tolist() == [10.0, 10.0]
+    # Under a name of no meaning it is as good as ever.
+    newest.rename(tmp_path / "copy")
+    assert read_tensors(tmp_path / "copy")["a"].tolist() == [5.0, 5.0]

@@ -18,6 +18,7 @@ from phalanx.train.checkpoint.damage import CheckpointDamaged
 from phalanx.train.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
+    MAX_NESTED,
     MAX_STATE_BYTES,
     STATE_NAME,
     Chunk,
@@ -26,9 +27,11 @@ from phalanx.train.checkpoint.manifest import (
     TensorRecord,
     checksum,
     nbytes,
+    nested_at_most,
     parse_json,
     parse_manifest,
 )
+from phalanx.train.checkpoint.names import step_of
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,15 @@ class Contents:
     def manifest(self) -> Manifest:
         """The table of contents. Raises CheckpointDamaged."""
         try:
-            return parse_manifest(self.manifest_text)
+            manifest = parse_manifest(self.manifest_text)
         except ValueError as error:
             raise CheckpointDamaged(f"{self.path / MANIFEST_NAME}: {error}") from error
+        if step_of(self.path.name) not in (None, manifest.step):
+            raise CheckpointDamaged(
+                f"{self.path / MANIFEST_NAME}: step={manifest.step}; this is the checkpoint of another step than the "
+                f"folder's name says"
+            )
+        return manifest
 
     def state(self, manifest: Manifest) -> dict[str, Any]:
         """All that is not a tensor, checked against the manifest's checksum. Raises CheckpointDamaged."""
@@ -55,7 +64,7 @@ class Contents:
         if found != record.crc32:
             raise CheckpointDamaged(f"{where}: checksum expected {record.crc32}, found {found}")
         try:
-            state = parse_json(self.state_text)
+            state = parse_json(self.state_text, max_nested=MAX_NESTED)
         except ValueError as error:
             raise CheckpointDamaged(f"{where}: {error}") from error
         if not isinstance(state, dict):
@@ -183,7 +192,7 @@ def _read_header(path: Path, descriptor: int, record: FileRecord) -> dict[str, t
     if length != record.header_bytes - 8:
         raise CheckpointDamaged(f"{path}: header of {record.header_bytes - 8} bytes expected, the file claims {length}")
     try:
-        entries = parse_json(bytes(header[8:]))
+        entries = parse_json(bytes(header[8:]), max_nested=nested_at_most(header))
         spans = {key: entry["data_offsets"] for key, entry in entries.items() if key != "__metadata__"}
         for begin, end in spans.values():
             if not (type(begin) is type(end) is int and 0 <= begin <= end <= record.bytes - record.header_bytes):

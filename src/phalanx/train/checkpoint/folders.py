@@ -18,6 +18,7 @@ from phalanx.train.checkpoint.names import (
     REPLACED,
     SUPERSEDED,
     WRITING,
+    Checkpoint,
     published,
     step_name,
     step_of,
@@ -33,7 +34,8 @@ def writing_folder(root: Path, step: int) -> Path:
 
 def begin(root: Path, step: int) -> None:
     """Make an empty folder to write the checkpoint of `step` to."""
-    root.mkdir(parents=True, exist_ok=True)
+    # Not its parents: a run directory that was removed, or unmounted, is not made by the way.
+    root.mkdir(exist_ok=True)
     folder = writing_folder(root, step)
     if folder.exists():
         shutil.rmtree(folder)
@@ -68,9 +70,15 @@ def supersede(root: Path, step: int, warn: Callable[[str], None]) -> None:
     """Take checkpoints later than `step` out of the listing: the run has gone on from before them."""
     for checkpoint in published(root):
         if checkpoint.step > step:
-            aside = _free_name(checkpoint.path.with_name(checkpoint.path.name + SUPERSEDED))
-            checkpoint.path.rename(aside)
+            aside = unlist(checkpoint, SUPERSEDED)
             warn(f"{checkpoint.path} is of a later step than the one just saved, {step}; kept as {aside.name}")
+
+
+def unlist(checkpoint: Checkpoint, suffix: str) -> Path:
+    """Take a checkpoint out of the listing without deleting it; returns its new path."""
+    aside = _free_name(checkpoint.path.with_name(checkpoint.path.name + suffix))
+    checkpoint.path.rename(aside)
+    return aside
 
 
 def retire(root: Path, *, keep_last: int, keep_every: int | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import secrets
 import zlib
 from bisect import insort
 from collections import defaultdict
@@ -24,7 +25,9 @@ VERSION: Final = 1
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.json"
 MAX_MANIFEST_BYTES = 1 << 30
-MAX_STATE_BYTES = 1 << 26
+MAX_STATE_BYTES = 1 << 24
+MAX_NESTED = 200_000
+"""Objects and lists in a state, or in any short text. They are what makes JSON slow to read: many fit in few bytes."""
 MAX_HEADER_BYTES = 1 << 24
 MAX_NAME_LENGTH = 1024
 
@@ -73,6 +76,11 @@ Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 """CRC-32 as eight hexadecimal digits."""
 FileName = Annotated[str, AfterValidator(_file_name)]
 TensorName = Annotated[str, AfterValidator(check_tensor_name)]
+
+
+_PRIME = 2**127 - 1
+_MOST_COMPARED = 1_000_000
+"""Pairs of chunks that are compared to name two that overlap."""
 
 
 class Record(BaseModel):
@@ -201,7 +209,7 @@ def parse_manifest(text: bytes) -> Manifest:
     found = checksum(memoryview(text)[: len(text) - len(trailer[0])])
     if found != expected:
         raise ValueError(f"checksum expected {expected}, found {found}")
-    fields = parse_json(text)
+    fields = parse_json(text, max_nested=nested_at_most(text))
     if isinstance(fields, dict) and fields.get("format") == FORMAT and fields.get("version") != VERSION:
         raise ValueError(f"format version {fields.get('version')!r} is unknown; this program reads version {VERSION}")
     if isinstance(fields, dict):
@@ -216,14 +224,30 @@ def parse_manifest(text: bytes) -> Manifest:
     return manifest
 
 
-def parse_json(text: bytes) -> Any:
-    """The JSON value that `text` holds. Raises ValueError for anything else, also for a key given twice and for NaN."""
+def parse_json(text: bytes, *, max_nested: int) -> Any:
+    """The JSON value that `text` holds. Raises ValueError for anything else, also for a key given twice and for NaN.
+
+    max_nested: objects and lists it may have; counted in the text, so that nothing is built of a text with more.
+    """
+    nested = count_nested(text)
+    if nested > max_nested:
+        raise ValueError(f"{nested:,} objects and lists, more than the {max_nested:,} it may have")
     try:
         return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except UnicodeDecodeError:
         raise ValueError("not UTF-8 text") from None
+
+
+def count_nested(text: bytes) -> int:
+    """The most objects and lists that JSON `text` can hold."""
+    return text.count(b"{") + text.count(b"[")
+
+
+def nested_at_most(text: bytes | bytearray) -> int:
+    """Objects and lists that a table of contents of this length can have: each line of it says far more than brackets."""
+    return max(MAX_NESTED, len(text) // 8)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -287,17 +311,24 @@ def _check_chunks(tensor: TensorRecord) -> None:
         covered += math.prod(chunk.sizes)
     if covered != math.prod(tensor.shape):
         raise ValueError(f"tensor {tensor.name!r}: chunks hold {covered} of {math.prod(tensor.shape)} elements")
+    # PyTorch counts the strides of a tensor without elements as if each of its dims had one.
+    if nbytes((max(size, 1) for size in tensor.shape), tensor.torch_dtype) >= 1 << 63:
+        raise ValueError(f"tensor {tensor.name!r}: a tensor of shape {tensor.shape} is larger than any memory")
     _refuse_overlap(tensor)
 
 
 def _refuse_overlap(tensor: TensorRecord) -> None:
-    """Sweep along the dim that tells most chunks apart; compare each chunk only with those it meets there."""
-    if len(tensor.chunks) < 2:
+    """Refuse chunks of which two overlap, naming two where they are soon found.
+
+    Sweeps along the dim that tells most chunks apart and compares each chunk only with those it meets there.
+    """
+    if len(tensor.chunks) < 2 or _holds_each_once(tensor):
         return
     dims = range(len(tensor.shape))
     sweep = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in tensor.chunks}))
     open_chunks: list[tuple[int, int]] = []
     ordered = sorted(tensor.chunks, key=lambda chunk: chunk.offsets[sweep])
+    compared = 0
     for index, chunk in enumerate(ordered):
         while open_chunks and open_chunks[0][0] <= chunk.offsets[sweep]:
             open_chunks.pop(0)
@@ -306,7 +337,37 @@ def _refuse_overlap(tensor: TensorRecord) -> None:
                 raise ValueError(
                     f"tensor {tensor.name!r}: chunks at {ordered[other].offsets} and {chunk.offsets} overlap"
                 )
+        compared += len(open_chunks)
+        if compared > _MOST_COMPARED:
+            break
         insort(open_chunks, (chunk.offsets[sweep] + chunk.sizes[sweep], index))
+    raise ValueError(f"tensor {tensor.name!r}: two of its {len(tensor.chunks):,} chunks overlap")
+
+
+def _holds_each_once(tensor: TensorRecord) -> bool:
+    """Whether chunks that lie in the tensor, and hold as many elements as it has, hold each of them once.
+
+    An element at (i, j, ...) stands for the product x^i y^j ...; of a box these add up to a product of differences of two
+    powers. Both sums, over the chunks and over the tensor, are polynomials that are equal only if each element is held once.
+    They are compared at a random point of a prime field, where others differ but for a chance of under 1e-18 (Schwartz and
+    Zippel). The time grows with the number of chunks, not with its square.
+    """
+    points = [secrets.randbelow(_PRIME - 2) + 2 for _ in tensor.shape]
+    powers: dict[tuple[int, int], int] = {}
+
+    def power(dim: int, exponent: int) -> int:
+        if (dim, exponent) not in powers:
+            powers[dim, exponent] = pow(points[dim], exponent, _PRIME)
+        return powers[dim, exponent]
+
+    def box(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        product = 1
+        for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+            product = product * (power(dim, start) - power(dim, start + size)) % _PRIME
+        return product
+
+    held = sum(box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks)
+    return (held - box([0] * len(tensor.shape), tensor.shape)) % _PRIME == 0
 
 
 def _overlap(one: Chunk, other: Chunk) -> bool:

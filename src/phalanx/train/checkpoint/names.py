@@ -5,6 +5,7 @@ step-00000120.writing       being written; worthless once its writer is gone
 step-00000120.replaced      the former checkpoint of a step saved again, until the new one has its name
 step-00000120.deleting      no longer kept
 step-00000120.superseded    left behind by a run that went on from an earlier step; never deleted by itself
+step-00000120.nonfinite     holds weights with which the next step was not finite; never deleted by itself
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WRITING, REPLACED, DELETING, SUPERSEDED = ".writing", ".replaced", ".deleting", ".superseded"
+NONFINITE = ".nonfinite"
 _NAME = re.compile(r"step-([0-9]{8,18})")
 
 

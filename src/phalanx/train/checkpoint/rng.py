@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import random
 import struct
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from phalanx.errors import CheckpointError
 
+_POSITIONS = 624
 _WORDS = struct.Struct("<625I")
 """State of a Mersenne Twister: 624 words and the position among them."""
 
@@ -48,18 +50,72 @@ def set_rng_state(state: dict[str, Any]) -> None:
     CheckpointError for anything that `rng_state` cannot have returned.
     """
     try:
-        python, numpy, accelerator = state["python"], state["numpy"], state["accelerator"]
-        random.setstate((python["version"], _WORDS.unpack(bytes.fromhex(python["words"])), python["gauss"]))
-        *key, position = _WORDS.unpack(bytes.fromhex(numpy["words"]))
-        gauss = numpy["gauss"]
+        saved = RngState.model_validate(state)
+        random.setstate((saved.python.version, _WORDS.unpack(bytes.fromhex(saved.python.words)), saved.python.gauss))
+        *key, position = _WORDS.unpack(bytes.fromhex(saved.numpy.words))
+        gauss = saved.numpy.gauss
         words = np.array(key, dtype=np.uint32)
         np.random.set_state(("MT19937", words, position, int(gauss is not None), 0.0 if gauss is None else gauss))
-        torch.set_rng_state(_from_hex(state["torch"]))
+        torch.set_rng_state(_from_hex(saved.torch))
         device = torch.accelerator.current_accelerator()
-        if accelerator and device is not None and device.type == accelerator["device"]:
-            torch.get_device_module(device).set_rng_state(_from_hex(accelerator["state"]))
-    except (KeyError, TypeError, ValueError, RuntimeError, struct.error) as error:
-        raise CheckpointError(f"state.rng is not a state of random number generators: {error!r}") from error
+        if saved.accelerator and device is not None and device.type == saved.accelerator.device:
+            torch.get_device_module(device).set_rng_state(_from_hex(saved.accelerator.state))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"state.rng is not a state of random number generators: {error}") from error
+
+
+def _check_words(text: str) -> str:
+    *_, position = _WORDS.unpack(bytes.fromhex(text))
+    if position > _POSITIONS:
+        raise ValueError(f"position {position} among {_POSITIONS} words")
+    return text
+
+
+def _check_torch(text: str) -> str:
+    try:
+        torch.Generator().set_state(_from_hex(text))
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+_Words = Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * _WORDS.size}}}$"), AfterValidator(_check_words)]
+_Gauss = Annotated[float, Field(allow_inf_nan=False)] | None
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class PythonState(_Record):
+    """State of Python's global generator."""
+
+    version: Literal[3]
+    words: _Words
+    gauss: _Gauss
+
+
+class NumpyState(_Record):
+    """State of NumPy's global generator."""
+
+    words: _Words
+    gauss: _Gauss
+
+
+class AcceleratorState(_Record):
+    """State of the generator of an accelerator."""
+
+    device: str
+    state: Annotated[str, Field(pattern="^([0-9a-f]{2})+$")]
+
+
+class RngState(_Record):
+    """What `rng_state` returns."""
+
+    python: PythonState
+    numpy: NumpyState
+    torch: Annotated[str, Field(pattern="^([0-9a-f]{2})+$"), AfterValidator(_check_torch)]
+    accelerator: AcceleratorState | None
 
 
 def _to_hex(state: torch.Tensor) -> str:

@@ -60,9 +60,16 @@ class CheckpointSource:
         return load_tensors(checkpoint.path, tensors, prefix, self._ranks)
 
     def load_newest_usable(
-        self, tensors: SavedTensors, *, prefix: str = ""
+        self,
+        tensors: SavedTensors,
+        *,
+        prefix: str = "",
+        check: Callable[[Checkpoint, dict[str, Any]], None] | None = None,
     ) -> tuple[Checkpoint, dict[str, Any]] | None:
         """Load the newest checkpoint that is not damaged, with a warning for each one passed over.
+
+        check: called with a checkpoint and its state once `tensors` are filled; raises CheckpointDamaged, on all ranks
+        alike, for one that is not to be used.
 
         None if there is no checkpoint at all. Raises CheckpointError if there are some but none is usable, and if the
         newest sound one does not fit `tensors`: an older one would not fit either.
@@ -70,7 +77,10 @@ class CheckpointSource:
         damages = []
         for checkpoint in self._ranks.from_first(self._published):
             try:
-                return checkpoint, self.load(checkpoint, tensors, prefix=prefix)
+                state = self.load(checkpoint, tensors, prefix=prefix)
+                if check is not None:
+                    check(checkpoint, state)
+                return checkpoint, state
             except CheckpointDamaged as damage:
                 damages.append(str(damage))
                 if self._ranks.first:

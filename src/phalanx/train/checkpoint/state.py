@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint.manifest import MAX_STATE_BYTES
+from phalanx.train.checkpoint.manifest import MAX_NESTED, MAX_STATE_BYTES, count_nested
 
 MAX_DEPTH = 64
 
@@ -22,6 +22,8 @@ def render_state(state: dict[str, Any]) -> bytes:
         raise CheckpointError(
             f"state is {len(text)} bytes of JSON, more than {MAX_STATE_BYTES}; save large data as tensors"
         )
+    if (nested := count_nested(text)) > MAX_NESTED:
+        raise CheckpointError(f"state has {nested:,} objects and lists, more than {MAX_NESTED:,}; save tensors")
     return text
 
 

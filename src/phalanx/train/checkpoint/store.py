@@ -14,7 +14,7 @@ from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint import folders
 from phalanx.train.checkpoint.handle import SaveHandle
 from phalanx.train.checkpoint.lock import RunLock
-from phalanx.train.checkpoint.names import Checkpoint
+from phalanx.train.checkpoint.names import NONFINITE, Checkpoint
 from phalanx.train.checkpoint.plan import Piece, SavedTensors
 from phalanx.train.checkpoint.rank_group import RankGroup
 from phalanx.train.checkpoint.saver import NO_MEMORY, Save, Saver
@@ -144,17 +144,26 @@ class CheckpointStore(CheckpointSource):
         self._let_finish()
         return super().newest()
 
+    def set_aside(self, checkpoints: Sequence[Checkpoint]) -> Sequence[str]:
+        """Take checkpoints out of the listing whose weights give no finite step; returns their new names."""
+        self._let_finish()
+        return self._ranks.from_first(lambda: [folders.unlist(one, NONFINITE).name for one in checkpoints])
+
     def load(self, checkpoint: Checkpoint, tensors: SavedTensors, *, prefix: str = "") -> dict[str, Any]:
         """As `CheckpointSource.load`."""
         self._let_finish()
         return super().load(checkpoint, tensors, prefix=prefix)
 
     def load_newest_usable(
-        self, tensors: SavedTensors, *, prefix: str = ""
+        self,
+        tensors: SavedTensors,
+        *,
+        prefix: str = "",
+        check: Callable[[Checkpoint, dict[str, Any]], None] | None = None,
     ) -> tuple[Checkpoint, dict[str, Any]] | None:
         """As `CheckpointSource.load_newest_usable`."""
         self._let_finish()
-        return super().load_newest_usable(tensors, prefix=prefix)
+        return super().load_newest_usable(tensors, prefix=prefix, check=check)
 
     def _take_over_directory(self) -> None:
         if not RunLock.held(self.root.parent):
