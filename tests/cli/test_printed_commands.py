@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class Printed:
 
 def _commands(where: str, text: str) -> Iterator[Printed]:
     lines = text.replace("\\\n", " ").splitlines()
-    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+    for line, following in pairwise([*lines, ""]):
         stripped = line.strip().removeprefix("$ ")
         if not (line.startswith(("    ", "$ ")) or where.endswith("--help") or stripped == line):
             continue

@@ -11,7 +11,10 @@ from phalanx.cli.arguments import Json, Overrides, RunFile
 
 def dryrun(
     run: RunFile,
-    devices: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks of the run; one of them is run here.")],
+    devices: Annotated[
+        int,
+        typer.Option("--devices", "--nproc", min=1, metavar="N", help="Ranks of the run; one of them is run here."),
+    ],
     overrides: Overrides = None,
     rank: Annotated[
         int | None,
