@@ -14,7 +14,9 @@ from phalanx.cli.config import run_facts
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
 from phalanx.data.graphs.prepare import prepare_graphs
+from phalanx.errors import DataError
 from phalanx.train.start import train
+from phalanx_processes import train as train_on_ranks
 
 
 def write_unstated(folder: Path, **changes: Any) -> Path:
@@ -56,6 +58,23 @@ def test_what_is_left_out_is_estimated_and_written_down(tmp_path: Path, capsys: 
         materials_run(path, "model.branches=[{name: toy, energy_scale: 1, reference_energies: {}}]"), tmp_path / "raw"
     )
     assert first_loss(tmp_path / "run") < 0.1 * first_loss(tmp_path / "raw")
+
+
+def test_ranks_agree_on_what_is_left_out_and_on_what_a_checkpoint_has(tmp_path: Path) -> None:
+    """The first rank looks; a run on several that goes on has the units that it began with."""
+    path = write_unstated(tmp_path)
+    train(materials_run(path), tmp_path / "alone")
+    for steps in (1, 2):
+        train_on_ranks(path, tmp_path / "run", steps, 2, "layout.dp_replicate=2")
+    assert materials_run(tmp_path / "run").model == materials_run(tmp_path / "alone").model
+    # Another one's units would give other losses.
+    assert first_loss(tmp_path / "run") == pytest.approx(first_loss(tmp_path / "alone"), rel=1e-5)
+
+
+def test_what_is_not_prepared_is_said(tmp_path: Path) -> None:
+    path = write_unstated(tmp_path)
+    with pytest.raises(DataError, match="prepare the source first: phalanx data prepare-graphs RUN"):
+        train(materials_run(path, f"data.prepared={tmp_path / 'nowhere'}"), tmp_path / "run")
 
 
 def test_what_the_run_file_says_wins(tmp_path: Path) -> None:

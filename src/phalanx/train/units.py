@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
-
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import parse_run
 from phalanx.config.schema import Run
 from phalanx.data.graphs.fitting import Units, fitting_units, units_in_words, units_of, unstated_units, with_units
-from phalanx.train.checkpoint import CheckpointStore, read_state
+from phalanx.data.graphs.shards import open_prepared
+from phalanx.train.checkpoint import read_state
+from phalanx.train.checkpoint.rank_group import RankGroup
+from phalanx.train.checkpoint.source import CheckpointSource
+
+_TIMEOUT_S = 1800.0
+"""Seconds that ranks wait for the first, which may read the energies of all structures."""
 
 
 def settle_units(run: Run, run_dir: Path) -> Run:
@@ -26,13 +30,10 @@ def settle_units(run: Run, run_dir: Path) -> Run:
     unstated = unstated_units(run.model)
     if not unstated:
         return run
-    found: list[Units | None] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        found = [_units(run, run_dir, unstated)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    assert found[0] is not None
-    return run.model_copy(update={"model": with_units(run.model, found[0])})
+    # What is wrong with the data is said by every rank, in its own words.
+    open_prepared(run.data, "train")
+    units = RankGroup.own(_TIMEOUT_S).from_first(lambda: _units(run, run_dir, unstated))
+    return run.model_copy(update={"model": with_units(run.model, units)})
 
 
 def _units(run: MaterialsRun, run_dir: Path, unstated: list[str]) -> Units:
@@ -58,7 +59,8 @@ def _trained_model_units(run: MaterialsRun, path: Path) -> Units | None:
     """Return the units of the newest checkpoint at `path`; None where there is none, or one of another model."""
     if not path.is_dir():
         return None
-    newest = CheckpointStore.open(path).newest()
+    # Only the first rank is here.
+    newest = CheckpointSource.at(path, alone=True).newest()
     if newest is None:
         return None
     trained = parse_run(str(read_state(newest.path).get("run")), f"{newest.path}/state.json: run")

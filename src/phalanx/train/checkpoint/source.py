@@ -32,11 +32,19 @@ class CheckpointSource:
 
     @classmethod
     def at(
-        cls, path: Path, *, warn: Callable[[str], None] = logger.warning, timeout_s: float = 1800.0
+        cls,
+        path: Path,
+        *,
+        warn: Callable[[str], None] = logger.warning,
+        timeout_s: float = 1800.0,
+        alone: bool = False,
     ) -> CheckpointSource:
-        """What `path` holds: a run directory, its checkpoints/ folder, or one checkpoint."""
+        """What `path` holds: a run directory, its checkpoints/ folder, or one checkpoint.
+
+        alone: whether this process reads by itself, whatever other ranks there are.
+        """
         path = path.resolve()
-        ranks = RankGroup.own(timeout_s)
+        ranks = RankGroup(None) if alone else RankGroup.own(timeout_s)
         if step_of(path.name) is not None:
             return CheckpointSource(path.parent, ranks, warn, only=path.name)
         inner = path / "checkpoints"
