@@ -168,6 +168,32 @@ def test_clipping_clamps_queries_keys_and_values() -> None:
         assert torch.equal(ours, plain.clamp(-0.3, 0.3))
 
 
+@pytest.mark.parametrize("samples_length", [(2, 16), (1, 5), (1, 1)], ids=str)
+@pytest.mark.parametrize("clip", [None, 6.0])
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kernels_get_rows_that_begin_at_multiples_of_16_bytes(
+    family: str, qk_norm: bool, clip: float | None, samples_length: tuple[int, int]
+) -> None:
+    """The memory-efficient kernel refuses other strides of float32, also those of dims of one element."""
+    model = FAMILIES[family].model_copy(update={"qk_norm": qk_norm, "clip_qkv": clip})
+    attention = random_decoder(model).blocks[0].attention
+    seen: list[torch.Tensor] = []
+
+    def core(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: Any) -> torch.Tensor:
+        seen.extend((query, key, value))
+        return attend(query, key, value, context)
+
+    attention.attend = core
+    samples, length = samples_length
+    context = attention_context(model, torch.arange(length), torch.float32)
+    attention(torch.ones(samples, length, model.d_model), context).sum().backward()
+    assert len(seen) == 3
+    for x in seen:
+        assert x.stride(-1) == 1
+        assert all(stride % 4 == 0 for stride in (*x.stride()[:-1], x.storage_offset())), x.stride()
+
+
 def test_padding_targets_and_chunks_leave_the_loss_alone() -> None:
     decoder = random_decoder(LLAMA)
     tokens, targets = random_tokens(2, 20), random_tokens(2, 20, seed=2)
