@@ -202,3 +202,28 @@ def test_padding_targets_and_chunks_leave_the_loss_alone() -> None:
     padded = decoder(tokens, targets)
     assert padded.count == short.count == 26
     torch.testing.assert_close(padded.total, short.total, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_single_query_meets_no_kernel_that_checks_its_strides(family: str) -> None:
+    """The memory-efficient kernel refuses what the compiler makes of one query: products of matrices take any strides."""
+    model = FAMILIES[family]
+    generator = torch.Generator().manual_seed(5)
+    heads = (model.n_heads, model.kv_heads, model.kv_heads)
+    query, key, value = (
+        torch.randn(2, number, length, model.head_size, generator=generator, dtype=torch.float64)
+        for number, length in zip(heads, (1, 40, 40), strict=True)
+    )
+    found = {}
+    for kernel in ("sdpa", "efficient"):
+        context = attention_context(model, torch.tensor([39]), torch.float64, kernel=kernel, past=39)
+        graphs: list[str] = []
+
+        def keep(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor], graphs: list[str] = graphs) -> Any:
+            graphs.append(str(graph.graph))
+            return graph
+
+        compiled = torch.compile(attend, backend=keep, fullgraph=True)
+        found[kernel] = compiled(query, key, value, context)
+        assert ("scaled_dot_product_attention" in graphs[0]) == (kernel == "sdpa")
+    torch.testing.assert_close(found["efficient"], found["sdpa"], rtol=1e-12, atol=1e-12)

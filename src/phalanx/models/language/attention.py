@@ -8,6 +8,7 @@ attention without ALiBi or document masks needs no bias in any. `flash4` is Flas
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -167,6 +168,8 @@ def attend(query_BHSE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, context: At
         return flash4_attention(query_BHSE, key_BKSE, value_BKSE)
     heads = query_BHSE.shape[1]
     if context.repeated or not _heads_can_share(query_BHSE, context.bias):
+        if query_BHSE.shape[2] == 1:
+            return _attend_one_query(query_BHSE, key_BKSE, value_BKSE, context.bias)
         key_BKSE, value_BKSE = repeat_heads(key_BKSE, heads), repeat_heads(value_BKSE, heads)
     return F.scaled_dot_product_attention(
         query_BHSE,
@@ -176,6 +179,22 @@ def attend(query_BHSE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, context: At
         is_causal=context.bias is None and query_BHSE.shape[2] > 1,
         enable_gqa=heads != key_BKSE.shape[1],
     )
+
+
+def _attend_one_query(query_BH1E: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, bias: Tensor | None) -> Tensor:
+    """Return attention of a single position as plain products, [B, H, 1, E]: generation has one query at a time.
+
+    The memory-efficient kernel wants rows of queries that begin at multiples of 16 bytes. A dim of size 1 may have any stride,
+    and the compiler gives it 1, which the kernel refuses. The scores of one query are few.
+    """
+    B, H, _, E = query_BH1E.shape
+    K, S = key_BKSE.shape[1:3]
+    scores_BKGS = query_BH1E.reshape(B, K, H // K, E) @ key_BKSE.transpose(2, 3) / math.sqrt(E)
+    if bias is not None:
+        # One bias for all heads is broadcast; a bias for each head is grouped like the queries.
+        scores_BKGS = scores_BKGS + (bias if bias.shape[1] == 1 else bias.reshape(-1, K, H // K, S))
+    weights = torch.softmax(scores_BKGS, -1, dtype=torch.promote_types(query_BH1E.dtype, torch.float32))
+    return (weights.to(value_BKSE.dtype) @ value_BKSE).reshape(B, H, 1, E)
 
 
 def _heads_can_share(query: Tensor, bias: Tensor | None) -> bool:
