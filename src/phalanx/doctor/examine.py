@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from phalanx.cluster.cpu_formats import survives_products
 from phalanx.cluster.machine import Machine
 from phalanx.compat_groups import new_group
 from phalanx.doctor.compare import binding_findings, rate_findings
@@ -82,7 +83,15 @@ def _own_findings(ranks: Ranks, mine: RankFacts, machine: Machine | None) -> lis
     """What this rank finds by itself."""
     nodes = -(-ranks.world_size // (ranks.ranks_per_node or ranks.world_size))
     found = environment_findings(os.environ, place_of(ranks, mine, nodes), ranks.first, machine)
-    return [replace(finding, ranks=(ranks.rank,)) for finding in [*found, *_names(ranks)]]
+    return [replace(finding, ranks=(ranks.rank,)) for finding in [*found, *_names(ranks), *_formats(mine)]]
+
+
+def _formats(mine: RankFacts) -> list[Finding]:
+    """Whether the default format of activations can be computed in, where ranks compute on the CPU."""
+    if mine.device != "cpu" or survives_products(torch.bfloat16):
+        return []
+    message = "bf16 products end a process here: the CPU reports an instruction that it does not execute"
+    return [Finding("failed", "cpu-formats", message, "set layout.precision=fp32 in run files for this machine")]
 
 
 def _names(ranks: Ranks) -> list[Finding]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.cluster.cpu_formats import require_cpu_format
 from phalanx.config.families import WeatherRun
 from phalanx.config.load import parse_run
 from phalanx.data.fields.field_set import FieldSet
@@ -104,6 +105,7 @@ def load_forecaster(path: Path, device: torch.device, overrides: Sequence[str] =
     statistics = newest.path.parent.parent / STATISTICS
     if run.data.statistics is None and statistics.exists():
         run = run.model_copy(update={"data": run.data.model_copy(update={"statistics": str(statistics)})})
+    require_cpu_format(PRECISIONS[run.layout.precision], device)
     with torch.device("meta"):
         model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision])
     model.to_empty(device=device)

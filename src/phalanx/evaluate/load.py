@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from phalanx.cluster.cpu_formats import require_cpu_format
 from phalanx.config.schema import LanguageRun
 from phalanx.evaluate.text import TextTokenizer
 from phalanx.evaluate.tokenizer import tokenizer_files
@@ -45,7 +46,9 @@ def load_for_inference(
     Raises CheckpointError where there is no sound checkpoint, or the tokenizer asked for is not there.
     """
     with open_weights(path) as weights:
-        model = _build(weights, device, dtype or _usual_dtype(weights.run, device))
+        chosen = dtype or _usual_dtype(weights.run, device)
+        require_cpu_format(chosen, device, "--precision")
+        model = _build(weights, device, chosen)
         files = tokenizer_files(weights, tokenizer)
         found = TextTokenizer.from_files(files, weights.where) if files.files else None
         return LoadedModel(model, weights.run, found, weights.where, weights.step)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
+from phalanx.cluster.cpu_formats import require_cpu_format
 from phalanx.cluster.device import choose_device, device_name, memory_bytes
 from phalanx.compat import is_rocm
 from phalanx.config.document import Value, parse_document, show_value
@@ -72,6 +73,7 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
     ranks = ranks_from_environment()
     layout = resolve_layout(run, ranks.world_size, ranks.ranks_per_node)
     device = choose_device(run.cluster.device, ranks.local_rank)
+    require_cpu_format(PRECISIONS[run.layout.precision], device)
     check_attention(run.training.attention, device)
     check_trackers(run)
     if run.training.deterministic:

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from phalanx.cluster.cpu_formats import require_cpu_format
 from phalanx.cluster.device import choose_device
 from phalanx.cluster.local_ranks import RanksFailed, run_ranks
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.layout.mesh import Ranks, join_process_group, leave_process_group, ranks_from_environment
+from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import every_layout, resolve_layout, stated_ranks
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.verify.check import Verdict, Verifier
@@ -73,10 +75,13 @@ def verify_run(run: Run, options: Options) -> Outcome:
         raise ConfigError(f"no layout is legal for {world} ranks with the other fields as they are")
     change = full_run if options.full else reduced_run
     small = change(run, options.precision, options.steps, world)
+    own_ranks = ranks.world_size == 1 and world > 1
+    device = _CPU if own_ranks else choose_device(run.cluster.device, ranks.local_rank)
+    require_cpu_format(PRECISIONS[small.layout.precision], device)
     if ranks.world_size > 1:
         verdicts = _under_a_launcher(small, layouts, options, ranks)
     elif world == 1:
-        verdicts = _verify_all(small, layouts, options, choose_device(run.cluster.device, 0))
+        verdicts = _verify_all(small, layouts, options, device)
     else:
         verdicts = _in_own_ranks(small, layouts, options, world)
     chosen = run.layout
