@@ -184,8 +184,8 @@ def attend(query_BHSE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, context: At
 def _attend_one_query(query_BH1E: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, bias: Tensor | None) -> Tensor:
     """Return attention of a single position as plain products, [B, H, 1, E]: generation has one query at a time.
 
-    The memory-efficient kernel wants rows of queries that begin at multiples of 16 bytes. A dim of size 1 may have any stride,
-    and the compiler gives it 1, which the kernel refuses. The scores of one query are few.
+    The memory-efficient kernel wants rows of queries that begin at multiples of 16 bytes. A dim of size 1 may have any
+    stride, and the compiler gives it 1, which the kernel refuses. The scores of one query are few.
     """
     B, H, _, E = query_BH1E.shape
     K, S = key_BKSE.shape[1:3]
