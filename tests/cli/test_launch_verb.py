@@ -151,7 +151,10 @@ def test_mistakes_are_found_before_anything_is_written(
 
 def test_a_batch_that_does_not_divide_names_the_nearest(call: Call) -> None:
     outcome = call("launch", "run.yaml", *FRONTIER, "--nodes", "5")
-    assert (outcome.code, outcome.err.splitlines()[-1].strip()) == (2, "nearest legal: global_batch=40 or 80")
+    assert (outcome.code, outcome.err.splitlines()[-1].strip()) == (
+        2,
+        "nearest legal, but another experiment: global_batch=40 or 80",
+    )
 
 
 def test_tensor_parallel_groups_stay_in_the_nodes_of_the_machine(call: Call, folder: Path) -> None:

@@ -30,7 +30,8 @@ def run_of(n_layers: int, **layout: Any) -> WeatherRun:
                 "splits": {"train": {"first": "2000", "last": "2001"}},
             },
             "layout": {
-                "tp": T, "dp_shard": F, "dp_replicate": 2, "global_batch": 4 * MICROBATCHES, "precision": "bf16", **layout,
+                "tp": T, "dp_shard": F, "dp_replicate": 2, "global_batch": 4 * MICROBATCHES, "microbatch": 1,
+                "precision": "bf16", **layout,
             },
             "optimizer": {"lr": 0.01},
             "training": {"steps": 1},

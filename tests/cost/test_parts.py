@@ -160,7 +160,8 @@ def test_kept_bytes_of_a_gelu_block_are_those_of_the_literature() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_full_recompute_keeps_the_input_alone(compiled: bool) -> None:
     costs = part_costs("block", setting(recompute="full", compile=compiled, tp=2), 2).costs
-    assert [kept.name for kept in costs.kept] == ["input"]
+    # PyTorch 2.11 keeps empty tensors in place of what is computed again.
+    assert [kept.name for kept in costs.kept if kept.bytes] == ["input"]
     assert costs.kept_bytes == costs.input_bytes == costs.output_bytes == 2 * LENGTH // 2 * WIDE.d_model * 2
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from phalanx.config.bounds import GiB, Number, PositiveInt, Scalar, Seconds
+from phalanx.config.bounds import GiB, Number, PositiveInt, Scalar, Seconds, first_repeated
 from phalanx.config.section import Section
 
 
@@ -39,8 +39,8 @@ class TuneRange(Section):
                 raise ValueError("log and step belong to low and high, not to values")
             if len(self.values) < 2:
                 raise ValueError(f"values={self.values} leaves nothing to choose; give two or more")
-            if len({repr(value) for value in self.values}) < len(self.values):
-                raise ValueError(f"values={self.values} holds one twice")
+            if (twice := first_repeated(map(repr, self.values))) is not None:
+                raise ValueError(f"values holds {twice[:60]} twice")
             return self
         if self.low is None or self.high is None or self.low >= self.high:
             raise ValueError(f"low={self.low} must be less than high={self.high}")

@@ -165,12 +165,12 @@ def is_planned(model: Model) -> bool:
 def require_planned(model: Model) -> None:
     """Raise ConfigError, with the reason, for families whose steps depend on more than the run file, and for models of
     impossible size."""
-    check_parameter_count(model)
     if not is_planned(model):
         raise ConfigError(
             f"model.family={model.family}: phalanx plan needs blocks of one size; what a batch of graphs costs depends on "
             "the graphs. phalanx train runs it without a plan: docs/materials.md says in which layouts"
         )
+    check_parameter_count(model)
 
 
 def planned_model(run: Run) -> PlannedModel:
