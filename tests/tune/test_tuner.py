@@ -142,7 +142,10 @@ def known(folder: Path) -> list[Configuration]:
 
 @pytest.mark.parametrize("packing", [PACKED, UNPACKED])
 def test_a_whole_study(tmp_path: Path, packing: Packing) -> None:
-    assert tuner(tmp_path, "[0, 10]", trials=9, packing=packing).run() == "nothing is left to try"
+    assert (
+        tuner(tmp_path, "[0, 10]", trials=9, packing=packing).run()
+        == "every trial has ended, and none is promoted further"
+    )
     finished = finished_trials(tmp_path)
     assert len(finished) == 9 and [one.score for one in finished] == sorted(one.score for one in finished)
     for one in finished:

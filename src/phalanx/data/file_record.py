@@ -48,6 +48,19 @@ def check_size(folder: Path, record: FileRecord) -> Path:
     return path
 
 
+def check_still_whole(path: Path, length: int) -> None:
+    """Check that a mapped file still has its `length` bytes, each time before it is read.
+
+    Reading a map beyond the end of its file ends the process by a signal, without a word. Raises DataError.
+    """
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; it was there when the run began") from error
+    if found < length:
+        raise DataError(f"{path}: {found} bytes found, {length} expected; the file was cut short while it was read")
+
+
 def check_content(folder: Path, record: FileRecord) -> None:
     """Read a whole file of `folder`. Raises DataError when its checksum is not the manifest's."""
     path = check_size(folder, record)

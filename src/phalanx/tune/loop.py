@@ -111,7 +111,7 @@ class Tuner:
                 self._session.save()
                 self._dispatch()
                 if not self.jobs:
-                    return "nothing is left to try"
+                    return "every trial has ended, and none is promoted further"
             time.sleep(_TICK_S)
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:

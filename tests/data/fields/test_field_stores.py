@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +168,21 @@ def test_the_prepared_form_holds_the_same_and_says_so(tmp_path: Path) -> None:
     np.testing.assert_allclose(scaled.read(np.arange(60), [0])[:, 0], 1 - 2 * field("t850", hours), rtol=1e-6)
     with pytest.raises(DataError, match="is already there"):
         prepare_fields(source, tmp_path / "prepared", variables=["z500"])
+
+
+@pytest.mark.parametrize("form", ["mapped", "prepared"])
+def test_a_file_that_is_cut_short_while_it_is_read_is_named(tmp_path: Path, form: str) -> None:
+    write_climax(tmp_path / "climax", (2000,), compressed=False)
+    path = tmp_path / "climax"
+    if form == "prepared":
+        prepare_fields(FieldSource(path=str(path)), tmp_path / "out", variables=["z500"])
+        path = tmp_path / "out"
+    store = open_store(FieldSource(path=str(path)), ["z500"], [], BlockCache(2**20))
+    store.read(np.array([0]), [0])
+    file = store.segments[0].path
+    os.truncate(file, 100)
+    with pytest.raises(DataError, match=rf"{file.name}: 100 bytes found, \d+ expected; the file was cut short"):
+        store.read(np.array([0]), [0])
 
 
 @pytest.mark.parametrize("name", ["frames-00001.bin", "fields.safetensors"])

@@ -160,6 +160,16 @@ def test_a_truncated_or_altered_file_is_named(name: str, tmp_path: Path) -> None
         open_prepared(data, "train")
 
 
+def test_a_shard_that_is_cut_short_while_it_is_read_is_named(tmp_path: Path) -> None:
+    prepared_sources(tmp_path)
+    source = PreparedSource(tmp_path / "prepared/molecules", "train")
+    path = source.path / source.manifest.shards[0].data.name
+    source.shard(0)
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(DataError, match=rf"{path.name}: 200 bytes found, \d+ expected; the file was cut short"):
+        source.shard(0)
+
+
 def test_a_group_stays_together_across_sources(tmp_path: Path) -> None:
     write_set(tmp_path / "a.npz", 90)
     write_set(tmp_path / "b.npz", 90, seed=5)

@@ -22,6 +22,7 @@ from phalanx.config.field_data import FieldSource
 from phalanx.data.fields.grid import Float32Array, orient
 from phalanx.data.fields.store import BlockCache, FieldStore, Naming, Segment, hash_of
 from phalanx.data.fields.times import EPOCH, HOUR, TimeAxis, canonical
+from phalanx.data.file_record import check_still_whole
 from phalanx.data.order import Int64Array
 from phalanx.errors import DataError
 
@@ -123,7 +124,9 @@ class NpzStore(FieldStore):
         stored = self._naming.stored(name)
         path = segment.path
         if (path, stored) in self._maps:
-            return self._maps[path, stored]
+            mapped = self._maps[path, stored]
+            check_still_whole(path, mapped.offset + mapped.nbytes)
+            return mapped
         try:
             with zipfile.ZipFile(path) as archive:
                 if f"{stored}.npy" not in archive.namelist():

@@ -24,7 +24,7 @@ from phalanx.data.fields.grid import Float32Array, Grid
 from phalanx.data.fields.store import FieldStore, Naming, Segment, hash_of
 from phalanx.data.fields.survey import Survey
 from phalanx.data.fields.times import TimeAxis
-from phalanx.data.file_record import FileRecord, Part, check_content, check_size
+from phalanx.data.file_record import FileRecord, Part, check_content, check_size, check_still_whole
 from phalanx.data.order import Int64Array
 from phalanx.errors import DataError
 from phalanx.files import write_atomically
@@ -130,6 +130,7 @@ class PreparedStore(FieldStore):
         together = columns == list(range(columns[0], columns[0] + len(columns)))
         shards = np.searchsorted(self._starts, frames, side="right") - 1
         for row, (frame, shard) in enumerate(zip(frames.tolist(), shards.tolist(), strict=True)):
+            check_still_whole(self.segments[shard].path, self._shards[shard].nbytes)
             stored = self._shards[shard][frame - self.segments[shard].first]
             if together:
                 out[row] = stored[columns[0] : columns[-1] + 1]

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.config.graph_data import GraphData, GraphSource
-from phalanx.data.file_record import check_content, check_size
+from phalanx.data.file_record import check_content, check_size, check_still_whole
 from phalanx.data.graphs.arrays import Arrays, map_arrays, smallest_integers
 from phalanx.data.graphs.edges import Edges
 from phalanx.data.graphs.labels import KINDS
@@ -107,9 +107,11 @@ class PreparedSource:
         return shard, numbers - self._firsts[shard]
 
     def shard(self, number: int) -> Arrays:
-        """The arrays of one shard, memory-mapped."""
+        """Return the arrays of one shard, memory-mapped. Raises DataError for a file cut short since it was opened."""
+        record = self.manifest.shards[number].data
         if number not in self._open:
-            self._open[number] = map_arrays(self.path / self.manifest.shards[number].data.name)
+            self._open[number] = map_arrays(self.path / record.name)
+        check_still_whole(self.path / record.name, record.bytes)
         return self._open[number]
 
     def name(self, item: int) -> str:
