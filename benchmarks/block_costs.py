@@ -4,7 +4,7 @@
 
 One part at a time, in bfloat16 on one device, uncompiled and compiled, with every choice of recompute. Kept: allocated
 after the forward pass, without the result. Peaks: most allocated during a pass, with the same exclusions as in
-`phalanx.cost.timeline.Costs`. Milliseconds are medians of ten passes and are no prediction.
+`phalanx.planner.schedule.timeline.Costs`. Milliseconds are medians of ten passes and are no prediction.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from phalanx.config.model import LanguageModel
-from phalanx.cost import parts
-from phalanx.cost.family import PartName, Setting, build_stage, example_batch
-from phalanx.cost.parts import part_costs
 from phalanx.layout.recompute import recompute_block
-from phalanx.models.language.attention import Attention, attend
+from phalanx.nn.attention import Attention, attend
+from phalanx.planner.trace import parts
+from phalanx.planner.trace.family import PartName, Setting, build_stage, example_batch
+from phalanx.planner.trace.parts import part_costs
 
 MODELS = {
     "llama3-8b": LanguageModel(

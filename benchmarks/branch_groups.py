@@ -25,12 +25,12 @@ import torch
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
 from phalanx.config.materials import MaterialsModel
-from phalanx.data.graphs.balance_report import report, step_balance
-from phalanx.data.graphs.branches import BranchGroups, sizes_by_cost
-from phalanx.data.graphs.shards import open_prepared
-from phalanx.data.graphs.stream import GraphBatchStream, graph_columns, graph_order
-from phalanx.models.families import family_of
-from phalanx.models.materials.network import MaterialsNetwork
+from phalanx.families.materials.data.balance_report import report, step_balance
+from phalanx.families.materials.data.branches import BranchGroups, sizes_by_cost
+from phalanx.families.materials.data.shards import open_prepared
+from phalanx.families.materials.data.stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.families.materials.model.network import MaterialsNetwork
+from phalanx.families.registry import family_of
 
 RANKS = (4, 16, 64)
 STEPS = 100

@@ -28,9 +28,9 @@ import numpy.typing as npt
 import torch
 
 from phalanx.data.file_record import file_record
-from phalanx.data.language.batches import SampleReader, TokenBatchStream
-from phalanx.data.language.manifest import Manifest, ShardRecord, SplitRecord, TokenizerRecord
-from phalanx.data.language.open import open_source
+from phalanx.families.language.data.batches import SampleReader, TokenBatchStream
+from phalanx.families.language.data.manifest import Manifest, ShardRecord, SplitRecord, TokenizerRecord
+from phalanx.families.language.data.open import open_source
 
 VOCABULARY, END = 50257, 50256
 DOCUMENT_TOKENS = 700

@@ -27,9 +27,9 @@ from typing import Any
 
 from exposed_communication import communication_in
 from layout_speed import QUIET
-from phalanx.calibrate.where import plain_machine
-from phalanx.cluster.machine import Machine, load_machine
-from phalanx.cost.profile import NamedProfile, load_profile
+from phalanx.hardware.calibrate.where import plain_machine
+from phalanx.hardware.machine import Machine, load_machine
+from phalanx.planner.time.profile import NamedProfile, load_profile
 from planner_validation import TINY, Case, add_options, measure, predict, print_row, save
 
 LLAMA = "preset=llama3-8b length=8192"

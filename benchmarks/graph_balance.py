@@ -32,13 +32,13 @@ import numpy as np
 
 from materials_files import three_sources
 from phalanx.config.graph_data import GraphData
-from phalanx.data.graphs.balance import divide, in_turn
-from phalanx.data.graphs.balance_report import BalanceReport, StepBalance, report, step_balance
-from phalanx.data.graphs.cost import CostModel
-from phalanx.data.graphs.order import GraphOrder, Located
-from phalanx.data.graphs.prepare import prepare_graphs
-from phalanx.data.graphs.shards import PreparedSource, open_prepared
-from phalanx.data.graphs.stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.families.materials.data.balance import divide, in_turn
+from phalanx.families.materials.data.balance_report import BalanceReport, StepBalance, report, step_balance
+from phalanx.families.materials.data.cost import CostModel
+from phalanx.families.materials.data.order import GraphOrder, Located
+from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.families.materials.data.shards import PreparedSource, open_prepared
+from phalanx.families.materials.data.stream import GraphBatchStream, graph_columns, graph_order
 
 COST = CostModel(node=1.0, edge=0.3)
 ATOMS = CostModel(node=1.0, edge=0.0)

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from phalanx.compat_fake import fake_process_group
 from phalanx.config.load import load_run
 from phalanx.files import write_atomically
 from phalanx.layout.apply import apply_layout
@@ -33,6 +32,7 @@ from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import build_mesh
 from phalanx.layout.resolve import resolve_layout
+from phalanx.torch_compat.fake import fake_process_group
 from phalanx.train.step import build_step
 
 ROOT = Path(__file__).parent.parent

@@ -29,22 +29,21 @@ from typing import Any
 import numpy as np
 from scipy.special import ndtr
 
-from phalanx.cluster.machine import load_machine
 from phalanx.config.families import require_language
 from phalanx.config.load import load_run
 from phalanx.config.schema import LanguageRun
 from phalanx.config.search import Search
-from phalanx.cost.candidates import RECOMPUTES, SCHEDULES, Candidates
-from phalanx.cost.profile import profile_for
+from phalanx.families.language.sizes import model_flops_per_token
+from phalanx.hardware.machine import load_machine
 from phalanx.layout.recompute import Recompute
-from phalanx.models.language.sizes import model_flops_per_token
-from phalanx.plan.cost_models import CostModels
-from phalanx.plan.judge import Planner, Task
-from phalanx.search.belief import Belief, above
-from phalanx.search.engines import Engine, Proposal, make_engine
-from phalanx.search.prior import Prior, planned_space
-from phalanx.search.sensitivity import interactions, shapley_effects
-from phalanx.search.simulated import (
+from phalanx.planner.layouts.candidates import RECOMPUTES, SCHEDULES, Candidates
+from phalanx.planner.rank.cost_models import CostModels
+from phalanx.planner.rank.judge import Planner, Task
+from phalanx.planner.time.profile import profile_for
+from phalanx.study.layouts.prior import Prior, planned_space
+from phalanx.study.layouts.samplers import Engine, Proposal, make_engine
+from phalanx.study.layouts.sensitivity import interactions, shapley_effects
+from phalanx.study.layouts.simulator import (
     MEMORY_CHOICES,
     SHARED_CHOICES,
     Errors,
@@ -52,9 +51,10 @@ from phalanx.search.simulated import (
     Truth,
     draw_truth,
 )
-from phalanx.search.space import Space
-from phalanx.trials.importance import measured_importance
-from phalanx.trials.trial import Trial, best_of
+from phalanx.study.layouts.space import Space
+from phalanx.study.layouts.surrogate import Belief, above
+from phalanx.study.trials.importance import measured_importance
+from phalanx.study.trials.trial import Trial, best_of
 
 ROOT = Path(__file__).parent.parent
 DEVICES = 1024

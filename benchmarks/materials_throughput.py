@@ -27,9 +27,9 @@ import torch
 from materials_files import TINY, alone, metrics, of_kind, phalanx, prepare, rival, three_sources, write
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
-from phalanx.data.graphs.shards import open_prepared
-from phalanx.data.graphs.stream import graph_order
-from phalanx.models.materials.sizes import parameter_count
+from phalanx.families.materials.data.shards import open_prepared
+from phalanx.families.materials.data.stream import graph_order
+from phalanx.families.materials.sizes import parameter_count
 
 QUIET = ["checkpoint.last=false", "evaluation.every=null", "data.verify=false", "training.tensorboard=false"]
 PLAIN = ["data.batch_by=graphs", "data.share_by=number"]

@@ -21,14 +21,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 from phalanx.config.load import load_run
-from phalanx.cost.candidates import Candidates
-from phalanx.cost.memory_model import Kernels, memory
-from phalanx.data.language.batches import TokenBatch
+from phalanx.families.language.data.batches import TokenBatch
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.family import family_layout
 from phalanx.layout.memory import state_bytes
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
+from phalanx.planner.layouts.candidates import Candidates
+from phalanx.planner.memory.model import Kernels, memory
 from phalanx.train.step import build_step
 
 GIB = 2**30

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 from phalanx.config.schema import LanguageRun, Run
-from phalanx.cost.candidates import Candidates
-from phalanx.cost.dryrun import dry_run
-from phalanx.cost.enumerate import Limits, legal_candidates
-from phalanx.cost.memory_model import Kernels, rank_memory
 from phalanx.files import write_atomically
 from phalanx.layout.apply import Applied
+from phalanx.planner.dryrun.run import dry_run
+from phalanx.planner.layouts.candidates import Candidates
+from phalanx.planner.layouts.enumerate import Limits, legal_candidates
+from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.train.checkpoint import materialise_optimizer_state
 from phalanx.train.step import TrainStep, build_step
 

@@ -27,21 +27,21 @@ from typing import Any
 import torch
 
 from layout_speed import QUIET, ROOT, phalanx_command, run_environment, run_with_timeout
-from phalanx.calibrate.where import plain_machine
-from phalanx.cluster.device import device_facts
-from phalanx.cluster.machine import Machine, load_machine
 from phalanx.config.families import require_language
 from phalanx.config.load import load_run
 from phalanx.config.schema import LanguageRun
-from phalanx.cost.candidates import Candidates
-from phalanx.cost.family import Kernel, likely_kernel
-from phalanx.cost.memory_fit import BESIDE, GIB, Beside, communicators, fits
-from phalanx.cost.memory_model import Kernels, memory, rank_memory
-from phalanx.cost.profile import NamedProfile, load_profile
-from phalanx.cost.step_time import StepCause
-from phalanx.cost.timing import our_software, step_times
 from phalanx.files import write_atomically
+from phalanx.hardware.calibrate.where import plain_machine
+from phalanx.hardware.device import device_facts
+from phalanx.hardware.machine import Machine, load_machine
 from phalanx.layout.resolve import resolve_layout
+from phalanx.planner.layouts.candidates import Candidates
+from phalanx.planner.memory.model import Kernels, memory, rank_memory
+from phalanx.planner.memory.probability import BESIDE, GIB, Beside, communicators, fits
+from phalanx.planner.time.profile import NamedProfile, load_profile
+from phalanx.planner.time.step_time import StepCause
+from phalanx.planner.time.timing import our_software, step_times
+from phalanx.planner.trace.family import Kernel, likely_kernel
 
 RUN_FILE = ROOT / "examples/llama3-8b.yaml"
 _LLAMA = "mlp=swiglu norm=rmsnorm positions=rope bias=false"

@@ -21,17 +21,17 @@ from typing import Any
 
 import torch
 
-from phalanx.cluster.device import choose_device, device_name, synchronize
-from phalanx.compat_fake import fake_process_group, silent_neighbours
 from phalanx.config.families import require_language
 from phalanx.config.load import load_run
 from phalanx.files import write_atomically
+from phalanx.hardware.device import choose_device, device_name, synchronize
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.attention import AttentionShape, choose_attention
 from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import build_mesh
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
+from phalanx.torch_compat.fake import fake_process_group, silent_neighbours
 from phalanx.train.step import build_step
 
 GIB = 2**30

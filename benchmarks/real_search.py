@@ -25,17 +25,17 @@ from typing import Any
 import torch
 
 from layout_speed import run_environment
-from phalanx.cluster.machine import load_machine
 from phalanx.config.load import parse_run
 from phalanx.config.schema import LanguageRun
-from phalanx.cost.profile import load_profile
 from phalanx.files import write_atomically
-from phalanx.plan.cost_models import CostModels
-from phalanx.plan.judge import Planner, Task
-from phalanx.search.prior import planned_space
-from phalanx.search.study import STUDY
-from phalanx.trials.storage import Study
-from phalanx.trials.trial import INTERRUPTED, Trial, best_of
+from phalanx.hardware.machine import load_machine
+from phalanx.planner.rank.cost_models import CostModels
+from phalanx.planner.rank.judge import Planner, Task
+from phalanx.planner.time.profile import load_profile
+from phalanx.study.layouts.prior import planned_space
+from phalanx.study.layouts.study import STUDY
+from phalanx.study.trials.storage import Study
+from phalanx.study.trials.trial import INTERRUPTED, Trial, best_of
 
 Facts = dict[str, Any]
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.cluster.device import device_name, synchronize
 from phalanx.files import write_atomically
+from phalanx.hardware.device import device_name, synchronize
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.attention_parts import Part, attend_part, join, part_gradients
 

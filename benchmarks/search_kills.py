@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from phalanx.search.study import STUDY
-from phalanx.trials.storage import Study
+from phalanx.study.layouts.study import STUDY
+from phalanx.study.trials.storage import Study
 
 RUN = """\
 model: {{n_layers: 2, d_model: 64, n_heads: 4, d_ff: 256, vocab_size: 2048, max_positions: 128}}

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.config.field_data import FieldSource
-from phalanx.data.fields.open import open_store
-from phalanx.data.fields.store import BlockCache, FieldStore
+from phalanx.families.weather.data.open import open_store
+from phalanx.families.weather.data.stores.store import BlockCache, FieldStore
 from phalanx.files import write_atomically
 from simulated_weather import BETWEEN, DAY, FRAMES_A_DAY, UNITS
 

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from layout_speed import ROOT
-from phalanx.cluster.device import device_facts
-from phalanx.cluster.machine import Machine
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
-from phalanx.cost.candidates import Candidates
-from phalanx.cost.family import Kernel, likely_kernel, setting_of
-from phalanx.cost.memory_fit import BESIDE, GIB, Beside, communicators, fits
-from phalanx.cost.memory_model import Kernels, memory
-from phalanx.cost.profile import NamedProfile
-from phalanx.cost.step_time import StepCause
-from phalanx.cost.streamed import chain_sizes
-from phalanx.cost.timing import our_software, step_times
+from phalanx.hardware.device import device_facts
+from phalanx.hardware.machine import Machine
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.plan.break_even import break_even
+from phalanx.planner.explain.break_even import break_even
+from phalanx.planner.layouts.candidates import Candidates
+from phalanx.planner.memory.model import Kernels, memory
+from phalanx.planner.memory.probability import BESIDE, GIB, Beside, communicators, fits
+from phalanx.planner.time.profile import NamedProfile
+from phalanx.planner.time.step_time import StepCause
+from phalanx.planner.time.timing import our_software, step_times
+from phalanx.planner.trace.family import Kernel, likely_kernel, setting_of
+from phalanx.planner.trace.streamed import chain_sizes
 
 RUN_FILE = ROOT / "examples/orbit-1b.yaml"
 Words = list[str]

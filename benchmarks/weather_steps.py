@@ -29,20 +29,18 @@ import torch
 import torch.distributed as dist
 
 from exposed_communication import communication
-from phalanx import compat
-from phalanx.cluster.device import Moment, choose_device, synchronize
 from phalanx.config.families import WeatherRun
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
-from phalanx.cost.memory_trace import StepTrace
-from phalanx.data.fields.batches import FieldBatch
+from phalanx.families.weather.data.batches import FieldBatch
 from phalanx.files import write_atomically
+from phalanx.hardware.device import Moment, choose_device, synchronize
 from phalanx.layout.apply import Applied, apply_layout
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.family import family_layout
-from phalanx.layout.hybrid_stop import Streamed
-from phalanx.layout.hybrid_stop_copies import CopyRing
-from phalanx.layout.hybrid_stop_transport import Ring
+from phalanx.layout.hybrid_stop.copies import CopyRing
+from phalanx.layout.hybrid_stop.ring_transport import Ring
+from phalanx.layout.hybrid_stop.streamed_weights import Streamed
 from phalanx.layout.memory import state_bytes
 from phalanx.layout.mesh import (
     Groups,
@@ -53,10 +51,12 @@ from phalanx.layout.mesh import (
     leave_process_group,
     ranks_from_environment,
 )
-from phalanx.layout.peer_copies import choose_peer_copies
+from phalanx.layout.peer.copies import choose_peer_copies
 from phalanx.layout.place import place_of
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.planner.trace.memory_trace import StepTrace
+from phalanx.torch_compat import common as compat
 from phalanx.train.checkpoint import materialise_optimizer_state
 from phalanx.train.step import TrainStep, build_step
 

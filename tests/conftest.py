@@ -19,16 +19,16 @@ import pytest
 
 _LONGEST_FIRST = (
     "verify/test_parity.py",
-    "verify/test_weather_parity.py",
+    "weather/test_weather_parity.py",
     "cli/test_search.py",
-    "cost/test_check.py",
+    "published/test_check.py",
     "cli/test_tune.py",
-    "cost/test_dryrun.py",
+    "dryrun/test_dryrun.py",
     "cli/test_train.py",
     "verify/test_streamed_parity.py",
     "train/test_layout_resume.py",
-    "verify/test_materials_parity.py",
-    "cost/test_dryrun_weather.py",
+    "materials/test_materials_parity.py",
+    "dryrun/test_dryrun_weather.py",
 )
 _PLACE = {name: place for place, name in enumerate(_LONGEST_FIRST)}
 

@@ -1,4 +1,4 @@
-"""`phalanx.cluster.local_ranks` with the modules that tests import loaded in advance as well.
+"""`phalanx.launch.ranks` with the modules that tests import loaded in advance as well.
 
 A process has one fork server, and what is loaded there in advance is decided when it starts. So there is one list, with all
 that ranks of any test use: else each of them would load it again.
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from phalanx.cluster import local_ranks
+from phalanx.launch import ranks as local_ranks
 
 PRELOADED = (
     "pytest",
@@ -17,14 +17,14 @@ PRELOADED = (
     "e3nn.o3",
     "phalanx.cli.main",
     "phalanx.cli.train",
-    "phalanx.cost.dryrun",
-    "phalanx.train.language",
-    "phalanx.train.materials",
-    "phalanx.train.weather",
+    "phalanx.planner.dryrun.run",
+    "phalanx.families.language.inputs",
+    "phalanx.families.materials.inputs",
+    "phalanx.families.weather.inputs",
     "phalanx.verify.check",
-    "phalanx.verify.language",
-    "phalanx.verify.materials",
-    "phalanx.verify.weather",
+    "phalanx.families.language.verification",
+    "phalanx.families.materials.verification",
+    "phalanx.families.weather.verification",
 )
 
 fork_server = partial(local_ranks.fork_server, PRELOADED)

@@ -8,7 +8,7 @@ from typing import Any
 from materials_runs import write_materials_run
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
-from phalanx.data.graphs.prepare import prepare_graphs
+from phalanx.families.materials.data.prepare import prepare_graphs
 from phalanx.train.start import train
 
 MEMBERS = (

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from atom_graphs import CUTOFF, Structure, random_structure
 from phalanx.config.materials import MaterialsModel
-from phalanx.data.graphs.batches import LABELS, GraphBatch
-from phalanx.data.graphs.device_neighbours import device_edges
-from phalanx.layout import graph_parallel
-from phalanx.layout.graph_parallel import HaloExchange
-from phalanx.layout.graph_parallel_batch import Cutting, SharePart, cut_microbatch
+from phalanx.families.materials.data.batches import LABELS, GraphBatch
+from phalanx.families.materials.data.structures.device_neighbours import device_edges
+from phalanx.families.materials.graph_parallel import exchange as graph_parallel
+from phalanx.families.materials.graph_parallel.batch import Cutting, SharePart, cut_microbatch
+from phalanx.families.materials.graph_parallel.exchange import HaloExchange
+from phalanx.families.materials.model.losses import tasks
+from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.layout.mesh import Axis
-from phalanx.models.materials.losses import tasks
-from phalanx.models.materials.network import MaterialsNetwork
 from small_networks import filled_network
 
 SHAPES = {"forces_N3": (3,), "stress_G33": (3, 3), "dipole_G3": (3,), "properties_GP": (2,), "atom_properties_NP": (1,)}

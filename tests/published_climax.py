@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.weather import WeatherModel
-from phalanx.models.weather.forecaster import Forecaster
+from phalanx.families.weather.model.forecaster import Forecaster
 
 
 class PublishedBlock(nn.Module):

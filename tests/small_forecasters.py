@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from phalanx.config.weather import WeatherModel
-from phalanx.models.splits import ModelPart
-from phalanx.models.weather.forecaster import Forecaster
+from phalanx.families.weather.model.forecaster import Forecaster
+from phalanx.nn.splits import ModelPart
 
 NAMES = ("land_sea_mask", "temperature_850", "temperature_500", "geopotential_500", "2m_temperature")
 SMALL = WeatherModel(n_layers=3, d_model=32, n_heads=4, n_lat=8, n_lon=12, patch_size=2, variables=NAMES)

@@ -17,9 +17,9 @@ from phalanx.config.materials import (
     MaterialsModel,
     PropertyHead,
 )
+from phalanx.families.materials.declare import initial_rules
+from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.layout.init import initialise_parameters
-from phalanx.models.materials.declare import initial_rules
-from phalanx.models.materials.network import MaterialsNetwork
 
 BODIES: tuple[str, ...] = get_args(Body)
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.compat_compiler import plain_graph
 from phalanx.counter_random import (
     CounterDropout,
     DropoutContext,
@@ -20,8 +19,9 @@ from phalanx.counter_random import (
     stream_key,
     uniform_values,
 )
+from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.recompute import Recompute, recompute_block
-from phalanx.models.language.decoder import Decoder
+from phalanx.torch_compat.compiler import plain_graph
 from small_models import GPT, random_decoder, random_tokens
 
 MILLION = 10**6

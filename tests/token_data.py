@@ -9,14 +9,14 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from phalanx.data.file_record import file_record
-from phalanx.data.language.manifest import (
+from phalanx.families.language.data.manifest import (
     Manifest,
     ShardRecord,
     SplitRecord,
     TokenizerRecord,
 )
-from phalanx.data.language.sources import SegmentedStream
-from phalanx.data.language.token_file import TokenFile
+from phalanx.families.language.data.sources import SegmentedStream
+from phalanx.families.language.data.token_file import TokenFile
 
 END = 256
 VOCABULARY = 257

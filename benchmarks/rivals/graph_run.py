@@ -33,13 +33,13 @@ from torch.utils.data import DistributedSampler
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 
-from phalanx.cluster.device import choose_device, device_name
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
-from phalanx.data.graphs.batches import Collator
-from phalanx.data.graphs.order import Located
-from phalanx.data.graphs.shards import open_prepared
-from phalanx.train.materials import columns_of
+from phalanx.families.materials.data.batches import Collator
+from phalanx.families.materials.data.order import Located
+from phalanx.families.materials.data.shards import open_prepared
+from phalanx.families.materials.inputs import columns_of
+from phalanx.hardware.device import choose_device, device_name
 
 _WARM_UP = 0.02
 """Share of the training time in which the learning rate rises."""

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from command_line import Call
-from phalanx.calibrate import effort
 from phalanx.cli import calibrate as verb
-from phalanx.cost.profile import CONSTANTS, load_profile
+from phalanx.hardware.calibrate import effort
+from phalanx.planner.time.profile import CONSTANTS, load_profile
 
 SHORT = replace(
     effort.PROCESSOR, span_s=0.001, models=((64, 64, 1), (64, 64, 4)), matmuls=6, singles=1, doubles=1, attentions=1,

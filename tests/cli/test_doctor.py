@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from command_line import Call
 from phalanx.cli.main import main
-from phalanx.doctor import rates
-from phalanx.doctor.examine import examine
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.hardware.doctor import rates
+from phalanx.hardware.doctor.examine import examine
 from phalanx.layout.mesh import Ranks
 from phalanx_processes import free_port, start
 

@@ -15,9 +15,9 @@ from phalanx.cli import ensemble as verb
 from phalanx.cli.ensemble import Candidate, find_candidates, recipes_for, split_arguments
 from phalanx.cli.ensemble_words import compared_with_best, print_ensemble
 from phalanx.config.load import load_run
-from phalanx.data.graphs.prepare import prepare_graphs
 from phalanx.ensemble.build import Wanted
 from phalanx.errors import ConfigError
+from phalanx.families.materials.data.prepare import prepare_graphs
 
 if TYPE_CHECKING:
     from command_line import Call

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx.cli.main import run
-from phalanx.data.language.manifest import read_manifest
+from phalanx.families.language.data.manifest import read_manifest
 from small_models import LLAMA, huggingface_config, random_decoder, save_huggingface, save_run
 from token_data import write_run_file, write_token_folder
 

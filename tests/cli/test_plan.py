@@ -13,13 +13,13 @@ import yaml
 
 from command_line import Call
 from phalanx.cli.plan_words import plan_lines
-from phalanx.cluster.machine import load_machine
 from phalanx.config.load import load_run
-from phalanx.cost.profile import default_profile, save_profile
+from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout
-from phalanx.plan.cost_models import CostModels
-from phalanx.plan.judge import Planner, Task
-from phalanx.plan.plan import Plan, Wishes, make_plan
+from phalanx.planner.rank.cost_models import CostModels
+from phalanx.planner.rank.judge import Planner, Task
+from phalanx.planner.rank.plan import Plan, Wishes, make_plan
+from phalanx.planner.time.profile import default_profile, save_profile
 from report.pages import Page
 
 RUN = """\

@@ -21,9 +21,9 @@ import typer
 
 from command_line import Call
 from phalanx.cli.main import VERBS, app
-from phalanx.cluster.machine import load_machine
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
+from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout, stated_ranks
 from phalanx.verify.reduced import with_small_batch
 from phalanx.verify.start import MOST_RANKS

@@ -20,7 +20,7 @@ import pytest
 
 import phalanx_processes
 from phalanx.cli.main import main
-from phalanx.cluster.parent import PARENT
+from phalanx.launch.parent import PARENT
 from phalanx_processes import Command
 from token_data import write_run_file, write_token_folder
 

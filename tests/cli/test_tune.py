@@ -15,9 +15,9 @@ import pytest
 from command_line import Call
 from materials_runs import write_materials_run
 from phalanx.config.load import load_run
-from phalanx.data.graphs.prepare import prepare_graphs
-from phalanx.tune.facts import unfinished_words
-from phalanx.tune.study import finished_trials
+from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.study.hyperparameters.study import finished_trials
+from phalanx.study.hyperparameters.summary import unfinished_words
 from report.pages import Page
 from token_data import write_run_file, write_token_folder
 from trial_processes import trial_processes, wait_for

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.data.fields.batches import FieldBatch
 from phalanx.data.order import Int64Array
 from phalanx.data.stream import ReadAheadStream
 from phalanx.errors import DataError
+from phalanx.families.weather.data.batches import FieldBatch
 
 
 class Counting:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from phalanx.ensemble.build import Wanted, build_ensemble
-from phalanx.ensemble.loaded import LoadedEnsemble, Uncertain
 from phalanx.ensemble.members import open_member
 from phalanx.errors import CheckpointError
+from phalanx.families.materials.ensemble.loaded import LoadedEnsemble, Uncertain
 
 ase = pytest.importorskip("ase")
 from ase.filters import FrechetCellFilter  # noqa: E402
@@ -21,7 +21,7 @@ from ase.md.verlet import VelocityVerlet  # noqa: E402
 from ase.optimize import BFGS  # noqa: E402
 from ase.units import fs, kB  # noqa: E402
 
-from phalanx.evaluate.calculator import PhalanxCalculator  # noqa: E402
+from phalanx.families.materials.evaluation.calculator import PhalanxCalculator  # noqa: E402
 
 
 @pytest.fixture(scope="module")

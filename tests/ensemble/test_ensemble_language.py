@@ -10,13 +10,13 @@ import torch.nn.functional as F
 
 from phalanx.cli.ensemble_words import print_ensemble
 from phalanx.config.load import load_run
-from phalanx.data.language.open import open_source
 from phalanx.ensemble.document import read_ensemble
-from phalanx.ensemble.language import build_language
 from phalanx.ensemble.members import open_member
 from phalanx.errors import ConfigError
-from phalanx.evaluate.load import load_for_inference
-from phalanx.evaluate.score import score
+from phalanx.families.language.data.open import open_source
+from phalanx.families.language.ensemble import build_language
+from phalanx.families.language.evaluation.load import load_for_inference
+from phalanx.families.language.evaluation.score import score
 from phalanx.report.ensemble_page import render_ensemble
 from phalanx.train.start import train
 from token_data import write_run_file, write_token_folder

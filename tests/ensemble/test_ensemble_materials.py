@@ -13,22 +13,22 @@ import yaml
 
 from ensemble_members import train_members
 from phalanx.cli.ensemble_words import print_ensemble
-from phalanx.cluster.local_ranks import run_ranks
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
-from phalanx.data.graphs.prepare import prepare_graphs
-from phalanx.data.graphs.shards import open_prepared
-from phalanx.data.graphs.stream import GraphBatchStream, graph_order
 from phalanx.ensemble.build import Wanted, build_ensemble
 from phalanx.ensemble.document import ENSEMBLE, read_ensemble
-from phalanx.ensemble.loaded import LoadedEnsemble
-from phalanx.ensemble.materials import member_residuals, untrained_elements
 from phalanx.ensemble.members import Member, open_member, require_alike
 from phalanx.ensemble.residuals import Residuals
 from phalanx.ensemble.share import Share
 from phalanx.errors import CheckpointError, ConfigError, DataError
-from phalanx.evaluate.materials import split_errors
-from phalanx.train.materials import columns_of
+from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.families.materials.data.shards import open_prepared
+from phalanx.families.materials.data.stream import GraphBatchStream, graph_order
+from phalanx.families.materials.ensemble.loaded import LoadedEnsemble
+from phalanx.families.materials.ensemble.residuals import member_residuals, untrained_elements
+from phalanx.families.materials.evaluation.network import split_errors
+from phalanx.families.materials.inputs import columns_of
+from phalanx.launch.ranks import run_ranks
 from phalanx.train.start import train
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from atom_graphs import batch_of, random_structure
-from phalanx.ensemble.stacked import NetworkStack, stackable
-from phalanx.models.materials.network import MaterialsNetwork
+from phalanx.families.materials.ensemble.stacked import NetworkStack, stackable
+from phalanx.families.materials.model.network import MaterialsNetwork
 from small_networks import BODIES, filled_network, small_model
 
 

@@ -42,7 +42,7 @@ training.train_side_by_side([training.Recipe("m", Path("run.yaml"), (), Path(sys
 """
 MEMBER = """#!{executable}
 import os, signal, time
-from phalanx.cluster.parent import die_with_parent
+from phalanx.launch.parent import die_with_parent
 die_with_parent(signal.SIGTERM)
 print(os.getpid(), flush=True)
 time.sleep(60)

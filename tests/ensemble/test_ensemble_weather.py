@@ -10,13 +10,13 @@ import torch
 
 from phalanx.cli.ensemble_words import print_ensemble
 from phalanx.config.load import load_run
-from phalanx.ensemble import weather
 from phalanx.ensemble.document import read_ensemble
 from phalanx.ensemble.members import open_member
 from phalanx.ensemble.share import Share
-from phalanx.ensemble.weather import build_forecasts
 from phalanx.errors import ConfigError
-from phalanx.evaluate.forecast import forecast_split, load_forecaster
+from phalanx.families.weather import ensemble as weather
+from phalanx.families.weather.ensemble import build_forecasts
+from phalanx.families.weather.evaluation.forecast import forecast_split, load_forecaster
 from phalanx.report.ensemble_page import render_ensemble
 from phalanx.train.start import train
 from weather_runs import write_weather_run

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from device_runs import CPU, accelerator, relative_error
 from phalanx.config.model import LanguageModel
-from phalanx.models.language.attention import Attention, KeyValueCache, attention_context
+from phalanx.nn.attention import Attention, KeyValueCache, attention_context
 
 pytestmark = pytest.mark.gpu
 

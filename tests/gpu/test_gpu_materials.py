@@ -19,10 +19,10 @@ from phalanx.cli.main import run as call
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
 from phalanx.config.materials import Branch, EnergyHead
-from phalanx.data.graphs.prepare import prepare_graphs
-from phalanx.evaluate.materials import split_errors
-from phalanx.layout.recorded_step import StepRecorder
-from phalanx.models.materials.network import MaterialsNetwork
+from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.families.materials.evaluation.network import split_errors
+from phalanx.families.materials.model.network import MaterialsNetwork
+from phalanx.families.materials.recorded_step import StepRecorder
 from small_networks import BODIES, filled_network, small_model
 
 pytestmark = pytest.mark.gpu
@@ -158,7 +158,7 @@ def test_training_and_errors_are_those_of_the_cpu(run_file: Path, tmp_path: Path
 
 def test_the_calculator_gives_the_forces_of_the_cpu(run_file: Path, tmp_path: Path) -> None:
     ase = pytest.importorskip("ase")
-    from phalanx.evaluate.calculator import PhalanxCalculator  # noqa: PLC0415
+    from phalanx.families.materials.evaluation.calculator import PhalanxCalculator  # noqa: PLC0415
 
     train(run_file, tmp_path / "run")
     grid = np.stack(np.meshgrid(*[np.arange(2)] * 3, indexing="ij"), -1).reshape(-1, 3) * 1.4

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from phalanx.errors import ConfigError
 from phalanx.kernels.flash4 import FLASH4_FORWARD, flash4, flash4_attention
 from phalanx.layout.attention import AttentionChoice, check_attention
-from phalanx.models.language.attention import attend, attention_context
+from phalanx.nn.attention import attend, attention_context
 from small_models import FAMILIES
 
 B, S, H, K, E = 2, 64, 8, 2, 16

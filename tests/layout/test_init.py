@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distributed_ranks import run_ranks
-from phalanx.compat import full_name
 from phalanx.counter_random import normal_values, stream_key
 from phalanx.errors import PhalanxError
+from phalanx.families.language.declare import initial_rules
+from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout import init
 from phalanx.layout.init import fill, initialise_parameters
-from phalanx.models.initial import InitRule, InitRules
-from phalanx.models.language.declare import initial_rules
-from phalanx.models.language.decoder import Decoder
+from phalanx.nn.initial import InitRule, InitRules
+from phalanx.torch_compat.common import full_name
 from small_models import GPT, LLAMA
 
 NORMAL = InitRule.normal(0.02)

@@ -21,16 +21,16 @@ from distributed_ranks import run_ranks
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import parse_run
 from phalanx.errors import ConfigError
+from phalanx.families.materials.model.network import MaterialsNetwork
+from phalanx.families.materials.verification import VERIFICATION
 from phalanx.layout import execute
 from phalanx.layout.apply import Applied, apply_layout
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.mesh import Axis, Groups, build_mesh
 from phalanx.layout.resolve import every_layout, resolve_layout
-from phalanx.models.materials.network import MaterialsNetwork
 from phalanx.train.checkpoint import CheckpointStore, materialise_optimizer_state, placed_tensors, read_tensors
 from phalanx.train.step import TrainStep, build_step
 from phalanx.verify.check import Verdict, Verifier
-from phalanx.verify.materials import VERIFICATION
 from phalanx.verify.reduced import reduced_run
 
 CPU = torch.device("cpu")

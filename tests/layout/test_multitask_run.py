@@ -12,11 +12,11 @@ import yaml
 from materials_runs import SECTIONS, write_molecules
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
-from phalanx.data.graphs.prepare import prepare_graphs
 from phalanx.errors import DataError
+from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.families.registry import family_of
 from phalanx.layout.multitask import branch_sizes
 from phalanx.layout.resolve import resolve_layout
-from phalanx.models.families import family_of
 from phalanx_processes import train
 
 STEPS = 2

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from layout_runs import run_with
+from phalanx.families.language.declare import relative_block_costs
 from phalanx.layout import stages
 from phalanx.layout.legality import reasons
 from phalanx.layout.resolve import every_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stages import model_parts, rank_of_stage, split_layers, stages_of_rank
-from phalanx.models.language.declare import relative_block_costs
 
 COSTS = st.sampled_from([0.0, 0.1, 0.3, 0.7, 1.0, 1.3, 2.0, 2.6, 3.9])
 SIZES = st.integers(1, 9).flatmap(lambda layers: st.tuples(st.just(layers), st.integers(1, layers)))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx import compat
 from phalanx.config.model import LanguageModel
 from phalanx.layout.recompute import Recompute, recompute_block
+from phalanx.torch_compat import common as compat
 from small_models import FAMILIES, random_decoder, random_tokens
 
 

@@ -17,7 +17,7 @@ from phalanx.layout.attention_parts import Part, attend_part, join, part_gradien
 from phalanx.layout.mesh import build_mesh
 from phalanx.layout.ring import ring_attention, ring_positions
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.models.language.attention import dense_bias
+from phalanx.nn.attention import dense_bias
 
 BOUND = {"rtol": 1e-12, "atol": 1e-12}
 SAMPLES, HEADS, LENGTH, WIDTH = 2, 6, 16, 8

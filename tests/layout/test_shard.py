@@ -10,12 +10,12 @@ from torch import Tensor
 
 from distributed_ranks import run_ranks
 from layout_runs import run_with
-from phalanx import compat_fsdp
 from phalanx.kernels.parts_sum import added_up
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
+from phalanx.torch_compat import fsdp as compat_fsdp
 from whole_model import CPU, backward, parts_of
 
 WAYS = ("PyTorch's", "small", "large")

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from distributed_ranks import run_ranks
 from phalanx.config.model import LanguageModel
+from phalanx.families.language.declare import tensor_splits
+from phalanx.families.language.model.decoder import Decoder
+from phalanx.families.language.model.loss import IGNORED, chunk_loss
 from phalanx.layout.collectives import exchange, gather, gather_values, scatter_sum
 from phalanx.layout.mesh import Axis, build_mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.tensor import ColumnLinear, RowLinear, split_tensors, vocabulary_chunk_loss
-from phalanx.models.language.declare import tensor_splits
-from phalanx.models.language.decoder import Decoder
-from phalanx.models.language.loss import IGNORED, chunk_loss
 from small_models import FAMILIES
 
 BOUND = {"rtol": 1e-12, "atol": 1e-12}

@@ -19,9 +19,9 @@ from torch.distributed.tensor import Shard, empty
 
 from distributed_ranks import run_ranks
 from layout_runs import Fields, refusal, run_with
-from phalanx import compat
 from phalanx.layout.mesh import Groups
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.torch_compat import common as compat
 from phalanx.train.optimizer import global_gradient_norm
 from whole_model import GPT, Box, backward, gradients_of, joined, laid_out, values_of, whole_run
 

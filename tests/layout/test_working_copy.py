@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from phalanx.config.model import LanguageModel
+from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.working_copy import WorkingCopy
-from phalanx.models.language.decoder import Decoder
 
 SHAPE = LanguageModel(n_layers=2, d_model=32, n_heads=4, d_ff=64, vocab_size=61, max_positions=16, tied_head=True)
 

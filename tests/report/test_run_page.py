@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from phalanx.config.load import load_run
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.models.language.sizes import parameter_count
+from phalanx.families.language.sizes import parameter_count
 from phalanx.report.page_parts import LONGEST_SAMPLE, MOST_EVENTS, MOST_SAMPLES
 from phalanx.report.run_page import script_json, write_report
 from phalanx.report.template import asset

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ahead_of_time import ASSEMBLY, NARROW, WIDE, assembly_of, needs_triton, run_interpreted, threads
-from phalanx import compat
+from phalanx.torch_compat import common as compat
 from phalanx.train.adamw import AdamW
 
 
@@ -54,7 +54,7 @@ def test_kernel_compiles_to_wide_accesses(target: str, copy: str | None) -> None
 INTERPRETED = """
 import torch
 from torch import nn
-from phalanx import compat
+from phalanx.torch_compat import common as compat
 from phalanx.kernels import adamw_triton, triton_modules
 from phalanx.train import adamw
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.cluster.parent import ONE_WISH_S, STOP_SIGNALS
 from phalanx.errors import Interrupted
+from phalanx.launch.parent import ONE_WISH_S, STOP_SIGNALS
 from phalanx.train.interrupt import StopRequest
 
 

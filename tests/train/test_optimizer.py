@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from phalanx.config.schema import Optimizer
-from phalanx.models.language.declare import parameter_kind
+from phalanx.families.language.declare import parameter_kind
 from phalanx.train.optimizer import build_optimizer, clipped_update, gradient_norm, set_learning_rate
 
 

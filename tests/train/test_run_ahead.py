@@ -21,9 +21,9 @@ from torch import Tensor
 import phalanx_processes
 from materials_runs import write_materials_run
 from phalanx.cli.main import main
-from phalanx.cluster.device import HostCopy
 from phalanx.config.load import load_run
-from phalanx.data.graphs.prepare import prepare_graphs
+from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.hardware.device import HostCopy
 from phalanx.train import trainer
 from phalanx.train.checkpoint import CheckpointStore, read_tensors
 from phalanx.train.run_ahead import SHORT_S, RunAhead

@@ -12,9 +12,9 @@ import pytest
 from pydantic import ValidationError
 
 from phalanx.config.load import load_run
-from phalanx.data.graphs.cost import SUMS
 from phalanx.errors import PhalanxError
-from phalanx.train.balancing import BalancerState
+from phalanx.families.materials.balancing import BalancerState
+from phalanx.families.materials.data.cost import SUMS
 from phalanx.train.checkpoint import Checkpoint, CheckpointDamaged, CheckpointStore, read_state, read_tensors, rng_state
 from phalanx.train.start import train
 from phalanx.train.state import check_state

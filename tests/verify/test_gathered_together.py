@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from layout_cases import run_of
-
 from distributed_ranks import run_ranks
+from layout_cases import run_of
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import resolve_layout
 from phalanx.verify.check import Verdict, Verifier

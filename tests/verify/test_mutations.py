@@ -9,12 +9,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from layout_cases import run_of
 from torch import Tensor
 
 from distributed_ranks import run_ranks
+from layout_cases import run_of
 from phalanx.counter_random import DropoutContext
-from phalanx.layout import attention_parts, collectives, context, execute, init, language, ring, shard, tensor
+from phalanx.families.language import layout as language
+from phalanx.layout import attention_parts, collectives, context, execute, init, ring, shard, tensor
 from phalanx.layout.attention_parts import Part
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Groups

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layout_cases import MODELS, cases, pairs, run_of
 
 from distributed_ranks import run_ranks
+from layout_cases import MODELS, cases, pairs, run_of
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import every_layout
 from phalanx.verify.check import Verdict, Verifier

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import weather_cases
 
+import weather_cases
 from distributed_ranks import run_ranks
 from layout_runs import Fields, refusal, run_with
 from phalanx.layout.mesh import Groups

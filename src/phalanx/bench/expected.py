@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from phalanx.cluster.machine import Machine
 from phalanx.config.schema import Run
-from phalanx.cost.candidates import Candidates
-from phalanx.cost.profile import NamedProfile
+from phalanx.hardware.machine import Machine
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.plan.cost_models import CostModels
-from phalanx.plan.facts import interval
+from phalanx.planner.layouts.candidates import Candidates
+from phalanx.planner.rank.cost_models import CostModels
+from phalanx.planner.rank.summary import interval
+from phalanx.planner.time.profile import NamedProfile
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from phalanx.config.schema import Run
 from phalanx.errors import PhalanxError
 from phalanx.files import write_atomically
 from phalanx.report.run_log import FloatArray, RunLog
-from phalanx.trials.causes import failure, log_tail, rank_reports
-from phalanx.trials.launchers import Launcher
-from phalanx.trials.process import run_limited
-from phalanx.trials.rank import RUN_FILE, TRAINED
-from phalanx.trials.trial import FAILURES, Trial
+from phalanx.study.trials.causes import failure, log_tail, rank_reports
+from phalanx.study.trials.launchers import Launcher
+from phalanx.study.trials.process import run_limited
+from phalanx.study.trials.rank import RUN_FILE, TRAINED
+from phalanx.study.trials.trial import FAILURES, Trial
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,19 @@ from pathlib import Path
 from phalanx.bench.expected import Expected, expected
 from phalanx.bench.measure import Measured, measure
 from phalanx.cli.console import output, print_json
-from phalanx.cluster.device import device_facts
-from phalanx.cluster.machine import Machine, load_machine
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
-from phalanx.cost.family import is_planned
-from phalanx.cost.microbatch import memory_fits
-from phalanx.cost.profile import choose_profile
 from phalanx.errors import ConfigError
+from phalanx.hardware.device import device_facts
+from phalanx.hardware.machine import Machine, load_machine
 from phalanx.layout.mesh import ranks_from_environment
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.trials.launchers import Launcher, LocalLauncher, whole_nodes
-from phalanx.trials.short_run import short_run
+from phalanx.planner.layouts.microbatch import memory_fits
+from phalanx.planner.time.profile import choose_profile
+from phalanx.planner.trace.family import is_planned
+from phalanx.study.trials.launchers import Launcher, LocalLauncher, whole_nodes
+from phalanx.study.trials.short_run import short_run
 
 _GIB = 2**30
 

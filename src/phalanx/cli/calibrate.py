@@ -12,19 +12,26 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from phalanx.calibrate.effort import effort_for
-from phalanx.calibrate.fit import Found, profile_of
-from phalanx.calibrate.measure import Measurements, measure, of_all_ranks
-from phalanx.calibrate.where import machine_here
 from phalanx.cli.console import output, print_json
 from phalanx.cli.ranks import start_again
-from phalanx.cluster.device import choose_device, device_name
-from phalanx.cluster.machine import Machine
-from phalanx.cost.calibration import Calibration, calibrate_from_runs
-from phalanx.cost.profile import CONSTANTS, NamedProfile, load_profile, measured_name, profile_text, save_profile
-from phalanx.cost.published import read_runs
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.hardware.calibrate.effort import effort_for
+from phalanx.hardware.calibrate.fit import Found, profile_of
+from phalanx.hardware.calibrate.measure import Measurements, measure, of_all_ranks
+from phalanx.hardware.calibrate.where import machine_here
+from phalanx.hardware.device import choose_device, device_name
+from phalanx.hardware.machine import Machine
 from phalanx.layout.mesh import Ranks, join_process_group, ranks_from_environment
+from phalanx.planner.published.runs import read_runs
+from phalanx.planner.time.calibration import Calibration, calibrate_from_runs
+from phalanx.planner.time.profile import (
+    CONSTANTS,
+    NamedProfile,
+    load_profile,
+    measured_name,
+    profile_text,
+    save_profile,
+)
 
 SECONDS = 200.0
 

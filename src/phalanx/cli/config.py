@@ -24,8 +24,8 @@ from phalanx.config.model import LanguageModel, Model
 from phalanx.config.presets import Preset, load_preset, preset_names
 from phalanx.config.schema import LanguageRun, Run
 from phalanx.errors import ConfigError
-from phalanx.models.language.sizes import model_flops_per_token
-from phalanx.models.sizes import check_parameter_count, sizes_of
+from phalanx.families.language.sizes import model_flops_per_token
+from phalanx.families.sizes import check_parameter_count, sizes_of
 
 config_app = typer.Typer(
     help="Show, check and explain run files; list the presets.",
@@ -184,7 +184,7 @@ def run_facts(run: Run) -> dict[str, Any]:
 
 def _units_from_data(run: MaterialsRun) -> dict[str, Any]:
     """Return what the run file leaves to the training data, in words: the values, where the data are prepared."""
-    fitting = import_module("phalanx.data.graphs.fitting")
+    fitting = import_module("phalanx.families.materials.data.fitting")
     unstated = fitting.unstated_units(run.model)
     if not unstated:
         return {}

@@ -12,11 +12,11 @@ from phalanx.cli.console import output, print_error, print_json, print_pairs, sh
 from phalanx.cli.data_sample import sample_app
 from phalanx.cli.data_science import prepare_fields_of, prepare_graphs_of
 from phalanx.cli.progress import progress
-from phalanx.data.language.documents import MAX_DOCUMENT_BYTES
-from phalanx.data.language.manifest import MANIFEST, PassedOver, read_manifest
-from phalanx.data.language.open import open_source
-from phalanx.data.language.prepare import Options, prepare
-from phalanx.data.language.sources import TokenSource
+from phalanx.families.language.data.documents import MAX_DOCUMENT_BYTES
+from phalanx.families.language.data.manifest import MANIFEST, PassedOver, read_manifest
+from phalanx.families.language.data.open import open_source
+from phalanx.families.language.data.prepare import Options, prepare
+from phalanx.families.language.data.sources import TokenSource
 
 data_app = typer.Typer(
     help="Prepare text, structures and fields; look at them, verify them; make small data to begin with.",

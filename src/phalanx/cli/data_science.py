@@ -20,7 +20,7 @@ from phalanx.config.load import load_run
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from phalanx.data.graphs.manifest import Manifest, Statistics
+    from phalanx.families.materials.data.manifest import Manifest, Statistics
 
 
 def prepare_graphs_of(
@@ -39,14 +39,14 @@ def prepare_graphs_of(
         raise ConfigError(
             f"{run} has model.family={loaded.model.family}; prepare-graphs takes runs of family materials"
         )
-    prepare = import_module("phalanx.data.graphs.prepare").prepare_graphs
+    prepare = import_module("phalanx.families.materials.data.prepare").prepare_graphs
     try:
         with progress() as report:
             manifests: dict[str, Manifest] = prepare(loaded.data, workers=workers, progress=report)
     except KeyboardInterrupt:
         print_error("stopped; what is done is kept: the same command goes on from there")
         raise
-    fitting = import_module("phalanx.data.graphs.fitting").fitting_units(loaded, manifests)
+    fitting = import_module("phalanx.families.materials.data.fitting").fitting_units(loaded, manifests)
     if json_output:
         described = {name: manifest.model_dump(mode="json", include=_SHOWN) for name, manifest in manifests.items()}
         print_json({"prepared": loaded.data.prepared, "sources": described, "model": fitting})
@@ -89,7 +89,7 @@ def prepare_fields_of(
     if not isinstance(loaded, WeatherRun):
         raise ConfigError(f"{run} has model.family={loaded.model.family}; prepare-fields takes runs of family weather")
     data = loaded.data
-    prepare = import_module("phalanx.data.fields.prepare").prepare_fields
+    prepare = import_module("phalanx.families.weather.data.prepare").prepare_fields
     written: list[str] = []
     for number, source in enumerate(data.sources):
         folder = out if len(data.sources) == 1 else out / str(number)

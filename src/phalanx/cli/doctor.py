@@ -11,11 +11,11 @@ from rich.text import Text
 
 from phalanx.cli.console import output, print_json
 from phalanx.cli.ranks import start_again
-from phalanx.cluster.device import choose_device
-from phalanx.cluster.machine import load_machine
-from phalanx.doctor.examine import Examination, examine
-from phalanx.doctor.finding import Finding, rank_words
 from phalanx.errors import CheckFailed
+from phalanx.hardware.device import choose_device
+from phalanx.hardware.doctor.examine import Examination, examine
+from phalanx.hardware.doctor.finding import Finding, rank_words
+from phalanx.hardware.machine import load_machine
 from phalanx.layout.mesh import leave_process_group, ranks_from_environment
 
 

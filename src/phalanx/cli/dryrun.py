@@ -12,15 +12,15 @@ import torch
 from phalanx.cli.console import output, print_json
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
-from phalanx.cost.dryrun import dry_run
-from phalanx.cost.dryrun_report import RankReport
-from phalanx.cost.memory_trace import CATEGORIES, Moment
 from phalanx.errors import ConfigError
+from phalanx.families.sizes import sizes_of
 from phalanx.layout.apply import Applied, compiles
 from phalanx.layout.attention import check_attention
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.models.sizes import sizes_of
+from phalanx.planner.dryrun.report import RankReport
+from phalanx.planner.dryrun.run import dry_run
+from phalanx.planner.trace.memory_trace import CATEGORIES, Moment
 from phalanx.train.checkpoint import materialise_optimizer_state
 from phalanx.train.step import TrainStep, build_step
 

@@ -16,24 +16,24 @@ import typer
 from phalanx.cli.console import output, print_json, require_folder, write_file
 from phalanx.cli.ensemble_words import print_ensemble
 from phalanx.cli.inference import progress_bar
-from phalanx.cluster.cores import available_cores
-from phalanx.cluster.device import choose_device
-from phalanx.cluster.local_launch import launch_ranks
 from phalanx.config.families import MaterialsRun, WeatherRun
 from phalanx.config.load import load_run
 from phalanx.config.schema import LanguageRun
 from phalanx.ensemble.build import Built, Wanted, build_ensemble
 from phalanx.ensemble.document import ENSEMBLE
-from phalanx.ensemble.language import LanguageEnsemble, build_language
 from phalanx.ensemble.members import Member, open_member
 from phalanx.ensemble.share import Share
 from phalanx.ensemble.training import Recipe, train_side_by_side
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.families.language.ensemble import LanguageEnsemble, build_language
+from phalanx.hardware.cores import available_cores
+from phalanx.hardware.device import choose_device
+from phalanx.launch.local import launch_ranks
 from phalanx.layout.mesh import Ranks, join_process_group, leave_process_group, ranks_from_environment
 from phalanx.report.ensemble_page import render_ensemble
 
 if TYPE_CHECKING:
-    from phalanx.ensemble.weather import ForecastEnsemble
+    from phalanx.families.weather.ensemble import ForecastEnsemble
 
 REPORT = "report.html"
 MEMBERS = "members"
@@ -153,7 +153,7 @@ def find_candidates(paths: Sequence[Path], wanted: Wanted, *, train: bool) -> tu
 def study_candidates(folder: Path) -> list[Candidate]:
     """The trials of a study that have a score, the best first."""
     try:
-        from phalanx.tune.study import finished_trials  # noqa: PLC0415
+        from phalanx.study.hyperparameters.study import finished_trials  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise PhalanxError(f'a study needs the package {error.name}: pip install "phalanx-train[search]"') from error
     return [Candidate(trial.run_dir, trial.score, f"trial-{trial.number:04d}") for trial in finished_trials(folder)]
@@ -187,7 +187,7 @@ def _build(
             return build_ensemble(members, wanted, device, share, progress)
         if isinstance(members[0].run, LanguageRun):
             return build_language(members, device, samples=wanted.samples, share=share, progress=progress)
-        from phalanx.ensemble.weather import build_forecasts  # noqa: PLC0415  (needs the extra [weather])
+        from phalanx.families.weather.ensemble import build_forecasts  # noqa: PLC0415  (needs the extra [weather])
 
         return build_forecasts(members, device, hours=hours, starts=wanted.samples, share=share, progress=progress)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.cli.console import output
-from phalanx.data.graphs.trained_elements import untrained_in_words
+from phalanx.families.materials.data.trained_elements import untrained_in_words
 from phalanx.report.text import number, percent
 
 Row = dict[str, Any]

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.cli.console import output, print_json, print_pairs
-from phalanx.cluster.device import choose_device
-from phalanx.data.graphs.trained_elements import untrained_in_words
-from phalanx.evaluate.materials import split_errors
+from phalanx.families.materials.data.trained_elements import untrained_in_words
+from phalanx.families.materials.evaluation.network import split_errors
+from phalanx.hardware.device import choose_device
 
 
 def errors(

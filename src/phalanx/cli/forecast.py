@@ -8,10 +8,10 @@ from typing import Literal
 
 from phalanx.cli.console import output, print_json
 from phalanx.cli.inference import progress_bar
-from phalanx.cluster.device import choose_device
-from phalanx.evaluate.forecast import Forecasts, LoadedForecaster, forecast_split, load_forecaster
-from phalanx.evaluate.forecast_table import skill_in_words
+from phalanx.families.weather.evaluation.forecast import Forecasts, LoadedForecaster, forecast_split, load_forecaster
+from phalanx.families.weather.evaluation.table import skill_in_words
 from phalanx.files import write_atomically
+from phalanx.hardware.device import choose_device
 from phalanx.report.forecast_page import render_forecasts
 from phalanx.report.text import number
 

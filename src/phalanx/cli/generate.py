@@ -8,9 +8,9 @@ from pathlib import Path
 from phalanx.cli.console import for_terminal, print_json
 from phalanx.cli.inference import load
 from phalanx.errors import ConfigError
-from phalanx.evaluate.generate import Generation, generate_text
-from phalanx.evaluate.load import LoadedModel
-from phalanx.models.language.sampling import Sampling
+from phalanx.families.language.evaluation.generate import Generation, generate_text
+from phalanx.families.language.evaluation.load import LoadedModel
+from phalanx.families.language.model.sampling import Sampling
 
 _MOST_BYTES = 2**24
 """Of a prompt; no model has room for so many."""

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from phalanx.cluster.device import choose_device
 from phalanx.errors import ConfigError
-from phalanx.evaluate.load import LoadedModel, load_for_inference
+from phalanx.families.language.evaluation.load import LoadedModel, load_for_inference
+from phalanx.hardware.device import choose_device
 from phalanx.layout.precision import PRECISIONS
 from phalanx.printable_console import plain_console
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli.console import output, print_json, write_file
-from phalanx.cluster.launch import Job, complete_job, format_walltime, launch_script, parse_walltime
-from phalanx.cluster.machine import described_names, load_machine
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
+from phalanx.hardware.machine import described_names, load_machine
+from phalanx.launch.scripts import Job, complete_job, format_walltime, launch_script, parse_walltime
 from phalanx.layout.resolve import resolve_layout
 
 

@@ -25,10 +25,10 @@ from typer.core import TyperCommand, TyperGroup
 from phalanx import __version__
 from phalanx.cli.arguments import examples
 from phalanx.cli.console import print_error, print_note
-from phalanx.cluster.cores import passive_waits
-from phalanx.cluster.parent import die_with_parent
 from phalanx.config.fields import nearest_names
 from phalanx.errors import Interrupted, PhalanxError
+from phalanx.hardware.cores import passive_waits
+from phalanx.launch.parent import die_with_parent
 
 
 @dataclass(frozen=True)

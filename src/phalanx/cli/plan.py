@@ -13,20 +13,20 @@ from pathlib import Path
 from phalanx.cli.console import output, print_json, write_file
 from phalanx.cli.plan_check import check_facts, print_check
 from phalanx.cli.plan_words import command_lines, plan_lines
-from phalanx.cluster.machine import load_machine, machine_names
 from phalanx.config.load import load_run
 from phalanx.config.override import parse_overrides
-from phalanx.cost.enumerate import CHOSEN
-from phalanx.cost.family import require_planned
-from phalanx.cost.profile import choose_profile
 from phalanx.errors import ConfigError
-from phalanx.plan.cost_models import CostModels
-from phalanx.plan.facts import plan_facts
-from phalanx.plan.judge import Planner, Task, fixed_fields
-from phalanx.plan.plan import Plan, Wishes, fit_plan, make_plan
-from phalanx.plan.reliability import Reliability
-from phalanx.plan.scaling import parse_scale
-from phalanx.plan.write import planned_text, planned_words
+from phalanx.hardware.machine import load_machine, machine_names
+from phalanx.planner.explain.reliability import Reliability
+from phalanx.planner.explain.scaling import parse_scale
+from phalanx.planner.layouts.enumerate import CHOSEN
+from phalanx.planner.rank.cost_models import CostModels
+from phalanx.planner.rank.judge import Planner, Task, fixed_fields
+from phalanx.planner.rank.plan import Plan, Wishes, fit_plan, make_plan
+from phalanx.planner.rank.summary import plan_facts
+from phalanx.planner.rank.write import planned_text, planned_words
+from phalanx.planner.time.profile import choose_profile
+from phalanx.planner.trace.family import require_planned
 from phalanx.report.text import duration
 
 _UNITS = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12}

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli.console import output
-from phalanx.cost.check import CheckedGroup, CheckedRun, check, summarise_check
-from phalanx.cost.published import read_runs
+from phalanx.planner.published.check import CheckedGroup, CheckedRun, check, summarise_check
+from phalanx.planner.published.runs import read_runs
 
 _RENAMED = {
     "predicted_tokens_per_s": "predicted_tokens_per_s_per_gpu",

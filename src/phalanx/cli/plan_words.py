@@ -9,9 +9,9 @@ from math import isfinite
 from typing import Any
 
 from phalanx.cli.console import wrapped
-from phalanx.plan.budget import COMPUTING_SHARE, WAITING_SHARE, Budget
-from phalanx.plan.facts import Row, hybrid_words, plan_facts
-from phalanx.plan.plan import Plan
+from phalanx.planner.explain.budget import COMPUTING_SHARE, WAITING_SHARE, Budget
+from phalanx.planner.rank.plan import Plan
+from phalanx.planner.rank.summary import Row, hybrid_words, plan_facts
 from phalanx.report.plan_cells import gather_cell, gathers_differ, schedule_cell, step_cell, zero_cell
 from phalanx.report.text import count, duration, percent, signed_duration
 

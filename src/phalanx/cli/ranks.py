@@ -6,8 +6,8 @@ import sys
 
 import typer
 
-from phalanx.cluster.local_launch import launch_ranks
 from phalanx.errors import ConfigError
+from phalanx.launch.local import launch_ranks
 from phalanx.layout.mesh import Ranks
 
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from phalanx.cli.console import output, print_json, print_warning, write_file
 from phalanx.cli.search_words import progress, search_lines
-from phalanx.cluster.device import choose_device, device_kind, device_name
-from phalanx.cluster.machine import load_machine
 from phalanx.config.families import require_language
 from phalanx.config.load import load_run
 from phalanx.config.search import Search
-from phalanx.cost.profile import choose_profile
 from phalanx.errors import PhalanxError
-from phalanx.plan.cost_models import CostModels
-from phalanx.plan.judge import Planner, Task, fixed_fields
+from phalanx.hardware.device import choose_device, device_kind, device_name
+from phalanx.hardware.machine import load_machine
+from phalanx.planner.rank.cost_models import CostModels
+from phalanx.planner.rank.judge import Planner, Task, fixed_fields
+from phalanx.planner.time.profile import choose_profile
 from phalanx.report.search_page import render_search
 
 
@@ -87,7 +87,7 @@ def _asked(file: Path, cluster: str, devices: int, words: list[str], profile: st
 
 def _run_search(asked: _Asked, where: str, path: Path, **options: Any) -> Any:
     try:
-        from phalanx.search.study import run_search  # noqa: PLC0415
+        from phalanx.study.layouts.study import run_search  # noqa: PLC0415
     except ImportError as error:
         raise PhalanxError(f'phalanx search needs {error.name}: pip install "phalanx-train[search]"') from None
     return run_search(asked.planner, asked.task, asked.search, where, path, tell=progress, **options)

@@ -9,8 +9,8 @@ from phalanx.cli.console import wrapped
 from phalanx.printable import printable
 from phalanx.report.search_page import search_notes, search_title
 from phalanx.report.text import duration, percent
-from phalanx.search.space import Space
-from phalanx.trials.trial import FAILURES, INTERRUPTED, Trial
+from phalanx.study.layouts.space import Space
+from phalanx.study.trials.trial import FAILURES, INTERRUPTED, Trial
 
 _CLIP = 150
 _GIB = 2**30

@@ -7,10 +7,10 @@ from typing import Any
 
 from phalanx.cli.console import output, print_json, write_file
 from phalanx.cli.tune_words import progress, tune_lines
-from phalanx.cluster.machine import load_machine
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.hardware.machine import load_machine
 
 
 def tune(
@@ -60,7 +60,7 @@ def _study(run: Path | None, out: Path | None, show: Path | None) -> Path:
 
 def _run_tuning(run: Run, folder: Path, cluster: str | None, options: dict[str, Any]) -> str:
     try:
-        from phalanx.tune.run import Options, run_tuning  # noqa: PLC0415
+        from phalanx.study.hyperparameters.run import Options, run_tuning  # noqa: PLC0415
     except ImportError as error:
         raise _missing(error) from None
     machine = None if cluster is None else load_machine(cluster)
@@ -69,7 +69,7 @@ def _run_tuning(run: Run, folder: Path, cluster: str | None, options: dict[str, 
 
 def _facts(folder: Path) -> dict[str, Any]:
     try:
-        from phalanx.tune.facts import tune_facts  # noqa: PLC0415
+        from phalanx.study.hyperparameters.summary import tune_facts  # noqa: PLC0415
     except ImportError as error:
         raise _missing(error) from None
     return tune_facts(folder)
@@ -82,7 +82,7 @@ def _missing(error: ImportError) -> PhalanxError:
 def _write_files(folder: Path, facts: dict[str, Any], write: Path | None, html: Path | None) -> dict[str, str]:
     written = {}
     if write is not None:
-        from phalanx.tune.best import best_run_text  # noqa: PLC0415
+        from phalanx.study.hyperparameters.best import best_run_text  # noqa: PLC0415
 
         write_file(write, best_run_text(folder, facts))
         written["run"] = str(write)

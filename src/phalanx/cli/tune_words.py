@@ -8,7 +8,7 @@ from typing import Any
 from phalanx.cli.console import wrapped
 from phalanx.printable import printable
 from phalanx.report.text import duration, number, percent
-from phalanx.trials.trial import FAILURES, INTERRUPTED, Trial
+from phalanx.study.trials.trial import FAILURES, INTERRUPTED, Trial
 
 _CLIP = 150
 _GIB = 2**30

@@ -10,16 +10,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from phalanx.data.graphs.manifest import Split
 from phalanx.ensemble.calibrate import Fitted, Kind, calibrate, conformal_part
 from phalanx.ensemble.document import EnsembleFile, LabelEntry, entries
-from phalanx.ensemble.materials import member_residuals, untrained_elements
 from phalanx.ensemble.members import Member, require_alike
 from phalanx.ensemble.residuals import FloatArray, Residuals
 from phalanx.ensemble.scores import CURVE, LEVELS, Errors, Scores, errors_of, score
 from phalanx.ensemble.select import Chosen, best_by_score, choose, fit_weights, relative_products
 from phalanx.ensemble.share import ALONE, Share
 from phalanx.errors import ConfigError, DataError
+from phalanx.families.materials.data.manifest import Split
+from phalanx.families.materials.ensemble.residuals import member_residuals, untrained_elements
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from phalanx.config.families import MaterialsRun
 from phalanx.config.graph_data import GraphData
 from phalanx.config.load import parse_run
 from phalanx.config.schema import Run
-from phalanx.data.graphs.manifest import read_manifest
 from phalanx.errors import CheckpointError, ConfigError, DataError
-from phalanx.models.materials.errors import quantities
+from phalanx.families.materials.data.manifest import read_manifest
+from phalanx.families.materials.errors import quantities
 from phalanx.train.checkpoint import CheckpointStore, read_state
 
 

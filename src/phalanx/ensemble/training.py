@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from phalanx.cluster.parent import PARENT
 from phalanx.errors import PhalanxError
+from phalanx.launch.parent import PARENT
 
 LOG = "train.log"
 _POLL_S = 0.1

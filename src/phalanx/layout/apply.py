@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx import compat
 from phalanx.config.schema import Run
+from phalanx.families.registry import family_of
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.family import Building, family_layout
-from phalanx.layout.hybrid_stop import Stream
-from phalanx.layout.hybrid_stop_copies import CopyRing
-from phalanx.layout.hybrid_stop_transport import Ring
+from phalanx.layout.hybrid_stop.copies import CopyRing
+from phalanx.layout.hybrid_stop.ring_transport import Ring
+from phalanx.layout.hybrid_stop.streamed_weights import Stream
 from phalanx.layout.init import initialise_parameters
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.multitask import branch_groups
-from phalanx.layout.peer_copies import PeerCopies
+from phalanx.layout.peer.copies import PeerCopies
 from phalanx.layout.pipeline import Pipeline
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
@@ -41,9 +41,9 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage, named_parameters, whole_name
 from phalanx.layout.stages import model_parts
 from phalanx.layout.working_copy import WorkingCopy
-from phalanx.models.families import family_of
-from phalanx.models.language.layers import separate_gradients
-from phalanx.models.splits import ModelPart
+from phalanx.nn.layers import separate_gradients
+from phalanx.nn.splits import ModelPart
+from phalanx.torch_compat import common as compat
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from typing import cast, get_args
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from phalanx import compat
-from phalanx.cluster.device import device_name, synchronize
 from phalanx.config.model import LanguageModel
 from phalanx.errors import ConfigError
+from phalanx.families.weather.model.block import attend as attend_whole
 from phalanx.files import user_cache, write_atomically
+from phalanx.hardware.device import device_name, synchronize
 from phalanx.kernels.flash4 import why_not_flash4
-from phalanx.models.language.attention import AttentionCore, AttentionKernel, attend, attention_context
-from phalanx.models.weather.block import attend as attend_whole
+from phalanx.nn.attention import AttentionCore, AttentionKernel, attend, attention_context
+from phalanx.torch_compat import common as compat
 
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx import compat
+from phalanx.torch_compat import common as compat
 
 
 class Part(NamedTuple):

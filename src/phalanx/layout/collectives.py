@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx import compat
 from phalanx.layout.mesh import Axis
+from phalanx.torch_compat import common as compat
 
 
 def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from phalanx.config.model import LanguageModel
+from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.collectives import exchange
 from phalanx.layout.mesh import Axis
 from phalanx.layout.ring import ring_attention
 from phalanx.layout.share import SequenceShare
-from phalanx.models.language.attention import (
+from phalanx.nn.attention import (
     Attention,
     AttentionContext,
     AttentionCore,
@@ -26,8 +27,7 @@ from phalanx.models.language.attention import (
     attend,
     attention_context,
 )
-from phalanx.models.language.decoder import Decoder
-from phalanx.models.language.positions import alibi_slopes, rope_tables
+from phalanx.nn.positions import alibi_slopes, rope_tables
 
 
 class RingContext(NamedTuple):

@@ -1,7 +1,7 @@
 """How layouts reach into a model family: building its parts split over ranks, and running one as a stage.
 
 A family's module `layout.<family>` holds one object that does both. What a family declares about itself as data is in
-`models.family`.
+`families.family`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import nn
 from phalanx.config.schema import Run
 from phalanx.data.batch import Batch
 from phalanx.layout.attention import AttentionChoice
-from phalanx.layout.hybrid_stop import Stream
+from phalanx.layout.hybrid_stop.streamed_weights import Stream
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
-from phalanx.models.splits import ModelPart
+from phalanx.nn.splits import ModelPart
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Building:
     branches: range | None = None
     """Branches whose heads this rank holds (`layout.multitask`); None for all."""
     stream: Stream | None = None
-    """Streams the matrices of blocks, where the layout asks for it; see `layout.hybrid_stop.stream_matrices`."""
+    """Streams the matrices of blocks, where the layout asks for it; see
+    `layout.hybrid_stop.streamed_weights.stream_matrices`."""
     gathered: bool = False
     """Whether parameters are shared out and gathered when they are used."""
 
@@ -65,5 +66,5 @@ class FamilyLayout(Protocol):
 
 def family_layout(run: Run) -> FamilyLayout:
     """The family of `run` under parallelism, imported only now."""
-    family: FamilyLayout = import_module(f"phalanx.layout.{run.model.family}").LAYOUT
+    family: FamilyLayout = import_module(f"phalanx.families.{run.model.family}.layout").LAYOUT
     return family

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from phalanx.config.schema import Run
+from phalanx.families.registry import family_of
 from phalanx.layout import multitask
 from phalanx.layout.spec import DEGREES, SINGLE_STAGE, ResolvedLayout
-from phalanx.models.families import family_of
 
 Fix = dict[str, int | str | bool]
 """Fields of the run file, as `section.field`, with other values."""

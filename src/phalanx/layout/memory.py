@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.config.schema import Run
+from phalanx.families.registry import family_of
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.models.families import family_of
 
 
 @dataclass(frozen=True)

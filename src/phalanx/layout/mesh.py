@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.compat_groups import new_group
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.layout.multitask import branch_groups
 from phalanx.layout.spec import SINGLE_STAGE, ResolvedLayout
+from phalanx.torch_compat.groups import new_group
 
 _ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes from outermost to innermost."""

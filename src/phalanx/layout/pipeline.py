@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
-from phalanx.compat_pipeline import LeanStage, gather_stages_once
 from phalanx.layout.mesh import Axis
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.layout.stages import TORCH_SCHEDULES, rank_of_stage
+from phalanx.torch_compat.pipeline import LeanStage, gather_stages_once
 
 
 class Pipeline:

@@ -37,7 +37,7 @@ class Place(NamedTuple):
 def place_of(tensor: Tensor, split: TensorSplit | None = None) -> Place:
     """This rank's part of a parameter, or of a tensor like it: its data-parallel shard of its tensor-parallel part."""
     # What only reads of splits, as plans do, need not load sharded tensors.
-    from phalanx.compat_sharded import local_part  # noqa: PLC0415
+    from phalanx.torch_compat.sharded import local_part  # noqa: PLC0415
 
     shape = list(tensor.shape)
     local, begins = local_part(tensor)

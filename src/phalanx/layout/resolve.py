@@ -10,16 +10,16 @@ from dataclasses import replace
 from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Layout, Run
 from phalanx.errors import ConfigError
+from phalanx.families.registry import family_of
+from phalanx.families.sizes import check_parameter_count
 from phalanx.layout.legality import Fix, Reason, divides_batch, reasons, suits_schedule
 from phalanx.layout.multitask import branch_sizes
 from phalanx.layout.spec import DEGREES, SINGLE_STAGE, ZERO_BUBBLE, ResolvedLayout
-from phalanx.models.families import family_of
-from phalanx.models.sizes import check_parameter_count
 
 Degrees = dict[str, int]
 
 MemoryFits = Callable[[ResolvedLayout], bool]
-"""Whether the devices have room for a layout with its micro-batch; `cost.microbatch` makes one."""
+"""Whether the devices have room for a layout with its micro-batch; `planner.layouts.microbatch` makes one."""
 
 MOST_SAMPLES = 64
 """Samples of a micro-batch that `auto` takes at most: a larger one is hardly faster and holds more."""

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx import compat
 from phalanx.layout.attention_parts import Part, attend_part, join, part_gradients
-from phalanx.models.language.attention import dense_bias
+from phalanx.nn.attention import dense_bias
+from phalanx.torch_compat import common as compat
 
 
 def ring_positions(rank: int, size: int, length: int, device: torch.device) -> Tensor:

@@ -29,11 +29,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from phalanx import compat_fsdp
 from phalanx.kernels.parts_sum import added_up
-from phalanx.layout.hybrid_stop import streamed_parameters
-from phalanx.layout.peer_copies import PeerCopies
+from phalanx.layout.hybrid_stop.streamed_weights import streamed_parameters
+from phalanx.layout.peer.copies import PeerCopies
 from phalanx.layout.stage import Stage
+from phalanx.torch_compat import fsdp as compat_fsdp
 
 
 def shard_stage(
@@ -49,8 +49,8 @@ def shard_stage(
     """Shard blocks, the embedding, the head and then what is left of `stage`, in place, over [replicas, shards]; or all of
     it as one unit where the stage asks for that.
 
-    Streamed matrices (`layout.hybrid_stop`) are shared out already, and heads of branches (`layout.multitask`) have places
-    of their own: both stay as they are.
+    Streamed matrices (`layout.hybrid_stop.streamed_weights`) are shared out already, and heads of branches
+    (`layout.multitask`) have places of their own: both stay as they are.
 
     dtype: format in which parameters are gathered and used; gradients are reduced in at least float32. copies: exchanges
     among the shards, where collectives do not do them. gather_blocks: neighbouring blocks that make one unit. gathers_ahead:

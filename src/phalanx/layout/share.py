@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.layout.mesh import Axis
 from phalanx.layout.ring import ring_positions
-from phalanx.models.language.positions import Positions
+from phalanx.nn.positions import Positions
 
 
 @dataclass(frozen=True)

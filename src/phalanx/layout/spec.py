@@ -40,7 +40,8 @@ class ResolvedLayout:
     reshard_after_forward: bool = False
     gather: str = "layer"
     branch_groups: tuple[int, ...] = ()
-    """Data-parallel ranks of each branch (`data.graphs.branches.BranchGroups.sizes`); empty: all branches on all."""
+    """Data-parallel ranks of each branch (`families.materials.data.branches.BranchGroups.sizes`); empty: all
+    branches on all."""
 
     @property
     def world_size(self) -> int:

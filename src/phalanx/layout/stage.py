@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx import compat
 from phalanx.data.batch import Batch
 from phalanx.layout.share import SequenceShare
 from phalanx.layout.working_copy import WorkingCopy
+from phalanx.torch_compat import common as compat
 
 
 class Stage(nn.Module, ABC):

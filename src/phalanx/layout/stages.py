@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.models.splits import ModelPart
+from phalanx.nn.splits import ModelPart
 
 TORCH_SCHEDULES = {
     "gpipe": "GPipe",

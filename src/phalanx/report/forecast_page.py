@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from phalanx.evaluate.forecast import FieldMap, Forecasts, LoadedForecaster
-from phalanx.evaluate.forecast_table import ScoreRow, skill_by_lead
+from phalanx.families.weather.evaluation.forecast import FieldMap, Forecasts, LoadedForecaster
+from phalanx.families.weather.evaluation.table import ScoreRow, skill_by_lead
 from phalanx.report.page_parts import Tile
 from phalanx.report.png import DIVERGING, SEQUENTIAL, data_address
 from phalanx.report.png import colours as coloured

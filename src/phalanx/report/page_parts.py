@@ -12,7 +12,7 @@ import numpy as np
 from phalanx.config.load import parse_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.models.sizes import sizes_of
+from phalanx.families.sizes import sizes_of
 from phalanx.report.run_log import Event, RunLog
 from phalanx.report.summary import Summary
 from phalanx.report.text import count, duration, number, percent, shorten_blank_lines

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from markupsafe import Markup
 
-from phalanx.plan.facts import Row
-from phalanx.plan.models import Bar
+from phalanx.planner.rank.models import Bar
+from phalanx.planner.rank.summary import Row
 from phalanx.report.scale import Scale, value_scale
 from phalanx.report.svg import WIDTH, Drawing, along, line, position_axis, rect, svg, text, value_axis
 from phalanx.report.text import count, duration, percent

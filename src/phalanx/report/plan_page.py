@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.plan.budget import COMPUTING_SHARE, WAITING_SHARE
-from phalanx.plan.facts import Row, hybrid_words, plan_facts
-from phalanx.plan.plan import Plan
-from phalanx.plan.write import planned_layout
+from phalanx.planner.explain.budget import COMPUTING_SHARE, WAITING_SHARE
+from phalanx.planner.rank.plan import Plan
+from phalanx.planner.rank.summary import Row, hybrid_words, plan_facts
+from phalanx.planner.rank.write import planned_layout
 from phalanx.report import plan_charts
 from phalanx.report.page_parts import Tile
 from phalanx.report.plan_cells import gather_cell, gathers_differ, schedule_cell, step_cell, zero_cell

@@ -17,7 +17,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from phalanx.cluster.device import Moment
+from phalanx.hardware.device import Moment
 from phalanx.layout.stage import Stage
 
 Sizes = tuple[float, ...]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from phalanx.cluster.host_memory import LESS_MEMORY
 from phalanx.errors import PhalanxError
 from phalanx.files import write_atomically
+from phalanx.hardware.host_memory import LESS_MEMORY
 from phalanx.layout.mesh import Ranks
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc")

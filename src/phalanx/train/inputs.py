@@ -123,7 +123,9 @@ def expected_evaluation(run: Run) -> ExpectedEvaluation | None:
     """What evaluations in training will give; None where the run holds nothing out to evaluate on.
 
     Raises DataError for data that are not there or not prepared."""
-    found: ExpectedEvaluation | None = import_module(f"phalanx.train.{run.model.family}").expected_evaluation(run)
+    found: ExpectedEvaluation | None = import_module(f"phalanx.families.{run.model.family}.inputs").expected_evaluation(
+        run
+    )
     return found
 
 
@@ -132,7 +134,7 @@ def check_inputs(run: Run) -> str:
 
     Raises DataError, or ConfigError, for what training would refuse of what can be seen so.
     """
-    found: str = import_module(f"phalanx.train.{run.model.family}").check_inputs(run)
+    found: str = import_module(f"phalanx.families.{run.model.family}.inputs").check_inputs(run)
     return found
 
 
@@ -140,7 +142,7 @@ def open_inputs(run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.devi
     """Open every source of the run file. first: whether this rank does what is done once.
 
     Raises DataError for missing, truncated or unsuitable data."""
-    inputs: Inputs = import_module(f"phalanx.train.{run.model.family}").open_inputs(
+    inputs: Inputs = import_module(f"phalanx.families.{run.model.family}.inputs").open_inputs(
         run, layout, mesh, device, first=first
     )
     return inputs

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.cluster.parent import ONE_WISH_S, STOP_SIGNALS, ignored
+from phalanx.launch.parent import ONE_WISH_S, STOP_SIGNALS, ignored
 
 DIRECTORY_GONE = 1000
 """In place of a signal's number: the run directory is gone, and no step more can be kept. Outranks signals."""

@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
+from phalanx.families.registry import family_of
 from phalanx.files import write_atomically
-from phalanx.models.families import family_of
 from phalanx.printable_console import plain_console
 from phalanx.train.metrics import StepMetrics
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from phalanx import compat
-from phalanx.cluster.device import device_name, find_facts, measure_matmul_tflops
 from phalanx.config.schema import Run
-from phalanx.models.families import family_of
+from phalanx.families.registry import family_of
+from phalanx.hardware.device import device_name, find_facts, measure_matmul_tflops
+from phalanx.torch_compat import common as compat
 from phalanx.train.step import StepResult
 
 GIB = 2**30

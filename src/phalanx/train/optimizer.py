@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx import compat
 from phalanx.config.schema import Optimizer
 from phalanx.layout.apply import Applied
 from phalanx.layout.execute import local_gradient
-from phalanx.models.kinds import ParameterKind
+from phalanx.nn.kinds import ParameterKind
+from phalanx.torch_compat import common as compat
 from phalanx.train.adamw import AdamW
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from phalanx import compat
 from phalanx.config.schema import StepWindow, Training
+from phalanx.torch_compat import common as compat
 
 
 class Probes:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.cluster.device import HostCopy
+from phalanx.hardware.device import HostCopy
 
 SHORT_S = 2.0
 """Steps that take less than this, seconds, are launched ahead."""

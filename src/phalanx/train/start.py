@@ -12,15 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from phalanx.cluster.cpu_formats import require_cpu_format
-from phalanx.cluster.device import choose_device, device_name, memory_bytes
-from phalanx.compat import is_rocm
 from phalanx.config.document import Value, parse_document, show_value
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
-from phalanx.cost.microbatch import memory_fits
 from phalanx.errors import CheckpointError, ConfigError, Interrupted
+from phalanx.families.language.huggingface.folder import is_huggingface_folder
+from phalanx.families.materials.units_from_data import settle_units
+from phalanx.families.registry import family_of
+from phalanx.families.sizes import sizes_of
 from phalanx.files import write_atomically
+from phalanx.hardware.cpu_formats import require_cpu_format
+from phalanx.hardware.device import choose_device, device_name, memory_bytes
 from phalanx.layout.apply import Applied, apply_layout
 from phalanx.layout.attention import AttentionChoice, check_attention
 from phalanx.layout.family import family_layout
@@ -32,14 +34,13 @@ from phalanx.layout.mesh import (
     leave_process_group,
     ranks_from_environment,
 )
-from phalanx.layout.peer_copies import choose_peer_copies
+from phalanx.layout.peer.copies import choose_peer_copies
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.models.families import family_of
-from phalanx.models.language.huggingface.folder import is_huggingface_folder
-from phalanx.models.sizes import sizes_of
+from phalanx.planner.layouts.microbatch import memory_fits
 from phalanx.printable import printable
+from phalanx.torch_compat.common import is_rocm
 from phalanx.train.checkpoint import (
     Checkpoint,
     CheckpointDamaged,
@@ -58,7 +59,6 @@ from phalanx.train.run_dir import RunDirectory, describe_machine
 from phalanx.train.state import TrainingState, check_state
 from phalanx.train.step import build_step
 from phalanx.train.trainer import Parts, Trainer
-from phalanx.train.units import settle_units
 
 
 def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:

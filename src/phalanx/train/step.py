@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from phalanx import compat
 from phalanx.config.schema import Run
 from phalanx.data.batch import Batch
+from phalanx.families.registry import family_of
 from phalanx.layout.apply import Applied
 from phalanx.layout.execute import Executor
-from phalanx.models.families import family_of
+from phalanx.torch_compat import common as compat
 from phalanx.train.adamw import AdamW
 from phalanx.train.optimizer import build_optimizer, clipped_update, global_gradient_norm
 

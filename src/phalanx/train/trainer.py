@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import torch
 
 from phalanx import __version__
-from phalanx.cluster.device import HostCopy, Moment
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, Interrupted, PhalanxError
+from phalanx.hardware.device import HostCopy, Moment
 from phalanx.layout.apply import Applied
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.mesh import Ranks

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Run
+from phalanx.families.registry import family_of
 from phalanx.layout.mesh import ONE_RANK, Groups, build_mesh
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.models.families import family_of
 from phalanx.verify.bound import Bound
 from phalanx.verify.compare import Check, compare, from_first
 from phalanx.verify.family import family_verification

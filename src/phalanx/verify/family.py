@@ -44,5 +44,5 @@ def most_stages(run: Run, world_size: int) -> int:
 
 def family_verification(run: Run) -> FamilyVerification:
     """Of the family of `run`, imported only now."""
-    family: FamilyVerification = import_module(f"phalanx.verify.{run.model.family}").VERIFICATION
+    family: FamilyVerification = import_module(f"phalanx.families.{run.model.family}.verification").VERIFICATION
     return family

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.schema import Run
+from phalanx.families.registry import family_of
 from phalanx.layout.apply import Applied, apply_layout
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.execute import local_gradient
 from phalanx.layout.init import fill
 from phalanx.layout.mesh import Mesh
-from phalanx.layout.peer_copies import choose_peer_copies
+from phalanx.layout.peer.copies import choose_peer_copies
 from phalanx.layout.place import Place, place_of
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
-from phalanx.models.families import family_of
-from phalanx.models.initial import InitRule
+from phalanx.nn.initial import InitRule
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.step import TrainStep
 from phalanx.verify.family import family_verification

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import xarray
 
-from phalanx.data.sample.weather import FRAME_HOURS, LATITUDES, simulate, write_weather
 from phalanx.errors import DataError
+from phalanx.families.weather.sample.netcdf_file import FRAME_HOURS, LATITUDES, simulate, write_weather
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from saved_states import assert_same_bits, small_state, zeros_like
 
 from distributed_ranks import fork_server
 from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint import CheckpointStore
+from saved_states import assert_same_bits, small_state, zeros_like
 
 SAVES = [(1, 1), (2, 2), (3, 3), (3, 33)]
 """Steps saved in turn, with the seed of what is in them: the first, one more, one that retires the first, one again."""

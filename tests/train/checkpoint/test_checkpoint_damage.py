@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from saved_states import assert_same_bits, every_dtype, saved_runs, small_state, zeros_like
 
 from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint import CheckpointDamaged, CheckpointStore, read_state, read_tensors
+from saved_states import assert_same_bits, every_dtype, saved_runs, small_state, zeros_like
 
 DATA = "rank-00000-000.safetensors"
 

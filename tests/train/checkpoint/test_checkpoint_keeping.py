@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from saved_states import assert_same_bits, saved_runs, small_state, zeros_like
 
 from phalanx.errors import CheckpointError
 from phalanx.train.checkpoint import CheckpointStore, RunLock, read_state, read_tensors
+from saved_states import assert_same_bits, saved_runs, small_state, zeros_like
 
 X = {"x": torch.ones(2)}
 

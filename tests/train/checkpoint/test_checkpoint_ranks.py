@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from saved_states import assert_same_bits, small_state, zeros_like
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,8 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distributed_ranks import run_ranks
-from phalanx.cluster.local_ranks import RanksFailed
 from phalanx.errors import CheckpointError
+from phalanx.launch.ranks import RanksFailed
 from phalanx.train.checkpoint import (
     CheckpointDamaged,
     CheckpointStore,
@@ -32,6 +31,7 @@ from phalanx.train.checkpoint import (
     read_state,
     read_tensors,
 )
+from saved_states import assert_same_bits, small_state, zeros_like
 
 
 class Block(nn.Module):

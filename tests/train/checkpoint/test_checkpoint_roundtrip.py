@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from saved_states import assert_same_bits, bits, every_dtype, small_state, trained_model, zeros_like
 from torch import nn
 
 from phalanx.errors import CheckpointError
@@ -24,6 +23,7 @@ from phalanx.train.checkpoint import (
     set_rng_state,
     writer,
 )
+from saved_states import assert_same_bits, bits, every_dtype, small_state, trained_model, zeros_like
 
 
 @pytest.fixture

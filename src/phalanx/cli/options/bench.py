@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.arguments import Json, Overrides, RunFile
-from phalanx.cluster.machine import described_names
+from phalanx.hardware.machine import described_names
 
 
 def bench(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.arguments import Json
-from phalanx.doctor.finding import PATIENCE_S
+from phalanx.hardware.doctor.finding import PATIENCE_S
 
 
 def doctor(

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.arguments import Json, complete_override
-from phalanx.cluster.machine import described_names
-from phalanx.plan.reliability import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES
+from phalanx.hardware.machine import described_names
+from phalanx.planner.explain.reliability import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES
 
 RunFile = Annotated[Path | None, typer.Argument(metavar="RUN", help="Run file, or folder of a run.")]
 Cluster = Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.arguments import Overrides, RunFile
-from phalanx.cluster.parent import GRACE_S
+from phalanx.launch.parent import GRACE_S
 
 
 def train(

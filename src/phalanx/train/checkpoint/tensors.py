@@ -14,9 +14,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from phalanx.compat import full_name
 from phalanx.errors import CheckpointError
 from phalanx.layout.place import Place, TensorSplits, place_of
+from phalanx.torch_compat.common import full_name
 
 
 def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:

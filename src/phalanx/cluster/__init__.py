@@ -1,1 +1,0 @@
-"""What the devices and machines are, and what this process runs on."""

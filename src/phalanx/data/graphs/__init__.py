@@ -1,1 +1,0 @@
-"""Atomistic structures: readers, neighbour lists, prepared shards, and batches of equal cost."""

@@ -1,1 +1,0 @@
-"""Text for language models: documents -> tokenizer -> token shards -> packed samples -> batches."""

@@ -1,0 +1,1 @@
+"""Model families, one folder each, and what every family answers."""

@@ -1,0 +1,300 @@
+"""Reading token shards in MosaicML's MDS format as they lie: a folder with an index.json and .mds files.
+
+    index.json  for each shard: its columns, how each is encoded, its samples, its file's name, size and maybe hashes
+    .mds        samples (u32), offsets[samples + 1] (u32, from the file's start), columns as JSON, the samples
+    sample      the size (u32) of each column without a fixed one, then the bytes of all columns in order
+
+Everything is little-endian. One column holds the tokens (`mds_columns`); the others are stepped over, never decoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+from collections.abc import Sequence
+from functools import cache, lru_cache, partial
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from phalanx.families.language.data.manifest import Split
+from phalanx.families.language.data.mds_columns import TokenColumn
+from phalanx.families.language.data.sources import Int64Array, TokenSource
+from phalanx.families.language.data.token_file import read_bytes
+from phalanx.errors import DataError
+
+INDEX = "index.json"
+SPLIT_FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "validation": ("validation", "valid", "val")}
+"""Names a split's subfolder may have; the first that exists is taken."""
+
+_OPEN_SHARDS = 16384
+_HASH_NAMES = {name for name in hashlib.algorithms_guaranteed if not name.startswith("shake_")}
+_XXHASH_NAMES = ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128")
+"""Hashes that Streaming can write too, which the package xxhash computes."""
+_UNPACKERS = {
+    "zstd": 'for f in *.zstd; do zstd -d "$f" -o "${f%.zstd}"; done',
+    "gz": "gunzip --keep *.gz",
+    "bz2": "bunzip2 --keep *.bz2",
+    "br": "brotli --decompress *.br",
+}
+_Count = Annotated[int, Field(ge=0)]
+
+
+class _FileRecord(BaseModel):
+    basename: str
+    bytes: _Count
+    hashes: dict[str, str] = {}
+
+    @field_validator("basename")
+    @classmethod
+    def _inside(cls, name: str) -> str:
+        path = PurePosixPath(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name:
+            raise ValueError(f"{name!r} does not stay inside the folder")
+        return name
+
+
+class _ShardRecord(BaseModel):
+    format: Literal["mds"]
+    version: Literal[2]
+    column_names: list[str]
+    column_encodings: list[str]
+    column_sizes: list[_Count | None]
+    samples: _Count
+    raw_data: _FileRecord
+    zip_data: _FileRecord | None = None
+    compression: str | None = None
+
+
+class _Index(BaseModel):
+    version: Literal[2]
+    shards: list[_ShardRecord]
+
+
+def mds_split(folder: Path, split: Split) -> Path | None:
+    """Folder of a split: a subfolder of its name; without any such, `folder` itself is train and validation is None."""
+    divided = {s: [folder / n for n in names if (folder / n / INDEX).is_file()] for s, names in SPLIT_FOLDERS.items()}
+    if divided[split]:
+        return divided[split][0]
+    return folder if split == "train" and (folder / INDEX).is_file() else None
+
+
+def is_mds(folder: Path) -> bool:
+    """Whether `folder`, or a split's subfolder of it, holds MDS shards."""
+    return mds_split(folder, "train") is not None or mds_split(folder, "validation") is not None
+
+
+class MdsSource(TokenSource):
+    """The samples of a folder of MDS shards as one stream; each sample counts as one document.
+
+    Opening reads the index and the table of offsets of each shard; 8 bytes a sample stay in memory. `fingerprint`
+    covers the index (with the hashes it may hold), each sample's length and the beginning of each shard up to the end
+    of its first sample: other data is told apart, ids changed in place further on are not.
+    """
+
+    def __init__(self, folder: Path, *, bytes_dtype: str = "int64") -> None:
+        """Open all shards; a token column of encoding `bytes` holds ids of type `bytes_dtype`.
+
+        Raises:
+            DataError: a file that is missing, truncated, lengthened, malformed, compressed, or holds no tokens.
+        """
+        self.path = folder
+        content, index = _read_index(folder)
+        self._shards = [record for record in index.shards if record.samples]
+        self.unchecked = _unchecked(self._shards)
+        self._bytes_dtype = bytes_dtype
+        self._first_samples = np.cumsum([0] + [record.samples for record in self._shards], dtype=np.int64)
+        self._shard = lru_cache(maxsize=_OPEN_SHARDS)(self._open_shard)
+        digest = hashlib.sha256(content + bytes_dtype.encode())
+        lengths = [self._shard(number).summarize(digest) for number in range(len(self._shards))]
+        self._ends: Int64Array = np.cumsum(np.concatenate([np.empty(0, np.int64), *lengths]), dtype=np.int64)
+        self.tokens = int(self._ends[-1]) if len(self._ends) else 0
+        self.fingerprint = digest.hexdigest()
+
+    def read(self, starts: Int64Array, length: int) -> Int64Array:
+        """Tokens [n, length] from each of `starts` on. Raises DataError for a sample changed since opening."""
+        out = np.empty((len(starts), length), dtype=np.int64)
+        samples = np.searchsorted(self._ends, starts, side="right").tolist()
+        for row, start, first in zip(out, starts.tolist(), samples, strict=True):
+            sample = first
+            offset = start - (int(self._ends[first - 1]) if first else 0)
+            filled = 0
+            while filled < length:
+                part = self._sample(sample)[offset : offset + length - filled]
+                row[filled : filled + len(part)] = part
+                filled += len(part)
+                sample, offset = sample + 1, 0
+        return out
+
+    def document_of(self, places: Int64Array) -> Int64Array:
+        """The number of the MDS sample that each place belongs to."""
+        return np.searchsorted(self._ends, places, side="right")
+
+    def verify(self) -> None:
+        """Compare the hashes that the index holds and this machine can compute; where there are none, decode every sample
+        and refuse negative ids."""
+        for number, record in enumerate(self._shards):
+            path = self.path / record.raw_data.basename
+            _check_size(self.path, record)
+            known = {name: value for name, value in record.raw_data.hashes.items() if _can_compute(name)}
+            for name, expected in known.items():
+                found = _hash_of(path, name)
+                if found != expected:
+                    raise DataError(f"{path}: {name} {found} found, {expected} expected; the file was altered")
+            if not known:
+                self._decode_all(number)
+
+    def _decode_all(self, shard: int) -> None:
+        first, last = self._first_samples[shard : shard + 2].tolist()
+        for sample in range(first, last):
+            ids = self._sample(sample)
+            if len(ids) and int(ids.min()) < 0:
+                path = self._shard(shard).path
+                raise DataError(f"{path}: sample {sample - first} holds token id {ids.min()}; the file was altered")
+
+    def _sample(self, number: int) -> npt.NDArray[np.integer]:
+        """Token ids of a sample, counted over all shards."""
+        shard = int(np.searchsorted(self._first_samples, number, side="right")) - 1
+        local = number - int(self._first_samples[shard])
+        opened = self._shard(shard)
+        ids = opened.tokens(local)
+        expected = int(self._ends[number]) - (int(self._ends[number - 1]) if number else 0)
+        if len(ids) != expected:
+            raise DataError(
+                f"{opened.path}: sample {local} holds {len(ids)} tokens, {expected} expected from its size; the file "
+                "is altered, or its arrays are not of one dimension and one type, which cannot be read"
+            )
+        return ids
+
+    def _open_shard(self, number: int) -> _Shard:
+        record = self._shards[number]
+        column = TokenColumn.find(
+            record.column_names, record.column_encodings, record.column_sizes, self.path / INDEX, self._bytes_dtype
+        )
+        return _Shard(_check_size(self.path, record), record.samples, column)
+
+
+@cache
+def _xxhash() -> Any:
+    """The package xxhash, None where it is not installed."""
+    try:
+        return importlib.import_module("xxhash")
+    except ImportError:
+        return None
+
+
+def _can_compute(name: str) -> bool:
+    return name in _HASH_NAMES or (name in _XXHASH_NAMES and _xxhash() is not None)
+
+
+def _hash_of(path: Path, name: str) -> str:
+    new = getattr(_xxhash(), name) if name in _XXHASH_NAMES else partial(hashlib.new, name)
+    with path.open("rb") as file:
+        return str(hashlib.file_digest(file, new).hexdigest())
+
+
+def _unchecked(shards: Sequence[_ShardRecord]) -> str | None:
+    """What hashes cannot tell of these shards, None where each has one that this machine can compute."""
+    without = [record for record in shards if not any(_can_compute(name) for name in record.raw_data.hashes)]
+    if not without:
+        return None
+    missing = sorted({name for record in without for name in record.raw_data.hashes})
+    what = f"{len(without)} of {len(shards)} shards"
+    if any(name in _XXHASH_NAMES for name in missing):
+        return f"{what} have no hash but {', '.join(missing)}, which needs the package xxhash (pip install xxhash)"
+    if missing:
+        return f"{what} have no hash but {', '.join(missing)}, which is not known"
+    return f"{what} have no hash in {INDEX}: an id changed in place is not noticed"
+
+
+class _Shard:
+    """One .mds file, open; not mapped for the reason that `TokenFile` gives."""
+
+    def __init__(self, path: Path, samples: int, column: TokenColumn) -> None:
+        """Open it. Raises DataError where its table of offsets cannot be."""
+        self.path = path
+        self._column = column
+        table_end = 4 * (samples + 2)
+        self._file = path.open("rb", buffering=0)
+        size = os.fstat(self._file.fileno()).st_size
+        if size < table_end:
+            raise DataError(f"{path}: {size} bytes found, {table_end} expected for the offsets of {samples} samples")
+        table = self._bytes(0, table_end)
+        count, *_ = np.frombuffer(table, "<u4", 1)
+        if count != samples:
+            raise DataError(f"{path}: says it holds {count} samples, {INDEX} says {samples}; one of the two is altered")
+        self._offsets = np.frombuffer(table, "<u4", samples + 1, 4)
+        steps = np.diff(self._offsets.astype(np.int64))
+        if self._offsets[0] < table_end or self._offsets[-1] != size or (steps < column.smallest_sample).any():
+            raise DataError(
+                f"{path}: offsets of samples must rise from {table_end} or more to {size}, the size of the file, in "
+                f"steps of at least {column.smallest_sample}, and do not; the file is altered"
+            )
+
+    def summarize(self, digest: hashlib._Hash) -> Int64Array:
+        """Tokens of each sample (samples,), from sizes alone; they and the first sample go into `digest`."""
+        content = np.memmap(self.path, np.uint8, mode="r")
+        try:
+            lengths = self._column.lengths(content, self._offsets.astype(np.int64))
+        except ValueError as error:
+            raise DataError(f"{self.path}: {error}") from None
+        digest.update(self._bytes(0, int(self._offsets[1])))
+        digest.update(lengths.tobytes())
+        first = self.tokens(0)
+        if len(first) and not 0 <= int(first.min()) <= int(first.max()) < 2**32:
+            wrong = int(first[(first < 0) | (first >= 2**32)][0])
+            raise DataError(
+                f"{self.path}: sample 0 holds token id {wrong} when read as {first.dtype.name}; ids of another type "
+                "must be written with the encoding that names it, such as ndarray:uint16"
+            )
+        return lengths
+
+    def tokens(self, sample: int) -> npt.NDArray[np.integer]:
+        """Token ids of one sample of this shard. Raises DataError for a malformed one."""
+        start, end = self._offsets[sample : sample + 2].tolist()
+        try:
+            return self._column.decode(np.frombuffer(self._bytes(start, end), np.uint8))
+        except ValueError as error:
+            raise DataError(f"{self.path}: sample {sample}: {error}; the file is altered") from None
+
+    def _bytes(self, first: int, last: int) -> bytes:
+        return read_bytes(self._file.fileno(), self.path, first, last)
+
+
+def _read_index(folder: Path) -> tuple[bytes, _Index]:
+    path = folder / INDEX
+    try:
+        content = path.read_bytes()
+        return content, _Index.model_validate_json(content)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; an MDS folder has one") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "content"
+        raise DataError(f"{path}: {where}: {first['msg']}; only MDS shards of version 2 can be read") from None
+
+
+def _check_size(folder: Path, record: _ShardRecord) -> Path:
+    """Path of an uncompressed shard. Raises DataError when it is missing, compressed, or not as long as indexed."""
+    path = folder / record.raw_data.basename
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        packed = record.zip_data
+        if packed is None or not (folder / packed.basename).exists():
+            raise DataError(f"{path}: {error.strerror}; {INDEX} lists it with {record.raw_data.bytes} bytes") from error
+        method = (record.compression or "unknown").partition(":")[0]
+        how = f": {_UNPACKERS[method]}" if method in _UNPACKERS else ""
+        raise DataError(
+            f"{folder / packed.basename}: compressed ({method}), and training reads samples at random places; "
+            f"decompress the shards once, each beside its original{how}"
+        ) from None
+    if found != record.raw_data.bytes:
+        raise DataError(
+            f"{path}: {found} bytes found, {record.raw_data.bytes} expected; the file is truncated or altered"
+        )
+    return path

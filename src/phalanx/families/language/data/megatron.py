@@ -1,0 +1,205 @@
+"""Reading Megatron-LM data as it lies: PREFIX.bin with token ids and PREFIX.idx that says where sequences begin.
+
+    .idx  magic, version, type of the ids, number of sequences, number of document indices;
+          length of each sequence (int32), its byte in .bin (int64), first sequence of each document and the end (int64)
+    .bin  the ids of all sequences, one after the other
+
+Everything is little-endian. The files hold no checksum, no split and no tokenizer; `docs/data_formats.md` says what is
+made of that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.families.language.data.manifest import Split
+from phalanx.families.language.data.sources import Int64Array, SegmentedStream, TokenSource
+from phalanx.families.language.data.token_file import TokenFile
+from phalanx.errors import DataError
+
+VALIDATION_ENDINGS = ("_validation", "_valid", "_val")
+"""What follows a prefix in the name of its validation data; the first that exists is taken."""
+
+_HEADER = struct.Struct("<9sQBQQ")
+_MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
+_ID_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_OTHER_TYPES = {6: "float64", 7: "float32"}
+_AT_ONCE = 2**20
+_PROBES = 256
+_PROBE_BYTES = 4096
+
+
+def megatron_prefix(path: Path) -> Path | None:
+    """The prefix that `path` means, given with or without .bin or .idx; None where neither file is there."""
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    return prefix if _with_ending(prefix, ".idx").is_file() or _with_ending(prefix, ".bin").is_file() else None
+
+
+def megatron_split(prefix: Path, split: Split) -> Path | None:
+    """Prefix of a split: `prefix` itself is train; validation is its sibling with a known ending, or None."""
+    if split == "train":
+        return prefix
+    siblings = (_with_ending(prefix, ending) for ending in VALIDATION_ENDINGS)
+    return next((sibling for sibling in siblings if megatron_prefix(sibling)), None)
+
+
+class MegatronSource(TokenSource):
+    """The sequences of one .bin/.idx pair as one stream.
+
+    `fingerprint` covers the whole .idx, the length of .bin and 256 stretches of 4 KiB spread evenly over it, so that
+    opening stays cheap: other data is told apart, a few ids changed in place are not.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        """Open the pair at `prefix`. Raises DataError for a missing, truncated, lengthened or malformed file."""
+        self.path = _with_ending(prefix, ".bin")
+        self.unchecked = "Megatron files hold no checksums: an id changed in place is not noticed"
+        self._index = _Index.read(_with_ending(prefix, ".idx"))
+        self.tokens = self._index.count_tokens()
+        self.documents = len(self._index.documents) - 1
+        self._check_size()
+        self._ids = TokenFile(self.path, self._index.dtype)
+        self._stream = SegmentedStream([self._ids])
+        self.fingerprint = self._hash()
+        self._starts: Int64Array | None = None
+
+    def read(self, starts: Int64Array, length: int) -> Int64Array:
+        """Tokens [n, length] from each of `starts` on."""
+        return self._stream.read(starts, length)
+
+    def document_of(self, places: Int64Array) -> Int64Array:
+        """The number of the document that each place belongs to."""
+        if self._starts is None:
+            self._starts = self._index.document_starts(self.tokens)
+        return np.searchsorted(self._starts, places, side="right") - 1
+
+    def verify(self) -> None:
+        """Check again that .bin is whole, and that no id is negative; the format has no checksums to compare."""
+        self._check_size()
+        if self._index.dtype.kind == "u":
+            return
+        for first in range(0, self.tokens, _AT_ONCE):
+            ids = self._ids.read(first, first + _AT_ONCE)
+            negative = np.flatnonzero(ids < 0)
+            if negative.size:
+                place = first + int(negative[0])
+                raise DataError(f"{self.path}: token {place} is {ids[negative[0]]}, below 0; the file was altered")
+
+    def _check_size(self) -> None:
+        try:
+            found = self.path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{self.path}: {error.strerror}; {self._index.path.name} lies beside it") from error
+        expected = self.tokens * self._index.dtype.itemsize
+        if found != expected:
+            raise DataError(
+                f"{self.path}: {found} bytes found, {expected} expected by {self._index.path.name}; "
+                "one of the two is truncated or altered"
+            )
+
+    def _hash(self) -> str:
+        digest = hashlib.sha256(self._index.content.data)
+        size = len(self._ids) * self._index.dtype.itemsize
+        for start in np.linspace(0, max(0, size - _PROBE_BYTES), _PROBES, dtype=np.int64).tolist():
+            digest.update(self._ids.read_bytes(start, min(size, start + _PROBE_BYTES)))
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class _Index:
+    """The content of an .idx file, left on disk."""
+
+    path: Path
+    content: npt.NDArray[np.uint8]
+    dtype: np.dtype[np.integer]
+    lengths: npt.NDArray[np.int32]
+    """Tokens of each sequence."""
+    pointers: Int64Array
+    """Byte of .bin at which each sequence begins."""
+    documents: Int64Array
+    """First sequence of each document; the last entry is the number of sequences."""
+
+    @classmethod
+    def read(cls, path: Path) -> _Index:
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; Megatron data is a .bin and an .idx side by side") from error
+        if size < _HEADER.size:
+            raise DataError(f"{path}: {size} bytes found, at least {_HEADER.size} expected; the file is truncated")
+        content = np.memmap(path, np.uint8, mode="r")
+        magic, version, code, sequences, documents = _HEADER.unpack(content[: _HEADER.size].tobytes())
+        if magic != _MAGIC:
+            raise DataError(f"{path}: begins with {magic!r}, {_MAGIC!r} expected; this is no Megatron index")
+        if version != _VERSION:
+            raise DataError(f"{path}: version {version} found, {_VERSION} expected")
+        if code not in _ID_TYPES:
+            found = _OTHER_TYPES.get(code, "unknown")
+            raise DataError(f"{path}: type code {code} ({found}) found; token ids are {_known_types()}")
+        expected = _HEADER.size + 12 * sequences + 8 * documents
+        if size != expected:
+            raise DataError(
+                f"{path}: {size} bytes found, {expected} expected for {sequences} sequences and {documents} document "
+                "indices; the file is truncated, altered, or of a multimodal dataset, which cannot be read"
+            )
+        pointers_at = _HEADER.size + 4 * sequences
+        index = cls(
+            path,
+            content,
+            np.dtype(_ID_TYPES[code]).newbyteorder("<"),
+            np.frombuffer(content, "<i4", sequences, _HEADER.size),
+            np.frombuffer(content, "<i8", sequences, pointers_at),
+            np.frombuffer(content, "<i8", documents, pointers_at + 8 * sequences),
+        )
+        index._check_documents()
+        return index
+
+    def count_tokens(self) -> int:
+        """Tokens of all sequences. Raises DataError unless each sequence begins where the one before it ends."""
+        tokens = 0
+        for first in range(0, len(self.lengths), _AT_ONCE):
+            lengths = self.lengths[first : first + _AT_ONCE].astype(np.int64)
+            starts = tokens + np.cumsum(lengths) - lengths
+            expected = starts * self.dtype.itemsize
+            found = self.pointers[first : first + _AT_ONCE]
+            wrong = np.flatnonzero((lengths < 0) | (found != expected))
+            if wrong.size:
+                at = int(wrong[0])
+                raise DataError(
+                    f"{self.path}: sequence {first + at} has {lengths[at]} tokens from byte {found[at]}, byte "
+                    f"{expected[at]} expected; sequences must follow each other without gaps: "
+                    "write the data again with Megatron's tools"
+                )
+            tokens += int(lengths.sum())
+        return tokens
+
+    def document_starts(self, tokens: int) -> Int64Array:
+        """The place in the stream at which each document begins, and the end; 8 bytes a document."""
+        starts = np.full(len(self.documents), tokens, dtype=np.int64)
+        inner = self.documents < len(self.pointers)
+        starts[inner] = self.pointers[self.documents[inner]] // self.dtype.itemsize
+        return starts
+
+    def _check_documents(self) -> None:
+        documents, last = self.documents, len(self.lengths)
+        whole = documents.size and documents[0] == 0 and documents[-1] == last
+        if not whole or (np.diff(documents) < 0).any():
+            raise DataError(
+                f"{self.path}: document indices must rise from 0 to {last}, the number of sequences, "
+                "and do not; the file is altered"
+            )
+
+
+def _with_ending(prefix: Path, ending: str) -> Path:
+    return prefix.with_name(prefix.name + ending)
+
+
+def _known_types() -> str:
+    return ", ".join(_ID_TYPES.values())

@@ -1,0 +1,1 @@
+"""Trained decoders loaded, scored, asked for text, and converted."""

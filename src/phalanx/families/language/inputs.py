@@ -1,0 +1,199 @@
+"""What a language run reads, and its evaluation: held-out loss and sample text, measured the same way each time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from phalanx.config.schema import LanguageRun
+from phalanx.errors import ConfigError
+from phalanx.families.language.data.batches import SampleReader, TokenBatchStream
+from phalanx.families.language.data.open import open_source
+from phalanx.families.language.data.same_tokenizer import check_same_tokenizer
+from phalanx.families.language.data.sources import TokenSource
+from phalanx.families.language.evaluation.held_out import HeldOut, Sharing, score_split, spread_samples
+from phalanx.families.language.evaluation.text import TextTokenizer
+from phalanx.families.language.huggingface.tokens import TOKENIZER, TOKENIZER_FOLDER, SpecialTokens, TokenizerFiles
+from phalanx.families.language.model.sampling import generate_tokens
+from phalanx.layout.execute import Executor
+from phalanx.layout.mesh import Mesh
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.report.text import shorten_blank_lines
+from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, Verification
+
+
+@dataclass(frozen=True)
+class TextInputs(Inputs):
+    """Opened text of a run."""
+
+    tokenizer: TokenizerFiles = field(default_factory=lambda: TokenizerFiles({}, SpecialTokens()))
+    """The tokenizer of the first source that has one; empty when none has."""
+    max_positions: int = 0
+    """Of the model."""
+
+    def write(self, run_dir: Path) -> None:
+        """The tokenizer."""
+        folder = run_dir / TOKENIZER_FOLDER
+        folder.mkdir(exist_ok=True)
+        self.tokenizer.write(folder, self.max_positions)
+
+
+def open_inputs(run: LanguageRun, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
+    """See `train.inputs.open_inputs`."""
+    training, reader = _open_training(run)
+    stream = TokenBatchStream(
+        reader,
+        global_batch=layout.global_batch,
+        rank=mesh.data_rank,
+        ranks=layout.data_ranks,
+        prefetch=run.data.prefetch,
+        pin_memory=device.type != "cpu",
+    )
+    files = _tokenizer_files(training)
+    tokenizer = TextTokenizer.from_files(files, training[0].path) if files.files else None
+    if layout.world_size == 1:
+        _require_room(run, tokenizer)
+    evaluator = TextEvaluator(
+        run=run,
+        sources=_held_out(run),
+        tokenizer=tokenizer,
+        token_bytes_V=None if tokenizer is None else tokenizer.byte_counts(run.model.vocab_size),
+        device=device,
+    )
+    verification = Verification(training if run.data.verify and first else [])
+    saved = {"special_tokens": files.special.as_config()}
+    return TextInputs(
+        stream,
+        evaluator,
+        verification,
+        saved,
+        _in_words(training),
+        tokenizer=files,
+        max_positions=run.model.max_positions,
+    )
+
+
+def check_inputs(run: LanguageRun) -> str:
+    """See `train.inputs.check_inputs`."""
+    training, _ = _open_training(run)
+    return _in_words(training)
+
+
+def _open_training(run: LanguageRun) -> tuple[list[TokenSource], SampleReader]:
+    """Open every source and what reads samples from them. Raises DataError for sources that do not suit the run."""
+    training: list[TokenSource] = [open_source(Path(source.path), "train") for source in run.data.sources]
+    weights = [source.weight for source in run.data.sources]
+    reader = SampleReader(
+        list(zip(training, weights, strict=True)),
+        sequence_length=run.data.sequence_length,
+        seed=run.training.seed,
+        documents=run.data.document_mask,
+    )
+    reader.require_vocabulary(run.model.vocab_size)
+    check_same_tokenizer(run)
+    return training, reader
+
+
+def _in_words(training: list[TokenSource]) -> str:
+    return f"{sum(source.tokens for source in training):,} tokens"
+
+
+def expected_evaluation(run: LanguageRun) -> ExpectedEvaluation | None:
+    """See `train.inputs.expected_evaluation`."""
+    held_out = _held_out(run)
+    if not held_out:
+        return None
+    text = all(source.tokenizer is not None for source in held_out)
+    fields = HeldOut(0.0, 1, 1 if text else None).as_dict()
+    return ExpectedEvaluation(dict(fields), frozenset(("loss", "perplexity", "bits_per_byte")))
+
+
+def _require_room(run: LanguageRun, tokenizer: TextTokenizer | None) -> None:
+    """Raises ConfigError for a prompt after which the model has no position left."""
+    prompt, most = run.evaluation.prompt, run.model.max_positions
+    if prompt is None or tokenizer is None:
+        return
+    count = len(tokenizer.encode_prompt(prompt))
+    if count >= most:
+        raise ConfigError(
+            f"evaluation.prompt has {count} tokens, and model.max_positions={most} leaves none to continue it; "
+            "give a shorter one"
+        )
+
+
+def _held_out(run: LanguageRun) -> list[TokenSource]:
+    """The validation splits that hold anything to predict."""
+    opened = [open_source(Path(source.path), "validation") for source in run.data.sources]
+    return [source for source in opened if source is not None and source.tokens > 1]
+
+
+def _tokenizer_files(sources: list[TokenSource]) -> TokenizerFiles:
+    for source in sources:
+        if source.tokenizer is not None:
+            end = () if source.end_of_document is None else (source.end_of_document,)
+            return TokenizerFiles({TOKENIZER: source.tokenizer.read_bytes()}, SpecialTokens(begin=None, end=end))
+    return TokenizerFiles({}, SpecialTokens())
+
+
+@dataclass(frozen=True)
+class TextEvaluator:
+    """Evaluates one model again and again: the same samples, the same prompt, greedy continuation."""
+
+    run: LanguageRun
+    sources: list[TokenSource]
+    """Validation splits that hold text; empty when there is none."""
+    tokenizer: TextTokenizer | None
+    """None when the data came without one; then there is no sample text and no bits per byte."""
+    token_bytes_V: Tensor | None
+    """UTF-8 bytes each token stands for, int64 [V]."""
+    device: torch.device
+
+    def evaluate(self, executor: Executor) -> list[Finding]:
+        """Scores over `evaluation.samples` held-out samples, and what the model writes after `evaluation.prompt`."""
+        held_out, text, prompt = self._scores(executor), self._continue(executor), self.run.evaluation.prompt
+        found = []
+        if held_out is not None:
+            found.append(Finding("evaluation", dict(held_out.as_dict()), str(held_out)))
+        if text is not None:
+            shown = shorten_blank_lines(text)
+            found.append(Finding("sample", {"prompt": prompt, "text": text}, f"sample: {prompt}{shown}"))
+        return found
+
+    def _scores(self, executor: Executor) -> HeldOut | None:
+        if not self.sources:
+            return None
+        length = self.run.data.sequence_length
+        total = HeldOut(0.0, 0, 0)
+        mesh = executor.mesh
+        chosen = spread_samples(self.sources, length, self.run.evaluation.samples)
+        for source, numbers in zip(self.sources, chosen, strict=True):
+            total += score_split(
+                lambda batch: executor.evaluate(batch).sum(),
+                source,
+                vocab_size=self.run.model.vocab_size,
+                sequence_length=length,
+                device=self.device,
+                numbers=numbers,
+                microbatch=executor.layout.microbatch,
+                document_mask=self.run.data.document_mask,
+                # Of a source that comes without a tokenizer, nobody knows what text its tokens stand for.
+                byte_counts=None if source.tokenizer is None else self.token_bytes_V,
+                sharing=Sharing(mesh.data_rank, executor.layout.data_ranks, counts=mesh.reads_first),
+            )
+        return total
+
+    def _continue(self, executor: Executor) -> str | None:
+        prompt = self.run.evaluation.prompt
+        # Generation reads whole parameters and positions one by one, which only a rank alone has.
+        if prompt is None or self.tokenizer is None or executor.layout.world_size > 1:
+            return None
+        model = executor.applied.stages[0].part
+        ids = self.tokenizer.encode_prompt(prompt)
+        room = min(self.run.evaluation.prompt_tokens, model.config.max_positions - len(ids))
+        model.eval()
+        tokens = list(generate_tokens(model, ids, max_tokens=room, temperature=0.0))
+        model.train()
+        return self.tokenizer.decode(ids + tokens)[len(self.tokenizer.decode(ids)) :]

@@ -1,0 +1,113 @@
+"""The language family under parallelism: decoders split over `tp` and `cp`, run on token batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.config.schema import LanguageRun
+from phalanx.counter_random import DropoutContext
+from phalanx.families.language.data.batches import TokenBatch
+from phalanx.families.language.declare import tensor_splits
+from phalanx.families.language.model.decoder import Decoder
+from phalanx.layout.attention import AttentionChoice, AttentionShape, choose_attention
+from phalanx.layout.context import split_context
+from phalanx.layout.family import Building
+from phalanx.layout.hybrid_stop.streamed_weights import stream_matrices
+from phalanx.layout.place import TensorSplits
+from phalanx.layout.precision import PRECISIONS
+from phalanx.layout.share import SequenceShare
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stage import Stage
+from phalanx.nn.splits import ModelPart
+from phalanx.torch_compat import common as compat
+
+
+class LanguageStage(Stage):
+    """Token ids in, hidden activations between stages, the summed loss of the next tokens out."""
+
+    loss_is_whole = True
+
+    def __init__(self, part: Decoder, index: int, share: SequenceShare, seed: int, length: int) -> None:
+        super().__init__(part, index, share, seed, length)
+        self.shares_table = part.config.tied_head
+
+    def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Tensor) -> Tensor:
+        """See `Stage`. x: token ids [B, S] in the first stage. inputs: targets_BS and, at will, document_ids_BS."""
+        targets_BS = inputs["targets_BS"]
+        positions = self.share.positions(targets_BS.shape[1], x.device)
+        whole = self.share.cp.size == 1
+        if self.part.part.first and not whole:
+            x = x[:, positions.tokens_S]
+        dropout = None
+        if self.part.config.dropout and self.step is not None:
+            width = self.part.config.d_model
+            dropout = DropoutContext.of_step(self.seed, self.step, sample_indices_B, positions.rows_S, width)
+        hidden: Tensor = self.part.hidden(x, positions, document_ids_BS=inputs.get("document_ids_BS"), dropout=dropout)
+        if not self.part.part.last:
+            return hidden
+        targets = targets_BS if whole else targets_BS[:, positions.tokens_S]
+        return torch.stack((self.part.loss(hidden, targets).total,))
+
+    def example_input(self, samples: int) -> Tensor:
+        """Token ids."""
+        return torch.empty((samples, self.length), dtype=torch.int64)
+
+    def compile_loss(self) -> None:
+        """The loss of one chunk of logits."""
+        options = compat.compile_options(self.part.dtype)
+        self.part.head.loss_kernel = torch.compile(self.part.head.loss_kernel, options=options)
+
+
+class LanguageLayout:
+    """See `layout.family.FamilyLayout`."""
+
+    compiles_blocks = True
+
+    def build(self, building: Building, part: ModelPart) -> tuple[nn.Module, TensorSplits]:
+        """A part of the decoder."""
+        run: LanguageRun = building.run
+        with torch.device("meta"):
+            model = Decoder(
+                run.model,
+                dtype=PRECISIONS[run.layout.precision],
+                kernel=building.attention.kernel,
+                chunk_tokens=loss_chunk_tokens(run, building.device, building.share.tp.size),
+                z_loss=run.training.z_loss,
+                part=part,
+            )
+        splits = stream_matrices(model, tensor_splits(run.model), building.share.tp, building.stream)
+        split_context(model, building.share, building.attention.core)
+        return model, splits
+
+    def stage(self, building: Building, part: nn.Module, index: int) -> Stage:
+        """Runs a part of the decoder."""
+        assert isinstance(part, Decoder)
+        run: LanguageRun = building.run
+        return LanguageStage(part, index, building.share, run.training.seed, run.data.sequence_length)
+
+    def example_batch(self, run: LanguageRun, samples: int, device: torch.device) -> TokenBatch:
+        """Tokens, targets and, where attention heeds them, documents."""
+        shape = (samples, run.data.sequence_length)
+        documents = torch.zeros(shape, dtype=torch.int32, device=device) if run.data.document_mask else None
+        tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+        return TokenBatch(tokens, targets, documents, torch.arange(samples, device=device))
+
+    def choose_attention(self, run: Any, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
+        """The kernel that the run file names, or the fastest."""
+        dtype = PRECISIONS[run.layout.precision]
+        shape = AttentionShape(layout.microbatch, run.data.sequence_length, dtype, run.data.document_mask)
+        return choose_attention(run.training.attention, run.model, shape, device)
+
+
+def loss_chunk_tokens(run: LanguageRun, device: torch.device, tp: int = 1) -> int:
+    """Tokens whose logits are held at once; `auto` keeps a rank's logits near 2^29 elements (2^24 on the CPU)."""
+    if run.training.loss_chunk_tokens != "auto":
+        return run.training.loss_chunk_tokens
+    elements = 2**24 if device.type == "cpu" else 2**29
+    return max(128, elements * tp // run.model.vocab_size // 128 * 128)
+
+
+LAYOUT = LanguageLayout()

@@ -1,0 +1,241 @@
+"""The decoder: token embedding, blocks, output head. Plain PyTorch for one device; knows no mesh, rank or layout."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.config.model import LanguageModel
+from phalanx.counter_random import CounterDropout, DropoutContext
+from phalanx.families.language.model.loss import ChunkLoss, LossSum, chunk_loss, linear_cross_entropy
+from phalanx.nn.attention import (
+    Attention,
+    AttentionKernel,
+    KeyValueCache,
+    RotaryContext,
+    attention_context,
+)
+from phalanx.nn.blocks import NumberedBlocks
+from phalanx.nn.layers import Norm, build_mlp
+from phalanx.nn.positions import Positions
+from phalanx.nn.splits import ModelPart
+
+
+class ContextBuilder(Protocol):
+    """The signature of `attention_context`."""
+
+    def __call__(
+        self,
+        config: LanguageModel,
+        positions_S: Tensor,
+        dtype: torch.dtype,
+        *,
+        kernel: AttentionKernel = "sdpa",
+        document_ids_BS: Tensor | None = None,
+        past: int = 0,
+    ) -> RotaryContext:
+        """Positions and masks for one forward pass."""
+
+
+class TokenEmbedding(nn.Module):
+    """Rows of the vocabulary table, plus learned positions where the model has them."""
+
+    positions: nn.Parameter | None
+
+    def __init__(self, config: LanguageModel, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        if config.positions == "learned":
+            self.positions = nn.Parameter(torch.empty(config.max_positions, config.d_model))
+        else:
+            self.register_parameter("positions", None)
+        self.dropout = CounterDropout(config.dropout, site=0)
+
+    def forward(self, tokens_BS: Tensor, positions_S: Tensor, dropout: DropoutContext | None = None) -> Tensor:
+        """Token ids -> activations [B, S, D] in the model's activation format.
+
+        positions_S: global positions of the rows that come out.
+        """
+        x_BSD = self.lookup(tokens_BS)
+        if self.positions is not None:
+            x_BSD = x_BSD + F.embedding(positions_S, self.positions).to(self.dtype)
+        dropped: Tensor = self.dropout(x_BSD, dropout)
+        return dropped
+
+    def lookup(self, tokens_BS: Tensor) -> Tensor:
+        """Rows of the token table [B, S, D], in the model's activation format."""
+        return F.embedding(tokens_BS, self.weight).to(self.dtype)
+
+
+class Block(nn.Module):
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: LanguageModel) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = _norm(config)
+        self.mlp = build_mlp(config)
+        self.attention_dropout = CounterDropout(config.dropout, site=0)
+        self.mlp_dropout = CounterDropout(config.dropout, site=1)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        context: RotaryContext,
+        dropout: DropoutContext | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        mixed = self.attention(self.attention_norm(x_BSD), context, cache)
+        x_BSD = x_BSD + self.attention_dropout(mixed, dropout)
+        hidden: Tensor = self.mlp_dropout(self.mlp(self.mlp_norm(x_BSD)), dropout)
+        return x_BSD + hidden
+
+
+class OutputHead(nn.Module):
+    """Final norm and the projection to the vocabulary.
+
+    A tied head beside the embedding owns no weight: it is given the table. In another part it owns a copy of the table.
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(self, config: LanguageModel, *, chunk_tokens: int, z_loss: float, owns_weight: bool) -> None:
+        super().__init__()
+        self.norm = _norm(config)
+        if owns_weight:
+            self.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        else:
+            self.register_parameter("weight", None)
+        self.vocab_size = config.vocab_size
+        self.chunk_tokens = chunk_tokens
+        self.z_loss = z_loss
+        self.loss_kernel: ChunkLoss = chunk_loss
+
+    def forward(self, x_BSD: Tensor, targets_BS: Tensor, tied_weight_VD: Tensor | None = None) -> LossSum:
+        """Summed loss of the targets, [B, S] int64, under the logits of [B, S, D]; z-loss only in training mode."""
+        return linear_cross_entropy(
+            self.norm(x_BSD).flatten(0, 1),
+            self._weight(tied_weight_VD),
+            targets_BS.flatten(),
+            chunk_tokens=self.chunk_tokens,
+            z_loss=self.z_loss if self.training else 0.0,
+            kernel=self.loss_kernel,
+        )
+
+    def logits(self, x_BSD: Tensor, tied_weight_VD: Tensor | None = None) -> Tensor:
+        """Logits [B, S, V] in the activation format."""
+        return F.linear(self.norm(x_BSD), self._weight(tied_weight_VD).to(x_BSD.dtype))
+
+    def _weight(self, tied_weight_VD: Tensor | None) -> Tensor:
+        weight = self.weight if tied_weight_VD is None else tied_weight_VD
+        assert weight is not None
+        return weight
+
+
+class Decoder(nn.Module):
+    """GPT-2/3, MPT or Llama 3, as `config` describes it; the whole of it or one part.
+
+    Parameters are created uninitialised (see `layout.init`); build under `torch.device("meta")` to allocate nothing.
+    """
+
+    def __init__(
+        self,
+        config: LanguageModel,
+        *,
+        dtype: torch.dtype = torch.float32,
+        kernel: AttentionKernel = "sdpa",
+        chunk_tokens: int = 4096,
+        z_loss: float = 0.0,
+        part: ModelPart | None = None,
+    ) -> None:
+        super().__init__()
+        self.part = part = part or ModelPart(range(config.n_layers))
+        self.config = config
+        self.dtype = dtype
+        self.kernel: AttentionKernel = kernel
+        self.attention_context: ContextBuilder = attention_context
+        if part.first:
+            self.embedding = TokenEmbedding(config, dtype)
+        self.blocks = NumberedBlocks(lambda number: Block(config), part.blocks)
+        if part.last:
+            self.head = OutputHead(config, chunk_tokens=chunk_tokens, z_loss=z_loss, owns_weight=not self._tied_here())
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        targets_BS: Tensor,
+        *,
+        document_ids_BS: Tensor | None = None,
+        dropout: DropoutContext | None = None,
+    ) -> LossSum:
+        """Summed next-token loss. tokens, targets: int64 [B, S]; document_ids: [B, S] to keep attention in documents."""
+        positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        positions = Positions(positions_S, positions_S)
+        hidden = self.hidden(tokens_BS, positions, document_ids_BS=document_ids_BS, dropout=dropout)
+        return self.loss(hidden, targets_BS)
+
+    def hidden(
+        self,
+        inputs: Tensor,
+        positions: Positions,
+        *,
+        document_ids_BS: Tensor | None = None,
+        dropout: DropoutContext | None = None,
+    ) -> Tensor:
+        """Activations behind the last block of this part.
+
+        inputs: token ids [B, S], or activations [B, S, D] where the part does not hold the embedding. document_ids: of
+        whole samples, whatever part of their positions is computed here.
+        """
+        context = self.attention_context(
+            self.config, positions.tokens_S, self.dtype, kernel=self.kernel, document_ids_BS=document_ids_BS
+        )
+        x_BSD = self.embedding(inputs, positions.rows_S, dropout) if self.part.first else inputs
+        for number, block in zip(self.part.blocks, self.blocks, strict=True):
+            x_BSD = block(x_BSD, context, None if dropout is None else dropout.at_layer(number))
+        return x_BSD
+
+    def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> LossSum:
+        """Summed loss of activations behind the model's last block."""
+        loss: LossSum = self.head(x_BSD, targets_BS, self._tied_weight())
+        return loss
+
+    @torch.no_grad()
+    def logits(
+        self, tokens_BS: Tensor, caches: list[KeyValueCache] | None = None, *, last_only: bool = False
+    ) -> Tensor:
+        """Logits [B, S, V] in the activation format, for generation and scoring; dropout is off.
+
+        With `caches` (one a layer, from `new_caches`), tokens_BS continues what the caches have seen. last_only: logits of
+        the last position alone, [B, 1, V].
+        """
+        past = caches[0].length if caches else 0
+        positions_S = torch.arange(past, past + tokens_BS.shape[1], device=tokens_BS.device)
+        kernel: AttentionKernel = "sdpa" if caches else self.kernel
+        context = self.attention_context(self.config, positions_S, self.dtype, kernel=kernel, past=past)
+        x_BSD = self.embedding(tokens_BS, positions_S)
+        for index, block in enumerate(self.blocks):
+            x_BSD = block(x_BSD, context, None, caches[index] if caches else None)
+        result: Tensor = self.head.logits(x_BSD[:, -1:] if last_only else x_BSD, self._tied_weight())
+        return result
+
+    def _tied_weight(self) -> Tensor | None:
+        return self.embedding.weight if self._tied_here() else None
+
+    def _tied_here(self) -> bool:
+        """Whether this part holds both the table and the head that shares it."""
+        return self.config.tied_head and self.part.first
+
+    def new_caches(self) -> list[KeyValueCache]:
+        """Empty key/value caches, one a layer."""
+        return [KeyValueCache() for _ in self.blocks]
+
+
+def _norm(config: LanguageModel) -> Norm:
+    return Norm(config.d_model, kind=config.norm, eps=config.norm_eps, bias=config.bias)

@@ -1,0 +1,153 @@
+"""Text from a decoder, token by token. Works on token ids; knows neither tokenizers nor files."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.families.language.model.decoder import Decoder
+from phalanx.nn.attention import KeyValueCache
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn from the model's distribution."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 always takes the most likely token."""
+    top_k: int | None = None
+    """Draw among this many most likely tokens only."""
+    top_p: float | None = None
+    """Draw among the fewest tokens whose probability reaches this sum (nucleus sampling, Holtzman et al. 2020)."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature={self.temperature} must be a finite number of at least 0")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top-k={self.top_k} must be at least 1; leave it out to draw from all tokens")
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top-p={self.top_p} must be above 0 and at most 1; leave it out to draw from all tokens")
+
+
+def generate_tokens(
+    model: Decoder,
+    prompt_ids: Sequence[int],
+    *,
+    max_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    eod: int | Collection[int] | None = None,
+) -> Iterator[int]:
+    """The tokens that follow `prompt_ids`, at most `max_tokens`, one by one as they are drawn.
+
+    eod: token (or tokens) that end a document; drawing one ends the iteration, and it is not given out. The same seed
+    gives the same tokens. Raises ConfigError for an empty prompt, a token outside the vocabulary, and a prompt that
+    leaves too few of the model's positions.
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    ends = (eod,) if isinstance(eod, int) else eod or ()
+    steps = generate_batch(model, prompt_ids, max_tokens=max_tokens, sampling=sampling, seeds=[seed], ends=ends)
+    return (token for (token,) in steps if token is not None)
+
+
+def generate_batch(
+    model: Decoder,
+    prompt_ids: Sequence[int],
+    *,
+    max_tokens: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    ends: Collection[int] = (),
+) -> Iterator[list[int | None]]:
+    """Several continuations of one prompt at once, one a seed: each step gives a token a continuation, None once ended."""
+    _check(model, prompt_ids, max_tokens)
+    return _generate(model, prompt_ids, max_tokens, sampling, seeds, ends)
+
+
+@torch.no_grad()
+def _generate(
+    model: Decoder,
+    prompt_ids: Sequence[int],
+    max_tokens: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    ends: Collection[int],
+) -> Iterator[list[int | None]]:
+    device = model.embedding.weight.device
+    draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+    ended = [False] * len(seeds)
+    caches = model.new_caches()
+    # The prompt is the same for all, so it is computed once.
+    logits_B1V = _next_logits(model, torch.tensor([list(prompt_ids)], device=device), caches)
+    logits_B1V = logits_B1V.expand(len(seeds), -1, -1)
+    for cache in caches:
+        cache.repeat(len(seeds))
+    for step in range(max_tokens):
+        rows = logits_B1V.squeeze(1).float().cpu()
+        tokens = [draw_token(row, sampling, draw) for row, draw in zip(rows, draws, strict=True)]
+        ended = [was or token in ends for was, token in zip(ended, tokens, strict=True)]
+        if all(ended):
+            return
+        yield [None if over else token for over, token in zip(ended, tokens, strict=True)]
+        if step + 1 < max_tokens:
+            logits_B1V = _next_logits(model, torch.tensor(tokens, device=device)[:, None], caches)
+
+
+_ANY_LENGTH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""Attention kernels that begin at once, however many keys there are: cuDNN's plans for some 30 ms for each new number of
+keys, so for each token (benchmarks/README.md)."""
+
+
+def _next_logits(model: Decoder, tokens_BS: Tensor, caches: list[KeyValueCache]) -> Tensor:
+    """[B, 1, V], of what follows `tokens_BS`."""
+    # The choice of kernels is the whole process's: it ends before a token is given out.
+    with sdpa_kernel(list(_ANY_LENGTH)):
+        return model.logits(tokens_BS, caches, last_only=True)
+
+
+def draw_token(logits_V: Tensor, sampling: Sampling, draw: torch.Generator) -> int:
+    """One token from logits [V] (float32, on the CPU): temperature comes first, then top-k, then top-p.
+
+    Raises PhalanxError where the logits are not finite: there is nothing to draw from.
+    """
+    if not torch.isfinite(logits_V.max()):
+        raise PhalanxError(
+            "the model's logits are not finite numbers; its weights are damaged, or too large for this format"
+        )
+    if sampling.temperature == 0.0:
+        return int(logits_V.argmax())
+    ordered_V, tokens_V = torch.sort(logits_V.double() / sampling.temperature, descending=True, stable=True)
+    probability_V = torch.softmax(ordered_V[: sampling.top_k], dim=0)
+    summed_V = probability_V.cumsum(0)
+    if sampling.top_p is not None:
+        # Up to and including the token that reaches top_p, so never none.
+        kept = int((summed_V < sampling.top_p).sum()) + 1
+        summed_V = summed_V[:kept]
+    # By inverting the distribution function: one uniform number a token, whatever the device or the vocabulary.
+    point = torch.rand((), generator=draw, dtype=torch.float64) * summed_V[-1]
+    return int(tokens_V[min(int(torch.searchsorted(summed_V, point, right=True)), len(summed_V) - 1)])
+
+
+def _check(model: Decoder, prompt_ids: Sequence[int], max_tokens: int) -> None:
+    config = model.config
+    if not prompt_ids:
+        raise ConfigError("the prompt is empty and there is no token that begins a document; give some text")
+    outside = next((token for token in prompt_ids if not 0 <= token < config.vocab_size), None)
+    if outside is not None:
+        raise ConfigError(
+            f"the prompt holds token {outside}, but the model has {config.vocab_size}: the tokenizer is not the model's"
+        )
+    room = config.max_positions - len(prompt_ids)
+    if max_tokens > room:
+        fix = f"ask for at most {room}" if room > 0 else f"shorten the prompt to under {config.max_positions} tokens"
+        raise ConfigError(
+            f"a prompt of {len(prompt_ids)} tokens and {max_tokens} more need {len(prompt_ids) + max_tokens} positions, "
+            f"but the model has {config.max_positions}; {fix}"
+        )

@@ -1,0 +1,87 @@
+"""Language runs to verify with: samples that are a function of their number, and decoders small enough for a laptop."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config.model import LanguageModel
+from phalanx.config.schema import LanguageRun
+from phalanx.counter_random import random_bits, stream_key
+from phalanx.families.language.data.batches import TokenBatch
+from phalanx.families.language.model.loss import IGNORED
+from phalanx.verify.family import most_stages
+
+_LONGEST_DOCUMENT = 16
+_HEAD_SIZE = 8
+
+
+class LanguageVerification:
+    """See `verify.family.FamilyVerification`."""
+
+    def samples(self, run: LanguageRun, step: int, first: int, count: int, global_batch: int) -> TokenBatch:
+        """Random tokens, with uneven targets and documents.
+
+        Some targets are left out, more in some samples than in others, so that an average over ranks in place of a sum
+        over targets shows.
+        """
+        length = run.data.sequence_length
+        numbers = torch.arange(first, first + count) + (step - 1) * global_batch
+        tokens = _draw("tokens", numbers, length + 1) % run.model.vocab_size
+        targets = tokens[:, 1:].clone()
+        # Between an eighth and a half of a sample's targets, by its number.
+        left_out = _draw("left out", numbers, length) % 8 < 1 + numbers[:, None] % 4
+        targets[left_out] = IGNORED
+        documents = None
+        if run.data.document_mask:
+            begins = _draw("documents", numbers, length) % _LONGEST_DOCUMENT == 0
+            documents = begins.cumsum(1).to(torch.int32)
+        return TokenBatch(tokens[:, :-1].contiguous(), targets, documents, numbers)
+
+    def reduced(self, run: LanguageRun, world_size: int) -> dict[str, dict[str, Any]]:
+        """Small widths, heads, layers, vocabulary and sequence; every kind of layer, the number of query heads a
+        key/value head, evenness of the vocabulary, dropout and masks as they are."""
+        length = max(2, math.ceil(32 / (2 * world_size))) * 2 * world_size
+        model = _reduced_model(run.model, world_size, length, most_stages(run, world_size))
+        return {"model": model.model_dump(), "data": {"sequence_length": length}}
+
+    def in_words(self, run: LanguageRun) -> str:
+        """Sizes of the decoder."""
+        model = run.model
+        return (
+            f"{model.n_layers} layers, width {model.d_model}, {model.n_heads} heads ({model.kv_heads} key/value), "
+            f"vocabulary {model.vocab_size}, {run.data.sequence_length} positions"
+        )
+
+
+def _draw(what: str, numbers: Tensor, length: int) -> Tensor:
+    """Non-negative random integers [samples, length]."""
+    counter = numbers[:, None] * (1 << 32) + torch.arange(length)
+    return random_bits(stream_key("verify", what), counter).bitwise_and((1 << 62) - 1)
+
+
+def _reduced_model(model: LanguageModel, world_size: int, length: int, stages: int) -> LanguageModel:
+    kv_heads = math.gcd(model.kv_heads, world_size)
+    heads = kv_heads * (model.n_heads // model.kv_heads)
+    ratio = model.d_model / (model.n_heads * model.head_size)
+    changes: dict[str, Any] = {
+        "preset": None,
+        "n_layers": min(model.n_layers, max(3, stages + 1)),
+        "d_model": max(1, round(ratio * heads)) * _HEAD_SIZE,
+        "n_heads": heads,
+        "n_kv_heads": kv_heads,
+        "head_dim": _HEAD_SIZE,
+        "d_ff": 64 * kv_heads,
+        # No rank of any `tp` may be left without a row.
+        "vocab_size": min(model.vocab_size, max(96, world_size**2) + 16 * world_size + model.vocab_size % 8),
+        "max_positions": length,
+    }
+    if model.rope_scaling is not None:
+        changes["rope_scaling"] = {**model.rope_scaling.model_dump(), "original_positions": max(1, length // 4)}
+    return LanguageModel.model_validate({**model.model_dump(), **changes})
+
+
+VERIFICATION = LanguageVerification()

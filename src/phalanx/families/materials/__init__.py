@@ -1,0 +1,1 @@
+"""Networks of atoms: molecules and materials."""

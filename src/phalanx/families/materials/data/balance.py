@@ -1,0 +1,150 @@
+"""Sharing out one global batch: equal cost for every rank, and for every micro-batch of a rank.
+
+Longest first: structures in falling order of cost, each to the rank that has least so far (Graham, SIAM J. Appl. Math.
+17, 416, 1969: at most 4/3 of the optimum, and within one small structure of it where there are many). Ranks come before
+micro-batches, since ranks wait for each other once a step and micro-batches of one rank do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heapreplace
+
+import numpy as np
+
+from phalanx.families.materials.data.structures.ragged import Int64Array
+
+Deal = Callable[[Int64Array, int], Int64Array]
+"""The rank [n] of structures of these costs [n], of so many ranks."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which rank and micro-batch each structure of a global batch goes to."""
+
+    rank: Int64Array
+    """[n]."""
+    part: Int64Array
+    """[n]: micro-batch of that rank."""
+    loads: Int64Array
+    """[ranks, parts]: summed cost."""
+
+    @property
+    def imbalance(self) -> float:
+        """Largest cost of a rank over the mean: 1 is perfect."""
+        ranks = self.loads.sum(axis=1)
+        return float(ranks.max() / ranks.mean())
+
+
+def divide(costs: Int64Array, ranks: int, parts: int, deal: Deal | None = None) -> Division:
+    """Share out structures of these costs [n], each > 0, over `ranks` ranks with `parts` micro-batches each.
+
+    A micro-batch is empty only where there are fewer structures than micro-batches, or some that outweigh all others.
+    deal: chooses ranks; longest first among all of them where it is None.
+    """
+    rank = (deal or longest_first)(costs, ranks)
+    return _division(costs, rank, _within_ranks(costs, rank, ranks, parts), ranks, parts)
+
+
+def divide_within(costs: Int64Array, ranks: int, sizes: Int64Array, budget: int, deal: Deal | None = None) -> Division:
+    """Share out over ranks by `costs`, and within each by `sizes` [n], with as few micro-batches a rank as `budget` allows.
+
+    No micro-batch is larger than the budget, except a structure that is so alone and is then a micro-batch of its own.
+    deal: as in `divide`.
+    """
+    rank = (deal or longest_first)(costs, ranks)
+    parts = max(1, -(-int(_summed(sizes, rank, ranks).max()) // budget))
+    while True:
+        part = _within_ranks(sizes, rank, ranks, parts)
+        place = rank * parts + part
+        over = _summed(sizes, place, ranks * parts) > budget
+        if not (over & (np.bincount(place, minlength=ranks * parts) > 1)).any():
+            return _division(costs, rank, part, ranks, parts)
+        parts += 1
+
+
+def in_turn(costs: Int64Array, ranks: int, parts: int) -> Division:
+    """The usual way, for comparison: equal numbers of structures in the order in which they come, whatever they cost."""
+    place = np.arange(len(costs), dtype=np.int64) * (ranks * parts) // len(costs)
+    rank, part = np.divmod(place, parts)
+    return _division(costs, rank, part, ranks, parts)
+
+
+def by_number(costs: Int64Array, ranks: int) -> Int64Array:
+    """The rank [n] of each structure as a plain sampler deals: equal numbers in the order in which they come."""
+    return np.arange(len(costs), dtype=np.int64) * ranks // max(len(costs), 1)
+
+
+def longest_first(costs: Int64Array, bins: int) -> Int64Array:
+    """The bin [n] of each item: the costliest one first, each to the bin that is emptiest then, of equal ones the first."""
+    if bins == 1:
+        return np.zeros(len(costs), dtype=np.int64)
+    order = np.argsort(-costs, kind="stable")
+    return _one_by_one(costs, order, bins) if bins < _MANY_BINS else _many_at_a_time(costs, order, bins)
+
+
+_MANY_BINS = 32
+"""From here on it takes less time to serve many bins at once."""
+
+
+def _one_by_one(costs: Int64Array, order: Int64Array, bins: int) -> Int64Array:
+    heap = [(0, number) for number in range(bins)]
+    found = []
+    for cost in costs[order].tolist():
+        load, emptiest = heap[0]
+        found.append(emptiest)
+        heapreplace(heap, (load + cost, emptiest))
+    chosen = np.empty(len(costs), dtype=np.int64)
+    chosen[order] = found
+    return chosen
+
+
+def _many_at_a_time(costs: Int64Array, order: Int64Array, bins: int) -> Int64Array:
+    """As long as no bin that was just served is emptier than the next one, each gets one item: all are served at once."""
+    chosen = np.zeros(len(costs), dtype=np.int64)
+    loads = np.zeros(bins, dtype=np.int64)
+    place = 0
+    while place < len(order):
+        by_load = np.argsort(loads, kind="stable")
+        items = order[place : place + bins]
+        before = loads[by_load[: len(items)]]
+        # A bin is next as long as none of those just served has become emptier than it.
+        emptiest = np.minimum.accumulate(before + costs[items])
+        late = np.flatnonzero(before[1:] >= emptiest[:-1])
+        served = int(late[0]) + 1 if late.size else len(items)
+        chosen[items[:served]] = by_load[:served]
+        loads[by_load[:served]] += costs[items[:served]]
+        place += served
+    return chosen
+
+
+def _within_ranks(sizes: Int64Array, rank: Int64Array, ranks: int, parts: int) -> Int64Array:
+    """The micro-batch [n] of each structure: longest first in every rank, all ranks side by side."""
+    if parts == 1:
+        return np.zeros_like(rank)
+    if ranks == 1:
+        return longest_first(sizes, parts)
+    order = np.lexsort((-sizes, rank))
+    counts = np.bincount(rank, minlength=ranks)
+    starts = np.cumsum(counts) - counts
+    part = np.zeros(len(sizes), dtype=np.int64)
+    loads = np.zeros((ranks, parts), dtype=np.int64)
+    for turn in range(int(counts.max(initial=0))):
+        rows = np.flatnonzero(counts > turn)
+        items = order[starts[rows] + turn]
+        emptiest = loads[rows].argmin(axis=1)
+        part[items] = emptiest
+        loads[rows, emptiest] += sizes[items]
+    return part
+
+
+def _division(costs: Int64Array, rank: Int64Array, part: Int64Array, ranks: int, parts: int) -> Division:
+    return Division(rank, part, _summed(costs, rank * parts + part, ranks * parts).reshape(ranks, parts))
+
+
+def _summed(values: Int64Array, place: Int64Array, places: int) -> Int64Array:
+    """Sums of the values at each place [places]; whole numbers, unlike those of bincount with weights."""
+    sums = np.zeros(places, dtype=np.int64)
+    np.add.at(sums, place, values)
+    return sums

@@ -1,0 +1,258 @@
+"""Errors of materials models on a split: structures are read once for all models that run side by side.
+
+Over several ranks each takes structures of about the same cost, and all of them get the whole result, in one order
+whatever the number of ranks and however structures were batched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.config.families import MaterialsRun
+from phalanx.ensemble.members import Member
+from phalanx.ensemble.residuals import Float32Array, Int64Array, Residuals
+from phalanx.ensemble.share import ALONE, Share
+from phalanx.errors import CheckpointError, DataError
+from phalanx.families.materials.data.balance import divide_within
+from phalanx.families.materials.data.batches import Collator, GraphBatch
+from phalanx.families.materials.data.cost import CostModel
+from phalanx.families.materials.data.manifest import Split
+from phalanx.families.materials.data.order import Located
+from phalanx.families.materials.data.shards import PreparedSource, open_prepared
+from phalanx.families.materials.data.trained_elements import trained_elements, untrained_by_source
+from phalanx.families.materials.ensemble.stacked import NetworkStack
+from phalanx.families.materials.errors import Quantity, quantities
+from phalanx.families.materials.evaluation.network import load_network
+from phalanx.families.materials.inputs import columns_of
+from phalanx.families.materials.model.losses import Predictions, tasks
+from phalanx.layout.resolve import one_rank_microbatch
+
+Progress = Callable[[int, int], None]
+Array = TypeVar("Array", Float32Array, Int64Array)
+
+
+def member_residuals(
+    members: Sequence[Member],
+    split: Split,
+    device: torch.device,
+    *,
+    samples: int | None = None,
+    side_by_side: int | None = None,
+    share: Share = ALONE,
+    progress: Progress = lambda done, total: None,
+) -> list[Residuals]:
+    """Errors of all members on a split, one entry for each data set and quantity that has labels. Every rank calls it.
+
+    samples: structures over all sources, spread evenly over each; None takes all. side_by_side: most members on a device at
+    a time; by default as many as keep members times structures within what a micro-batch of training holds. progress:
+    called with structures times members done, of this rank, and in all.
+
+    Raises DataError where the split is empty or holds an element that a member does not know, CheckpointError for a member
+    that cannot be read or whose predictions are not finite.
+    """
+    runs = [_materials(member) for member in members]
+    sources = open_prepared(runs[0].data, split)
+    found = _chosen(sources, samples)
+    if not len(found.item):
+        raise DataError(
+            f"the {split} split in {runs[0].data.prepared} is empty; prepare with data.{split}_fraction above 0"
+        )
+    reader = _Reader(sources, runs, split, found, device)
+    collected = _Collected(len(sources), quantities(runs[0].model))
+    abreast = side_by_side or reader.fitting_members()
+    one_branch = len(runs[0].model.branches) == 1
+    total, done = len(members) * len(reader.rows(1, share)[0]), 0
+    for first in range(0, len(members), abreast):
+        chosen = members[first : first + abreast]
+        stack = NetworkStack([load_network(member.checkpoint, device).model for member in chosen])
+        collected.begin(len(chosen))
+        rows, counts = reader.rows(len(chosen), share)
+        start = 0
+        for count in counts:
+            batch, structures = reader.read(rows[start : start + count])
+            collected.add(_predict(stack, batch, one_branch=one_branch), batch, structures)
+            start, done = start + count, done + count * len(chosen)
+            progress(done, total)
+    return _rows(collected, members, runs[0], share)
+
+
+def untrained_elements(
+    members: Sequence[Member], split: Split, samples: int | None = None
+) -> dict[str, dict[int, int]]:
+    """By source and atomic number: structures that `member_residuals` takes with an element that the branch of the source
+    was not trained on in some member, of those that say what they were trained on."""
+    run = _materials(members[0])
+    sources = open_prepared(run.data, split)
+    found, names = _chosen(sources, samples), [branch.name for branch in run.model.branches]
+    known = [trained for trained in (trained_elements(member.checkpoint) for member in members) if trained is not None]
+    return untrained_by_source(sources, found, names, known) if known else {}
+
+
+def _materials(member: Member) -> MaterialsRun:
+    assert isinstance(member.run, MaterialsRun)
+    return member.run
+
+
+def _chosen(sources: Sequence[PreparedSource], samples: int | None) -> Located:
+    """Structures spread evenly over each source, as many of each as its share of all; `numbers` are items of the source."""
+    total = sum(len(source) for source in sources)
+    parts = []
+    for number, source in enumerate(sources):
+        wanted = total if samples is None else max(1, samples * len(source) // max(total, 1))
+        count = min(len(source), wanted)
+        item = np.unique(np.linspace(0, max(len(source) - 1, 0), count).round().astype(np.int64))
+        parts.append(Located(item, np.full_like(item, number), item, *source.sizes(item)))
+    return Located(*(np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])))
+
+
+class _Reader:
+    """Batches of held-out structures that fit beside the members."""
+
+    def __init__(
+        self,
+        sources: list[PreparedSource],
+        runs: Sequence[MaterialsRun],
+        split: Split,
+        found: Located,
+        device: torch.device,
+    ) -> None:
+        self._collate = Collator(sources, columns_of(runs[0], open_prepared(runs[0].data, "train")))
+        self._found = found
+        self._device = device
+        self._heaviest = min(run.model.max_atomic_number for run in runs)
+        self._split = split
+        data = runs[0].data
+        self._cost = CostModel(data.cost.node, data.cost.edge, data.cost.graph)
+        self._costs = self._cost.whole(found.atoms, found.edges)
+        mean = float(self._costs.mean()) * self._cost.unit
+        self._budget = min(run.data.microbatch_cost or mean * one_rank_microbatch(run) for run in runs)
+        self._members = len(runs)
+
+    def fitting_members(self) -> int:
+        """Members that the largest structure leaves room for side by side, but at least one."""
+        return max(1, min(self._members, int(self._budget / (float(self._costs.max()) * self._cost.unit))))
+
+    def rows(self, members: int, share: Share) -> tuple[Int64Array, list[int]]:
+        """This rank's structures, batch by batch, and how many of them each batch takes for so many members abreast."""
+        most = max(1, int(self._budget / members / self._cost.unit))
+        division = divide_within(self._costs, share.ranks, self._costs, most)
+        mine = np.flatnonzero(division.rank == share.rank)
+        part = division.part[mine]
+        mine = mine[np.argsort(part, kind="stable")]
+        counts = np.bincount(part)
+        return mine, counts[counts > 0].tolist()
+
+    def read(self, rows: Int64Array) -> tuple[GraphBatch, Int64Array]:
+        """The batch of these structures, and the item of each."""
+        found = Located(*(values[rows] for values in vars(self._found).values()))
+        batch = self._collate(found, (len(rows),))
+        heaviest = int(batch.species_N.max()) if len(batch.species_N) else 0
+        if heaviest > self._heaviest:
+            raise DataError(
+                f"a structure of the {self._split} split has atomic number {heaviest}; a member knows elements up to "
+                f"model.max_atomic_number={self._heaviest} only"
+            )
+        return batch.to(self._device), found.item
+
+
+def _predict(stack: NetworkStack, batch: GraphBatch, *, one_branch: bool) -> Predictions:
+    x, inputs = batch.inputs()
+    if one_branch:
+        # A single branch takes all data sets, whatever their numbers.
+        inputs["source_G"] = torch.zeros_like(batch.source_G)
+    seen = {name: value for name, value in inputs.items() if name not in vars(Predictions())}
+    return stack.predict(x, **seen, forces=batch.forces_N3 is not None, stress=batch.stress_G33 is not None)
+
+
+class _Collected:
+    """Errors as they come in, by source and quantity; members in groups, one after another."""
+
+    def __init__(self, sources: int, wanted: Sequence[Quantity]) -> None:
+        self.keys = [(source, quantity) for source in range(sources) for quantity in wanted]
+        self.groups: list[list[list[tuple[Float32Array, Int64Array]]]] = []
+        self._sizes: list[int] = []
+
+    def begin(self, members: int) -> None:
+        """What comes now are errors of the next `members` members."""
+        self.groups.append([[] for _ in self.keys])
+        self._sizes.append(members)
+
+    def add(self, predicted: Predictions, batch: GraphBatch, structures: Int64Array) -> None:
+        """Errors of one batch. predicted: with a first dimension of members; structures: item of each graph."""
+        graphs = torch.from_numpy(structures).to(batch.graph_N.device)
+        for (source, quantity), parts in zip(self.keys, self.groups[-1], strict=True):
+            found = _errors(quantity, predicted, batch, batch.source_G == source, graphs)
+            if found is not None:
+                parts.append((found[0].float().cpu().numpy(), found[1].cpu().numpy()))
+
+    def joined(self, key: int, share: Share) -> tuple[Float32Array, Int64Array]:
+        """Errors [M, n] and structures [n] of one key, of all ranks, ordered by structure."""
+        errors, structures = [], np.zeros(0, np.int64)
+        for group, size in zip(self.groups, self._sizes, strict=True):
+            parts = group[key]
+            mine = np.concatenate([part for part, _ in parts], axis=1) if parts else np.zeros((size, 0), np.float32)
+            whose = np.concatenate([whose for _, whose in parts]) if parts else np.zeros(0, np.int64)
+            if share.ranks > 1:
+                mine, whose = _of_all_ranks(mine, share), _of_all_ranks(whose[None], share)[0]
+            order = np.argsort(whose, kind="stable")
+            errors.append(mine[:, order])
+            structures = whose[order]
+        return np.concatenate(errors), structures
+
+
+def _errors(
+    quantity: Quantity, predicted: Predictions, batch: GraphBatch, here_G: Tensor, structures_G: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Errors [K, n] of the numbers that are there in the graphs of one source, and the structure of each [n]."""
+    label, value = getattr(batch, quantity.label), getattr(predicted, quantity.label)
+    if label is None or value is None:
+        return None
+    if quantity.column is not None:
+        label, value = label[:, quantity.column], value[..., quantity.column]
+    error = value.double() - label.double()
+    if quantity.label == "energy_G":
+        atoms_G = torch.from_numpy(batch.atoms).to(error.device)
+        error = error / atoms_G.clamp(min=1)
+    by_atom = "_N" in quantity.label
+    here = here_G.index_select(0, batch.graph_N) if by_atom else here_G
+    whose = structures_G.index_select(0, batch.graph_N) if by_atom else structures_G
+    rows = label.reshape(len(label), -1)
+    there = ~rows.isnan() & here[:, None]
+    flat = error.reshape(len(error), len(label), -1)[:, there]
+    return flat, whose[:, None].expand_as(rows)[there]
+
+
+def _of_all_ranks(mine: Array, share: Share) -> Array:
+    """What all ranks have [k, n], joined in the order of ranks."""
+    size = torch.tensor([mine.shape[1]])
+    sizes = [torch.zeros_like(size) for _ in range(share.ranks)]
+    dist.all_gather(sizes, size)
+    widest = int(torch.stack(sizes).max())
+    padded = torch.zeros((mine.shape[0], widest), dtype=torch.from_numpy(mine[:, :0]).dtype)
+    padded[:, : mine.shape[1]] = torch.from_numpy(mine)
+    gathered = [torch.empty_like(padded) for _ in range(share.ranks)]
+    dist.all_gather(gathered, padded)
+    return np.concatenate([part.numpy()[:, : int(n)] for part, n in zip(gathered, sizes, strict=True)], axis=1)
+
+
+def _rows(collected: _Collected, members: Sequence[Member], run: MaterialsRun, share: Share) -> list[Residuals]:
+    learned = {task.label for task in tasks(run.model)}
+    found = []
+    for number, (source, quantity) in enumerate(collected.keys):
+        errors_Mn, structures_n = collected.joined(number, share)
+        if not len(structures_n):
+            continue
+        strange = np.flatnonzero(~np.isfinite(errors_Mn).all(axis=1))
+        if strange.size:
+            raise CheckpointError(
+                f"{members[strange[0]].checkpoint}: it predicts {quantity.name} that are no finite numbers; leave it out"
+            )
+        name = run.data.sources[source].name
+        found.append(Residuals(name, quantity.name, quantity.unit, quantity.label in learned, errors_Mn, structures_n))
+    return found

@@ -1,0 +1,1 @@
+"""Trained networks that predict: errors of held-out structures, the ASE calculator."""

@@ -1,0 +1,327 @@
+"""A trained network, or an ensemble of them, as an ASE calculator: dynamics, relaxations and all else that ASE does.
+
+    atoms.calc = PhalanxCalculator("runs/materials-xtb")
+    atoms.calc = PhalanxCalculator("ensembles/xtb")          # with atoms.calc.results["forces_uncertainty"]
+
+Neighbours are found on the device, anew for each geometry. Forces are minus the derivative of the energy, so that dynamics
+conserve it as far as the time step allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from phalanx.ensemble.document import is_ensemble
+from phalanx.errors import ConfigError, DataError, PhalanxError
+from phalanx.families.materials.data.structures.checks import SAME_PLACE_A
+from phalanx.families.materials.data.structures.device_neighbours import DeviceEdges, device_edges
+from phalanx.families.materials.data.structures.total_charge import agreed_total
+from phalanx.families.materials.data.trained_elements import TrainedElements, trained_elements
+from phalanx.families.materials.ensemble.loaded import LoadedEnsemble
+from phalanx.families.materials.evaluation.network import load_network
+from phalanx.families.materials.model.losses import Predictions
+from phalanx.hardware.device import choose_device
+from phalanx.layout.precision import PRECISIONS
+
+try:
+    from ase import Atoms
+    from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
+    from ase.data import chemical_symbols
+    from ase.outputs import Properties
+    from ase.stress import full_3x3_to_voigt_6_stress
+except ImportError as error:
+    raise PhalanxError('the ASE calculator needs ase: pip install "phalanx-train[materials]"') from error
+
+_OF_ENERGY = ("energy", "free_energy", "energies", "forces", "stress")
+"""Properties that the energy head gives; others have a head of their own name."""
+_UNCERTAINTY = "_uncertainty"
+"""What the name of a property's uncertainty ends with."""
+_STRAIGHT = 1e-6
+"""Share of its length that a cell vector may have along a direction in which the structure does not repeat."""
+_NEUTRAL_E = 1e-6
+"""Elementary charges below which a structure is neutral."""
+
+
+class PhalanxCalculator(Calculator):
+    """Energy (eV), forces (eV/A), stress (eV/A^3, tension positive, of fully periodic cells); charges (e) and dipole (e*A)
+    where the model predicts them. One evaluation of the network gives all of them. The structure's total charge is
+    `atoms.info["charge"]`, without it what `atoms.get_initial_charges()` adds up to, which is 0 where nobody set them.
+
+    A dipole along a periodic direction depends on the images that atoms are written as: it is NaN there, and refused where
+    no component is left.
+
+    An ensemble gives the mean of its members, and `results["energy_uncertainty"]`, `results["forces_uncertainty"]` and so
+    on beside it: calibrated standard deviations, in the units and shapes of what they belong to."""
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        *,
+        branch: str | None = None,
+        device: str = "auto",
+        precision: str | None = None,
+        edge_chunk: int | None = None,
+        untrained_elements: bool = False,
+        **options: Any,
+    ) -> None:
+        """checkpoint: folder of a run, of one checkpoint, or of an ensemble. branch: the data set whose energies are meant,
+        of a model that has several. device: as `cluster.device`. precision: fp32 or fp64 instead of the run's. edge_chunk:
+        edges computed at a time, for structures that would not fit. untrained_elements: compute structures with elements
+        that no training structure of the branch had, whatever comes of it. options: ASE's own.
+
+        Raises CheckpointError where there is no sound checkpoint, ConfigError for an unknown branch, device or precision,
+        and for a model without energies.
+        """
+        super().__init__(**options)
+        if precision is not None and precision not in PRECISIONS:
+            raise ConfigError(f"precision={precision} is none of {', '.join(PRECISIONS)}")
+        self.device = choose_device(device)
+        dtype = None if precision is None else PRECISIONS[precision]
+        self.ensemble: LoadedEnsemble | None = None
+        if is_ensemble(Path(checkpoint)):
+            self.ensemble = LoadedEnsemble(Path(checkpoint), self.device, dtype)
+            self.network = self.ensemble.members[0]
+        else:
+            self.network = load_network(Path(checkpoint), self.device, dtype)
+        model = self.network.run.model
+        if model.energy is None:
+            raise ConfigError(f"{self.network.where}: its model has no energy, which dynamics and relaxations need")
+        self.network.model.edge_chunk = edge_chunk
+        if self.ensemble is not None:
+            self.ensemble.use_edge_chunk(edge_chunk)
+        self._branch = self.network.branch(branch)
+        self._networks = [self.network] if self.ensemble is None else self.ensemble.members
+        self._branch_name = model.branches[self._branch].name
+        places = [] if untrained_elements else [network.where for network in self._networks]
+        known = [(where, trained_elements(where)) for where in places]
+        self._known = [(where, elements) for where, elements in known if elements is not None]
+        extra = {"charges": model.charges, "dipole": model.dipole}
+        self._untaught = self.network.untaught(self._branch)
+        there = [*_OF_ENERGY, *(name for name, head in extra.items() if head is not None)]
+        self.implemented_properties = [name for name in there if _head(name) not in self._untaught]
+        if self.ensemble is not None:
+            self.implemented_properties += [f"{name}{_UNCERTAINTY}" for name in _uncertain(self.implemented_properties)]
+
+    def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
+        """What ASE calls to learn what has changed since results were computed: the total charge counts, too."""
+        changes: list[str] = super().check_state(atoms, tol)
+        if self.atoms is not None and _charge(atoms) != _charge(self.atoms):
+            changes.append("charge")
+        return changes
+
+    def get_property(self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True) -> Any:
+        """What ASE calls. Raises PropertyNotImplementedError, too, for what the branch was never trained on."""
+        head = _head(name.removesuffix(_UNCERTAINTY))
+        if head in self._untaught:
+            others = self._untaught[head]
+            instead = f"; ask for branch {' or '.join(others)}" if others else ""
+            raise PropertyNotImplementedError(
+                f"{name}: the data of branch {self._branch_name} of {self.network.where} have no labels that teach its "
+                f"{head} head, which would answer at random{instead}"
+            )
+        return super().get_property(name, atoms, allow_calculation)
+
+    def calculate(
+        self,
+        atoms: Atoms | None = None,
+        properties: Sequence[str] = ("energy",),
+        system_changes: Sequence[str] = tuple(all_changes),
+    ) -> None:
+        """What ASE calls. Raises DataError for an element the model does not know or its branch was not trained on, a
+        position or total charge that is no number, two atoms on one place, and a periodic cell without volume."""
+        super().calculate(atoms, properties, system_changes)
+        assert self.atoms is not None
+        asked = {name.removesuffix(_UNCERTAINTY) for name in properties}
+        if "stress" in asked and not self.atoms.pbc.all():
+            raise PropertyNotImplementedError("stress needs a cell that is periodic in all three directions")
+        if "dipole" in asked:
+            _require_dipole(self.atoms)
+        found, stds = self._predict(self.atoms)
+        assert found.energy_G is not None and found.atom_energies_N is not None
+        energy = float(found.energy_G)
+        self.results = {"energy": energy, "free_energy": energy, "energies": found.atom_energies_N.numpy(force=True)}
+        for name, value in (("forces", found.forces_N3), ("charges", found.charges_N)):
+            if value is not None:
+                self.results[name] = value.double().numpy(force=True)
+        if found.dipole_G3 is not None:
+            self.results["dipole"] = found.dipole_G3[0].double().numpy(force=True)
+        if found.stress_G33 is not None:
+            self.results["stress"] = full_3x3_to_voigt_6_stress(found.stress_G33[0].double().numpy(force=True))
+        for name, std in stds.items():
+            self.results[f"{name}{_UNCERTAINTY}"] = _as_ase(name, std.numpy(force=True))
+        across = _across_the_cell(self.atoms)
+        for name in ("dipole", f"dipole{_UNCERTAINTY}"):
+            dipole = self.results.pop(name, None)
+            if dipole is not None and across.any():
+                self.results[name] = np.where(across, dipole, np.nan)
+        self.results = {name: value for name, value in self.results.items() if name in self.implemented_properties}
+
+    def export_properties(self) -> Properties:
+        """What `atoms.get_properties` gives: ASE knows no uncertainties, which stay in `results`."""
+        return Properties({name: value for name, value in self.results.items() if not name.endswith(_UNCERTAINTY)})
+
+    def _predict(self, atoms: Atoms) -> tuple[Predictions, dict[str, Tensor]]:
+        """Return all that can be predicted, and by quantity its uncertainty where that is known.
+
+        Forces and stress come with every energy: relaxations and dynamics ask for all of them, one after another, and ASE
+        keeps the results of one geometry. Both are left out where the branch was taught no energies.
+        """
+        run, device = self.network.run, self.device
+        heaviest = int(atoms.numbers.max(initial=0))
+        if atoms.numbers.min(initial=1) < 1:
+            raise DataError(
+                f"atom {int(atoms.numbers.argmin())} has atomic number {int(atoms.numbers.min())}, which is no element; "
+                "take it out of the structure"
+            )
+        least = min(self._networks, key=lambda network: network.run.model.max_atomic_number)
+        if heaviest > least.run.model.max_atomic_number:
+            raise DataError(
+                f"the structure has atomic number {heaviest}; the model of {least.where} knows elements up to "
+                f"{least.run.model.max_atomic_number}"
+            )
+        for where, trained in self._known:
+            _require_trained(atoms, trained, self._branch_name, where)
+        # Float64 as ASE has them: dynamics take differences of positions that are far smaller than the positions.
+        positions_N3 = torch.from_numpy(np.asarray(atoms.positions, dtype=np.float64)).to(device)
+        cell = np.where(atoms.pbc[:, None], atoms.cell.array, 0.0)
+        cells_G33 = torch.from_numpy(cell[None]).to(device)
+        edges = device_edges(
+            positions_N3,
+            cells_G33,
+            run.model.cutoff,
+            # A direction may be said to be periodic though the cell has no vector there, which is refused.
+            periodic_G3=torch.from_numpy(atoms.pbc[None].copy()).to(device),
+            max_neighbours=run.data.max_neighbours,
+        )
+        _require_apart(positions_N3, edges)
+        species_N = torch.from_numpy(atoms.numbers.astype(np.int64)).to(device)
+        inputs: dict[str, Any] = {
+            "positions_N3": positions_N3,
+            "graph_N": torch.zeros(len(atoms), dtype=torch.int64, device=device),
+            "edges_2E": edges.edges_2E,
+            "shifts_E3": edges.shifts_E3,
+            "cells_G33": cells_G33,
+            "source_G": torch.full((1,), self._branch, device=device),
+            "total_charge_G": torch.full((1,), _charge(atoms), dtype=torch.float64, device=device),
+            "max_atoms": len(atoms),
+            "forces": "energy" not in self._untaught,
+            "stress": "energy" not in self._untaught and bool(atoms.pbc.all()),
+        }
+        with torch.no_grad():
+            if self.ensemble is None:
+                return self.network.model.predict(species_N, **inputs), {}
+            found = self.ensemble.predict(species_N, **inputs)
+            return found.mean, found.std
+
+
+def _across_the_cell(atoms: Atoms) -> npt.NDArray[np.bool_]:
+    """Return which cartesian components [3] of a dipole do not depend on the periodic images that atoms are written as.
+
+    They are those that no periodic cell vector has a share in, of a cell without a charge: that of a slab across it. All are
+    of a structure that is not periodic.
+    """
+    vectors = atoms.cell.array[atoms.pbc]
+    if not len(vectors):
+        return np.ones(3, dtype=bool)
+    straight = np.abs(vectors) <= _STRAIGHT * np.linalg.norm(vectors, axis=1, keepdims=True)
+    neutral = abs(_charge(atoms)) < _NEUTRAL_E
+    across: npt.NDArray[np.bool_] = straight.all(axis=0) & neutral
+    return across
+
+
+def _require_dipole(atoms: Atoms) -> None:
+    """Refuse a dipole that depends on how a periodic structure is written. Raises PropertyNotImplementedError."""
+    if _across_the_cell(atoms).any():
+        return
+    charge = _charge(atoms)
+    charged = f" and a total charge of {charge:g} e" if abs(charge) >= _NEUTRAL_E else ""
+    raise PropertyNotImplementedError(
+        f"dipole: with pbc={atoms.pbc.tolist()}{charged} it depends on which periodic images the atoms are written as; set "
+        "atoms.pbc=False for a molecule in a box, or ask for that of a neutral slab whose surface is normal to x, y or z"
+    )
+
+
+def _head(name: str) -> str:
+    """The head that a property of ASE's comes from."""
+    return "energy" if name in _OF_ENERGY else name
+
+
+def _uncertain(properties: Sequence[str]) -> list[str]:
+    """Those of ASE's properties that an ensemble may know the uncertainty of."""
+    return [name for name in properties if name not in ("free_energy", "energies")]
+
+
+def _as_ase(name: str, std: npt.NDArray[np.float64]) -> Any:
+    """In the shape in which ASE has that property."""
+    if name == "energy":
+        return float(std[0])
+    if name == "stress":
+        return full_3x3_to_voigt_6_stress(std[0])
+    return std[0] if name == "dipole" else std
+
+
+def _require_trained(atoms: Atoms, trained: TrainedElements, branch: str, where: Path) -> None:
+    """Refuse an element that no training structure of the branch had. Raises DataError."""
+    strange = sorted(set(atoms.numbers.tolist()) - trained.of(branch))
+    if not strange:
+        return
+    element = f"atomic number {strange[0]} ({chemical_symbols[strange[0]]})"
+    others = trained.branches_with(strange[0])
+    if others:
+        raise DataError(
+            f"the structure has {element}, which no structure that branch {branch} of {where} was trained on has: it would "
+            f"answer at random, though {_named(others)} it; ask for that branch, train {branch} with such structures, or "
+            f"say untrained_elements=True"
+        )
+    raise DataError(
+        f"the structure has {element}, which nothing that the model of {where} was trained on has: it would answer at "
+        "random; train with such structures, or say untrained_elements=True"
+    )
+
+
+def _named(branches: Sequence[str]) -> str:
+    """Branches that know something, and the verb."""
+    return f"branch {branches[0]} knows" if len(branches) == 1 else f"branches {', '.join(branches)} know"
+
+
+def _require_apart(positions_N3: Tensor, edges: DeviceEdges) -> None:
+    """Refuse two atoms on one place, between which there is no direction. Raises DataError."""
+    source_E, target_E = edges.edges_2E
+    distance_E = (positions_N3[target_E] + edges.shifts_E3 - positions_N3[source_E]).norm(dim=1)
+    if len(distance_E) and float(distance_E.min()) < SAME_PLACE_A:
+        nearest = int(distance_E.argmin())
+        first, second = sorted((int(source_E[nearest]), int(target_E[nearest])))
+        through = ", through the periodic cell" if bool(edges.images_E3[nearest].any()) else ""
+        raise DataError(
+            f"atoms {first} and {second} are on one place ({float(distance_E[nearest]):.3f} A apart{through}); take one of "
+            "them out of the structure"
+        )
+
+
+def _charge(atoms: Atoms) -> float:
+    """Total charge, e. Raises DataError for what is no finite number, and for charges of atoms that say something else."""
+    given = atoms.info.get("charge", 0.0)
+    try:
+        charge = float(given)
+    except (TypeError, ValueError):
+        charge = float("nan")
+    if not np.isfinite(charge):
+        raise DataError(f'atoms.info["charge"] is {given!r}; give the total charge as a number of elementary charges')
+    if not atoms.has("initial_charges"):
+        return charge
+    found = float(atoms.get_initial_charges().sum())
+    total = agreed_total(found, charge if "charge" in atoms.info else None)
+    if total is None:
+        against = f'but atoms.info["charge"] is {charge:g}' if "charge" in atoms.info else "which is no whole number"
+        raise DataError(
+            f"atoms.get_initial_charges() adds up to {found:g} e, {against}; give the total charge as "
+            'atoms.info["charge"], and initial charges that add up to it or none'
+        )
+    return total

@@ -1,0 +1,1 @@
+"""Graph parallelism: ranks hold different atoms of the same structures."""

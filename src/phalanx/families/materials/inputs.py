@@ -1,0 +1,387 @@
+"""What a materials run reads, and its evaluation: errors on held-out structures, by data set and in physical units."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch import Tensor
+
+from phalanx.config.families import MaterialsRun
+from phalanx.data.batch import BatchStream
+from phalanx.errors import DataError
+from phalanx.families.materials.balancing import Balancer, BalancerState
+from phalanx.families.materials.data.balance import Division, divide, divide_within, in_turn
+from phalanx.families.materials.data.balance_report import report, step_balance
+from phalanx.families.materials.data.batches import Collator, Columns, GraphBatch
+from phalanx.families.materials.data.cost import CostModel
+from phalanx.families.materials.data.order import Located
+from phalanx.families.materials.data.shards import PreparedSource, open_prepared
+from phalanx.families.materials.data.stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.families.materials.data.trained_elements import TrainedElements, elements_of, write_elements
+from phalanx.families.materials.errors import SUMS, Quantity, quantities
+from phalanx.families.materials.graph_parallel.stream import ShareStream, cutting_of
+from phalanx.families.materials.model.losses import tasks
+from phalanx.files import write_atomically
+from phalanx.layout.apply import Applied
+from phalanx.layout.execute import Executor
+from phalanx.layout.mesh import Mesh
+from phalanx.layout.multitask import branch_groups
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, Verification
+from phalanx.train.metrics import RankTimes
+from phalanx.train.state import damaged_field
+
+BALANCE = "balance.json"
+"""File of a run directory that says how evenly ranks share the work."""
+_BALANCED_STEPS = 100
+
+
+@dataclass(frozen=True)
+class GraphInputs(Inputs):
+    """Opened structures of a run."""
+
+    balancer: Balancer | None = None
+    """Of a run on several ranks."""
+    graphs: GraphBatchStream | None = None
+    """Whole batches, of a run with several readers."""
+    elements: TrainedElements | None = None
+    """Atomic numbers that each branch will know when this run is over, where that can be said."""
+
+    def watch(self, applied: Applied) -> None:
+        """See `Inputs.watch`."""
+        if self.balancer is not None:
+            self.balancer.watch(applied.stages[0])
+
+    def after(self, step: int) -> Callable[[], RankTimes] | None:
+        """See `Inputs.after`."""
+        return None if self.balancer is None else self.balancer.after(step)
+
+    def state(self) -> dict[str, Any]:
+        """See `Inputs.state`."""
+        return {} if self.balancer is None else self.balancer.state()
+
+    def check(self, state: dict[str, Any], where: str) -> None:
+        """See `Inputs.check`."""
+        try:
+            BalancerState.model_validate(state)
+        except ValidationError as error:
+            raise damaged_field(where, error) from error
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See `Inputs.restore`."""
+        if self.balancer is not None:
+            self.balancer.restore(state)
+
+    def write(self, run_dir: Path) -> None:
+        """The elements, and how evenly the first steps are shared out, by the cost model; beside it, structures dealt out by
+        number alone."""
+        if self.elements is not None:
+            write_elements(self.elements, run_dir)
+        if self.graphs is None:
+            return
+        order, ranks, steps = self.graphs.order, self.graphs.ranks, range(1, _BALANCED_STEPS + 1)
+        costs = [order.cost.whole(found.atoms, found.edges) for found in map(order.batch, steps)]
+        content = {
+            "ranks": ranks,
+            "cost": asdict(order.cost),
+            "by_cost": report(step_balance(self.graphs.declared_division(step)) for step in steps).as_dict(),
+            "by_number": report(step_balance(in_turn(cost, ranks, 1)) for cost in costs).as_dict(),
+        }
+        if self.graphs.branches is not None:
+            apart = report(step_balance(divide(cost, ranks, 1)) for cost in costs)
+            content["by_cost_without_branch_groups"] = apart.as_dict()
+        write_atomically(run_dir / BALANCE, json.dumps(content, indent=1) + "\n")
+
+
+def open_inputs(run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
+    """See `train.inputs.open_inputs`."""
+    training = open_prepared(run.data, "train")
+    _require_elements(run, training)
+    if first:
+        _tell_missing_references(run, training)
+        _tell_periodic_dipoles(run, training)
+    columns = columns_of(run, training)
+    budget, pin_memory = run.data.microbatch_cost, device.type != "cpu"
+    graphs = GraphBatchStream(
+        graph_order(training, run.data, seed=run.training.seed, global_batch=layout.global_batch),
+        columns,
+        parts=layout.accumulation,
+        # What one device computes at a time is a share of a micro-batch.
+        budget=None if budget is None else budget * layout.cp,
+        oversized_alone=run.data.oversized == "alone",
+        share_by=run.data.share_by,
+        rank=mesh.data_rank,
+        ranks=layout.data_ranks,
+        branches=branch_groups(layout),
+        prefetch=run.data.prefetch,
+        pin_memory=pin_memory and layout.cp == 1,
+    )
+    stream: BatchStream = graphs
+    if layout.cp > 1:
+        stream = ShareStream(graphs, layout.accumulation, cutting_of(run, mesh.cp), pin_memory=pin_memory)
+    evaluator = GraphEvaluator(run, open_prepared(run.data, "validation"), columns, device, run.evaluation.samples)
+    verification = Verification(training if run.data.verify and first else [])
+    start = run.training.init_from
+    known = elements_of(
+        [source.manifest.statistics for source in training],
+        run.model.branches,
+        None if start is None else Path(start),
+    )
+    words = _in_words(training)
+    if layout.data_ranks == 1:
+        return GraphInputs(stream, evaluator, verification, in_words=words, elements=known)
+    balancer = _balancer(run, layout, mesh, device, graphs)
+    return GraphInputs(
+        stream, evaluator, verification, in_words=words, balancer=balancer, graphs=graphs, elements=known
+    )
+
+
+def check_inputs(run: MaterialsRun) -> str:
+    """See `train.inputs.check_inputs`."""
+    return _in_words(open_prepared(run.data, "train"))
+
+
+def _in_words(training: list[PreparedSource]) -> str:
+    return f"{sum(len(source) for source in training):,} structures"
+
+
+def expected_evaluation(run: MaterialsRun) -> ExpectedEvaluation | None:
+    """See `train.inputs.expected_evaluation`. Of a source that may lack labels, validation is taken to have some of each."""
+    sources = open_prepared(run.data, "validation")
+    if not any(len(source) for source in sources):
+        return None
+    labelled = [[_has_labels(source, quantity) for quantity in quantities(run.model)] for source in sources]
+    sums = torch.tensor(labelled, dtype=torch.float64)[:, :, None].expand(-1, -1, SUMS)
+    errors = GraphErrors(0.0, 0, error_rows(run, sums))
+    return ExpectedEvaluation(errors.as_dict(), frozenset(("loss", "mae", "rmse")))
+
+
+def _has_labels(source: PreparedSource, quantity: Quantity) -> bool:
+    if not len(source):
+        return False
+    manifest = source.manifest
+    by_column = {"properties_GP": manifest.properties, "atom_properties_NP": manifest.atom_properties}
+    return quantity.name in by_column.get(quantity.label, manifest.labels)
+
+
+def _balancer(
+    run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: torch.device, stream: GraphBatchStream
+) -> Balancer | None:
+    by_block = run.model.energy is None and mesh.shards.size > 1
+    if by_block or mesh.cp.size > 1:
+        # Ranks wait for each other at every gather or exchange: a rank's own time cannot be told from that.
+        return None
+    # Sums over measured shares would not come out the same to the bit a second time.
+    fits = run.data.share_by == "cost" and not run.training.deterministic
+    every = run.data.fit_cost_every if fits else None
+    return Balancer(stream, mesh, device, every=every, each_waits=layout.zero >= 2 and mesh.shards.size > 1)
+
+
+def columns_of(run: MaterialsRun, sources: Sequence[PreparedSource]) -> Columns:
+    """What batches must hold for this model."""
+    model = run.model
+    return graph_columns(
+        sources,
+        tasks=[task.label for task in tasks(model)],
+        properties=model.properties.names if model.properties else [],
+        atom_properties=model.atom_properties.names if model.atom_properties else [],
+    )
+
+
+def _require_elements(run: MaterialsRun, sources: Sequence[PreparedSource]) -> None:
+    for source in sources:
+        heaviest = max(source.manifest.statistics.elements)
+        if heaviest > run.model.max_atomic_number:
+            raise DataError(
+                f"{source.path} has atomic number {heaviest}, model.max_atomic_number={run.model.max_atomic_number} is "
+                f"less; set model.max_atomic_number={heaviest} or more"
+            )
+
+
+def _tell_missing_references(run: MaterialsRun, sources: Sequence[PreparedSource]) -> None:
+    """A line to stderr for each branch that has reference energies, but not of all elements whose energies it learns."""
+    single = len(run.model.branches) == 1
+    for number, branch in enumerate(run.model.branches):
+        if run.model.energy is None or not branch.reference_energies:
+            continue
+        own = sources if single else sources[number : number + 1]
+        energies = [source.manifest.statistics for source in own if "energy" in source.manifest.labels]
+        present = frozenset[int]().union(*(known.elements for known in energies))
+        missing = sorted(present - frozenset(map(int, branch.reference_energies)))
+        if missing:
+            sys.stderr.write(
+                f"warning: model.branches: {branch.name}.reference_energies has none of atomic number "
+                f"{', '.join(map(str, missing))}, which its structures have: there an atom's energy begins at 0 eV; phalanx "
+                "data prepare-graphs says what fits\n"
+            )
+
+
+def _tell_periodic_dipoles(run: MaterialsRun, sources: Sequence[PreparedSource]) -> None:
+    """Write a line to stderr for each source, prepared by an older version, of whose dipoles some are not learned."""
+    for source in sources:
+        if run.model.dipole is None or "dipole" not in source.manifest.labels:
+            continue
+        left_out = 0
+        for number in range(len(source.manifest.shards)):
+            shard = source.shard(number)
+            left_out += int((shard["periodic"].any(axis=1) & np.isfinite(shard["dipole"]).any(axis=1)).sum())
+        if left_out:
+            sys.stderr.write(
+                f"warning: {source.path}: {left_out:,} dipoles of periodic structures take no part in training and "
+                "evaluation, as they depend on which images the atoms are written as; prepare it again without them\n"
+            )
+
+
+@dataclass(frozen=True)
+class ErrorRow:
+    """Errors of one quantity over one data set."""
+
+    source: str
+    quantity: str
+    unit: str
+    """Energies count per atom; empty for properties, which are in eV, A and e, whatever they are."""
+    mae: float
+    rmse: float
+    numbers: int
+    """How many numbers these are means of: three a force, nine a stress."""
+
+    @property
+    def errors_in_words(self) -> str:
+        """Both errors with their unit."""
+        scale, unit = (1.0, self.unit) if not self.unit.startswith("eV") else (1e3, f"m{self.unit}")
+        return f"MAE {self.mae * scale:.4g} RMSE {self.rmse * scale:.4g} {unit}".rstrip()
+
+    def __str__(self) -> str:
+        return f"{self.source} {self.quantity} {self.errors_in_words}"
+
+
+@dataclass(frozen=True)
+class GraphErrors:
+    """What an evaluation found."""
+
+    loss: float
+    """As the training loss: summed over tasks."""
+    structures: int
+    rows: list[ErrorRow]
+    untrained: dict[str, dict[int, int]] | None = None
+    """By source and atomic number: structures among these with an element that the source's branch was not trained on; None
+    where that was not looked for."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        plain = {"loss": self.loss, "structures": self.structures, "errors": [asdict(row) for row in self.rows]}
+        return plain if self.untrained is None else plain | {"untrained_elements": self.untrained}
+
+
+@dataclass(frozen=True)
+class GraphEvaluator:
+    """Predicts the same held-out structures again and again."""
+
+    run: MaterialsRun
+    sources: list[PreparedSource]
+    """One split of each source, in the order of `data.sources`."""
+    columns: Columns
+    device: torch.device
+    samples: int | None
+    """Structures an evaluation reads over all sources, spread evenly over each; None for all."""
+
+    def evaluate(self, executor: Executor) -> list[Finding]:
+        """The loss as in training, and errors of every quantity that a data set has labels of."""
+        if not any(len(source) for source in self.sources):
+            return []
+        errors = self.errors(executor)
+        words = f"held-out loss {errors.loss:.5g}; {'; '.join(map(str, errors.rows))}"
+        return [Finding("evaluation", errors.as_dict(), words)]
+
+    def errors(self, executor: Executor) -> GraphErrors:
+        """The same, over at least one structure. Every rank calls it."""
+        sums, counts, structures = self._sums(executor)
+        size = len(tasks(self.run.model))
+        losses, errors = sums[:size], sums[size:].view(len(self.sources), -1, SUMS)
+        return GraphErrors(float((losses / counts.clamp(min=1)).sum()), structures, error_rows(self.run, errors))
+
+    def _sums(self, executor: Executor) -> tuple[Tensor, Tensor, int]:
+        """Losses and errors over all ranks, counts of targets, and the number of structures."""
+        mesh, found = executor.mesh, self.chosen()
+        division = self._division(found, executor.layout)
+        mine = np.flatnonzero(division.rank == mesh.data_rank)
+        mine = mine[np.argsort(division.part[mine], kind="stable")]
+        parts = np.bincount(division.part[mine], minlength=division.loads.shape[1]).tolist()
+        size = len(tasks(self.run.model))
+        sums = torch.zeros(
+            size + len(self.sources) * len(quantities(self.run.model)) * SUMS, dtype=torch.float64, device=self.device
+        )
+        counts = torch.zeros(size, dtype=torch.float64, device=self.device)
+        start = 0
+        # Every rank has the same number of micro-batches: a sharded model needs all ranks in each.
+        for count in parts:
+            rows = mine[start : start + count]
+            start += count
+            batch = self._read(Located(*(part[rows] for part in vars(found).values())))
+            share = executor.cut(batch, 1).to(self.device)
+            x, inputs = share.inputs()
+            result = executor.infer(x, {**inputs, "measured_sources": len(self.sources)}, share.sample_indices)
+            assert result is not None
+            sums += result
+            if mesh.reads_first:
+                counts += share.target_counts()
+        if mesh.world is not None:
+            dist.all_reduce(sums, group=mesh.world)
+            dist.all_reduce(counts, group=mesh.world)
+        return sums, counts, len(found.numbers)
+
+    def chosen(self) -> Located:
+        """Structures spread evenly over each source, as many of each as its share of all."""
+        total = sum(len(source) for source in self.sources)
+        parts: list[Located] = []
+        first = 0
+        for number, source in enumerate(self.sources):
+            wanted = total if self.samples is None else max(1, self.samples * len(source) // total)
+            count = min(len(source), wanted)
+            item = np.unique(np.linspace(0, max(len(source) - 1, 0), count).round().astype(np.int64))
+            atoms, edges = source.sizes(item)
+            parts.append(Located(first + item, np.full_like(item, number), item, atoms, edges))
+            first += len(source)
+        return Located(*(np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])))
+
+    def _division(self, found: Located, layout: ResolvedLayout) -> Division:
+        data = self.run.data
+        model = CostModel(data.cost.node, data.cost.edge, data.cost.graph)
+        costs = model.whole(found.atoms, found.edges)
+        groups = branch_groups(layout)
+        deal = None if groups is None else groups.deal(found.source)
+        if data.microbatch_cost is not None:
+            return divide_within(
+                costs, layout.data_ranks, costs, int(data.microbatch_cost * layout.cp / model.unit), deal
+            )
+        return divide(costs, layout.data_ranks, -(-len(costs) // (layout.data_ranks * layout.microbatch)), deal)
+
+    def _read(self, found: Located) -> GraphBatch:
+        batch = Collator(self.sources, self.columns)(found, (len(found.numbers),))
+        heaviest = int(batch.species_N.max()) if len(batch.species_N) else 0
+        if heaviest > self.run.model.max_atomic_number:
+            raise DataError(
+                f"a held-out structure has atomic number {heaviest}, model.max_atomic_number="
+                f"{self.run.model.max_atomic_number} is less; set model.max_atomic_number={heaviest} or more"
+            )
+        return batch
+
+
+def error_rows(run: MaterialsRun, errors: Tensor) -> list[ErrorRow]:
+    """Rows of the quantities that a data set has labels of. errors: [sources, Q, SUMS], see `families.materials.errors`."""
+    rows = []
+    for source, table in zip(run.data.sources, errors.tolist(), strict=True):
+        for quantity, (absolute, squared, numbers) in zip(quantities(run.model), table, strict=True):
+            if numbers:
+                mae, rmse = absolute / numbers, (squared / numbers) ** 0.5
+                rows.append(ErrorRow(source.name, quantity.name, quantity.unit, mae, rmse, int(numbers)))
+    return rows

@@ -1,0 +1,180 @@
+"""The materials family under parallelism: whole networks, run on batches of structures or on shares of their atoms."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.config.check_graphs import one_program_obstacle
+from phalanx.config.families import MaterialsRun
+from phalanx.data.batch import Batch
+from phalanx.families.materials.data.batches import GraphBatch
+from phalanx.families.materials.errors import error_sums
+from phalanx.families.materials.graph_parallel.batch import Cutting, GraphShare, cut_batch
+from phalanx.families.materials.graph_parallel.exchange import HaloExchange
+from phalanx.families.materials.graph_parallel.stream import cutting_of
+from phalanx.families.materials.model.exchange import ALONE
+from phalanx.families.materials.model.losses import Labels, summed_losses
+from phalanx.families.materials.model.network import MaterialsNetwork
+from phalanx.families.materials.recorded_step import StepRecorder
+from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.family import Building
+from phalanx.layout.place import TensorSplits
+from phalanx.layout.precision import PRECISIONS
+from phalanx.layout.share import SequenceShare
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stage import Stage
+from phalanx.nn.splits import ModelPart
+
+_EDGE_CHUNK = 2**16
+"""Edges whose messages are held at once under recompute: about 0.5 GB of PaiNN's at 128 channels."""
+
+
+class MaterialsStage(Stage):
+    """Atomic numbers in, the summed losses of all tasks out."""
+
+    loss_is_whole = True
+    recomputes = True
+    rows_are_positions = False
+    keeps_branches = False
+    """Whether only some branches have their heads here."""
+
+    def __init__(self, part: MaterialsNetwork, index: int, share: SequenceShare, seed: int, cutting: Cutting) -> None:
+        """cutting: how ranks of `cp` share out the atoms of a micro-batch."""
+        super().__init__(part, index, share, seed, 1)
+        self.cutting = cutting
+        self.one_unit = part.config.energy is not None
+        """Forces may be asked for (`layout.shard` says what that means)."""
+        self.recorder: StepRecorder | None = None
+        """Runs training's micro-batches as one program each, where they are recorded."""
+        self._places: list[tuple[nn.Module, str]] | None = None
+
+    def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Any) -> Tensor:
+        """See `Stage`. x: int64 atomic numbers [N]. inputs: those of `MaterialsNetwork.forward`; and at will
+        `measured_sources`, how many data sets there are: errors by data set (`families.materials.errors`) then follow the
+        losses, in one row of numbers. `halo` of a share that `cut` gave."""
+        halo = inputs.pop("halo", None)
+        inputs["exchange"] = ALONE if halo is None else HaloExchange(halo, self.share.cp)
+        source_G, sources = inputs["source_G"], inputs.pop("measured_sources", None)
+        if len(self.part.config.branches) == 1:
+            inputs["source_G"] = torch.zeros_like(source_G)
+        if sources is not None:
+            return self._measured(x, source_G, sources, inputs)
+        if self.recorder is not None and self.training and len(source_G):
+            self.gradients_added = self.alone
+            recorded = self.recorder.losses_alone if self.alone else self.recorder.losses
+            return recorded({"species_N": x, **inputs}, self._present_parameters(), self.scale)
+        self.gradients_added = False
+        losses: Tensor = self.part(x, **inputs)
+        return losses
+
+    def _present_parameters(self) -> list[nn.Parameter]:
+        """Those of the network as they are now: gathered ones take the places of shards."""
+        if self._places is None:
+            modules = self.part.modules()
+            own = [(p, (module, name)) for module in modules for name, p in module.named_parameters(recurse=False)]
+            self._places = list(dict(own).values())
+        return [getattr(module, name) for module, name in self._places]
+
+    def _measured(self, x: Tensor, source_G: Tensor, sources: int, inputs: dict[str, Any]) -> Tensor:
+        config, names = self.part.config, {field.name for field in fields(Labels)}
+        labels = Labels(**{name: value for name, value in inputs.items() if name in names})
+        seen = {name: value for name, value in inputs.items() if name not in names}
+        forces, stress = labels.forces_N3 is not None, labels.stress_G33 is not None
+        predicted = self.part.predict(x, **seen, forces=forces, stress=stress)
+        graph_N = inputs["graph_N"]
+        atoms_G = inputs["exchange"].atoms_by_graph(graph_N, len(source_G))
+        losses = summed_losses(
+            config,
+            self.part.units,
+            predicted,
+            labels,
+            branch_G=inputs["source_G"],
+            graph_N=graph_N,
+            atoms_G=atoms_G,
+        )
+        errors = error_sums(
+            config, predicted, labels, source_G=source_G, sources=sources, graph_N=graph_N, atoms_G=atoms_G
+        )
+        return torch.cat((losses, errors.flatten()))
+
+    def cut(self, batch: Batch, microbatches: int) -> Batch:
+        """Over `cp`, this rank's atoms of every structure (`families.materials.graph_parallel.batch`), unless it was
+        cut on reading."""
+        if self.share.cp.size == 1 or isinstance(batch, GraphShare):
+            return batch
+        assert isinstance(batch, GraphBatch)
+        return cut_batch(batch, microbatches, self.cutting)
+
+    def branch_parameters(self) -> set[nn.Parameter]:
+        """See `Stage`."""
+        return set(self.part.head.branch_parameters()) if self.keeps_branches else set()
+
+    def example_input(self, samples: int) -> Tensor:
+        """One atom a structure."""
+        return torch.empty(samples, dtype=torch.int64)
+
+
+class MaterialsLayout:
+    """See `layout.family.FamilyLayout`."""
+
+    compiles_blocks = False
+    """A compiled block has no second derivative; a step is recorded or compiled as a whole
+    (`families.materials.recorded_step`)."""
+
+    def build(self, building: Building, part: ModelPart) -> tuple[nn.Module, TensorSplits]:
+        """The whole network: nothing is split."""
+        run: MaterialsRun = building.run
+        chunk = None if run.layout.recompute == "none" else _EDGE_CHUNK
+        with torch.device("meta"):
+            model = MaterialsNetwork(run.model, dtype=PRECISIONS[run.layout.precision], edge_chunk=chunk, part=part)
+        if building.branches is not None:
+            model.head.keep(building.branches)
+        return model, {}
+
+    def stage(self, building: Building, part: nn.Module, index: int) -> Stage:
+        """Runs the network."""
+        assert isinstance(part, MaterialsNetwork)
+        run: MaterialsRun = building.run
+        cutting = cutting_of(run, building.share.cp)
+        stage = MaterialsStage(part, index, building.share, run.training.seed, cutting)
+        stage.keeps_branches = building.branches is not None
+        if _records(building):
+            stage.one_unit = True
+            first = 0 if building.branches is None else building.branches.start
+            stage.recorder = StepRecorder(
+                lambda: self._twin(building, part),
+                source=first,
+                cutoff=run.model.cutoff,
+                compiled=run.training.compile is True,
+            )
+        return stage
+
+    def _twin(self, building: Building, part: MaterialsNetwork) -> nn.Module:
+        """A second network of the same kind on the device."""
+        twin, _ = self.build(building, part.part)
+        dtypes = {parameter.dtype for parameter in part.parameters()}
+        assert len(dtypes) == 1
+        return twin.to(dtypes.pop()).to_empty(device=building.device)
+
+    def choose_attention(self, run: MaterialsRun, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
+        """Nothing to choose: attention among atoms is written out in operations that have second derivatives."""
+        return AttentionChoice("sdpa")
+
+
+def _records(building: Building) -> bool:
+    """Whether training runs as recorded programs: as asked for, and by `auto` on accelerators wherever it can be."""
+    run: MaterialsRun = building.run
+    if building.share.cp.size > 1 or one_program_obstacle(run) is not None:
+        return False
+    if run.training.compile == "auto":
+        # Of a model without forces, blocks are gathered one by one; a program needs all parameters at once.
+        sharded = building.gathered and run.model.energy is None
+        return building.device.type != "cpu" and not (sharded or run.training.deterministic)
+    return run.training.compile
+
+
+LAYOUT = MaterialsLayout()

@@ -1,0 +1,1 @@
+"""The network in plain PyTorch for one device."""

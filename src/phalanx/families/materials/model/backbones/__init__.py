@@ -1,0 +1,1 @@
+"""Message passing of published networks."""

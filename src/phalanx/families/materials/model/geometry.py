@@ -1,0 +1,164 @@
+"""What message passing knows of space: edge vectors, and the functions of them that all blocks share, computed once.
+
+Everything a model predicts depends on positions through the edge vectors alone (the dipole aside). Forces and stress are
+therefore formed from the derivative by edge vectors, and no net force or torque can arise.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.config.materials import MaterialsModel
+from phalanx.families.materials.model.exchange import ALONE, Exchange
+
+
+class Geometry(NamedTuple):
+    """Edges of a batch and the functions of their vectors, in the activation format unless noted."""
+
+    source_E: Tensor
+    """int64: the atom a message comes from, a row of `exchange.atoms`."""
+    target_E: Tensor
+    """int64: the atom it goes to."""
+    species_N: Tensor
+    """int64: atomic numbers."""
+    graph_N: Tensor
+    """int64: the graph of each atom, ascending."""
+    vector_E3: Tensor
+    """From source to target (angstrom), in at least float32."""
+    unit_E3: Tensor
+    """The same with length 1."""
+    envelope_E1: Tensor
+    """1 for near atoms, 0 with all derivatives the envelope promises at the cutoff and beyond."""
+    radial_ER: Tensor
+    """Functions of the distance, without the envelope."""
+    harmonics_ES: Tensor | None = None
+    """Spherical harmonics of the direction; of bodies that use them."""
+    triplets: Triplets | None = None
+    """Pairs of edges that meet; of bodies that use them."""
+    graphs: int = 1
+    """Number of graphs."""
+    max_atoms: int | None = None
+    """Atoms of the largest graph, where the caller knows; spares the device a wait."""
+    chunk: int | None = None
+    """Edges whose messages are held at once; None for all."""
+    exchange: Exchange = ALONE
+    """Where the atoms are that messages come from."""
+
+    @property
+    def atoms(self) -> int:
+        """Number of atoms."""
+        return self.graph_N.shape[0]
+
+
+class Triplets(NamedTuple):
+    """Pairs of edges k -> j and j -> i with i and k not the same atom at the same place."""
+
+    incoming_T: Tensor
+    """int64: the edge k -> j, a row of `Geometry.exchange.edges`."""
+    outgoing_T: Tensor
+    """int64: the edge j -> i."""
+    cosine_T1: Tensor
+    """Cosine of the angle at j."""
+
+
+def edge_vectors(positions_N3: Tensor, edges_2E: Tensor, shifts_E3: Tensor) -> Tensor:
+    """Vectors from source to target, in at least float32: pos[target] + shift - pos[source] (angstrom)."""
+    wide = torch.promote_types(positions_N3.dtype, torch.float32)
+    positions = positions_N3.to(wide)
+    return positions.index_select(0, edges_2E[1]) - positions.index_select(0, edges_2E[0]) + shifts_E3.to(wide)
+
+
+def edge_geometry(
+    config: MaterialsModel,
+    vector_E3: Tensor,
+    edges_2E: Tensor,
+    species_N: Tensor,
+    graph_N: Tensor,
+    *,
+    dtype: torch.dtype,
+    graphs: int,
+    max_atoms: int | None = None,
+    chunk: int | None = None,
+    exchange: Exchange = ALONE,
+) -> Geometry:
+    """All functions of the edge vectors that every body needs, in format `dtype`."""
+    distance_E1 = vector_E3.norm(dim=1, keepdim=True)
+    return Geometry(
+        edges_2E[0],
+        edges_2E[1],
+        species_N,
+        graph_N,
+        vector_E3,
+        (vector_E3 / distance_E1).to(dtype),
+        envelope(config, distance_E1).to(dtype),
+        radial_functions(config, distance_E1).to(dtype),
+        graphs=graphs,
+        max_atoms=max_atoms,
+        chunk=chunk,
+        exchange=exchange,
+    )
+
+
+def envelope(config: MaterialsModel, distance: Tensor) -> Tensor:
+    """How messages fade with distance (angstrom): 1 at 0, exactly 0 from the cutoff on.
+
+    polynomial: p = 6 of DimeNet (Gasteiger et al. 2020, equation 8); two derivatives vanish at the cutoff. cosine: Behler
+    and Parrinello 2007; one derivative vanishes.
+    """
+    x = distance / config.cutoff
+    if config.envelope == "cosine":
+        value = 0.5 * (torch.cos(math.pi * x) + 1.0)
+    else:
+        x_6 = x.square() * x.square() * x.square()
+        value = 1.0 - x_6 * (28.0 - 48.0 * x + 21.0 * x.square())
+    return torch.where(x < 1.0, value, 0.0)
+
+
+def radial_functions(config: MaterialsModel, distance_E1: Tensor) -> Tensor:
+    """Functions [E, R] of distances [E, 1] (angstrom), without an envelope.
+
+    bessel: sqrt(2/c) sin(n pi d/c) / d (Gasteiger et al. 2020, equation 7), times c/sqrt(2) so that they are of order 1.
+    gaussian: R equally spaced from 0 to the cutoff, as wide as they are apart (Schuett et al. 2017).
+    """
+    dtype, device = distance_E1.dtype, distance_E1.device
+    if config.radial == "bessel":
+        order_R = torch.arange(1, config.n_radial + 1, dtype=dtype, device=device)
+        return torch.sin(order_R * (math.pi / config.cutoff) * distance_E1) * (math.sqrt(config.cutoff) / distance_E1)
+    center_R = torch.linspace(0.0, config.cutoff, config.n_radial, dtype=dtype, device=device)
+    spacing = config.cutoff / max(config.n_radial - 1, 1)
+    return torch.exp(-0.5 * ((distance_E1 - center_R) / spacing).square())
+
+
+def triplets(geometry: Geometry) -> Triplets:
+    """All pairs of edges that meet at an atom. Their number depends on the data, so the device is waited for."""
+    exchange, vector_E3 = geometry.exchange, geometry.vector_E3.detach()
+    target_F, atoms = exchange.edge_targets(geometry.target_E), exchange.senders(geometry.atoms)
+    incoming_T, outgoing_T = _meeting_edges(geometry.source_E, target_F, atoms)
+    # An edge and its own reverse enclose no angle: k and i are one atom at one place.
+    closed_T3 = exchange.edges(vector_E3).index_select(0, incoming_T) + vector_E3.index_select(0, outgoing_T)
+    kept = (closed_T3.abs().amax(dim=1) > 1e-3).nonzero().squeeze(1)
+    incoming_T, outgoing_T = incoming_T[kept], outgoing_T[kept]
+    unit_F3 = exchange.edges(geometry.unit_E3)
+    cosine_T = -(unit_F3.index_select(0, incoming_T) * geometry.unit_E3.index_select(0, outgoing_T)).sum(1)
+    return Triplets(incoming_T, outgoing_T, cosine_T[:, None])
+
+
+def _meeting_edges(source_E: Tensor, target_F: Tensor, atoms: int) -> tuple[Tensor, Tensor]:
+    """All pairs (edge k -> j, edge j -> i), those with k = i included. target_F: where the edges k -> j end."""
+    order_F = torch.argsort(target_F, stable=True)
+    arriving_N = torch.zeros(atoms, dtype=torch.int64, device=source_E.device).index_add_(
+        0, target_F, torch.ones_like(target_F)
+    )
+    first_N = arriving_N.cumsum(0) - arriving_N
+    pairs_E = arriving_N.index_select(0, source_E)
+    edges_E = torch.arange(len(source_E), device=source_E.device)
+    outgoing_T = torch.repeat_interleave(edges_E, pairs_E)
+    within_T = torch.arange(len(outgoing_T), device=source_E.device) - torch.repeat_interleave(
+        pairs_E.cumsum(0) - pairs_E, pairs_E
+    )
+    incoming_T = order_F.index_select(0, first_N.index_select(0, source_E.index_select(0, outgoing_T)) + within_T)
+    return incoming_T, outgoing_T

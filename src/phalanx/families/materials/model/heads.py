@@ -1,0 +1,215 @@
+"""Heads: from the features of atoms to numbers, with a copy for each data set where they are not shared.
+
+The first layers of all copies run as one matmul and each atom keeps its own data set's part: no loop over data sets
+with waits for the device, and a copy without samples gets gradients of 0. Costs B times a head's work, which is small
+beside a block's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.config.materials import MaterialsModel
+from phalanx.families.materials.model.activations import silu
+from phalanx.families.materials.model.backbones.registry import body_of
+from phalanx.families.materials.model.exchange import ALONE, Exchange
+from phalanx.families.materials.model.geometry import Geometry
+from phalanx.families.materials.model.layers import Atoms, Mlp, linear
+from phalanx.families.materials.model.losses import Predictions
+from phalanx.families.materials.units import BranchUnits
+from phalanx.nn.layers import Linear
+
+SHARED = "shared"
+"""Stands for a branch's name in a head that all branches share."""
+
+
+class Heads(nn.Module):
+    """All heads of a model, each under its name in the run file."""
+
+    def __init__(self, config: MaterialsModel, units: BranchUnits) -> None:
+        super().__init__()
+        self.config = config
+        self.units = units
+        for name, outputs in head_outputs(config).items():
+            options = getattr(config, name)
+            self.add_module(name, build_head(config, options.layers, outputs, shared=options.shared))
+        self.dipole_vectors: DipoleVectors | None = None
+        channels = body_of(config).vectors(config)
+        if config.dipole is not None and channels:
+            self.dipole_vectors = DipoleVectors(config.d_model, channels)
+
+    def forward(
+        self, atoms: Atoms, geometry: Geometry, positions_N3: Tensor, branch_G: Tensor, total_charge_G: Tensor | None
+    ) -> Predictions:
+        """Everything but forces and stress. Sums over atoms are float64."""
+        graph_N, graphs, exchange = geometry.graph_N, geometry.graphs, geometry.exchange
+        branch_N = branch_G.index_select(0, graph_N)
+        raw = {
+            name: module(atoms.scalars_NC, branch_N).double()
+            for name, module in self.named_children()
+            if isinstance(module, BranchMlp)
+        }
+        found = self._charges(raw, atoms, geometry, positions_N3, total_charge_G)
+        if "energy" in raw:
+            energy_N = raw["energy"].squeeze(1) * self.units.energy_scale(branch_N)
+            energy_N = energy_N + self.units.reference_energy(geometry.species_N, branch_N)
+            found |= {
+                "atom_energies_N": energy_N,
+                "energy_G": exchange.over_graphs(sum_by_graph(energy_N, graph_N, graphs)),
+            }
+        if self.config.properties is not None:
+            pooled_GP = exchange.over_graphs(sum_by_graph(raw["properties"], graph_N, graphs))
+            if self.config.properties.pooling == "mean":
+                pooled_GP = pooled_GP / exchange.atoms_by_graph(graph_N, graphs).clamp(min=1)[:, None]
+            found["properties_GP"] = self._in_units("properties_GP", pooled_GP, branch_G)
+        if "atom_properties" in raw:
+            found["atom_properties_NP"] = self._in_units("atom_properties_NP", raw["atom_properties"], branch_N)
+        return Predictions(**found)
+
+    def keep(self, branches: range) -> None:
+        """Of the heads that branches do not share, keep the copies of these branches alone."""
+        for module in self._unshared():
+            module.keep(branches)
+
+    def branch_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of the heads that branches do not share."""
+        for module in self._unshared():
+            yield from module.parameters()
+
+    def _unshared(self) -> Iterator[BranchMlp]:
+        for name, module in self.named_children():
+            if isinstance(module, BranchMlp) and not getattr(self.config, name).shared:
+                yield module
+
+    def _charges(
+        self,
+        raw: dict[str, Tensor],
+        atoms: Atoms,
+        geometry: Geometry,
+        positions_N3: Tensor,
+        total_charge_G: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """Charges and dipoles, as far as there are heads for them."""
+        graph_N, graphs, exchange = geometry.graph_N, geometry.graphs, geometry.exchange
+        atoms_G = exchange.atoms_by_graph(graph_N, graphs)
+        found: dict[str, Tensor] = {}
+        if self.config.charges is not None:
+            charges_N = raw["charges"].squeeze(1)
+            if self.config.charges.conserve:
+                charges_N = conserved(charges_N, total_charge_G, graph_N, atoms_G, exchange)
+            found["charges_N"] = charges_N
+        if self.config.dipole is not None:
+            if "dipole" in raw:
+                charges_N = conserved(raw["dipole"].squeeze(1), total_charge_G, graph_N, atoms_G, exchange)
+            dipole_G3 = dipole_of_charges(charges_N, positions_N3, graph_N, atoms_G, exchange)
+            if self.dipole_vectors is not None:
+                vectors_G3 = sum_by_graph(self.dipole_vectors(atoms).double(), graph_N, graphs)
+                dipole_G3 = dipole_G3 + exchange.over_graphs(vectors_G3)
+            found["dipole_G3"] = dipole_G3
+        return found
+
+    def _in_units(self, label: str, values: Tensor, branch: Tensor) -> Tensor:
+        return values * self.units.column_scale(label, branch) + self.units.column_shift(label, branch)
+
+
+def head_outputs(config: MaterialsModel) -> dict[str, int]:
+    """The heads that are networks of their own, by their names in the run file, with the numbers each gives an atom."""
+    outputs = {"energy": 1, "charges": 1}
+    if config.dipole is not None and not config.dipole.from_charges:
+        outputs["dipole"] = 1
+    for name in ("properties", "atom_properties"):
+        options = getattr(config, name)
+        outputs[name] = 0 if options is None else len(options.names)
+    return {name: count for name, count in outputs.items() if getattr(config, name) is not None}
+
+
+class BranchMlp(nn.Module):
+    """An MLP for each branch, under the branch's name; every row is passed through that of its own branch."""
+
+    def __init__(self, branches: Sequence[str], *sizes: int) -> None:
+        super().__init__()
+        self.copies = nn.ModuleDict({branch: Mlp(*sizes) for branch in branches})
+        self.first = 0
+        """Number of the branch whose copy comes first."""
+
+    def keep(self, branches: range) -> None:
+        """Forget the copies of all other branches; rows of those must not come any more."""
+        names = list(self.copies)
+        self.copies = nn.ModuleDict({names[branch]: self.copies[names[branch]] for branch in branches})
+        self.first = branches.start
+
+    def forward(self, x_NC: Tensor, branch_N: Tensor) -> Tensor:
+        """[N, C] -> [N, out]. branch_N: int64, the branch of each row; ignored where there is but one copy."""
+        copies = list(self.copies.values())
+        if len(copies) == 1:
+            alone: Tensor = copies[0](x_NC)
+            return alone
+        branch_N = branch_N - self.first
+        layers = zip(*(copy.children() for copy in copies), strict=True)
+        for number, layer in enumerate(layers):
+            x_NC = _own_part(layer, silu(x_NC) if number else x_NC, branch_N)
+        return x_NC
+
+
+def _own_part(layers: Sequence[nn.Module], x_NC: Tensor, branch_N: Tensor) -> Tensor:
+    """All branches' layers at once, of which each row keeps its own branch's result."""
+    linears = [layer for layer in layers if isinstance(layer, Linear)]
+    weight = torch.cat([layer.weight for layer in linears])
+    bias = torch.cat([layer.bias for layer in linears if layer.bias is not None])
+    all_NBC: Tensor = linear(x_NC, weight, bias).unflatten(-1, (len(linears), -1))
+    index_N1C = branch_N[:, None, None].expand(-1, 1, all_NBC.shape[-1])
+    return all_NBC.gather(1, index_N1C).squeeze(1)
+
+
+def build_head(config: MaterialsModel, layers: int, outputs: int, *, shared: bool) -> BranchMlp:
+    """A head of `layers` linear layers, half as wide in between as the body."""
+    branches = [SHARED] if shared else [branch.name for branch in config.branches]
+    return BranchMlp(branches, *head_sizes(config, layers, outputs))
+
+
+def head_sizes(config: MaterialsModel, layers: int, outputs: int) -> list[int]:
+    """Features before, between and behind the layers of a head."""
+    return [config.d_model, *[max(config.d_model // 2, 1)] * (layers - 1), outputs]
+
+
+class DipoleVectors(nn.Module):
+    """A vector of each atom: its vector channels, weighed by its scalars and added up."""
+
+    def __init__(self, width: int, channels: int) -> None:
+        super().__init__()
+        self.gate = Linear(width, channels, bias=True)
+
+    def forward(self, atoms: Atoms) -> Tensor:
+        """[N, 3]."""
+        assert atoms.vectors_NMC is not None
+        gate_N1K: Tensor = self.gate(atoms.scalars_NC)[:, None]
+        return (atoms.vectors_NMC[:, :3] * gate_N1K).sum(-1)
+
+
+def sum_by_graph(values: Tensor, graph_N: Tensor, graphs: int) -> Tensor:
+    """Sums [G, ...] over the atoms of each graph."""
+    return values.new_zeros((graphs, *values.shape[1:])).index_add(0, graph_N, values)
+
+
+def conserved(
+    charges_N: Tensor, total_G: Tensor | None, graph_N: Tensor, atoms_G: Tensor, exchange: Exchange = ALONE
+) -> Tensor:
+    """Charges shifted, equally in a graph, so that they add up to `total_G` (None: 0). atoms_G: all atoms of each graph."""
+    graphs = atoms_G.shape[0]
+    excess_G = exchange.over_graphs(sum_by_graph(charges_N, graph_N, graphs))
+    if total_G is not None:
+        excess_G = excess_G - total_G.to(excess_G.dtype)
+    return charges_N - (excess_G / atoms_G.clamp(min=1)).index_select(0, graph_N)
+
+
+def dipole_of_charges(
+    charges_N: Tensor, positions_N3: Tensor, graph_N: Tensor, atoms_G: Tensor, exchange: Exchange = ALONE
+) -> Tensor:
+    """Sum of charge times position about the mean position of the atoms, [G, 3]: so it never depends on the origin."""
+    graphs, positions = atoms_G.shape[0], positions_N3.to(charges_N.dtype)
+    mean_G3 = exchange.over_graphs(sum_by_graph(positions, graph_N, graphs)) / atoms_G.clamp(min=1)[:, None]
+    moments_N3 = charges_N[:, None] * (positions - mean_G3.index_select(0, graph_N))
+    return exchange.over_graphs(sum_by_graph(moments_N3, graph_N, graphs))

@@ -1,0 +1,123 @@
+"""Labels, which of them are there, and losses as sums over them; counts come from labels alone, without the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.config.materials import Loss, MaterialsModel
+from phalanx.families.materials.units import BranchUnits
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What a data set knows of a batch; None where no graph has it, NaN where one has not. NaN takes no part in a loss."""
+
+    energy_G: Tensor | None = None
+    """eV; float64, since total energies are large beside their differences."""
+    forces_N3: Tensor | None = None
+    """eV/angstrom."""
+    stress_G33: Tensor | None = None
+    """eV/angstrom^3, positive under tension (as ASE has it); NaN for graphs without a cell."""
+    charges_N: Tensor | None = None
+    """Elementary charges."""
+    dipole_G3: Tensor | None = None
+    """Elementary charges times angstrom."""
+    properties_GP: Tensor | None = None
+    """In the data set's own units."""
+    atom_properties_NP: Tensor | None = None
+    """In the data set's own units."""
+
+
+@dataclass(frozen=True)
+class Predictions(Labels):
+    """What a model says of a batch; None where it has no head for it, or was not asked."""
+
+    atom_energies_N: Tensor | None = None
+    """Share of each atom in the energy (eV), its element's reference energy included."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kind of label that a model learns."""
+
+    label: str
+    """Field of `Labels`."""
+    loss: Loss
+    weight: float
+
+    @property
+    def by_atom(self) -> bool:
+        """Whether the label belongs to atoms rather than to graphs."""
+        return "_N" in self.label
+
+
+def tasks(config: MaterialsModel) -> list[Task]:
+    """What the model learns, in the order of its losses and of the counts."""
+    found: list[Task] = []
+    if config.energy is not None:
+        energy = config.energy
+        weights = (energy.weight, energy.force_weight, energy.stress_weight)
+        labels = ("energy_G", "forces_N3", "stress_G33")
+        found += [Task(name, energy.loss, w) for name, w in zip(labels, weights, strict=True) if w is not None]
+    for head, name in (
+        (config.charges, "charges_N"),
+        (config.dipole, "dipole_G3"),
+        (config.properties, "properties_GP"),
+        (config.atom_properties, "atom_properties_NP"),
+    ):
+        if head is not None:
+            found.append(Task(name, head.loss, head.weight))
+    return found
+
+
+def target_counts(config: MaterialsModel, labels: Labels, device: torch.device | None = None) -> Tensor:
+    """Numbers that are there for each task of `config`, int64 [T]: one an energy, three an atom's force, nine a stress."""
+    counts = []
+    for task in tasks(config):
+        label = getattr(labels, task.label)
+        counts.append(torch.zeros((), dtype=torch.int64, device=device) if label is None else (~label.isnan()).sum())
+    return torch.stack(counts)
+
+
+def summed_losses(
+    config: MaterialsModel,
+    units: BranchUnits,
+    predicted: Predictions,
+    labels: Labels,
+    *,
+    branch_G: Tensor,
+    graph_N: Tensor,
+    atoms_G: Tensor,
+) -> Tensor:
+    """Weighted losses summed over the labels that are there: float64 [T], in the order of `tasks`.
+
+    branch_G: int64, the data set of each graph. atoms_G: atoms of each graph.
+    """
+    branch_N = branch_G.index_select(0, graph_N)
+    sums = []
+    for task in tasks(config):
+        label, value = getattr(labels, task.label), getattr(predicted, task.label)
+        if label is None:
+            sums.append(torch.zeros((), dtype=torch.float64, device=branch_G.device))
+            continue
+        branch = branch_N if task.by_atom else branch_G
+        error = torch.where(label.isnan(), 0.0, value.double() - label.double())
+        if task.label == "energy_G" and config.energy is not None and config.energy.per_atom:
+            error = error / atoms_G.clamp(min=1)
+        elif task.label in units.columns:
+            error = error / units.column_scale(task.label, branch)
+        each = _pointwise(task.loss, error).flatten(1).sum(1) if error.dim() > 1 else _pointwise(task.loss, error)
+        sums.append(task.weight * (each * units.weight(branch)).sum())
+    return torch.stack(sums)
+
+
+def _pointwise(loss: Loss, error: Tensor) -> Tensor:
+    if loss == "mse":
+        return error.square()
+    if loss == "mae":
+        return error.abs()
+    return F.huber_loss(error, torch.zeros_like(error), reduction="none")

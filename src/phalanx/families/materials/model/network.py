@@ -1,0 +1,271 @@
+"""The network: embedding, message-passing blocks, heads. Plain PyTorch for one device; knows no mesh, rank or layout.
+
+Forces and stress are derivatives of the energy, taken inside the forward pass; a training step differentiates them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.config.materials import MaterialsModel
+from phalanx.families.materials.model.attention import InvariantAttention
+from phalanx.families.materials.model.backbones.registry import body_of
+from phalanx.families.materials.model.exchange import ALONE, Exchange
+from phalanx.families.materials.model.geometry import Geometry, edge_geometry, edge_vectors
+from phalanx.families.materials.model.heads import Heads, sum_by_graph
+from phalanx.families.materials.model.layers import Atoms
+from phalanx.families.materials.model.losses import Labels, Predictions, summed_losses
+from phalanx.families.materials.units import BranchUnits
+from phalanx.nn.blocks import NumberedBlocks
+from phalanx.nn.splits import ModelPart
+
+
+class MaterialsBlock(nn.Module):
+    """One block of a body and, where the model has it, attention among all atoms beside it."""
+
+    attention: InvariantAttention | None
+
+    def __init__(self, config: MaterialsModel, number: int) -> None:
+        super().__init__()
+        self.messages = body_of(config).block(config, number)
+        self.attention = None if config.attention is None else InvariantAttention(config, config.attention)
+
+    def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
+        """Next features of all atoms."""
+        after: Atoms = self.messages(atoms, geometry)
+        if self.attention is None:
+            return after
+        scalars_NC = after.scalars_NC + self.attention(atoms.scalars_NC, geometry)
+        return after._replace(scalars_NC=scalars_NC + self.attention.feed(scalars_NC))
+
+
+class MaterialsNetwork(nn.Module):
+    """The model that `config` describes; the whole of it or one part.
+
+    Parameters are created uninitialised (see `layout.init`); build under `torch.device("meta")` to allocate nothing.
+    dtype: format of activations. edge_chunk: edges whose messages are held at once, for graphs that would not fit.
+    """
+
+    def __init__(
+        self,
+        config: MaterialsModel,
+        *,
+        dtype: torch.dtype = torch.float32,
+        edge_chunk: int | None = None,
+        part: ModelPart | None = None,
+    ) -> None:
+        super().__init__()
+        self.part = part = part or ModelPart(range(config.n_layers))
+        self.config = config
+        self.dtype = dtype
+        self.edge_chunk = edge_chunk
+        self.units = BranchUnits(config)
+        if part.first:
+            self.embedding = body_of(config).embedding(config)
+        self.blocks = NumberedBlocks(lambda number: MaterialsBlock(config, number), part.blocks)
+        if part.last:
+            self.head = Heads(config, self.units)
+
+    def forward(
+        self,
+        species_N: Tensor,
+        *,
+        positions_N3: Tensor,
+        graph_N: Tensor,
+        edges_2E: Tensor,
+        shifts_E3: Tensor,
+        cells_G33: Tensor,
+        source_G: Tensor,
+        total_charge_G: Tensor | None = None,
+        max_atoms: int | None = None,
+        exchange: Exchange = ALONE,
+        energy_G: Tensor | None = None,
+        forces_N3: Tensor | None = None,
+        stress_G33: Tensor | None = None,
+        charges_N: Tensor | None = None,
+        dipole_G3: Tensor | None = None,
+        properties_GP: Tensor | None = None,
+        atom_properties_NP: Tensor | None = None,
+    ) -> Tensor:
+        """Weighted losses summed over labels, float64 [T], in the order of `losses.tasks`; see `predict`, `Labels`."""
+        labels = Labels(energy_G, forces_N3, stress_G33, charges_N, dipole_G3, properties_GP, atom_properties_NP)
+        predicted = self.predict(
+            species_N,
+            positions_N3=positions_N3,
+            graph_N=graph_N,
+            edges_2E=edges_2E,
+            shifts_E3=shifts_E3,
+            cells_G33=cells_G33,
+            source_G=source_G,
+            total_charge_G=total_charge_G,
+            max_atoms=max_atoms,
+            exchange=exchange,
+            forces=self._learns("force_weight") and forces_N3 is not None,
+            stress=self._learns("stress_weight") and stress_G33 is not None,
+        )
+        atoms_G = exchange.atoms_by_graph(graph_N, cells_G33.shape[0])
+        return summed_losses(
+            self.config, self.units, predicted, labels, branch_G=source_G, graph_N=graph_N, atoms_G=atoms_G
+        )
+
+    def predict(
+        self,
+        species_N: Tensor,
+        *,
+        positions_N3: Tensor,
+        graph_N: Tensor,
+        edges_2E: Tensor,
+        shifts_E3: Tensor,
+        cells_G33: Tensor,
+        source_G: Tensor,
+        total_charge_G: Tensor | None = None,
+        max_atoms: int | None = None,
+        exchange: Exchange = ALONE,
+        forces: bool = True,
+        stress: bool = False,
+    ) -> Predictions:
+        """What the model says of a batch, in the units of `Labels`.
+
+        species_N: int64 atomic numbers. positions_N3: angstrom. graph_N: int64, the graph of each atom, ascending.
+        edges_2E: int64, source and target of every directed edge. shifts_E3: what is added to the target's position for its
+        periodic image (angstrom). cells_G33: rows are lattice vectors (angstrom), zeros where not periodic. source_G: int64,
+        the branch of each graph. total_charge_G: elementary charges; None is 0. max_atoms: atoms of the largest graph, where
+        known; spares global attention a wait for the device. exchange: where atoms are that are not at hand; positions of
+        those that edges come from then follow those of the atoms at hand. forces, stress: whether they are formed.
+        """
+        derived = self.config.energy is not None and (forces or stress)
+        training = torch.is_grad_enabled()
+        vector_E3 = edge_vectors(positions_N3, edges_2E, shifts_E3)
+        if derived and not vector_E3.requires_grad:
+            vector_E3 = vector_E3.detach().requires_grad_()
+        with torch.set_grad_enabled(training or derived):
+            predicted = self.predict_from_vectors(
+                vector_E3,
+                species_N,
+                positions_N3=positions_N3,
+                graph_N=graph_N,
+                edges_2E=edges_2E,
+                cells_G33=cells_G33,
+                source_G=source_G,
+                total_charge_G=total_charge_G,
+                max_atoms=max_atoms,
+                exchange=exchange,
+                forces=forces and derived,
+                stress=stress and derived,
+                differentiable=training,
+            )
+        return predicted if training else _detached(predicted)
+
+    def predict_from_vectors(
+        self,
+        vector_E3: Tensor,
+        species_N: Tensor,
+        *,
+        positions_N3: Tensor,
+        graph_N: Tensor,
+        edges_2E: Tensor,
+        cells_G33: Tensor,
+        source_G: Tensor,
+        total_charge_G: Tensor | None,
+        max_atoms: int | None,
+        forces: bool,
+        stress: bool,
+        differentiable: bool,
+        exchange: Exchange = ALONE,
+    ) -> Predictions:
+        """The same from edge vectors, which require a gradient where forces or stress are formed.
+
+        All the work, and nothing that a compiler cannot take as a whole: the first derivative is traced like any other
+        operation, so that a compiled training step has no second derivative to find.
+        """
+        assert self.part.first and self.part.last and len(self.blocks) == self.config.n_layers
+        geometry = edge_geometry(
+            self.config,
+            vector_E3,
+            edges_2E,
+            species_N,
+            graph_N,
+            dtype=self.dtype,
+            graphs=cells_G33.shape[0],
+            max_atoms=max_atoms,
+            chunk=self.edge_chunk,
+            exchange=exchange,
+        )
+        atoms, positions_N3 = self.features(geometry), positions_N3[: geometry.atoms]
+        predicted: Predictions = self.head(atoms, geometry, positions_N3, source_G, total_charge_G)
+        if not (forces or stress):
+            return predicted
+        return with_derivatives(
+            predicted, geometry, cells_G33, forces=forces, stress=stress, differentiable=differentiable
+        )
+
+    def features(self, geometry: Geometry) -> Atoms:
+        """Features of all atoms behind the last block."""
+        geometry = body_of(self.config).prepare(self.config, geometry)
+        atoms: Atoms = self.embedding(geometry)
+        for block in self.blocks:
+            atoms = block(atoms, geometry)
+        return atoms
+
+    def _learns(self, weight: str) -> bool:
+        return self.config.energy is not None and getattr(self.config.energy, weight) is not None
+
+
+def with_derivatives(
+    predicted: Predictions,
+    geometry: Geometry,
+    cells_G33: Tensor,
+    *,
+    forces: bool,
+    stress: bool,
+    differentiable: bool,
+) -> Predictions:
+    """The predictions with forces -dE/dx and stress (1/V) dE/d(strain), both from the derivative by edge vectors.
+
+    An atom's force is the sum of what its edges pull, so forces of a graph add up to 0. Strain acts on an edge vector v as
+    v + strain v, so dE/d(strain) is the sum of outer products of v and dE/dv; its symmetric part is taken. As in ASE the
+    stress is positive under tension; it is NaN for graphs without a cell. differentiable: keep what training needs.
+    """
+    assert predicted.atom_energies_N is not None
+    vector_E3, graph_N, exchange = geometry.vector_E3, geometry.graph_N, geometry.exchange
+    with exchange.in_order():
+        gradient_E3 = _gradient(predicted.atom_energies_N, vector_E3, differentiable=differentiable)
+    forces_N3 = stress_G33 = None
+    if forces:
+        pulls_M3 = gradient_E3.new_zeros((exchange.senders(geometry.atoms), 3))
+        forces_N3 = exchange.to_owners(pulls_M3.index_add(0, geometry.source_E, gradient_E3))
+        forces_N3 = forces_N3.index_add(0, geometry.target_E, -gradient_E3)
+    if stress:
+        pull_E33 = vector_E3[:, :, None] * gradient_E3[:, None, :]
+        graph_E = graph_N.index_select(0, geometry.target_E)
+        virial_G33 = sum_by_graph(0.5 * (pull_E33 + pull_E33.transpose(1, 2)), graph_E, geometry.graphs)
+        virial_G33 = exchange.over_graphs(virial_G33)
+        volume_G11 = cell_volumes(cells_G33).to(virial_G33.dtype)[:, None, None]
+        periodic = volume_G11 > 0.0
+        stress_G33 = torch.where(periodic, virial_G33 / torch.where(periodic, volume_G11, 1.0), torch.nan)
+    return replace(predicted, forces_N3=forces_N3, stress_G33=stress_G33)
+
+
+def cell_volumes(cells_G33: Tensor) -> Tensor:
+    """Volumes (angstrom^3) of cells whose rows are lattice vectors; 0 for a cell of zeros."""
+    a, b, c = cells_G33.unbind(1)
+    volume_G: Tensor = torch.linalg.vecdot(a, torch.linalg.cross(b, c))
+    return volume_G.abs()
+
+
+def _gradient(energy_N: Tensor, vector_E3: Tensor, *, differentiable: bool) -> Tensor:
+    """dE/dv, zeros where the energy does not depend on any edge. Of atoms at hand: a graph's energy may be others' too."""
+    if not energy_N.requires_grad:
+        return torch.zeros_like(vector_E3)
+    (gradient_E3,) = torch.autograd.grad(
+        energy_N, vector_E3, torch.ones_like(energy_N), create_graph=differentiable, allow_unused=True
+    )
+    return torch.zeros_like(vector_E3) if gradient_E3 is None else gradient_E3
+
+
+def _detached(predicted: Predictions) -> Predictions:
+    found = {name: value.detach() for name, value in vars(predicted).items() if value is not None}
+    return Predictions(**found)

@@ -1,0 +1,164 @@
+"""Materials runs to verify with: structures that are a function of their number, and networks small enough for a laptop."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.config.families import MaterialsRun
+from phalanx.config.materials import MaterialsModel
+from phalanx.counter_random import normal_values, random_bits, stream_key
+from phalanx.families.materials.data.batches import LABELS, GraphBatch
+from phalanx.families.materials.data.structures.device_neighbours import device_edges
+from phalanx.families.materials.model.losses import tasks
+from phalanx.families.materials.sizes import in_words
+from phalanx.layout.multitask import branch_groups
+from phalanx.layout.spec import ResolvedLayout
+
+_LARGEST = 9
+"""Atoms of the largest structure."""
+_SPACING = 0.4
+"""Distance of atoms before they are moved, in cutoffs."""
+_ABSENT = (6, 7)
+"""Sample numbers, modulo 8, without a structure: neighbours, so that whole shares of ranks are empty, not micro-batches
+alone."""
+_BRANCHES = 3
+_HEADS = 2
+
+
+class MaterialsVerification:
+    """See `verify.family.FamilyVerification`."""
+
+    def samples(self, run: MaterialsRun, step: int, first: int, count: int, global_batch: int) -> GraphBatch:
+        """Molecules and crystals of 1 to 9 atoms; some sample numbers have none, and some structures lack some labels.
+
+        So ranks differ in structures, atoms and targets, and some have nothing to do: an average over ranks in place of
+        a sum over targets shows, and so does a rank that leaves a collective out. Positions are float64.
+        """
+        return _structures(run, torch.arange(first, first + count) + (step - 1) * global_batch)
+
+    def branch_samples(self, run: MaterialsRun, step: int, layout: ResolvedLayout, rank: int) -> GraphBatch:
+        """Dealt out by number of structures among the ranks of each branch: uneven, and some ranks have none."""
+        groups = branch_groups(layout)
+        assert groups is not None
+        numbers = torch.arange(layout.global_batch) + (step - 1) * layout.global_batch
+        source = np.asarray(numbers % len(run.model.branches))
+        dealt = groups.deal(source)(np.ones_like(source), groups.ranks)
+        return _structures(run, numbers[torch.from_numpy(dealt) == rank])
+
+    def reduced(self, run: MaterialsRun, world_size: int) -> dict[str, dict[str, Any]]:
+        """Small widths, few layers, elements and branches; body, heads, losses and kinds of attention as they are."""
+        # Sub-groups are sized for each branch that there is.
+        branches = _BRANCHES if run.layout.branch_groups == "off" else len(run.model.branches)
+        return {"model": _reduced_model(run.model, branches).model_dump()}
+
+    def in_words(self, run: MaterialsRun) -> str:
+        """Body and sizes."""
+        return in_words(run.model)
+
+
+def _structures(run: MaterialsRun, numbers: Tensor) -> GraphBatch:
+    """Those with these global sample numbers."""
+    numbers = numbers[~torch.isin(numbers % 8, torch.tensor(_ABSENT))]
+    model, graphs = run.model, len(numbers)
+    atoms_G = 1 + _bits("atoms", numbers, 1)[:, 0] % _LARGEST
+    graph_N = torch.repeat_interleave(atoms_G)
+    in_graph_N = torch.arange(len(graph_N)) - (atoms_G.cumsum(0) - atoms_G)[graph_N]
+    step_length = _SPACING * model.cutoff
+    cells_G33 = torch.eye(3, dtype=torch.float64) * (3.3 * step_length)
+    cells_G33 = cells_G33 + 0.1 * step_length * _normals("cells", numbers, 9).view(-1, 3, 3)
+    # A third of them are molecules.
+    cells_G33 = torch.where((numbers % 3 == 0)[:, None, None], 0.0, cells_G33)
+    positions_N3 = _on_grid(in_graph_N) * step_length
+    moves_GN = _normals("positions", numbers, 3 * _LARGEST).view(graphs, _LARGEST, 3)
+    positions_N3 = positions_N3 + 0.1 * step_length * moves_GN[graph_N, in_graph_N]
+    species = 1 + _bits("species", numbers, _LARGEST) % model.max_atomic_number
+    edges = device_edges(positions_N3, cells_G33, model.cutoff, graph_N=graph_N)
+    labels = {task.label: _label(task.label, run, numbers, graph_N, in_graph_N, cells_G33) for task in tasks(model)}
+    per_graph = torch.zeros(graphs, dtype=torch.int64).index_add_(
+        0, graph_N[edges.edges_2E[1]], torch.ones(edges.edges_2E.shape[1], dtype=torch.int64)
+    )
+    given: dict[str, Any] = dict.fromkeys(LABELS) | labels
+    return GraphBatch(
+        **given,
+        species_N=species[graph_N, in_graph_N],
+        positions_N3=positions_N3,
+        graph_N=graph_N,
+        edges_2E=edges.edges_2E,
+        shifts_E3=edges.shifts_E3,
+        cells_G33=cells_G33,
+        source_G=numbers % len(model.branches),
+        total_charge_G=(numbers % 2).double(),
+        sample_indices=numbers,
+        atoms=np.asarray(atoms_G),
+        edges=np.asarray(per_graph),
+        graphs_by_part=(graphs,),
+        tasks=tuple(task.label for task in tasks(model)),
+    )
+
+
+def _label(
+    name: str, run: MaterialsRun, numbers: Tensor, graph_N: Tensor, in_graph_N: Tensor, cells_G33: Tensor
+) -> Tensor:
+    """Normal values in the shape of the label; NaN in every fourth structure, another one for each label."""
+    heads = {"properties_GP": run.model.properties, "atom_properties_NP": run.model.atom_properties}
+    if name in heads:
+        head = heads[name]
+        shape: tuple[int, ...] = (len(head.names) if head else 0,)
+    else:
+        shape = {"forces_N3": (3,), "stress_G33": (3, 3), "dipole_G3": (3,)}.get(name, ())
+    rows = _LARGEST if "_N" in name else 1
+    values = _normals(name, numbers, rows * math.prod(shape)).view(len(numbers), rows, *shape)
+    values[numbers % 4 == LABELS.index(name) % 4] = torch.nan
+    if name == "stress_G33":
+        values[cells_G33.abs().sum((1, 2)) == 0.0] = torch.nan
+    return values[graph_N, in_graph_N] if "_N" in name else values[:, 0]
+
+
+def _on_grid(number_N: Tensor) -> Tensor:
+    """Places of the points of a cube of three a side, [N, 3]."""
+    return torch.stack((number_N % 3, number_N // 3 % 3, number_N // 9), dim=1).double()
+
+
+def _normals(what: str, numbers: Tensor, count: int) -> Tensor:
+    """Normal values, float64 [samples, count]."""
+    return normal_values(stream_key("verify", what), _counters(numbers, count))
+
+
+def _bits(what: str, numbers: Tensor, count: int) -> Tensor:
+    """Non-negative random integers [samples, count]."""
+    return random_bits(stream_key("verify", what), _counters(numbers, count)).bitwise_and((1 << 62) - 1)
+
+
+def _counters(numbers: Tensor, count: int) -> Tensor:
+    return numbers[:, None] * (1 << 32) + torch.arange(count)
+
+
+def _reduced_model(model: MaterialsModel, branches: int) -> MaterialsModel:
+    changes: dict[str, Any] = {
+        "preset": None,
+        "n_layers": min(model.n_layers, 3),
+        "d_model": 8,
+        "n_radial": min(model.n_radial, 5),
+        "max_atomic_number": min(model.max_atomic_number, 8),
+        "mean_neighbors": min(model.mean_neighbors, 8.0),
+        "branches": [branch.model_dump() for branch in model.branches[:branches]],
+    }
+    if model.attention is not None:
+        changes["attention"] = {**model.attention.model_dump(), "heads": _HEADS}
+    if model.body == "gatv2":
+        changes["gatv2"] = {"heads": _HEADS}
+    if model.body == "dimenet++":
+        changes["dimenet"] = {"angular": min(model.dimenet.angular, 3), "triplet_width": 6, "basis_width": 4}
+    if model.body == "mace":
+        degree = min(model.mace.degree, 2)
+        hidden = min(model.mace.hidden_degree, degree)
+        changes["mace"] = {**model.mace.model_dump(), "degree": degree, "hidden_degree": hidden, "radial_width": 8}
+    return MaterialsModel.model_validate({**model.model_dump(), **changes})
+
+
+VERIFICATION = MaterialsVerification()

@@ -1,0 +1,1 @@
+"""Vision transformers that forecast weather."""

@@ -1,0 +1,98 @@
+"""The mean of past years for each day of the year and time of day: what a forecast must know better than."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.families.weather.data.stores.grid import Float32Array, Float64Array
+from phalanx.families.weather.data.stores.store import FieldStore
+from phalanx.families.weather.data.stores.times import DAY, TimeAxis
+from phalanx.data.order import Int64Array
+from phalanx.errors import DataError
+
+_FRAMES_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Climatology:
+    """Means of some variables by day of the year and time of day."""
+
+    mean: Float32Array
+    """[D, K, V, H, W]: of day d of the year and the k-th of K equal parts of the day; NaN where there was no value."""
+    frames: Int64Array
+    """[D, K]: frames behind each mean."""
+    calendar: str
+    days: int
+    """Days of the year that each mean covers, its own in the middle."""
+    name: str
+    """Where the frames come from, for messages."""
+
+    def at(self, times: TimeAxis, frames: Int64Array) -> Float32Array:
+        """The climatology [n, V, H, W] of the times of `frames`, int64 [n].
+
+        Raises DataError for a time of year that the climatology has no frame of.
+        """
+        if times.calendar != self.calendar:
+            raise DataError(
+                f"the climatology of {self.name} has calendar {self.calendar}, the forecasts {times.calendar}"
+            )
+        day, part = times.days_of_year[frames], _part_of_day(times, self.mean.shape[1])[frames]
+        unknown = np.flatnonzero(self.frames[day, part] == 0)
+        if unknown.size:
+            raise DataError(
+                f"the climatology of {self.name} has no frame within {self.days // 2} days of the day of year of "
+                f"{times.text(int(frames[unknown[0]]))}; let data.climatology cover a whole year, or raise "
+                f"data.climatology_days"
+            )
+        return self.mean[day, part]
+
+
+def mean_by_day(store: FieldStore, variables: Sequence[int], frames: Int64Array, *, days: int) -> Climatology:
+    """The climatology of some variables of a store over `frames`, each mean over a window of `days` days of the year.
+
+    The window counts each frame once and wraps around the year's end, as in WeatherBench 2 (Rasp et al. 2024, section
+    3.2) but for its weights, which are equal here. Data with less than a day between frames has means for each time of day.
+    """
+    parts = _parts_of_day(store.times)
+    times = store.times
+    slots = (times.days_of_year * parts + _part_of_day(times, parts))[frames]
+    in_year = times.days_in_year
+    count = np.bincount(slots, minlength=in_year * parts).reshape(in_year, parts)
+    mean = np.empty((in_year, parts, len(variables), *store.grid.shape), dtype=np.float32)
+    for column, variable in enumerate(variables):
+        sums = np.zeros((in_year * parts, *store.grid.shape))
+        valid = np.zeros_like(sums)
+        for first in range(0, len(frames), _FRAMES_AT_ONCE):
+            rows = slice(first, first + _FRAMES_AT_ONCE)
+            block = store.read(frames[rows], [variable])[:, 0].astype(np.float64)
+            there = ~np.isnan(block)
+            # One frame at a time: numpy's unbuffered addition at repeated places is many times slower.
+            for slot, field, known in zip(slots[rows].tolist(), np.where(there, block, 0.0), there, strict=True):
+                sums[slot] += field
+                valid[slot] += known
+        shape = (in_year, parts, *store.grid.shape)
+        total, points = (_window_sums(array.reshape(shape), days) for array in (sums, valid))
+        mean[:, :, column] = np.divide(total, points, out=np.full(shape, np.nan), where=points > 0.5)
+    window_count = np.rint(_window_sums(count.astype(np.float64), days)).astype(np.int64)
+    return Climatology(mean, window_count, times.calendar, days, str(store.path))
+
+
+def _window_sums(values: Float64Array, days: int) -> Float64Array:
+    """Sums over the days around each day, the first axis taken as a circle; an even number of days reaches further back."""
+    before, after = days // 2, (days - 1) // 2
+    around = np.concatenate([values[len(values) - before :], values, values[:after]])
+    sums = np.cumsum(np.concatenate([np.zeros((1, *values.shape[1:])), around]), axis=0)
+    windows: Float64Array = sums[days:] - sums[:-days]
+    return windows
+
+
+def _parts_of_day(times: TimeAxis) -> int:
+    """Frames a day, where that is a whole number greater than one."""
+    return DAY // times.step if 0 < times.step < DAY and DAY % times.step == 0 else 1
+
+
+def _part_of_day(times: TimeAxis, parts: int) -> Int64Array:
+    return times.seconds_of_day * parts // DAY

@@ -1,0 +1,199 @@
+"""All fields of a run, opened and checked once: what each split reads, what it is normalised by, and the climatology."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.config.field_data import FieldData, FieldSource
+from phalanx.families.weather.data.check import require_one_quantity, require_whole_axis
+from phalanx.families.weather.data.climatology import Climatology, mean_by_day
+from phalanx.families.weather.data.consistency import Body, require_alike
+from phalanx.families.weather.data.stores.grid import Float64Array, Grid
+from phalanx.families.weather.data.open import open_store
+from phalanx.families.weather.data.prepared import PreparedStore
+from phalanx.families.weather.data.samples import FieldReader, SplitSource
+from phalanx.families.weather.data.statistics import (
+    FieldStatistics,
+    VariableStatistics,
+    difference_std,
+    read_statistics,
+    static_statistics,
+)
+from phalanx.families.weather.data.stores.store import BlockCache, FieldStore, hash_of
+from phalanx.families.weather.data.survey import Moments, Survey, merge_moments, survey_store
+from phalanx.families.weather.data.windows import SplitName, find_windows, period_frames, split_frames
+from phalanx.data.order import Int64Array
+from phalanx.errors import DataError
+
+_SURVEY_BYTES = 4 * 2**30
+"""Fields that are looked through as a run opens them; more must be prepared first, or every rank would read everything."""
+
+
+class FieldSet:
+    """The sources of a run."""
+
+    def __init__(self, data: FieldData) -> None:
+        """Open every source and check it, against the others and against given statistics.
+
+        Raises DataError naming file, variable and time for whatever is wrong with the data.
+        """
+        self.data = data
+        self.variables = list(dict.fromkeys([*data.inputs, *data.target_variables]))
+        cache = BlockCache(data.cache_mb * 2**20)
+        self.stores = [open_store(source, self.variables, data.static, cache) for source in data.sources]
+        for store in self.stores:
+            _require_grid(self.stores[0], store)
+            require_whole_axis(store, skip_gaps=data.gaps == "skip", tolerance_hours=data.time_tolerance_hours)
+            _require_static(store)
+        self.surveys = [_survey(store, source) for store, source in zip(self.stores, data.sources, strict=True)]
+        self._train = [split_frames(data, store, "train") for store in self.stores]
+        if data.check_units:
+            self._check_quantities()
+        self.statistics = self._statistics()
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of all sources."""
+        return self.stores[0].grid
+
+    def reader(self, split: SplitName, *, seed: int, leads: Sequence[int] | None = None) -> FieldReader:
+        """Samples of a split. leads: hours, where others than those of the run are wanted.
+
+        Raises ConfigError where the run has no such split, DataError where it holds no sample.
+        """
+        hours = self.data.leads if leads is None else sorted(set(leads))
+        return FieldReader(
+            [
+                SplitSource(
+                    store, find_windows(self.data, store, survey, split, hours), source.weight, self._content(index)
+                )
+                for index, (store, survey, source) in enumerate(
+                    zip(self.stores, self.surveys, self.data.sources, strict=True)
+                )
+            ],
+            inputs=self.data.inputs,
+            outputs=self.data.target_variables,
+            statistics=self.statistics,
+            statistics_key=self._statistics_key,
+            leads=hours,
+            seed=seed,
+        )
+
+    def verify(self) -> None:
+        """Read every prepared source and compare checksums. Raises DataError naming the file, expected and found."""
+        for store in self.stores:
+            if isinstance(store, PreparedStore):
+                store.verify()
+
+    def climatology(self, source: int = 0) -> Climatology:
+        """The mean of a source's output variables for each day of the year and time of day, over `data.climatology`."""
+        store = self.stores[source]
+        frames = self._train[source]
+        if self.data.climatology is not None:
+            frames = period_frames(self.data.climatology, store, "data.climatology")
+        columns = [self.variables.index(name) for name in self.data.target_variables]
+        whole = frames[~self.surveys[source].blank[frames][:, columns].any(axis=1)]
+        return mean_by_day(store, columns, whole, days=self.data.climatology_days)
+
+    def difference_std(self, lead_hours: int, source: int = 0) -> Float64Array:
+        """[V_out]: standard deviation of the change of each output variable over a lead time, over the training split."""
+        store = self.stores[source]
+        windows = find_windows(self.data, store, self.surveys[source], "train", [lead_hours])
+        columns = [self.variables.index(name) for name in self.data.target_variables]
+        return difference_std(store, columns, windows.starts, windows.targets[:, 0])
+
+    def _statistics(self) -> FieldStatistics:
+        names = [*self.variables, *self.data.static]
+        if self.data.statistics is not None:
+            given = read_statistics(Path(self.data.statistics), names)
+            if self.data.check_units:
+                self._compare_with(given)
+            return given
+        moments, frames = self._training_moments, sum(map(len, self._train))
+        found = {}
+        for index, name in enumerate(self.variables):
+            mean, std = float(moments.mean[index]), float(moments.std[index])
+            if not np.isfinite(mean) or std <= 0 or not np.isfinite(std):
+                what = "has no value" if not np.isfinite(mean) else f"is {mean:g} everywhere"
+                raise DataError(
+                    f"{self.stores[0].path}: {name} {what} in the training split; nothing can be learnt from it"
+                )
+            found[name] = VariableStatistics(mean=mean, std=std)
+        found |= static_statistics(self.data.static, self.stores[0].read_static())
+        axis, train = self.stores[0].times, self._train[0]
+        period = f"{axis.text(int(train[0]))} to {axis.text(int(train[-1]))}"
+        return FieldStatistics(period=period, frames=frames, variables=found)
+
+    @cached_property
+    def _training_moments(self) -> Moments:
+        """Of all training frames of all sources, each value counted once."""
+        parts = [survey.moments(frames) for survey, frames in zip(self.surveys, self._train, strict=True)]
+        points = [survey.points(frames) for survey, frames in zip(self.surveys, self._train, strict=True)]
+        return merge_moments(parts, points)
+
+    @property
+    def _statistics_key(self) -> str:
+        if self.data.statistics is not None:
+            return hash_of(self.statistics.model_dump_json())
+        return hash_of([self._content(index) for index in range(len(self.stores))], [f.tobytes() for f in self._train])
+
+    def _content(self, source: int) -> str:
+        survey = self.surveys[source]
+        # Counts and extremes are exact on every machine; sums are not.
+        return hash_of(
+            self.stores[source].fingerprint, survey.valid.tobytes(), survey.low.tobytes(), survey.high.tobytes()
+        )
+
+    def _check_quantities(self) -> None:
+        for store, survey in zip(self.stores, self.surveys, strict=True):
+            if not isinstance(store, PreparedStore):  # checked as it was prepared
+                require_one_quantity(store, survey)
+        bodies = [self._body(index) for index in range(len(self.stores))]
+        for body in bodies[1:]:
+            require_alike(self.variables, bodies[0], body)
+
+    def _body(self, source: int) -> Body:
+        store, frames = self.stores[source], self._train[source]
+        names = [str(store.path)] * len(self.variables)
+        survey = self.surveys[source]
+        return Body(names, survey.moments(frames), survey.whole_profile(), _days(store, frames))
+
+    def _compare_with(self, given: FieldStatistics) -> None:
+        moments = Moments(given.frames, given.mean_of(self.variables), given.std_of(self.variables))
+        names = [str(self.data.statistics)] * len(self.variables)
+        for index in range(len(self.stores)):
+            require_alike(self.variables, Body(names, moments, None, frozenset()), self._body(index))
+
+
+def _days(store: FieldStore, frames: Int64Array) -> frozenset[int]:
+    return frozenset(store.times.days_of_year[frames].tolist())
+
+
+def _survey(store: FieldStore, source: FieldSource) -> Survey:
+    if isinstance(store, PreparedStore):
+        return store.read_survey()
+    size = len(store.times) * store.frame_bytes
+    if size > _SURVEY_BYTES:
+        raise DataError(
+            f"{source.path}: {len(store.times)} frames of {len(store.variables)} variables are {size / 2**30:.0f} GiB, too "
+            f"much to look through at the start of a run; run phalanx data prepare-fields once and name its folder"
+        )
+    return survey_store(store)
+
+
+def _require_grid(first: FieldStore, store: FieldStore) -> None:
+    different = first.grid.difference(store.grid)
+    if different is not None:
+        raise DataError(f"{store.path}: another grid than that of {first.path}: {different}; regrid one of them")
+
+
+def _require_static(store: FieldStore) -> None:
+    for name, field in zip(store.statics, store.read_static(), strict=True):
+        if not np.isfinite(field).all():
+            raise DataError(
+                f"{store.path}: static field {name} has {int((~np.isfinite(field)).sum())} points without a value; fill them"
+            )

@@ -1,0 +1,256 @@
+"""Forecasts of several weather models as one ensemble: its mean, its spread against its error, and its CRPS.
+
+Members' deviations from their mean are stretched by one factor a variable and lead time, which makes spread and error alike
+on the validation split; scores are of the test split. Members as they are and stretched ones are compared by the CRPS of
+their empirical distribution: the fair one takes members for independent draws, and rewards stretching them beyond the truth.
+Forecasts are scored as they are made and none is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.config.families import WeatherRun
+from phalanx.ensemble.document import EnsembleFile, entries
+from phalanx.ensemble.members import Member, require_alike
+from phalanx.ensemble.share import ALONE, Share
+from phalanx.errors import ConfigError
+from phalanx.families.weather.data.samples import Cases, FieldReader
+from phalanx.families.weather.data.stores.field_set import FieldSet
+from phalanx.families.weather.data.stores.times import HOUR
+from phalanx.families.weather.data.windows import SplitName
+from phalanx.families.weather.evaluation.forecast import (
+    LoadedForecaster,
+    forecasts_of,
+    lead_steps,
+    load_forecaster,
+    spread_rows,
+)
+from phalanx.families.weather.evaluation.scores import EnsembleScore, EnsembleScores, ForecastScores
+from phalanx.families.weather.inputs import require_grid
+
+_BATCH = 8
+"""Inputs that are forecast from at a time."""
+_OWN = {"statistics", "cache_mb", "prefetch", "lead_hours", "rollout_hours"}
+"""Fields of the data section in which members may differ; what is normalised by is compared by itself."""
+_SPLITS: tuple[SplitName, ...] = ("validation", "test")
+"""What calibrates, and what is scored: `split_frames` refuses splits that share times."""
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class ForecastRow:
+    """One variable at one lead time on the test split, in the variable's own unit."""
+
+    variable: str
+    lead_hours: int
+    forecasts: int
+    members: list[float]
+    """RMSE of each member alone."""
+    stretch: float
+    """What members' deviations from their mean are multiplied by."""
+    raw: EnsembleScore
+    """Of the members as they are."""
+    scores: EnsembleScore
+    """Of the members stretched; without a fair CRPS."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self) | {"best_member_rmse": min(self.members)}
+
+
+@dataclass(frozen=True)
+class ForecastEnsemble:
+    """An ensemble of weather models, ready to be written and shown."""
+
+    members: list[Member]
+    rows: list[ForecastRow]
+    hours_between: float
+    """Hours between the times that calibrated and those that are scored, where they come closest."""
+
+    def facts(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {
+            "family": "weather",
+            "members": [
+                {"name": one.name, "checkpoint": str(one.checkpoint), "step": one.step, "weight": 1 / len(self.members)}
+                for one in self.members
+            ],
+            "calibrated_on": "validation",
+            "scored_on": "test",
+            "hours_between": self.hours_between,
+            "forecasts": [row.as_dict() for row in self.rows],
+        }
+
+    def document(self, folder: Path) -> EnsembleFile:
+        """What is written into `folder`."""
+        members = entries(self.members, [1.0 / len(self.members)] * len(self.members), folder)
+        return EnsembleFile(family="weather", members=members, facts=self.facts())
+
+
+def build_forecasts(
+    members: Sequence[Member],
+    device: torch.device,
+    *,
+    hours: int | None = None,
+    starts: int | None = None,
+    share: Share = ALONE,
+    progress: Progress = lambda what, done, total: None,
+) -> ForecastEnsemble:
+    """Forecast both splits with all members, up to `hours` (None: the longest lead time trained on). Every rank calls it.
+
+    starts: inputs of each split, spread evenly; None takes all. Raises ConfigError for members that do not go together, and
+    as `families.weather.evaluation.forecast.forecast_split` does.
+    """
+    if len(members) < 2:
+        raise ConfigError("an ensemble has at least two members; name more runs")
+    require_alike(members)
+    loaded = [load_forecaster(member.checkpoint, device) for member in members]
+    _require_same_fields(members, loaded)
+    longest = hours or min(max(one.run.data.leads) for one in loaded)
+    steps = [lead_steps(one.run, longest, None) for one in loaded]
+    for member, other in zip(members, steps, strict=True):
+        if list(other) != list(steps[0]):
+            raise ConfigError(
+                f"{member.path} reaches lead times of {_words(other)} hours, {members[0].path} of {_words(steps[0])}; "
+                f"members need the same"
+            )
+    fields = FieldSet(loaded[0].run.data)
+    require_grid(loaded[0].run, fields.grid)
+
+    readers = {split: fields.reader(split, seed=0, leads=list(steps[0])) for split in _SPLITS}
+
+    def scored(split: SplitName, stretches: Tensor | None) -> _Sums:
+        reader = readers[split]
+        sums = _Sums(reader, len(members), device, stretches)
+        for cases, forecasts in _all_forecasts(loaded, steps, reader, starts, share, split, progress):
+            sums.add(reader, cases, forecasts)
+        sums.all_reduce()
+        return sums
+
+    stretches = scored("validation", None).stretches()
+    rows = scored("test", stretches).rows(stretches)
+    return ForecastEnsemble(list(members), rows, _hours_between(readers["validation"], readers["test"]))
+
+
+def _all_forecasts(
+    loaded: Sequence[LoadedForecaster],
+    steps: Sequence[dict[int, tuple[int, ...]]],
+    reader: FieldReader,
+    starts: int | None,
+    share: Share,
+    split: str,
+    progress: Progress,
+) -> Iterator[tuple[Cases, Tensor]]:
+    """This rank's cases, lead time by lead time, with the forecasts of all members [n, M, V, H, W]."""
+    chosen = [spread_rows(source.windows, starts, len(reader.sources)) for source in reader.sources]
+    batches = [
+        (index, rows[first : first + _BATCH])
+        for index, rows in enumerate(chosen)
+        for first in range(0, len(rows), _BATCH)
+    ]
+    mine = batches[share.rank :: share.ranks]
+    for done, (index, rows) in enumerate(mine, 1):
+        each = [forecasts_of(one.model, reader, index, rows, parts) for one, parts in zip(loaded, steps, strict=True)]
+        for together in zip(*each, strict=True):
+            yield together[0][0], torch.stack([forecast for _, forecast in together], dim=1)
+        progress(split, done, len(mine))
+
+
+def stretch_members(forecasts: Tensor, factor_V: Tensor) -> Tensor:
+    """Multiply the members' deviations from their mean: forecasts [n, M, V, H, W], one factor a variable [V]."""
+    mean = forecasts.mean(1, keepdim=True)
+    return mean + factor_V[:, None, None] * (forecasts - mean)
+
+
+class _Sums:
+    """Scores of members, of the ensemble as it is, and of the stretched one."""
+
+    def __init__(self, reader: FieldReader, members: int, device: torch.device, stretches_LV: Tensor | None) -> None:
+        area = torch.from_numpy(reader.grid.area_weights()).to(device)
+        self._leads = torch.tensor(reader.leads)
+        self._device = device
+        self._alone = [ForecastScores(reader.outputs, reader.leads, area) for _ in range(members)]
+        self._raw, self._stretched = (
+            EnsembleScores(reader.outputs, reader.leads, area, members, independent=independent)
+            for independent in (True, False)
+        )
+        self._stretches_LV = stretches_LV
+
+    def add(self, reader: FieldReader, cases: Cases, forecasts: Tensor) -> None:
+        """Score forecasts [n, M, V, H, W] of cases of one lead time."""
+        hours = reader.lead_hours(cases)
+        truth = reader.read_outputs(cases).to(self._device)
+        self._raw.add(forecasts, truth, hours)
+        if self._stretches_LV is None:
+            return
+        for number, scores in enumerate(self._alone):
+            scores.add(forecasts[:, number], truth, hours)
+        lead = int((self._leads == int(hours[0])).nonzero()[0, 0])
+        factor_V = self._stretches_LV[lead].to(self._device)
+        self._stretched.add(stretch_members(forecasts.double(), factor_V), truth, hours)
+
+    def all_reduce(self) -> None:
+        """Add up what all ranks scored."""
+        for scores in self._alone:
+            scores.all_reduce()
+        self._raw.all_reduce()
+        self._stretched.all_reduce()
+
+    def stretches(self) -> Tensor:
+        """One over the ratio of spread to error, float64 [L, V]; 1 where there is no such ratio."""
+        ratios = [row.spread_skill for row in self._raw.results()]
+        factors = [1.0 / ratio if math.isfinite(ratio) and ratio > 0.0 else 1.0 for ratio in ratios]
+        return torch.tensor(factors, dtype=torch.float64).view(len(self._leads), -1)
+
+    def rows(self, stretches_LV: Tensor) -> list[ForecastRow]:
+        """One a lead time and variable."""
+        alone = [scores.results() for scores in self._alone]
+        both = zip(self._raw.results(), self._stretched.results(), stretches_LV.flatten().tolist(), strict=True)
+        return [
+            ForecastRow(
+                raw.variable, raw.lead_hours, raw.forecasts, [one[place].rmse for one in alone], stretch, raw, stretched
+            )
+            for place, (raw, stretched, stretch) in enumerate(both)
+        ]
+
+
+def _hours_between(first: FieldReader, second: FieldReader) -> float:
+    """Return the hours between the frames of two splits, in the source where they come closest."""
+    found = []
+    for one, other in zip(first.sources, second.sources, strict=True):
+        seconds = one.store.times.seconds
+        apart = np.subtract.outer(seconds[one.windows.frames[[0, -1]]], seconds[other.windows.frames[[0, -1]]])
+        found.append(float(np.abs(apart).min()) / HOUR)
+    return min(found)
+
+
+def _require_same_fields(members: Sequence[Member], loaded: Sequence[LoadedForecaster]) -> None:
+    """Raises ConfigError where members read or predict different fields, or normalise them differently."""
+    first = _fields_of(loaded[0].run)
+    for member, one in zip(members, loaded, strict=True):
+        other = _fields_of(one.run)
+        differs = next((name for name in first if first[name] != other[name]), None)
+        if differs is not None:
+            raise ConfigError(
+                f"{member.path} differs from {members[0].path} in data.{differs}; members of an ensemble read and predict "
+                f"the same fields of the same splits"
+            )
+
+
+def _fields_of(run: WeatherRun) -> dict[str, Any]:
+    kept = run.data.model_dump(mode="json", exclude=_OWN)
+    path = run.data.statistics
+    return kept | {"statistics": None if path is None else Path(path).read_text(encoding="utf-8")}
+
+
+def _words(numbers: dict[int, tuple[int, ...]]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,1 @@
+"""Forecasts of trained models, their scores and what they are compared with."""

@@ -1,0 +1,222 @@
+"""What a weather run reads, and its evaluation: forecasts of held-out times, scored in the units of the fields."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.config.families import WeatherRun
+from phalanx.errors import DataError
+from phalanx.families.weather.data.batches import FieldBatchStream
+from phalanx.families.weather.data.climatology import Climatology
+from phalanx.families.weather.data.open import require_fields
+from phalanx.families.weather.data.samples import Cases, FieldReader
+from phalanx.families.weather.data.statistics import FieldStatistics
+from phalanx.families.weather.data.stores.field_set import FieldSet
+from phalanx.families.weather.data.stores.grid import Grid
+from phalanx.families.weather.evaluation.table import (
+    Comparison,
+    ScoreRow,
+    known_climatologies,
+    skill_by_lead,
+    skill_in_words,
+)
+from phalanx.families.weather.model.grid import latitudes, row_weights
+from phalanx.families.weather.model.loss import squared_error_sum, target_counts
+from phalanx.layout.execute import Executor
+from phalanx.layout.mesh import Mesh
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.printable import printable
+from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, Verification
+
+STATISTICS = "statistics.json"
+"""File of a run directory with what its fields are normalised by."""
+_CLIMATOLOGY_BYTES = 4 * 2**30
+"""Fields that every rank averages as training begins; of more, evaluation goes without climatology."""
+_TOLERANCE = 1e-3
+"""Degrees by which latitudes of model and data may differ."""
+
+
+@dataclass(frozen=True)
+class FieldInputs(Inputs):
+    """Opened fields of a run."""
+
+    statistics: FieldStatistics | None = None
+
+    def write(self, run_dir: Path) -> None:
+        """The statistics."""
+        assert self.statistics is not None
+        self.statistics.write(run_dir / STATISTICS)
+
+
+def open_inputs(run: WeatherRun, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
+    """See `train.inputs.open_inputs`."""
+    fields = FieldSet(run.data)
+    require_grid(run, fields.grid)
+    reader = fields.reader("train", seed=run.training.seed)
+    if first:
+        _tell_what_is_left_out(reader)
+    stream = FieldBatchStream(
+        reader,
+        global_batch=layout.global_batch,
+        rank=mesh.data_rank,
+        ranks=layout.data_ranks,
+        prefetch=run.data.prefetch,
+        pin_memory=device.type != "cpu",
+    )
+    evaluator = FieldEvaluator(run, None, None, None, device)
+    if run.data.splits.validation is not None:
+        held_out = fields.reader("validation", seed=run.training.seed)
+        if first:
+            _tell_what_is_left_out(held_out)
+        evaluator = FieldEvaluator(run, held_out, *known_climatologies(fields, held_out, _CLIMATOLOGY_BYTES), device)
+    words = f"{sum(len(source.windows.starts) for source in reader.sources):,} frames to start from"
+    verification = Verification([fields] if first else [])
+    return FieldInputs(stream, evaluator, verification, in_words=words, statistics=fields.statistics)
+
+
+def check_inputs(run: WeatherRun) -> str:
+    """See `train.inputs.check_inputs`. How many frames there are takes opening them all."""
+    for source in run.data.sources:
+        require_fields(Path(source.path))
+    count = len(run.data.sources)
+    return f"fields at {count} place{'s' if count > 1 else ''}"
+
+
+def expected_evaluation(run: WeatherRun) -> ExpectedEvaluation | None:
+    """See `train.inputs.expected_evaluation`. The fields themselves stay closed: to open them may mean to read them all."""
+    if run.data.splits.validation is None:
+        return None
+    rows = [
+        ScoreRow(
+            variable=variable,
+            lead_hours=lead,
+            forecasts=0,
+            rmse=0.0,
+            mae=0.0,
+            bias=0.0,
+            acc=0.0,
+            # Not 0, of which nothing could be saved: there would be no skill.
+            persistence_rmse=1.0,
+            persistence_acc=0.0,
+            climatology_rmse=1.0,
+        )
+        for lead in run.data.leads
+        for variable in run.data.target_variables
+    ]
+    return ExpectedEvaluation(_fields(0.0, 0, rows), frozenset(("loss", "rmse", "mae")))
+
+
+def _fields(loss: float, forecasts: int, rows: Sequence[ScoreRow]) -> dict[str, Any]:
+    """What an evaluation writes down."""
+    return {
+        "loss": loss,
+        "forecasts": forecasts,
+        "skill_by_lead_hours": {str(at.lead_hours): at.mean for at in skill_by_lead(rows)},
+        "scores": [row.as_dict() for row in rows],
+    }
+
+
+def _tell_what_is_left_out(reader: FieldReader) -> None:
+    """A line to stderr for each source with frames that have missing values."""
+    for source in reader.sources:
+        if source.windows.places:
+            sys.stderr.write(printable(f"{source.store.path}: {source.windows.report()}") + "\n")
+
+
+def require_grid(run: WeatherRun, grid: Grid) -> None:
+    """Raise DataError where the data lie on another grid than the model's."""
+    model = run.model
+    if grid.shape != (model.n_lat, model.n_lon):
+        raise DataError(
+            f"model.n_lat={model.n_lat} and model.n_lon={model.n_lon}, but the data have {grid.shape[0]} x {grid.shape[1]} "
+            f"points; set model.n_lat={grid.shape[0]} model.n_lon={grid.shape[1]}"
+        )
+    expected = latitudes(model, torch.device("cpu")).numpy()
+    if np.abs(expected - grid.latitudes).max() > _TOLERANCE:
+        ends = float(grid.latitudes[0]), float(grid.latitudes[-1])
+        raise DataError(
+            f"the model's rows lie from {expected[0]:g} to {expected[-1]:g} degrees of latitude in even steps, those of the "
+            f"data, south to north, from {ends[0]:g} to {ends[1]:g}; set model.first_latitude={ends[0]:g} "
+            f"model.last_latitude={ends[1]:g}, or regrid data whose rows are not evenly spaced"
+        )
+
+
+@dataclass(frozen=True)
+class FieldEvaluator:
+    """Forecasts the same held-out cases again and again."""
+
+    run: WeatherRun
+    reader: FieldReader | None
+    """The validation split; None where the run has none."""
+    climatologies: dict[int, Climatology] | None
+    without: str | None
+    """Why there are no climatologies."""
+    device: torch.device
+
+    def evaluate(self, executor: Executor) -> list[Finding]:
+        """Scores of at most about `evaluation.samples` forecasts, spread over the split, each start with all lead times."""
+        if self.reader is None:
+            return []
+        mesh = executor.mesh
+        comparison = Comparison(self.reader, self.climatologies, self.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        cases = spread_cases(self.reader, self.run.evaluation.samples)
+        for mine, real in _shares(cases, executor.layout.microbatch, mesh.data_rank, executor.layout.data_ranks):
+            batch = self.reader.read_cases(mine).to(self.device)
+            x, inputs = batch.inputs()
+            targets = inputs.pop("targets_BVHW")[:real]
+            predicted = executor.infer(x, inputs, batch.sample_indices)
+            if predicted is None or mesh.tp.rank or not real:
+                continue
+            sums += torch.stack((self._loss(predicted[:real], targets), target_counts(targets)[0].double()))
+            comparison.add(mine.take(slice(real)), self.reader.denormalise(predicted[:real].float()))
+        comparison.all_reduce()
+        if mesh.world is not None:
+            dist.all_reduce(sums, group=mesh.world)
+        loss, rows = float(sums[0] / sums[1]), comparison.rows()
+        fields = _fields(loss, len(cases), rows)
+        if self.without is not None:
+            fields["without_climatology"] = self.without
+        return [Finding("evaluation", fields, f"held-out loss {loss:.5f}; {skill_in_words(rows)}")]
+
+    def _loss(self, predicted_BVHW: Tensor, targets_BVHW: Tensor) -> Tensor:
+        """As the training loss."""
+        model = self.run.model
+        weights = None if model.loss_weights is None else torch.tensor(model.loss_weights, device=self.device)
+        weight_HW = row_weights(model, self.device)[:, None].expand(-1, model.n_lon)
+        # Rows stand for locations, columns for the points of a patch.
+        total = squared_error_sum(predicted_BVHW.transpose(1, 2), targets_BVHW.transpose(1, 2), weight_HW, weights)
+        return total[0].double()
+
+
+def spread_cases(reader: FieldReader, count: int) -> Cases:
+    """About `count` cases or fewer, of starts that are evenly spread over each source, each with all its lead times."""
+    chosen = []
+    for source in range(len(reader.sources)):
+        cases = reader.cases(source)
+        starts = np.unique(cases.start)
+        wanted = max(1, min(len(starts), count * len(starts) // (len(cases) * len(reader.sources))))
+        kept = starts[np.linspace(0, len(starts) - 1, wanted).round().astype(np.int64)]
+        chosen.append(cases.take(np.flatnonzero(np.isin(cases.start, kept))))
+    return Cases(*(np.concatenate([getattr(one, name) for one in chosen]) for name in ("source", "start", "target")))
+
+
+def _shares(cases: Cases, size: int, rank: int, ranks: int) -> Iterator[tuple[Cases, int]]:
+    """Rank `rank`'s micro-batches of `size` cases, as many as the others', and how many of each are real.
+
+    The rest repeat the last case: a sharded model needs all ranks, a pipeline micro-batches of one size.
+    """
+    each = size * ranks
+    for first in range(0, len(cases), each):
+        numbers = np.arange(first + rank * size, first + (rank + 1) * size)
+        real = int((numbers < len(cases)).sum())
+        yield cases.take(np.minimum(numbers, len(cases) - 1)), real

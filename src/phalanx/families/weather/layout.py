@@ -1,0 +1,158 @@
+"""The weather family under parallelism: forecasters split over `tp`, run on batches of fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.config.families import WeatherRun
+from phalanx.counter_random import DropoutContext
+from phalanx.families.weather.data.batches import FieldBatch
+from phalanx.families.weather.declare import tensor_splits
+from phalanx.families.weather.model.embedding import FieldEmbedding
+from phalanx.families.weather.model.forecaster import Forecaster
+from phalanx.families.weather.model.grid import fields_of
+from phalanx.layout.attention import AttentionChoice, choose_whole_attention
+from phalanx.layout.collectives import gather
+from phalanx.layout.family import Building
+from phalanx.layout.hybrid_stop.streamed_weights import stream_matrices
+from phalanx.layout.mesh import Axis
+from phalanx.layout.place import TensorSplits
+from phalanx.layout.precision import PRECISIONS
+from phalanx.layout.share import SequenceShare
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stage import Stage
+from phalanx.nn.positions import Positions
+from phalanx.nn.splits import ModelPart
+
+_LOCATIONS = 1
+"""The dim of locations in [B, L, V, P]."""
+
+
+@dataclass(frozen=True)
+class RollOut:
+    """Forecasts made of several steps, each of which starts from the one before."""
+
+    hours: int
+    """Lead time of a step."""
+    most_steps: int
+    """Of the longest lead time."""
+
+
+class WeatherStage(Stage):
+    """Fields in, hidden activations between stages, the summed loss of this rank's locations out."""
+
+    loss_is_whole = False
+
+    def __init__(
+        self, part: Forecaster, index: int, share: SequenceShare, seed: int, rollout: RollOut | None = None
+    ) -> None:
+        super().__init__(part, index, share, seed, part.config.n_tokens)
+        self.rollout = rollout
+
+    def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Tensor) -> Tensor:
+        """See `Stage`. x: fields [B, V, H, W] in the first stage. inputs: lead_hours_B, fields_BVHW for the last stage,
+        and targets_BVHW; without these the last stage gives whole predicted fields [B, V, H, W] on every rank of `tp`."""
+        positions = self.share.positions(self.length, x.device)
+        if self.rollout is not None:
+            x = self._before_last_step(x, inputs["lead_hours_B"], positions, self.rollout)
+            hours_B = torch.full_like(inputs["lead_hours_B"], self.rollout.hours)
+            inputs = {**inputs, "fields_BVHW": x, "lead_hours_B": hours_B}
+        dropout = None
+        if self.part.config.random_drops and self.step is not None:
+            width = self.part.config.d_model
+            dropout = DropoutContext.of_step(self.seed, self.step, sample_indices_B, positions.rows_S, width)
+        hidden: Tensor = self.part.hidden(x, positions, lead_hours_B=inputs["lead_hours_B"], dropout=dropout)
+        if not self.part.part.last:
+            return hidden
+        targets, fields = inputs.get("targets_BVHW"), inputs["fields_BVHW"]
+        if targets is None:
+            return self._fields(hidden, positions, fields)
+        loss: Tensor = self.part.head(hidden, targets, positions.rows_S, fields_BVHW=fields)
+        return loss
+
+    @torch.no_grad()
+    def _before_last_step(self, x: Tensor, lead_hours_B: Tensor, positions: Positions, rollout: RollOut) -> Tensor:
+        """The fields [B, V, H, W] from which one step leads to what is to be predicted, by forecasts without dropout.
+
+        As many steps on every rank, whatever its samples' lead times: a sharded model needs all ranks.
+        """
+        hours_B = torch.full_like(lead_hours_B, rollout.hours)
+        for done in range(1, rollout.most_steps):
+            hidden = self.part.hidden(x, positions, lead_hours_B=hours_B)
+            following = self.part.next_inputs(x, self._fields(hidden, positions, x))
+            goes_on_B = lead_hours_B > (done + 0.5) * rollout.hours
+            x = torch.where(goes_on_B[:, None, None, None], following, x)
+        return x
+
+    def _fields(self, hidden: Tensor, positions: Positions, fields_BVHW: Tensor) -> Tensor:
+        """Whole predicted fields [B, V, H, W]."""
+        patches = self.part.head(hidden, None, positions.rows_S, fields_BVHW=fields_BVHW)
+        config = self.part.config
+        return fields_of(gather(patches, self.share.tp, _LOCATIONS), config.n_lat, config.patch_size)
+
+    def example_input(self, samples: int) -> Tensor:
+        """Fields."""
+        config = self.part.config
+        return torch.empty((samples, len(config.input_names), config.n_lat, config.n_lon))
+
+
+class SplitFieldEmbedding(FieldEmbedding):
+    """Each rank aggregates all locations under its heads; the sums over heads are scattered to this rank's rows."""
+
+    def needed_rows(self, positions: Positions) -> Tensor:
+        """All rows."""
+        return torch.arange(self.config.n_tokens, device=positions.rows_S.device)
+
+
+def share_embedding(part: Forecaster, tp: Axis) -> None:
+    """Let the embedding, if `part` has it, aggregate as its split weights ask for."""
+    if part.part.first and tp.size > 1:
+        part.embedding.__class__ = SplitFieldEmbedding
+
+
+class WeatherLayout:
+    """See `layout.family.FamilyLayout`."""
+
+    compiles_blocks = True
+
+    def build(self, building: Building, part: ModelPart) -> tuple[nn.Module, TensorSplits]:
+        """A part of the forecaster."""
+        run: WeatherRun = building.run
+        with torch.device("meta"):
+            model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision], part=part)
+        splits = stream_matrices(model, tensor_splits(run.model), building.share.tp, building.stream)
+        share_embedding(model, building.share.tp)
+        return model, splits
+
+    def stage(self, building: Building, part: nn.Module, index: int) -> Stage:
+        """Runs a part of the forecaster."""
+        assert isinstance(part, Forecaster)
+        run: WeatherRun = building.run
+        step, rollout = run.data.rollout_hours, None
+        if step is not None:
+            rollout = RollOut(step, max(run.data.leads) // step)
+        return WeatherStage(part, index, building.share, run.training.seed, rollout)
+
+    def example_batch(self, run: WeatherRun, samples: int, device: torch.device) -> FieldBatch:
+        """Fields, targets, and a lead time for each sample."""
+        grid = run.model.n_lat, run.model.n_lon
+        inputs, outputs = (
+            torch.zeros((samples, len(names), *grid), device=device)
+            for names in (run.model.input_names, run.model.output_names)
+        )
+        hours, year, day = torch.zeros((3, samples), device=device).unbind()
+        return FieldBatch(inputs, outputs, hours, year, day, torch.arange(samples, device=device))
+
+    def choose_attention(self, run: WeatherRun, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
+        """The kernel that the run file names, or the fastest of those that PyTorch brings."""
+        if run.training.attention != "auto":
+            return AttentionChoice(run.training.attention)
+        model = run.model
+        shape = (layout.microbatch, model.n_tokens, model.n_heads // layout.tp, model.head_size)
+        return choose_whole_attention(shape, PRECISIONS[run.layout.precision], device)
+
+
+LAYOUT = WeatherLayout()

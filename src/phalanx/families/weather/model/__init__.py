@@ -1,0 +1,1 @@
+"""The forecaster in plain PyTorch for one device."""

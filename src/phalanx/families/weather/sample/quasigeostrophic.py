@@ -1,0 +1,167 @@
+"""A global quasi-geostrophic atmosphere of three levels, after Marshall and Molteni (1993).
+
+    dq_i/dt = -J(psi_i, q_i) + forcing - dissipation        at 200, 500 and 800 hPa
+    q = laplacian(psi) + S psi + f (+ f h / H0 at 800 hPa)
+
+S couples neighbouring levels by their Rossby radii of deformation. The published model takes its forcing from analyses;
+here temperature relaxes to a state with a westerly jet in both hemispheres, the same all year, whose
+baroclinic instability makes the weather. Without forcing and dissipation, energy and each level's potential enstrophy stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from phalanx.families.weather.sample.spherical import ComplexArray, Float64Array, Harmonics
+
+RADIUS = 6.371e6
+"""Of the Earth, in m."""
+ROTATION = 7.292e-5
+"""Of the Earth, in rad/s."""
+LEVELS = (200, 500, 800)
+"""Pressure of the levels in hPa, from the top."""
+DAY = 86400.0
+_RADII = (700e3, 450e3)
+"""Rossby radii of deformation between neighbouring levels, in m (Marshall and Molteni 1993)."""
+_SCALE_HEIGHT = 9e3
+"""What orography is measured by, in m."""
+
+
+@dataclass(frozen=True)
+class Physics:
+    """What drives and what damps the flow. Times in days; infinite ones leave the process out."""
+
+    relaxation: float = 20.0
+    """Time in which temperature relaxes."""
+    friction: float = 3.0
+    """Time in which the flow at 800 hPa spins down."""
+    diffusion: float = 2.0
+    """Time in which the smallest waves lose potential vorticity; longer ones by the fourth power of the Laplacian."""
+    shears: tuple[float, float] = (35.0, 35.0)
+    """Difference in m/s of the westerlies of neighbouring levels that temperature relaxes to, where it is largest."""
+
+
+UNDISTURBED = Physics(np.inf, np.inf, np.inf)
+"""No forcing and no dissipation."""
+
+
+@dataclass(frozen=True)
+class Atmosphere:
+    """The model. States are potential vorticity without f and orography in 1/s, complex [3, M, N]."""
+
+    harmonics: Harmonics
+    physics: Physics = Physics()
+    orography: Float64Array | float = 0.0
+    """Height in m on the Gaussian grid [H, W]."""
+    step: float = 5400.0
+    """Seconds of one Runge-Kutta step."""
+    _absolute: ComplexArray = field(init=False)
+    """Planetary vorticity and, at the lowest level, the effect of orography [3, M, N]."""
+
+    def __post_init__(self) -> None:
+        planetary = np.broadcast_to(
+            2 * ROTATION * self.harmonics.sines[:, None], (self.harmonics.rows, self.harmonics.columns)
+        )
+        ground = planetary * (self.orography / _SCALE_HEIGHT)
+        fields = np.stack([planetary, planetary, planetary + ground])
+        object.__setattr__(self, "_absolute", self.harmonics.analyze(fields))
+
+    @cached_property
+    def _coupling(self) -> Float64Array:
+        """S of the module's equation [3, 3], in 1/m^2."""
+        upper, lower = (radius**-2 for radius in _RADII)
+        return np.array([[-upper, upper, 0.0], [upper, -upper - lower, lower], [0.0, lower, -lower]])
+
+    @cached_property
+    def _inverse(self) -> Float64Array:
+        """[N, 3, 3]: potential vorticity to stream function; the mean of both is 0."""
+        operators = self.harmonics.laplacian[1:, None, None] / RADIUS**2 * np.eye(3) + self._coupling
+        return np.concatenate([np.zeros((1, 3, 3)), np.linalg.inv(operators)])
+
+    @cached_property
+    def equilibrium(self) -> ComplexArray:
+        """Stream function that temperature relaxes to."""
+        sines = self.harmonics.sines
+        cosines = np.sqrt(1 - sines**2)
+        upper, lower = self.physics.shears
+        # One where it is largest, at 35 degrees.
+        jets = 27 / 4 * sines**2 * cosines**4
+        winds = np.array([upper + lower, lower, 0.0])[:, None] * jets
+        return self.stream_function_of(winds)
+
+    @cached_property
+    def _relaxation(self) -> float:
+        return 1 / (self.physics.relaxation * DAY)
+
+    def stream_function_of(self, winds: Float64Array) -> ComplexArray:
+        """Return the stream function [3, M, N] of westerly winds [3, H] in m/s that depend on latitude alone."""
+        cosines = np.sqrt(1 - self.harmonics.sines**2)
+        fields = np.broadcast_to((winds * cosines)[..., None], (*winds.shape, self.harmonics.columns))
+        momentum = self.harmonics.analyze(fields)
+        # Vorticity is minus the slope of u cos(latitude) by mu.
+        slope = self.harmonics.synthesize_slope(momentum) / (1 - self.harmonics.sines[:, None] ** 2)
+        return self._inverse_laplacian(self.harmonics.analyze(-slope / RADIUS))
+
+    def _inverse_laplacian(self, coefficients: ComplexArray) -> ComplexArray:
+        factors = np.zeros(self.harmonics.truncation + 1)
+        factors[1:] = RADIUS**2 / self.harmonics.laplacian[1:]
+        return coefficients * factors
+
+    def vorticity_of(self, stream: ComplexArray) -> ComplexArray:
+        """Return the potential vorticity, the model's state, of a stream function in m^2/s; both [3, M, N]."""
+        return self.harmonics.laplacian / RADIUS**2 * stream + np.tensordot(self._coupling, stream, 1)
+
+    def stream_function(self, state: ComplexArray) -> ComplexArray:
+        """Return the stream function in m^2/s [3, M, N]."""
+        stream: ComplexArray = np.einsum("nij,jmn->imn", self._inverse, state)
+        return stream
+
+    def tendency(self, state: ComplexArray) -> ComplexArray:
+        """Return the time derivative of a state."""
+        stream = self.stream_function(state)
+        both = np.stack([stream, state + self._absolute])
+        eastward = self.harmonics.synthesize(1j * self.harmonics.zonal * both)
+        northward = self.harmonics.synthesize_slope(both)
+        jacobian = eastward[0] * northward[1] - northward[0] * eastward[1]
+        area = RADIUS**2 * (1 - self.harmonics.sines[:, None] ** 2)
+        change: ComplexArray = -self.harmonics.analyze(jacobian / area)
+        change -= self._relaxation * np.tensordot(self._coupling, stream - self.equilibrium, 1)
+        change[2] -= self.harmonics.laplacian / RADIUS**2 * stream[2] / (self.physics.friction * DAY)
+        scale = (self.harmonics.laplacian / self.harmonics.laplacian[-1]) ** 4
+        change -= scale / (self.physics.diffusion * DAY) * state
+        return change
+
+    def advance(self, state: ComplexArray, steps: int) -> ComplexArray:
+        """Return the state `steps` steps later, by the classical Runge-Kutta method of fourth order."""
+        for _ in range(steps):
+            first = self.tendency(state)
+            second = self.tendency(state + 0.5 * self.step * first)
+            third = self.tendency(state + 0.5 * self.step * second)
+            fourth = self.tendency(state + self.step * third)
+            state = state + self.step / 6 * (first + 2 * second + 2 * third + fourth)
+        return state
+
+    def energy(self, state: ComplexArray) -> float:
+        """Return the mean energy in m^2/s^2: kinetic, and available potential between levels."""
+        stream = self.stream_function(state)
+        kinetic = -self.harmonics.laplacian / RADIUS**2
+        speeds = self.harmonics.mean_square(np.sqrt(kinetic) * stream)
+        shears = self.harmonics.mean_square(stream[:-1] - stream[1:]) / np.square(_RADII)
+        return 0.5 * float(speeds.sum() + shears.sum())
+
+    def enstrophies(self, state: ComplexArray) -> Float64Array:
+        """Return the mean square of each level's whole potential vorticity, in 1/s^2 [3]."""
+        return self.harmonics.mean_square(state + self._absolute)
+
+    def geopotential(self, stream: ComplexArray) -> ComplexArray:
+        """Return the deviation of geopotential from its mean, in m^2/s^2, by the linear balance [3, M, N].
+
+        Its Laplacian is the divergence of f times the gradient of the stream function, f zeta + grad f . grad psi.
+        """
+        planetary = 2 * ROTATION * self.harmonics.sines[:, None]
+        vorticity = self.harmonics.synthesize(self.harmonics.laplacian / RADIUS**2 * stream)
+        slope = self.harmonics.synthesize_slope(stream)
+        return self._inverse_laplacian(self.harmonics.analyze(planetary * vorticity + 2 * ROTATION / RADIUS**2 * slope))

@@ -1,0 +1,142 @@
+"""How large a forecaster is and what a sample costs, in closed form from its description alone.
+
+Exact for `phalanx.families.weather.model.forecaster`; a test compares the two. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from phalanx.config.weather import WeatherModel
+
+FlopsConvention = Literal["needed", "published"]
+FEATURES = 32
+"""Wavelengths of a Fourier expansion; each gives a sine and a cosine."""
+
+
+def parameter_count(model: WeatherModel) -> int:
+    """All trainable parameters."""
+    return embedding_parameters(model) + model.n_layers * block_parameters(model) + head_parameters(model)
+
+
+def matmul_parameters(model: WeatherModel) -> int:
+    """Parameters that multiply every token: the matrices of the blocks and of the head."""
+    width = model.d_model
+    head = model.decoder_depth * width**2 + model.aggregation_queries * width * _pixels_of_a_patch(model)
+    return model.n_layers * _block_matrix_parameters(model) + head
+
+
+def in_words(model: WeatherModel) -> str:
+    """The shape for a person."""
+    return (
+        f"{model.n_layers} layers x {model.d_model}, {model.n_heads} heads, {len(model.input_names)} variables in and "
+        f"{len(model.output_names)} out, grid {model.n_lat} x {model.n_lon} in patches of {model.patch_size}"
+    )
+
+
+def embedding_parameters(model: WeatherModel) -> int:
+    """Parameters before the first block."""
+    width, variables, points = model.d_model, len(model.variables), model.patch_size**2
+    per_variable = width * (points + 2)
+    level = 2 * FEATURES * width if model.level_embedding == "fourier" else 0
+    learned = model.position_embedding == "learned"
+    place = model.n_locations * width if learned else (8 * FEATURES + 1) * width
+    lead = ((2 * FEATURES if model.lead_embedding == "fourier" else 1) + 1) * width
+    return variables * per_variable + level + _aggregation_parameters(model) + place + lead
+
+
+def block_parameters(model: WeatherModel) -> int:
+    """Parameters of one block."""
+    width = model.d_model
+    biases = 3 * width + width + model.ff_size + width
+    norms = 4 * width + (2 * model.head_size if model.qk_norm else 0)
+    return _block_matrix_parameters(model) + biases + norms
+
+
+def head_parameters(model: WeatherModel) -> int:
+    """Parameters behind the last block."""
+    width, outputs = model.d_model, _pixels_of_a_patch(model)
+    layers = model.decoder_depth * (width * width + width)
+    return 2 * width + layers + (model.aggregation_queries * width + 1) * outputs
+
+
+def model_flops_per_sample(model: WeatherModel, convention: FlopsConvention = "needed") -> int:
+    """Floating-point operations one sample of a training step needs, forward and backward, without recomputation.
+
+    Six per parameter and token of each matrix product (a multiply and an add forward, twice that backward), and attention
+    in full, 12 * d_model * tokens^2 a block. For the aggregation of variables `needed` counts the products that depend on
+    the sample when its weights are multiplied first (see `families.weather.model.aggregation`), `published` those of
+    a key and a value for every variable at every location, as ClimaX and ORBIT compute it and count it in their figures.
+    """
+    return (
+        embedding_flops_per_sample(model, convention)
+        + model.n_layers * block_flops_per_sample(model)
+        + head_flops_per_sample(model)
+    )
+
+
+def block_flops_per_sample(model: WeatherModel) -> int:
+    """Share of one block in `model_flops_per_sample`."""
+    tokens = model.n_tokens
+    return 6 * tokens * _block_matrix_parameters(model) + 12 * model.d_model * tokens * tokens
+
+
+def head_flops_per_sample(model: WeatherModel) -> int:
+    """Share of the head; the projection counts the predicted variables alone."""
+    width = model.d_model
+    outputs = len(model.output_names) * model.patch_size**2
+    per_location = model.aggregation_queries * (model.decoder_depth * width * width + width * outputs)
+    return 6 * model.n_locations * per_location
+
+
+def embedding_flops_per_sample(model: WeatherModel, convention: FlopsConvention = "needed") -> int:
+    """Share of patch embedding and aggregation."""
+    inputs = len(model.input_names)
+    if model.aggregation == "flat":
+        per_location = _aggregation_flops(model, inputs, model.aggregation_queries, convention)
+    else:
+        sizes = group_sizes(inputs, model.aggregation_groups)
+        groups = sum(_aggregation_flops(model, size, 1, convention) for size in sizes)
+        per_location = groups + _token_aggregation_flops(model)
+    return 6 * model.n_locations * per_location
+
+
+def _aggregation_flops(model: WeatherModel, inputs: int, queries: int, convention: FlopsConvention) -> int:
+    """Multiplications of one location from patches to `queries` tokens."""
+    width, points = model.d_model, model.patch_size**2
+    projected = queries * width * width
+    if convention == "needed":
+        scores = inputs * (points + 1) * queries * model.n_heads
+        return scores + queries * inputs * (points + 1) * width + projected
+    keys_and_values = inputs * (width * points + 2 * width * width)
+    return keys_and_values + 2 * projected + 2 * queries * inputs * width
+
+
+def _token_aggregation_flops(model: WeatherModel) -> int:
+    """Multiplications of one location from the groups' tokens to its own."""
+    width, groups, queries = model.d_model, model.aggregation_groups, model.aggregation_queries
+    scores = groups * queries * model.n_heads * width
+    return scores + groups * width * width + queries * groups * width + queries * width * width
+
+
+def _aggregation_parameters(model: WeatherModel) -> int:
+    width = model.d_model
+    attention = 4 * width * width + 3 * width
+    if model.aggregation == "flat":
+        return attention + model.aggregation_queries * width
+    return 2 * attention + (model.aggregation_groups + model.aggregation_queries) * width
+
+
+def _block_matrix_parameters(model: WeatherModel) -> int:
+    return 4 * model.d_model * model.d_model + 2 * model.d_model * model.ff_size
+
+
+def _pixels_of_a_patch(model: WeatherModel) -> int:
+    """What the head gives for one location: every variable the model knows."""
+    return len(model.variables) * model.patch_size**2
+
+
+def group_sizes(variables: int, groups: int) -> list[int]:
+    """How many consecutive variables each group gets; the first groups have one more where it does not divide."""
+    each, more = divmod(variables, groups)
+    return [each + (group < more) for group in range(groups)]

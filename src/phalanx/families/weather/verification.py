@@ -1,0 +1,122 @@
+"""Weather runs to verify with: fields that are a function of their number, and forecasters small enough for a laptop."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config.families import WeatherRun
+from phalanx.config.weather import WeatherModel
+from phalanx.counter_random import normal_values, random_bits, stream_key
+from phalanx.families.weather.data.batches import FieldBatch
+from phalanx.families.weather.sizes import in_words
+from phalanx.verify.family import most_stages
+
+_HEAD_SIZE = 8
+_LEAD_UNIT = 6
+"""Hours."""
+_LONGEST_LEAD = 28
+"""In units of `_LEAD_UNIT`."""
+
+
+class WeatherVerification:
+    """See `verify.family.FamilyVerification`."""
+
+    def samples(self, run: WeatherRun, step: int, first: int, count: int, global_batch: int) -> FieldBatch:
+        """Random fields, with uneven targets and lead times.
+
+        Some targets are left out, more in some samples than in others, so that an average over ranks in place of a sum
+        over targets shows.
+        """
+        model = run.model
+        numbers = torch.arange(first, first + count) + (step - 1) * global_batch
+        inputs, outputs = len(model.input_names), len(model.output_names)
+        targets = _fields("targets", numbers, outputs, model)
+        # Between an eighth and a half of a sample's targets, by its number.
+        left_out = _bits("left out", numbers, targets[0].numel()) % 8 < 1 + numbers[:, None] % 4
+        targets[left_out.view_as(targets)] = torch.nan
+        unit = run.data.rollout_hours
+        most = _LONGEST_LEAD if unit is None else max(run.data.leads) // unit
+        leads = (unit or _LEAD_UNIT) * (1 + _bits("lead", numbers, 1)[:, 0] % most)
+        return FieldBatch(
+            fields=_fields("fields", numbers, inputs, model),
+            targets=targets,
+            lead_hours=leads.to(torch.float32),
+            time_of_year=torch.zeros(count),
+            time_of_day=torch.zeros(count),
+            sample_indices=numbers,
+        )
+
+    def reduced(self, run: WeatherRun, world_size: int) -> dict[str, dict[str, Any]]:
+        """Small widths, heads, layers, grid and few variables; aggregation, q/k norms, embeddings, prediction, depth of the
+        head and dropout as they are."""
+        return {"model": _reduced_model(run.model, world_size, most_stages(run, world_size)).model_dump()}
+
+    def in_words(self, run: WeatherRun) -> str:
+        """Sizes of the forecaster."""
+        return in_words(run.model)
+
+
+def _fields(what: str, numbers: Tensor, count: int, model: WeatherModel) -> Tensor:
+    """Normal values, float32 [samples, count, H, W]."""
+    shape = (count, model.n_lat, model.n_lon)
+    values = normal_values(stream_key("verify", what), _counters(numbers, math.prod(shape)))
+    return values.view(-1, *shape).float()
+
+
+def _bits(what: str, numbers: Tensor, count: int) -> Tensor:
+    """Non-negative random integers [samples, count]."""
+    return random_bits(stream_key("verify", what), _counters(numbers, count)).bitwise_and((1 << 62) - 1)
+
+
+def _counters(numbers: Tensor, count: int) -> Tensor:
+    return numbers[:, None] * (1 << 32) + torch.arange(count)
+
+
+def _reduced_model(model: WeatherModel, world_size: int, stages: int) -> WeatherModel:
+    # Every `tp` divides the world size, heads, hidden width and locations: so it does all of the small ones.
+    heads = math.gcd(model.n_heads, world_size)
+    patch = min(model.patch_size, 2)
+    names = _few_variables(model)
+    inputs = [name for name in model.input_names if name in names]
+    outputs = [name for name in model.output_names if name in names]
+    changes: dict[str, Any] = {
+        "preset": None,
+        "n_layers": min(model.n_layers, max(3, stages + 1)),
+        "d_model": _HEAD_SIZE * heads,
+        "n_heads": heads,
+        "d_ff": 4 * _HEAD_SIZE * heads,
+        "n_lat": 3 * patch,
+        "n_lon": 2 * heads * patch,
+        "patch_size": patch,
+        "variables": names,
+        "inputs": inputs,
+        "outputs": outputs,
+        # As large as keeps the size of what flows through a narrower matrix: attention must not be all but uniform.
+        "init_std": model.init_std * math.sqrt(model.d_model / (_HEAD_SIZE * heads)),
+        "aggregation_groups": min(model.aggregation_groups, 2, len(inputs)),
+        "aggregation_queries": min(model.aggregation_queries, 2),
+    }
+    for field in ("change_scales", "loss_weights"):
+        numbers = getattr(model, field)
+        if numbers is not None:
+            by_name = dict(zip(model.output_names, numbers, strict=True))
+            changes[field] = [by_name[name] for name in outputs]
+    return WeatherModel.model_validate({**model.model_dump(), **changes})
+
+
+def _few_variables(model: WeatherModel) -> list[str]:
+    """A few that are predicted, read or both, and one that is neither, where there are such; in the model's order."""
+    inputs, outputs = set(model.input_names), set(model.output_names)
+    predicted = [name for name in model.variables if name in outputs]
+    read_alone = [name for name in model.variables if name in inputs - outputs]
+    neither = [name for name in model.variables if name not in inputs | outputs]
+    both = [name for name in predicted if name in inputs]
+    chosen = {*predicted[:2], *both[:3], *read_alone[:2], *neither[:1]}
+    return [name for name in model.variables if name in chosen]
+
+
+VERIFICATION = WeatherVerification()

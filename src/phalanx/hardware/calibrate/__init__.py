@@ -1,0 +1,1 @@
+"""Measures a device and its links for the planner."""

@@ -1,0 +1,181 @@
+"""Times what ranks exchange: collectives, copies between devices, and what computing loses beside either.
+
+Every rank of the job calls these functions together. Groups are neighbouring ranks, and all groups of a size talk at once,
+as the axes of a layout do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.hardware.calibrate.clock import Clock
+from phalanx.hardware.device import synchronize
+from phalanx.layout.peer.gather import PublishedShards
+from phalanx.layout.peer.memory import reaches_peers
+from phalanx.torch_compat import common as compat
+from phalanx.torch_compat.groups import new_group
+
+Group = dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """One collective that was timed."""
+
+    collective: str
+    """As `hardware.collectives.COLLECTIVES` calls it."""
+    size: int
+    """Bytes, as the collective counts them."""
+    members: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Products alone, an exchange alone, and both at once: seconds."""
+
+    products: float
+    exchange: float
+    both: float
+
+
+def groups_of(world: int, per_node: int) -> list[tuple[int, Group]]:
+    """This rank's group of neighbours for each size worth measuring: powers of two within a node, and all ranks."""
+    sizes = [size for size in (2, 4, 8, 16) if size < world and per_node % size == 0]
+    found = []
+    for size in sizes:
+        first = dist.get_rank() // size * size
+        group = new_group(list(range(first, first + size)), "calibrate")
+        found.append((size, group))
+    assert dist.group.WORLD is not None
+    return [*found, (world, dist.group.WORLD)]
+
+
+def time_collectives(
+    clock: Clock, groups: Sequence[tuple[int, Group]], sizes: Sequence[int], more: Callable[[], bool]
+) -> Iterator[Exchanged]:
+    """Every collective over every group and size, as long as there is time for `more`; the first size in any case."""
+    for size in sizes:
+        if size != sizes[0] and not more():
+            return
+        for members, group in groups:
+            for name, call in _calls(size, members, group, clock.device).items():
+                dist.barrier(group)
+                yield Exchanged(name, size, members, clock.seconds(call, calls=_repeats(size)))
+
+
+def _repeats(size: int) -> int:
+    return max(2, min(20, 2**28 // size))
+
+
+def _calls(size: int, members: int, group: Group, device: torch.device) -> dict[str, Callable[[], object]]:
+    count = size // 2 // members * members
+    whole = torch.ones(count, device=device, dtype=torch.bfloat16)
+    parts, other, name = whole.view(members, -1), torch.empty_like(whole), group.group_name
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group),
+        "all_gather": lambda: compat.all_gather(parts[0], name, members),
+        "reduce_scatter": lambda: compat.reduce_scatter(parts, name, members),
+        "all_to_all": lambda: compat.all_to_all(parts, name, members),
+        "send": lambda: _pass_on(whole, other, members, group),
+    }
+    return calls
+
+
+def _pass_on(sent: Tensor, received: Tensor, members: int, group: Group) -> None:
+    """Everybody sends to the next one of its group."""
+    here = dist.get_group_rank(group, dist.get_rank())
+    following, before = (dist.get_global_rank(group, (here + step) % members) for step in (1, -1))
+    operations = [
+        dist.P2POp(dist.isend, sent, following, group),
+        dist.P2POp(dist.irecv, received, before, group),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def time_copies(clock: Clock, group: Group, sizes: Sequence[int]) -> Iterator[Exchanged]:
+    """Gathers by copies between devices, as `layout.peer.gather` makes them; none where ranks cannot reach each other."""
+    if not reaches_peers(clock.device, group):
+        return
+    for size in sizes:
+        call = _copying(clock.device, group, size)
+        yield Exchanged("copies", size, group.size(), clock.seconds(call, calls=_repeats(size)))
+
+
+def _copying(device: torch.device, group: Group, size: int) -> Callable[[], object]:
+    count = size // 2 // group.size()
+    (gather,) = PublishedShards([[count]], torch.bfloat16, device, group).gathers
+    shard = torch.ones(count, device=device, dtype=torch.bfloat16)
+    whole = torch.empty(count * group.size(), device=device, dtype=torch.bfloat16)
+    return lambda: gather([shard], [whole])
+
+
+def time_beside(clock: Clock, group: Group, rows: int, count: int, size: int, *, copies: bool) -> Beside | None:
+    """`count` products of `rows` x `rows`, with gathers of `size` bytes beside most of them.
+
+    None for copies where ranks cannot reach each other.
+    """
+    if copies and not reaches_peers(clock.device, group):
+        return None
+    device = clock.device
+    a = torch.randn(rows, rows, device=device, dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+
+    def compute() -> None:
+        for _ in range(count):
+            torch.mm(a, a, out=out)
+
+    gather = _copying(device, group, size) if copies else _calls(size, group.size(), group, device)["all_gather"]
+    side = _Side(device)
+    dist.barrier(group)
+    alone = clock.seconds(compute, calls=2)
+    exchange = clock.seconds(gather, calls=_repeats(size))
+    times = torch.tensor(max(1, int(_COVERED * alone / exchange)))
+    # Every rank has to take part in as many.
+    dist.all_reduce(times, op=dist.ReduceOp.MIN)
+
+    def exchanges() -> None:
+        for _ in range(int(times)):
+            gather()
+
+    def both() -> None:
+        side.start(exchanges)
+        compute()
+        side.join()
+
+    together = clock.seconds(both, calls=2)
+    synchronize(device)
+    return Beside(alone, int(times) * exchange, together)
+
+
+_COVERED = 0.7
+"""Share of the products' time with exchanges beside them."""
+
+
+class _Side:
+    """A second stream of work on an accelerator; on the CPU things follow one another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._stream: Any = None if self._module is None else self._module.Stream(device=device)
+
+    def start(self, call: Callable[[], object]) -> None:
+        """Issue `call` beside the work that follows."""
+        if self._module is None:
+            call()
+            return
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            call()
+
+    def join(self) -> None:
+        """Let what follows wait for it."""
+        if self._module is not None:
+            self._module.current_stream().wait_stream(self._stream)

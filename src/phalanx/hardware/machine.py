@@ -1,0 +1,290 @@
+"""A machine as data: its nodes, links and network, its Slurm, and the environment its documents ask for, with sources.
+
+The shipped descriptions are the files in `machines/`; a description of one's own is a file of the same form.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from difflib import get_close_matches
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, PositiveInt, StringConstraints, ValidationError, model_validator
+
+from phalanx.errors import ConfigError
+from phalanx.hardware.description import Name, OneLine, Part, Text
+from phalanx.hardware.network import Links, Network
+
+VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Flag = Annotated[str, StringConstraints(pattern=r"^--[a-z][^\s]*$")]
+Mask = Annotated[str, StringConstraints(pattern=r"^0x[0-9a-f]+$")]
+
+
+# The names are part of a command's help, for which parsing every description would take too long.
+_SLURM_NULL = re.compile(r"^slurm: null$", re.MULTILINE)
+
+
+class _Setting(Part):
+    """Anything a machine asks for says why, and who says so."""
+
+    reason: Text
+    source: Text
+
+
+class Option(_Setting):
+    """An option of sbatch or srun."""
+
+    option: Flag
+
+
+class Line(_Setting):
+    """A line of shell."""
+
+    line: OneLine
+
+
+class Variable(_Setting):
+    """An environment variable of the ranks."""
+
+    name: VariableName
+    value: OneLine
+    """$NAME and ${NAME} stand for variables of the job's first shell; all else is taken literally."""
+    nodes: Literal["any", "one", "several"] = "any"
+    """Jobs that get it: all, those on one node, or those on several."""
+    directory: bool = False
+    """Whether the value is a folder that has to be made on every node."""
+
+
+class Node(Part):
+    """What one node has."""
+
+    source: Text
+    """Where the figures are from."""
+    devices: PositiveInt
+    """Devices, which is ranks, on a node."""
+    device: OneLine
+    """What one device is, as in `devices.yaml`."""
+    cores_per_task: PositiveInt
+    """CPU cores of one rank."""
+    reserved_cores: tuple[int, ...] = ()
+    """Cores that jobs may not use."""
+    cpu_masks: tuple[Mask, ...] = ()
+    """For each device, in order, the cores that are nearest to it; empty leaves the choice to Slurm."""
+
+    @model_validator(mode="after")
+    def _check_masks(self) -> Node:
+        if not self.cpu_masks:
+            return self
+        if len(self.cpu_masks) != self.devices:
+            raise ValueError(f"cpu_masks has {len(self.cpu_masks)} masks for {self.devices} devices; give one for each")
+        taken = dict.fromkeys(self.reserved_cores, "a reserved core")
+        for device, mask in enumerate(self.cpu_masks):
+            cores = cores_of(mask)
+            if len(cores) != self.cores_per_task:
+                raise ValueError(
+                    f"cpu_masks[{device}]={mask} has {len(cores)} cores, cores_per_task={self.cores_per_task}"
+                )
+            for core in cores:
+                if core in taken:
+                    raise ValueError(f"cpu_masks[{device}]={mask} has core {core}, which is {taken[core]}")
+                taken[core] = f"in cpu_masks[{device}] too"
+        return self
+
+
+class TimeLimit(Part):
+    """The longest run of jobs of a size."""
+
+    nodes: PositiveInt
+    """The largest number of nodes this is for."""
+    hours: Annotated[float, Field(gt=0.0)]
+
+
+class Partition(Part):
+    """A partition, with its limits from small jobs to large."""
+
+    name: Name
+    limits: Annotated[tuple[TimeLimit, ...], Field(min_length=1)]
+    source: Text
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Partition:
+        nodes = [limit.nodes for limit in self.limits]
+        if nodes != sorted(set(nodes)):
+            raise ValueError(f"limits of partition {self.name} are for {nodes} nodes; give them from small to large")
+        return self
+
+
+class Slurm(Part):
+    """How jobs are asked for."""
+
+    account_needed: bool = False
+    """Whether every job names the project that pays for it."""
+    partitions: tuple[Partition, ...] = ()
+    """Known partitions, the usual one first; with none, Slurm's own default is taken."""
+    sbatch: tuple[Option, ...] = ()
+    """Options of the job."""
+    srun: tuple[Option, ...] = ()
+    """Options of the step that trains."""
+
+
+class Stop(Part):
+    """How a run ends before its job does, and what happens then."""
+
+    seconds_before_end: PositiveInt = 300
+    """Time for the step at hand and a checkpoint."""
+    requeue: bool = True
+    """Whether a run that was stopped in good order waits in the queue again."""
+
+
+class Container(Part):
+    """How a container image is started, for jobs that name one."""
+
+    command: Annotated[tuple[OneLine, ...], Field(min_length=1)]
+    """Words before the image."""
+    setup: tuple[Line, ...] = ()
+    """Lines that only jobs with a container need."""
+
+
+class Machine(Part):
+    """A whole description."""
+
+    name: Name
+    about: Text
+    documents: dict[Name, OneLine]
+    """The documents that a `[name]` in a source stands for."""
+    node: Node
+    links: Links | None = None
+    """How the devices of a node are joined; plans of more than one device need it."""
+    network: Network | None = None
+    """How nodes are joined; plans of more than one node need it."""
+    slurm: Slurm | None = Slurm()
+    """null where jobs are not asked for through Slurm: such a machine is for plans only."""
+    stop: Stop = Stop()
+    setup: tuple[Line, ...] = ()
+    """Lines before everything else, such as modules."""
+    environment: tuple[Variable, ...] = ()
+    container: Container | None = None
+
+    @property
+    def job_slurm(self) -> Slurm:
+        """How jobs are asked for. Raises ConfigError for a machine that is for plans only."""
+        if self.slurm is None:
+            raise ConfigError(
+                f"{self.name} is described for plans only, without Slurm: start training on it with phalanx train "
+                "--nproc or torchrun, or give the path of a description of your own with a slurm section"
+            )
+        return self.slurm
+
+    @property
+    def most_devices(self) -> int | None:
+        """Devices of all its nodes; None where nobody says how many nodes there are."""
+        known = None if self.network is None else self.network.nodes
+        return None if known is None else known * self.node.devices
+
+    def check_devices(self, wanted: int) -> None:
+        """Raise ConfigError where the machine has fewer devices than `wanted`."""
+        if self.most_devices is not None and wanted > self.most_devices:
+            raise ConfigError(
+                f"{wanted:,} devices are more than {self.name} has: {self.most_devices:,} "
+                f"({self.most_devices // self.node.devices:,} nodes of {self.node.devices}); give --devices up to that"
+            )
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> Machine:
+        devices = self.node.devices
+        if self.links is not None and self.links.mesh is not None and len(self.links.mesh.links) != devices:
+            raise ValueError(f"links.mesh.links has {len(self.links.mesh.links)} rows for {devices} devices of a node")
+        if self.network is None:
+            return self
+        near = {device for nic in self.network.nics for device in nic.devices}
+        if near != set(range(devices)):
+            raise ValueError(
+                f"network.nics name devices {sorted(near)}; each of the devices 0 to {devices - 1} needs one"
+            )
+        return self
+
+
+def cores_of(mask: str) -> list[int]:
+    """The cores in a hexadecimal CPU mask, ascending."""
+    bits = int(mask, 16)
+    return [core for core in range(bits.bit_length()) if bits >> core & 1]
+
+
+@cache
+def machine_names() -> tuple[str, ...]:
+    """The shipped descriptions of machines that jobs are started on."""
+    return tuple(name for name in described_names() if _SLURM_NULL.search(_shipped(name)) is None)
+
+
+@cache
+def described_names() -> tuple[str, ...]:
+    """All shipped descriptions, those for plans only too."""
+    folder = resources.files("phalanx.hardware").joinpath("machines")
+    return tuple(sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")))
+
+
+def load_machine(cluster: str) -> Machine:
+    """The machine of a shipped name, or of a description's path (anything with a slash or ending in .yaml or .yml).
+
+    Raises ConfigError for an unknown name, an unreadable file, and anything wrong in it.
+    """
+    if "/" in cluster or cluster.endswith((".yaml", ".yml")):
+        return parse_machine(_read(Path(cluster)), cluster)
+    if cluster not in described_names():
+        near = get_close_matches(cluster.lower(), described_names(), n=1)
+        nearest = f"\nnearest: {near[0]}" if near else ""
+        known = ", ".join(machine_names())
+        planned = ", ".join(name for name in described_names() if name not in machine_names())
+        raise ConfigError(
+            f"--cluster {cluster} is not known; give one of {known}, or the path of a .yaml file{nearest}\n"
+            f"for plans only: {planned}"
+        )
+    return parse_machine(_shipped(cluster), f"{cluster}.yaml")
+
+
+def parse_machine(text: str, name: str) -> Machine:
+    """The machine that `text` describes; `name` stands for it in messages. Raises ConfigError."""
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} holds no mapping of fields; docs/launch.md shows what a description is")
+    try:
+        text = json.dumps(values, default=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        # Dates as keys, and anchors that contain themselves.
+        raise ConfigError(f"{name} holds what no field of a description can be: {error}") from None
+    try:
+        # JSON mode: strict, yet a list may become a tuple
+        return Machine.model_validate_json(text)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors(include_url=False)]
+        raise ConfigError("\n".join(f"{name}: {line}" for line in lines)) from None
+
+
+def _explain(item: Any) -> str:
+    field = ".".join(str(part) for part in item["loc"]) or "the description"
+    message = re.sub("^Value error, ", "", item["msg"])
+    if item["type"] == "extra_forbidden":
+        return f"{field} is not a field of a machine description"
+    if item["type"] in ("missing", "value_error"):
+        return f"{field}: {message[:1].lower()}{message[1:]}"
+    return f"{field}={json.dumps(item['input'])}: {message[:1].lower()}{message[1:]}"
+
+
+def _shipped(name: str) -> str:
+    return resources.files("phalanx.hardware").joinpath("machines", f"{name}.yaml").read_text("utf-8")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"--cluster {path} cannot be read: {reason}") from None

@@ -1,0 +1,1 @@
+"""Starts ranks on this machine, and writes job scripts for others."""

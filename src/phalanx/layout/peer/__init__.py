@@ -1,0 +1,1 @@
+"""Copies between the devices of one machine in place of collectives."""

@@ -1,0 +1,147 @@
+"""Memory that the ranks of one machine see of each other, each under its own process.
+
+On accelerators it is PyTorch's symmetric memory: a copy out of a peer's buffer is then the work of the copy engines and
+takes no compute unit. On the CPU it is files that all ranks map.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.hardware.device import synchronize
+from phalanx.torch_compat import common as compat
+
+_ALIGNED = 512
+"""Buffers are whole multiples of this many bytes."""
+
+
+def aligned(size: int) -> int:
+    """Bytes of the buffer that is made for `size` bytes."""
+    return max(1, math.ceil(size / _ALIGNED)) * _ALIGNED
+
+
+class PeerBuffer(Protocol):
+    """One buffer on every rank of a group."""
+
+    size: int
+    """Bytes on each rank."""
+
+    def of(self, rank: int) -> Tensor:
+        """The buffer of the group's rank `rank`, uint8 [size]."""
+
+    def barrier(self) -> None:
+        """Wait, on the current stream, until every rank of the group is here."""
+
+
+class MappedBuffer:
+    """Buffers of ranks on the CPU: one file for each, mapped by all."""
+
+    def __init__(self, size: int, group: dist.ProcessGroup) -> None:
+        self.size = size
+        self._group = group
+        with tempfile.NamedTemporaryFile(prefix="phalanx-peer-") as file:
+            file.truncate(size)
+            names: list[str] = [""] * group.size()
+            dist.all_gather_object(names, file.name, group=group)
+            # Shared from the start: each rank's own mapping is of the file as well.
+            self._buffers = [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in names]
+            # No file goes before all ranks have mapped it.
+            self.barrier()
+
+    def of(self, rank: int) -> Tensor:
+        """See PeerBuffer."""
+        return self._buffers[rank]
+
+    def barrier(self) -> None:
+        """See PeerBuffer."""
+        dist.barrier(self._group)
+
+
+class Small:
+    """Copies so small that one kernel makes them all: on a copy engine each would take longer to begin than to run."""
+
+    def __init__(self) -> None:
+        self._places: list[Tensor] = []
+        self._parts: list[Tensor] = []
+
+    def has(self, place: Tensor, part: Tensor) -> bool:
+        """Whether the copy of `part` to `place` is one of them from now on."""
+        small = part.numel() * part.itemsize < _SMALL_BYTES
+        if small:
+            self._places.append(place)
+            self._parts.append(part)
+        return small
+
+    def copy(self) -> None:
+        """Make them, on the current stream."""
+        if self._places:
+            torch._foreach_copy_(self._places, self._parts)
+
+
+_SMALL_BYTES = 1 << 16
+
+
+def from_the_next(rank: int, size: int) -> list[int]:
+    """All ranks from the next one on, this one last: no two ranks copy from or to the same one at the same time."""
+    return [(rank + step) % size for step in range(1, size + 1)]
+
+
+def peer_buffer(size: int, device: torch.device, group: dist.ProcessGroup) -> PeerBuffer:
+    """A buffer of `size` bytes on every rank of `group`; to be called by all of them together.
+
+    Raises RuntimeError where the device or this PyTorch has no such memory.
+    """
+    if device.type == "cpu":
+        return MappedBuffer(size, group)
+    return compat.SymmetricBuffer(size, device, group)
+
+
+def peer_buffer_at_rest(size: int, device: torch.device, group: dist.ProcessGroup) -> PeerBuffer:
+    """The same in the midst of training: it waits until no device waits for another, as mapping memory would for ever."""
+    synchronize(device)
+    dist.all_reduce(torch.zeros(1), group=group)
+    buffer = peer_buffer(size, device, group)
+    dist.all_reduce(torch.zeros(1), group=group)
+    return buffer
+
+
+def reaches_peers(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of `group` can read each other's memory; tried out, and the same answer on all of them."""
+    machines: list[str] = [""] * group.size()
+    dist.all_gather_object(machines, _machine(), group=group)
+    if len(set(machines)) > 1:
+        return False
+    try:
+        works = _tries_out(device, group)
+    except (RuntimeError, NotImplementedError):
+        works = False
+    verdicts: list[bool] = [False] * group.size()
+    dist.all_gather_object(verdicts, works, group=group)
+    return all(verdicts)
+
+
+def _tries_out(device: torch.device, group: dist.ProcessGroup) -> bool:
+    rank, following = group.rank(), (group.rank() + 1) % group.size()
+    buffer = peer_buffer(_TRIED_BYTES, device, group)
+    buffer.of(rank).fill_(rank % 251)
+    buffer.barrier()
+    read = buffer.of(following).clone()
+    buffer.barrier()
+    return bool((read == following % 251).all())
+
+
+_TRIED_BYTES = 4096
+
+
+def _machine() -> str:
+    """A name that only ranks of this machine, since it was last started, have."""
+    started = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {started.read_text().strip() if started.exists() else ''}"

@@ -1,0 +1,294 @@
+"""Causal self-attention, with interchangeable kernels that give the same numbers.
+
+`sdpa` is torch's scaled_dot_product_attention with a dense bias where ALiBi or document masks ask for one; which of its
+kernels runs is the caller's choice (`torch.nn.attention.sdpa_kernel`). `efficient` is the same for its memory-efficient
+kernel, which takes as many keys and values as queries. `flex` is FlexAttention, which never builds the bias. Causal
+attention without ALiBi or document masks needs no bias in any. `flash4` is FlashAttention-4, for that alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, NamedTuple, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from phalanx.config.model import LanguageModel
+from phalanx.kernels.flash4 import flash4_attention
+from phalanx.nn.layers import Linear, Norm
+from phalanx.nn.positions import alibi_slopes, rope_tables, rotate
+from phalanx.torch_compat import common as compat
+
+AttentionKernel = Literal["sdpa", "efficient", "flex", "flash4"]
+
+
+class RotaryContext(Protocol):
+    """The part of a context that does not depend on how attention is computed."""
+
+    @property
+    def rope(self) -> tuple[Tensor, Tensor] | None:
+        """cos and sin tables, float32 [S, E/2]."""
+
+
+class AttentionContext(NamedTuple):
+    """What every layer's attention needs and no layer owns; built once a forward pass by `attention_context`."""
+
+    rope: tuple[Tensor, Tensor] | None
+    """cos and sin tables, float32 [S, E/2]."""
+    bias: Tensor | None
+    """Dense additive bias [B or 1, H or 1, S, S] in the activation format, -inf where attention is forbidden."""
+    slopes_H: Tensor | None
+    """ALiBi slopes for the flex kernel, float32 [H]."""
+    block_mask: BlockMask | None
+    """Causal (and document) mask; its presence selects the flex kernel."""
+    rows_safe: bool = False
+    """Whether every query attends to a key in each block of keys it meets; the flex kernel then needs no guard.
+
+    True of causal masks. With document masks a query also meets blocks of earlier documents alone, and an unguarded
+    kernel, whose running maximum is still -inf then, gives NaN.
+    """
+    flash4: bool = False
+    """Whether FlashAttention-4 runs; it has no bias and no mask but the causal one."""
+    repeated: bool = False
+    """Whether each query head gets keys and values of its own, for a kernel that knows no shared ones."""
+
+
+@dataclass
+class KeyValueCache:
+    """Keys and values of the positions seen so far by one layer, [B, K, S, E] each."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def append(self, key_BKSE: Tensor, value_BKSE: Tensor) -> tuple[Tensor, Tensor]:
+        """Add new positions; returns all keys and values so far."""
+        if self.keys is not None and self.values is not None:
+            key_BKSE = torch.cat((self.keys, key_BKSE), dim=2)
+            value_BKSE = torch.cat((self.values, value_BKSE), dim=2)
+        self.keys, self.values = key_BKSE, value_BKSE
+        return key_BKSE, value_BKSE
+
+    def repeat(self, samples: int) -> None:
+        """Let the one sample held stand for `samples` equal ones."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = (x.expand(samples, -1, -1, -1) for x in (self.keys, self.values))
+
+    @property
+    def length(self) -> int:
+        """Positions held."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+
+def attention_context(
+    config: LanguageModel,
+    positions_S: Tensor,
+    dtype: torch.dtype,
+    *,
+    kernel: AttentionKernel = "sdpa",
+    document_ids_BS: Tensor | None = None,
+    past: int = 0,
+    heads: slice = slice(None),
+) -> AttentionContext:
+    """Positions and masks for one forward pass.
+
+    positions_S: int64 [S], the global positions of the queries. document_ids_BS: [B, S], attention stays within equal ids.
+    past: number of cached positions before the first query (generation only; the keys are then positions 0 .. past+S-1).
+    heads: the query heads that are computed.
+    """
+    rope = rope_tables(config, positions_S) if config.positions == "rope" else None
+    alibi = config.positions == "alibi"
+    if kernel == "flex":
+        slopes = alibi_slopes(config, positions_S.device)[heads] if alibi else None
+        mask = _flex_mask(positions_S, document_ids_BS)
+        return AttentionContext(rope, None, slopes, mask, rows_safe=document_ids_BS is None)
+    if not alibi and document_ids_BS is None and past == 0:
+        return AttentionContext(rope, None, None, None, flash4=kernel == "flash4", repeated=kernel == "efficient")
+    keys = torch.arange(past + len(positions_S), device=positions_S.device)
+    documents = None if document_ids_BS is None else (document_ids_BS, document_ids_BS)
+    slopes_H = alibi_slopes(config, positions_S.device)[heads] if alibi else None
+    bias = dense_bias(slopes_H, positions_S, keys, dtype, documents)
+    return AttentionContext(rope, bias, None, None, repeated=kernel == "efficient")
+
+
+def dense_bias(
+    slopes_H: Tensor | None,
+    queries_Q: Tensor,
+    keys_S: Tensor,
+    dtype: torch.dtype,
+    documents: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Additive bias [B or 1, H or 1, Q, S] for queries and keys at these global positions, -inf where forbidden.
+
+    slopes_H: ALiBi slopes. documents: ids of the queries' and of the keys' documents, [B, Q] and [B, S].
+    """
+    distance_QS = keys_S[None, :] - queries_Q[:, None]
+    forbidden = (distance_QS > 0)[None, None]
+    if documents is not None:
+        forbidden = forbidden | (documents[0][:, None, :, None] != documents[1][:, None, None, :])
+    if slopes_H is not None:
+        bias = (slopes_H[:, None, None] * distance_QS)[None].to(dtype)
+    else:
+        bias = torch.zeros((1, 1, 1, 1), dtype=dtype, device=queries_Q.device)
+    return bias.masked_fill(forbidden, float("-inf"))
+
+
+def _flex_mask(positions_S: Tensor, document_ids_BS: Tensor | None) -> BlockMask:
+    length = len(positions_S)
+    if document_ids_BS is None:
+        return causal_block_mask(length, positions_S.device)
+    documents_BS = document_ids_BS
+
+    def same_document(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents_BS[batch, query] == documents_BS[batch, key])
+
+    return create_block_mask(same_document, len(documents_BS), None, length, length, device=str(positions_S.device))
+
+
+@cache
+def causal_block_mask(length: int, device: torch.device) -> BlockMask:
+    """FlexAttention's causal mask of `length` positions, made once for each length and device."""
+
+    def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    return create_block_mask(causal, None, None, length, length, device=str(device))
+
+
+def attend(query_BHSE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, context: AttentionContext) -> Tensor:
+    """softmax(q k^T / sqrt(E) + bias) v by the kernel the context was built for: [B, H, S, E]."""
+    if context.block_mask is not None:
+        return _flex(query_BHSE, key_BKSE, value_BKSE, context)
+    if context.flash4:
+        return flash4_attention(query_BHSE, key_BKSE, value_BKSE)
+    heads = query_BHSE.shape[1]
+    if context.repeated or not _heads_can_share(query_BHSE, context.bias):
+        if query_BHSE.shape[2] == 1:
+            return _attend_one_query(query_BHSE, key_BKSE, value_BKSE, context.bias)
+        key_BKSE, value_BKSE = repeat_heads(key_BKSE, heads), repeat_heads(value_BKSE, heads)
+    return F.scaled_dot_product_attention(
+        query_BHSE,
+        key_BKSE,
+        value_BKSE,
+        attn_mask=context.bias,
+        is_causal=context.bias is None and query_BHSE.shape[2] > 1,
+        enable_gqa=heads != key_BKSE.shape[1],
+    )
+
+
+def _attend_one_query(query_BH1E: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, bias: Tensor | None) -> Tensor:
+    """Return attention of a single position as plain products, [B, H, 1, E]: generation has one query at a time.
+
+    The memory-efficient kernel wants rows of queries that begin at multiples of 16 bytes. A dim of size 1 may have any
+    stride, and the compiler gives it 1, which the kernel refuses. The scores of one query are few.
+    """
+    B, H, _, E = query_BH1E.shape
+    K, S = key_BKSE.shape[1:3]
+    scores_BKGS = query_BH1E.reshape(B, K, H // K, E) @ key_BKSE.transpose(2, 3) / math.sqrt(E)
+    if bias is not None:
+        # One bias for all heads is broadcast; a bias for each head is grouped like the queries.
+        scores_BKGS = scores_BKGS + (bias if bias.shape[1] == 1 else bias.reshape(-1, K, H // K, S))
+    weights = torch.softmax(scores_BKGS, -1, dtype=torch.promote_types(query_BH1E.dtype, torch.float32))
+    return (weights.to(value_BKSE.dtype) @ value_BKSE).reshape(B, H, 1, E)
+
+
+def _heads_can_share(query: Tensor, bias: Tensor | None) -> bool:
+    """Whether one of SDPA's fused kernels takes keys and values that several query heads share.
+
+    On accelerators flash attention and cuDNN's do, both of 16-bit numbers alone, and with a bias only cuDNN's. Of others
+    SDPA would write all scores, where the memory-efficient kernel needs no more than keys and values for every head.
+    """
+    if query.device.type == "cpu":
+        return True
+    return query.dtype in (torch.bfloat16, torch.float16) and (bias is None or not compat.is_rocm())
+
+
+def repeat_heads(x_BKSE: Tensor, heads: int) -> Tensor:
+    """Keys or values [B, K, S, E] for each of `heads` query heads, [B, heads, S, E]; gradients of a group are summed."""
+    kv_heads = x_BKSE.shape[1]
+    if kv_heads == heads:
+        return x_BKSE
+    return x_BKSE.unsqueeze(2).expand(-1, -1, heads // kv_heads, -1, -1).flatten(1, 2)
+
+
+AttentionCore = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+"""The signature of `attend`; each core comes with its own kind of context."""
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention)
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
+    slopes_H = context.slopes_H
+
+    def alibi(score: Tensor, _batch: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
+        assert slopes_H is not None
+        return score + slopes_H[head] * (key_index - query_index)
+
+    # Inside a compiled block the call is traced; outside it, an uncompiled call would build the whole score matrix.
+    eager = torch.compiler.is_compiling() or query.device.type == "cpu"
+    run = cast(Callable[..., Tensor], flex_attention) if eager else _compiled_flex()
+    result = run(
+        query,
+        key,
+        value,
+        score_mod=None if slopes_H is None else alibi,
+        block_mask=context.block_mask,
+        kernel_options={"ROWS_GUARANTEED_SAFE": context.rows_safe},
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(result, Tensor)
+    return result
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped keys and values (Ainslie et al. 2023).
+
+    `qkv.weight` has its rows grouped by key/value head: the G query heads of the group, then its key, then its value. A
+    contiguous part of the rows is therefore a whole number of groups, which is what tensor parallelism splits.
+    """
+
+    def __init__(self, config: LanguageModel) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        self.group = config.n_heads // config.kv_heads
+        self.clip_qkv = config.clip_qkv
+        self.attend: AttentionCore = attend
+        width = config.n_heads * config.head_size
+        self.qkv = Linear(config.d_model, width + 2 * config.kv_heads * config.head_size, bias=config.bias)
+        self.output = Linear(width, config.d_model, bias=config.bias)
+        self.query_norm = self.key_norm = None
+        if config.qk_norm:
+            self.query_norm = Norm(config.head_size, kind=config.norm, eps=config.norm_eps, bias=False)
+            self.key_norm = Norm(config.head_size, kind=config.norm, eps=config.norm_eps, bias=False)
+
+    def forward(self, x_BSD: Tensor, context: RotaryContext, cache: KeyValueCache | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D]. With `cache`, keys and values of earlier positions are attended to as well."""
+        query, key, value = self._project(x_BSD)
+        if context.rope is not None:
+            query, key = rotate(query, *context.rope), rotate(key, *context.rope)
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        if cache is not None:
+            key, value = cache.append(key, value)
+        mixed = self.attend(query, key, value, context)
+        out: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, S, H, E], keys and values [B, S, K, E]."""
+        qkv = self.qkv(x_BSD)
+        if self.clip_qkv is not None:
+            qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
+        grouped = qkv.unflatten(-1, (-1, self.group + 2, self.head_size))
+        query = grouped[..., : self.group, :].flatten(2, 3)
+        key, value = grouped[..., self.group, :], grouped[..., self.group + 1, :]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return query, key, value

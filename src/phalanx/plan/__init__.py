@@ -1,1 +1,0 @@
-"""Which layouts are worth running: all legal ones judged by the cost models, ranked, explained, scaled and budgeted."""

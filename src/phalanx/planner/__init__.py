@@ -1,0 +1,1 @@
+"""What a layout takes, without running it, and which layouts are worth running."""

@@ -1,0 +1,1 @@
+"""The real step of one rank under fake tensors."""

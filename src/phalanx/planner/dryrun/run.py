@@ -1,0 +1,257 @@
+"""Runs the training step of one rank of any layout without its devices: peak memory over time, and every collective.
+
+The code that trains runs as it is: the model is laid out, micro-batches go forward and backward through the pipeline's
+schedule, gradients are reduced, their norm is taken and the optimizer updates. Only tensors have no memory and the process
+group has no other ranks. The optimizer's step belongs to training, of which cost models know nothing: it is handed in.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.config.schema import LanguageRun, Run
+from phalanx.data.batch import Batch
+from phalanx.families.language.layout import loss_chunk_tokens
+from phalanx.layout.apply import Applied, apply_layout
+from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.execute import Executor, local_gradient
+from phalanx.layout.family import family_layout
+from phalanx.layout.mesh import Mesh
+from phalanx.layout.pipeline import Pipeline
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stage import Stage
+from phalanx.planner.dryrun.fake_ranks import DEVICE, fake_rank
+from phalanx.planner.dryrun.report import Measured, RankReport, rank_report
+from phalanx.planner.trace.accelerator import core_attention
+from phalanx.planner.trace.family import likely_kernel
+from phalanx.planner.trace.memory_trace import Moment, StepTrace
+
+
+class Step(Protocol):
+    """A training step, as `train.step` has it."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Its optimizer, with all state it will ever have."""
+
+    def enqueue(self, step: int, batch: Batch) -> Tensor:
+        """Run one optimizer step on this rank's samples without waiting for the device."""
+
+    def relaid(self, executor: Executor) -> Step:
+        """The same optimizer's steps, run by `executor`."""
+
+
+StepBuilder = Callable[[Run, Applied, torch.device], Step]
+Tell = Callable[[Moment], None]
+"""Is told each moment of a step as it begins."""
+
+
+def _say_nothing(_moment: Moment) -> None:
+    """Tell nobody."""
+
+
+def dry_run(
+    run: Run,
+    layout: ResolvedLayout,
+    rank: int,
+    build: StepBuilder,
+    *,
+    accelerator: bool,
+    devices_per_node: int | None,
+    tell: Tell = _say_nothing,
+) -> RankReport:
+    """What one optimizer step of `run` in `layout` takes on `rank`.
+
+    A step of many micro-batches is run with fewer, twice: past the number that fills the pipeline each further one adds the
+    same. build: makes the training step. accelerator: whether kernels are an accelerator's or the CPU's. tell: for
+    who waits, since a large model whose weights are streamed takes minutes: each chunk of a matrix is some operations.
+    """
+    start = time.perf_counter()
+    run, attention = _prepared(run, layout, accelerator)
+    wanted = layout.accumulation
+    few, more = representative_microbatches(layout)
+    with fake_rank(layout, rank, accelerator=accelerator) as (mesh, trace), attention.active():
+        short = _with_microbatches(layout, few)
+        applied = apply_layout(run, short, mesh, DEVICE, attention, fill=False)
+        step = build(run, applied, DEVICE).relaid(WatchedExecutor(applied, trace))
+        first = measured_step(run, applied, step, trace, tell)
+        # The receive buffers of one number of micro-batches must be gone before those of another are made.
+        applied = _relaid(applied, mesh, _with_microbatches(layout, more))
+        step = step.relaid(WatchedExecutor(applied, trace))
+        second = measured_step(run, applied, step, trace, tell)
+        return rank_report(
+            layout,
+            mesh,
+            rank,
+            [stage.index for stage in applied.stages],
+            (first, second),
+            wanted,
+            devices_per_node,
+            time.perf_counter() - start,
+        )
+
+
+def representative_microbatches(layout: ResolvedLayout) -> tuple[int, int]:
+    """Two numbers of micro-batches, at most those of `layout`, between which a step grows as it does beyond; or twice all.
+
+    Without a pipeline the first, the last and one in between may all differ. A pipeline holds its most activations after
+    2 pp micro-batches in every schedule, with 1F1B after pp. Interleaved schedules take micro-batches in rounds, of pp
+    where pp divides their number, and transports may hold another round of messages.
+    """
+    wanted, pp = layout.accumulation, layout.pp
+    if pp == 1:
+        few, more = 3, 4
+    elif layout.schedule.startswith("interleaved"):
+        few, more = (3 * pp, 4 * pp) if wanted % pp == 0 else (wanted, wanted)
+    elif layout.schedule == "zbv":
+        few, more = 3 * pp, 3 * pp + 1
+    else:
+        few, more = pp + 1, pp + 2
+    return (few, more) if more < wanted else (wanted, wanted)
+
+
+def _prepared(run: Run, layout: ResolvedLayout, accelerator: bool) -> tuple[Run, AttentionChoice]:
+    """The run with what depends on the device decided, and its attention; blocks run uncompiled."""
+    decided: dict[str, Any] = {"compile": False}
+    if isinstance(run, LanguageRun):
+        target = torch.device("meta" if accelerator else "cpu")
+        decided["loss_chunk_tokens"] = loss_chunk_tokens(run, target, layout.tp)
+    run = run.model_copy(update={"training": run.training.model_copy(update=decided)})
+    # Without a mask the CPU's fused attention keeps what the accelerators' do: its result, and one number a row and head.
+    if not accelerator or not isinstance(run, LanguageRun):
+        return run, AttentionChoice("sdpa")
+    kernel = likely_kernel(run, rocm=False)
+    return run, AttentionChoice(kernel, core=_math_attention if kernel == "math" else core_attention(kernel))
+
+
+def _math_attention(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
+    """Attention in separate operations, which PyTorch would not choose for CPU tensors."""
+    out: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+        query,
+        key,
+        value,
+        context.bias,
+        0.0,
+        context.bias is None,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )[0]
+    return out
+
+
+def _with_microbatches(layout: ResolvedLayout, count: int) -> ResolvedLayout:
+    return replace(layout, global_batch=count * layout.microbatch * layout.data_ranks)
+
+
+def _relaid(applied: Applied, mesh: Mesh, layout: ResolvedLayout) -> Applied:
+    """The same stages with another number of micro-batches."""
+    if layout == applied.layout:
+        return applied
+    pipeline = None
+    if layout.pp > 1:
+        pipeline = Pipeline(applied.stages, layout, mesh.pp, DEVICE)
+    return replace(applied, layout=layout, pipeline=pipeline)
+
+
+def _label_state(trace: StepTrace, applied: Applied, step: Step) -> None:
+    for stage in applied.stages:
+        trace.label([_local(tensor) for tensor in (*stage.parameters(), *stage.buffers())], "parameters")
+    trace.label([_local(parameter) for parameter in applied.parameters.values()], "parameters")
+    for state in step.optimizer.state.values():
+        trace.label([_local(value) for value in state.values() if isinstance(value, Tensor)], "optimizer")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def measured_step(run: Run, applied: Applied, step: Step, trace: StepTrace, tell: Tell = _say_nothing) -> Measured:
+    """One optimizer step on samples without content, under a trace that has seen all that was made before."""
+    _label_state(trace, applied, step)
+    handles = [handle for stage in applied.stages for handle in _watch(stage, trace, tell)]
+    gc.collect()
+    trace.go_to(Moment("start"))
+    trace.begin()
+    samples = applied.layout.samples_per_rank
+    step.enqueue(1, family_layout(run).example_batch(run, samples, DEVICE))
+    trace.go_to(Moment("end"))
+    for handle in handles:
+        handle.remove()
+    return Measured(
+        microbatches=applied.layout.accumulation,
+        peak=trace.peak,
+        moment=trace.peak_moment,
+        categories=dict(trace.at_peak()),
+        points=list(trace.points),
+        calls=dict(trace.calls),
+    )
+
+
+class WatchedExecutor(Executor):
+    """Tells the trace when gradients are complete."""
+
+    def __init__(self, applied: Applied, trace: StepTrace) -> None:
+        super().__init__(applied)
+        self.trace = trace
+
+    def forward_backward(self, step: int, batch: Batch, scale: Tensor | float) -> Tensor:
+        """See `Executor`."""
+        total = super().forward_backward(step, batch, scale)
+        grads = [local_gradient(parameter) for parameter in self.applied.parameters.values()]
+        self.trace.label([grad for grad in grads if grad is not None], "gradients")
+        self.trace.go_to(Moment("update"))
+        return total
+
+
+def _watch(stage: Stage, trace: StepTrace, tell: Tell) -> list[Any]:
+    """Let the trace know which module runs, forward and backward."""
+    part = stage.part
+    named: dict[str, nn.Module] = {"stage": stage}
+    named |= {f"block {number}": part.blocks[number] for number in part.blocks.numbers}
+    if part.part.first:
+        named["embedding"] = part.embedding
+    if part.part.last:
+        named["head"] = part.head
+    count = [0]
+    handles: list[Any] = []
+    for name, module in named.items():
+        watch = _Watch(name, stage.index, count, trace, tell)
+        handles.append(module.register_forward_pre_hook(partial(watch.enter)))
+        handles.append(module.register_forward_hook(partial(watch.leave)))
+    return handles
+
+
+class _Watch:
+    """Hooks of one module."""
+
+    def __init__(self, name: str, stage: int, count: list[int], trace: StepTrace, tell: Tell) -> None:
+        self.name = name
+        self.stage = stage
+        self.count = count
+        self.trace = trace
+        self.tell = tell
+
+    def enter(self, _module: nn.Module, _inputs: Any) -> None:
+        if self.name == "stage":
+            self.count[0] += 1
+        self.trace.enter_unit()
+        moment = Moment("forward", self.name, self.stage, self.count[0])
+        self.trace.go_to(moment)
+        self.tell(moment)
+
+    def leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        self.trace.leave_unit()
+        if isinstance(output, Tensor) and output.requires_grad:
+            moment = Moment("backward", self.name, self.stage, self.count[0])
+            output.register_hook(partial(self._backward, moment))
+
+    def _backward(self, moment: Moment, _grad: Tensor) -> None:
+        self.trace.go_to(moment)
+        self.tell(moment)

@@ -1,0 +1,127 @@
+"""How a run scales with the number of devices, and how many it needs at least. Every number gets its own best layout."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from phalanx.config.check import global_batch_samples
+from phalanx.config.schema import Run
+from phalanx.errors import ConfigError
+from phalanx.families.registry import family_of
+from phalanx.layout.spec import ZERO_BUBBLE
+from phalanx.planner.layouts.candidates import RECOMPUTES
+from phalanx.planner.rank.judge import Judged, Planner, Ranked, Task
+
+_LEAST_BYTES = 4
+"""Bytes a parameter below which no layout goes: the master weights alone."""
+_TRIED = 400
+"""Numbers of nodes that are tried before giving up."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number of devices."""
+
+    run: Run
+    devices: int
+    global_batch: int
+    """Samples a step."""
+    best: Ranked | None
+    """The best layout, one entry; None where there is none."""
+    why: str = ""
+    """Why there is none."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Points from few devices to many."""
+
+    strong: tuple[Point, ...]
+    """The global batch stays."""
+    weak: tuple[Point, ...]
+    """The global batch grows with the devices."""
+
+
+def parse_scale(words: str) -> list[int]:
+    """`64..24576`: 64, 128, 256 and so on, and 24576; `64,96,128`: these. Raises ConfigError."""
+    if match := re.fullmatch(r"(\d+)\.\.(\d+)", words):
+        low, high = int(match[1]), int(match[2])
+        if 0 < low <= high <= 1_000_000:
+            doubled = [low << power for power in range((high // low).bit_length())]
+            return sorted({*doubled, high})
+    elif re.fullmatch(r"\d+(,\d+)*", words):
+        counts = sorted({int(word) for word in words.split(",")})
+        if counts[0] > 0:
+            return counts
+    raise ConfigError(f"--scale {words}: write LOW..HIGH, such as 64..4096, or numbers such as 64,96,128")
+
+
+def scale(planner: Planner, task: Task, counts: list[int]) -> Scaling:
+    """The best layouts on each of `counts` devices.
+
+    For weak scaling the global batch is that of `task` on its own number of devices, and in proportion to them otherwise.
+    """
+    batch = global_batch_samples(task.run)
+    strong = tuple(_point(planner, replace(task, devices=devices), batch) for devices in counts)
+    weak = []
+    for devices in counts:
+        grown, rest = divmod(batch * devices, task.devices)
+        if rest or not grown:
+            why = f"{batch} samples x {devices} / {task.devices} devices is no whole number"
+            weak.append(Point(task.run, devices, round(batch * devices / task.devices), None, why))
+        else:
+            weak.append(_point(planner, Task(with_batch(task.run, grown), devices, task.fixed), grown))
+    return Scaling(strong, tuple(weak))
+
+
+def with_batch(run: Run, samples: int) -> Run:
+    """The run with another global batch."""
+    return run.model_copy(update={"layout": run.layout.model_copy(update={"global_batch": samples})})
+
+
+def _point(planner: Planner, task: Task, batch: int) -> Point:
+    try:
+        judged = planner.judge(task)
+    except ConfigError as error:
+        return Point(task.run, task.devices, batch, None, str(error).splitlines()[0])
+    if not len(judged.ranked):
+        return Point(task.run, task.devices, batch, None, "no layout fits into memory")
+    return Point(task.run, task.devices, batch, judged.ranked.take([0]))
+
+
+def fewest_devices(planner: Planner, task: Task) -> Judged | None:
+    """The layouts on the smallest number of devices that some layout fits on: a part of a node, or whole nodes.
+
+    None where no number tried will do. Only layouts that need little memory are tried on the way (micro-batches as small as
+    may be, everything recomputed); on the number found all are judged.
+    """
+    small = dict(task.fixed)
+    small.setdefault("microbatch", 1)
+    # Schedules that split the backward pass compute nothing again.
+    small.setdefault("recompute", "none" if small.get("schedule") in ZERO_BUBBLE else RECOMPUTES[-1])
+    for devices in _numbers(planner, task):
+        legal = planner.legal(replace(task, devices=devices, fixed=small))
+        if len(legal) and np.any(planner.models.memory(task.run, legal).p_fits >= planner.least_p):
+            return planner.judge(replace(task, devices=devices))
+    return None
+
+
+def _numbers(planner: Planner, task: Task) -> Iterator[int]:
+    """Numbers of devices worth trying, ascending: divisors of a node, then whole nodes."""
+    least = family_of(task.run).parameter_count(task.run) * _LEAST_BYTES / planner.models.device_bytes
+    node = planner.machine.node.devices
+    for devices in range(1, node):
+        if node % devices == 0 and devices >= least:
+            yield devices
+    if planner.machine.network is None:
+        if node >= least:
+            yield node
+        return
+    first = max(1, int(-(-least // node)))
+    most = planner.machine.network.nodes or first + _TRIED
+    for nodes in range(first, min(first + _TRIED, most + 1)):
+        yield nodes * node

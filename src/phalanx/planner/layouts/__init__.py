@@ -1,0 +1,1 @@
+"""Legal layouts of a run, as arrays."""

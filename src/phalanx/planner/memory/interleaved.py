@@ -1,0 +1,304 @@
+"""What ranks with several stages hold at the moments of a step: counts, from a replay of the schedule's table.
+
+`schedule_replay` knows the state before each action; here is what every moment of an action adds to it, and which of all
+these rows may be the most. What they weigh is `memory_weights`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import compress
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.planner.memory.stages import ranks_that_differ
+from phalanx.planner.schedule.replay import COLUMN, COUNTS, Counts, Mask, Pipeline, Replay
+from phalanx.planner.schedule.table import IntArray
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What ranks hold at moments of a step, a row each. Rows that hold less than another one of everything are left out, if
+    not all of them."""
+
+    counts: npt.NDArray[np.float64]
+    """[rows, COUNTS]."""
+    rank: IntArray
+    """[rows]."""
+    moment: list[str]
+    """[rows]."""
+
+    def take(self, which: Mask) -> Turns:
+        """The rows where this is true."""
+        return Turns(self.counts[which], self.rank[which], list(compress(self.moment, which)))
+
+
+@cache
+def turns(pipeline: Pipeline) -> tuple[Turns, Turns]:
+    """Return those of all ranks of a pipeline together.
+
+    Where parameters are kept from a stage's first action to its last, and where they go after each block's forward pass.
+    """
+    p = pipeline
+    ranks = np.asarray(ranks_that_differ(p.pp, p.stages_per_rank, p.n_layers, p.costs))
+    kept, freed = (np.zeros(len(ranks), bool), np.ones(len(ranks), bool))
+    ranks, frees = np.tile(ranks, 2), np.concatenate([kept, freed])
+    found, case = _turns(p, ranks, frees)
+    return found.take(~frees[case]), found.take(frees[case])
+
+
+@cache
+def turns_of_each(pipeline: Pipeline, freed: bool) -> list[Turns]:
+    """The same of every rank, apart."""
+    ranks = np.arange(pipeline.pp)
+    found, case = _turns(pipeline, ranks, np.full(len(ranks), freed))
+    return [found.take(case == rank) for rank in ranks]
+
+
+def cut_to_rounds(pp: IntArray, microbatches: IntArray) -> IntArray:
+    """Micro-batches, cut down to a number of rounds beyond which all repeats itself."""
+    rounds = np.maximum(1, microbatches // pp)
+    return np.asarray(microbatches // rounds * np.minimum(rounds, _ROUNDS))
+
+
+_ROUNDS = 3
+"""A pipeline fills in the first, goes on evenly in the second and drains in the last."""
+_COMPARED = 24
+"""Rows of each case and moment that all others are compared with: enough to leave a tenth or less."""
+
+
+def _turns(p: Pipeline, ranks: IntArray, freed: Mask) -> tuple[Turns, IntArray]:
+    """Those rows of these cases that may hold most, and of each its case: the position in `ranks` and `freed`."""
+    moments = _Moments(p, ranks, freed).all()
+    counts = np.concatenate([rows for rows, _ in moments.values()])
+    case = np.concatenate([case for _, case in moments.values()])
+    moment = np.repeat(np.arange(len(moments)), [len(rows) for rows, _ in moments.values()])
+    most = _largest(_comparable(counts), moment * len(ranks) + case)
+    names = list(moments)
+    found = Turns(counts[most].astype(np.float64), ranks[case[most]], [names[place] for place in moment[most].tolist()])
+    return found, case[most]
+
+
+def _comparable(counts: Counts) -> Counts:
+    """Counts of which more is never less memory: a part of a whole gradient is no more than the whole, a received input no
+    more than the block that keeps it, and inputs and messages are of one size."""
+    found = counts.copy()
+    for name in ("blocks", "embedding", "head"):
+        found[:, COLUMN[f"shared_{name}"]] += counts[:, COLUMN[f"whole_{name}"]]
+    received, messages = counts[:, COLUMN["received"]], counts[:, COLUMN["messages"]]
+    found[:, COLUMN["blocks_kept"]] -= received
+    found[:, COLUMN["messages"]] = 0
+    for name in ("sent", "sent_lately"):
+        found[:, COLUMN[name]] += received + messages
+    return found
+
+
+def _largest(rows: Counts, case: IntArray) -> IntArray:
+    """Positions of those rows that none of the largest of their case exceeds or equals in every column."""
+    order = np.lexsort((-rows.sum(axis=1), case))
+    rows, case = rows[order], case[order]
+    found = []
+    for _ in range(_COMPARED):
+        if not len(order):
+            break
+        first = np.append(True, case[1:] != case[:-1])
+        found.append(order[first])
+        more = (rows > rows[first][np.cumsum(first) - 1]).any(axis=1)
+        order, rows, case = order[more], rows[more], case[more]
+    return np.concatenate([*found, order])
+
+
+class _Moments(Replay):
+    """What each moment of an action adds to the counts before it."""
+
+    def all(self) -> dict[str, tuple[Counts, Counts]]:
+        """By the name of the moment rows of counts, and of each its case."""
+        return self.of_forward_passes() | self.of_backward_passes() | self.of_reductions()
+
+    def of_forward_passes(self) -> dict[str, tuple[Counts, Counts]]:
+        """Of every forward pass: the embedding, the first blocks, those in between, the last one, the head."""
+        f, whole, freed = self.forward, self.own_gathered, self.freed
+        kept: dict[str, Counts | int] = {
+            "embeddings_kept": self.is_first,
+            "stages_kept": 1,
+            "received": self.gets,
+            "gathered_head": self.is_last,
+        }
+        # As each block gives up its parameters the next ones arrive.
+        ahead = np.minimum(self.pipeline.gathers_ahead, self.units - 1)
+        stays = whole & ~freed
+        after = np.where(stays, self.layers, 0)
+        start = stays & self.is_first
+        return {
+            "forward of the embedding": self.rows(
+                f & self.is_first,
+                gathered_embedding=1,
+                gathered_blocks=np.where(whole, self.layers, 0),
+                arrived_embedding=~whole,
+                arriving_blocks=np.where(whole, 0, self.unit),
+                embedding_forward=1,
+            ),
+            "forward of the first block": self.rows(
+                f & whole & freed, **kept, gathered_blocks=self.layers, block_forward=1
+            ),
+            "forward of a block in between": self.rows(
+                f & ~whole & (self.units > 1),
+                **kept,
+                blocks_kept=(self.units - ahead) * self.unit - 1,
+                gathered_blocks=self.unit,
+                arrived_blocks=self.unit,
+                arriving_blocks=np.minimum(ahead * self.unit, self.layers - self.unit),
+                block_forward=1,
+            ),
+            "forward of the last block": self.rows(
+                f,
+                **kept,
+                blocks_kept=self.layers - 1,
+                gathered_blocks=np.where(stays, self.layers, self.tail),
+                gathered_embedding=start,
+                arrived_blocks=np.where(whole, 0, self.tail),
+                block_forward=1,
+            ),
+            "forward of the head": self.rows(
+                f & self.is_last,
+                **kept,
+                blocks_kept=self.layers,
+                results=1,
+                gathered_blocks=after,
+                gathered_embedding=start,
+                head_forward=1,
+            ),
+        }
+
+    def of_backward_passes(self) -> dict[str, tuple[Counts, Counts]]:
+        """Of every backward pass: the head, the last block, those in between, the first one, the embedding."""
+        b, whole, layers, unit = self.backward, self.own_gathered, self.layers, self.unit
+        new = b & ~self.own_whole
+        ahead = np.minimum(self.pipeline.gathers_ahead, self.units)
+        held: dict[str, Counts | int] = {"gathered_head": self.is_last, "gathered_embedding": whole & self.is_first}
+
+        def done(blocks: IntArray, *, embedding: bool = False) -> dict[str, Counts]:
+            """Gradients of a stage's first micro-batch after the backward passes of its head and so many blocks."""
+            return {
+                "whole_blocks": np.where(new, blocks, 0),
+                "whole_head": new & self.is_last,
+                "whole_embedding": new & self.is_first & embedding,
+                "coming": new,
+            }
+
+        return {
+            "backward of the head": self.rows(
+                b & self.is_last,
+                **held,
+                gathered_blocks=np.where(whole, layers, 0),
+                arriving_blocks=np.where(whole, 0, np.minimum(ahead * unit, layers)),
+                head_backward=1,
+            ),
+            "backward of the last block": self.rows(
+                b,
+                **held,
+                **done(np.zeros_like(layers)),
+                heads_kept=-1 * self.is_last,
+                gathered_blocks=np.where(whole, layers, self.tail),
+                arriving_blocks=np.where(whole, 0, np.minimum(self.pipeline.gathers_ahead * unit, layers - self.tail)),
+                block_backward=1,
+            ),
+            "backward of a block in between": self.rows(
+                b & ~whole & (self.units > 1),
+                **held,
+                **done(layers - unit - 1),
+                heads_kept=-1 * self.is_last,
+                blocks_kept=unit + 1 - layers,
+                gathered_blocks=layers - unit,
+                arriving_blocks=unit,
+                block_backward=1,
+            ),
+            "backward of the first block": self.rows(
+                b,
+                **held,
+                **done(layers - 1),
+                heads_kept=-1 * self.is_last,
+                blocks_kept=1 - layers,
+                gathered_blocks=layers,
+                arriving_embedding=~whole & self.is_first,
+                block_backward=1,
+            ),
+            "backward of the embedding": self.rows(
+                b & self.is_first,
+                **done(layers, embedding=True),
+                heads_kept=-1 * self.is_last,
+                blocks_kept=-layers,
+                gathered_blocks=layers,
+                gathered_head=self.is_last,
+                gathered_embedding=1,
+                embedding_backward=1,
+            ),
+        }
+
+    def of_reductions(self) -> dict[str, tuple[Counts, Counts]]:
+        """Of a stage's last backward pass: its gradients are shared out, the embedding's, the blocks', the head's."""
+        last = self.backward & (self.time == self._over_stages(self.own, self.last_backward))
+        gone: dict[str, Counts | int] = {
+            "embeddings_kept": -1 * self.is_first,
+            "heads_kept": -1 * self.is_last,
+            "blocks_kept": -self.layers,
+            "stages_kept": -1,
+            "received": -1 * self.gets,
+        }
+        # Until here those of a first micro-batch that is the last one too were no part of what is whole.
+        new = ~self.own_whole
+        blocks, start, head = new * self.layers, new & self.is_first, new & self.is_last
+        shared_start: dict[str, Counts | int] = {
+            "whole_embedding": start - 1 * self.is_first,
+            "shared_embedding": 1 * self.is_first,
+            "whole_head": head,
+        }
+        return {
+            "gradients of the embedding reduced": self.rows(
+                last & self.is_first,
+                **gone,
+                whole_blocks=blocks,
+                whole_embedding=start,
+                whole_head=head,
+                gathered_blocks=self.layers,
+                gathered_head=self.is_last,
+                embedding_reduced=1,
+            ),
+            "gradients of the first part reduced": self.rows(
+                last,
+                **gone,
+                **shared_start,
+                whole_blocks=blocks,
+                gathered_blocks=self.layers - self.unit,
+                gathered_head=self.is_last,
+                blocks_reduced=self.unit,
+            ),
+            "gradients of the head reduced": self.rows(
+                last & self.is_last,
+                **gone,
+                **shared_start,
+                whole_blocks=blocks - self.layers,
+                shared_blocks=self.layers,
+                head_reduced=1,
+            ),
+            "update": self._update(),
+        }
+
+    def _update(self) -> tuple[Counts, Counts]:
+        rows = np.zeros((len(self.freed), len(COUNTS)), np.int32)
+        stages = self.stages
+        whole = {"layers": stages.layers.sum(1), "embedding": stages.first.any(1), "head": stages.last.any(1)}
+        for name, count in whole.items():
+            rows[:, COLUMN[name]] = count
+            rows[:, COLUMN["shared_" + ("blocks" if name == "layers" else name)]] = count
+        return rows, np.arange(len(rows))
+
+    def rows(self, where: Mask, **more: Counts | int) -> tuple[Counts, Counts]:
+        """The counts before those actions with `more` of each, and their cases."""
+        place = np.flatnonzero(where)
+        found = self.before.reshape(-1, len(COUNTS))[place]
+        for name, count in more.items():
+            found[:, COLUMN[name]] += count.reshape(-1)[place] if isinstance(count, np.ndarray) else count
+        return found, place // where.shape[1]

@@ -1,0 +1,144 @@
+"""Layouts as the memory model sees them: what decides what a rank holds, and amounts that several moments share.
+
+What FSDP2 holds is read from its code (torch 2.11 to 2.13): a unit's parameters are gathered while the one before computes,
+and the buffer that gradients were reduced from lives until the next unit's are. A unit is `layout.gather_blocks` blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.planner.memory.parts import ModelBytes, PartBytes
+from phalanx.planner.memory.stages import Holdings
+
+Amount = Any
+"""Bytes: a number or an array."""
+Mask = npt.NDArray[np.bool_]
+Held = dict[str, Amount]
+"""Bytes by cause."""
+
+CAUSES = (
+    "master parameters",
+    "working copy",
+    "gradients",
+    "optimizer moments",
+    "activations",
+    "gathered parameters",
+    "gather buffers",
+    "reduce buffers",
+    "one part's pass",
+    "pipeline buffers",
+    "samples",
+)
+"""What memory is held for. Gradients are those added up; those of the part that computes belong to its pass."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Everything of each layout that decides what its ranks hold. Arrays, but for the two widths."""
+
+    sizes: ModelBytes
+    width: int
+    """Bytes of a parameter as it is computed with."""
+    master: int
+    """Bytes of a parameter as it is kept, of its gradient, and of each of its two moments."""
+    sharded: Mask
+    """Whether FSDP2 has the parameters: more than one data- or context-parallel rank."""
+    piped: Mask
+    zero: Amount
+    reshard: Mask
+    """Whether gathered parameters go after the forward pass."""
+    replicated: Mask
+    """Whether other ranks hold the same shards."""
+    accumulation: Amount
+    ranks: Amount
+    """Pipeline ranks."""
+    tied: bool
+    samples: Amount
+    """Bytes of the inputs and targets of a step."""
+    peer_copies: bool = False
+    """Whether what FSDP2 sends and receives lies beside the allocator's memory."""
+    gather_blocks: int = 1
+    """Blocks that are gathered and reduced together."""
+    gathers_ahead: int = 1
+    """Units that are gathered while one computes."""
+    sends_last: bool = False
+    """Whether the transport holds what was sent until it is waited for, as gloo does; NCCL and RCCL let go earlier."""
+
+    def take(self, which: Any) -> Situation:
+        """Those at these positions."""
+        arrays = ("sharded", "piped", "zero", "reshard", "replicated", "accumulation", "ranks", "samples")
+        values = {name: getattr(self, name)[which] for name in arrays}
+        return replace(self, sizes=self.sizes.take(which), **values)
+
+
+class Exchanges:
+    """How each layout gathers parameters and reduces gradients, and in which buffers."""
+
+    def __init__(self, s: Situation) -> None:
+        self.s = s
+        self.several = s.accumulation > 1
+        self.early = s.sharded & (s.zero >= 2) & ~s.piped
+        """Gradients are reduced after every micro-batch."""
+        self.whole = s.sharded & ~self.early & (self.several | s.piped)
+        """Gradients are added up before they are shared out."""
+        self.dropped = s.sharded & s.reshard & (s.zero == 3)
+        """Gathered parameters go after each block's forward pass."""
+        self.sharded_many = s.sharded & (s.sizes.shards > 1)
+        shared_out = s.sizes.shards > 1
+        self.copied = shared_out & s.peer_copies
+        """Shards exchange by peer copies: without buffers in the allocator's memory."""
+        self.arriving = np.where(shared_out, s.width, 0)
+        """Bytes of a parameter that is being gathered: in a buffer, with peer copies in its place."""
+        self.received = np.where(self.copied, 0, self.arriving)
+        """Bytes of a parameter in the buffer it arrived in, which goes when the next one has arrived."""
+        self.sent = np.where(self.copied, np.where(self.whole, s.master, s.width), s.master)
+        """Bytes of a parameter's gradient as it is sent, in a buffer or, with peer copies, from its place; until the next
+        is."""
+
+    def state_of(self, part: PartBytes) -> Held:
+        """Bytes of parameters and optimizer state of a part, by cause."""
+        copied = self.s.width if self.s.width < self.s.master else 0
+        return {
+            "master parameters": self.s.master * part.shard,
+            "working copy": copied * part.count * ~self.s.sharded,
+            "optimizer moments": 2 * self.s.master * part.shard,
+        }
+
+    def reducing(self, part: PartBytes, own: Amount, count: Amount = 1) -> Held:
+        """What FSDP2 makes to reduce the gradients of so many of a part together, beside their `own` bytes. These go when
+        all is in the buffer it is sent from, before there is room for the sum; with peer copies there is no such buffer."""
+        master = self.s.master
+        # A single shard is divided by the number of replicas into a copy.
+        total = count * (master * part.shard + np.where(self.s.sizes.shards > 1, 0, master) * part.gathered)
+        buffered = count * self.sent * part.gathered + np.maximum(total - own, 0)
+        return {"reduce_buffers": self.s.sharded * np.where(self.copied, total, buffered)}
+
+
+class Rank(Exchanges):
+    """One rank of each layout: the amounts that several moments share."""
+
+    def __init__(self, s: Situation, h: Holdings) -> None:
+        super().__init__(s)
+        self.h = h
+        self.layers = h.layers
+        self.block = s.sizes.block
+        self.embedding = s.sizes.embedding.times(h.embedding)
+        self.head = s.sizes.head.times(h.head)
+        self.has_head = h.head > 0
+        self.unit = np.minimum(s.gather_blocks, h.stage_layers)
+        """Blocks that are gathered together: in all units of a stage but the last, which may be smaller."""
+        self.tail = (h.stage_layers - 1) % s.gather_blocks + 1
+        """Blocks of the last unit."""
+        whole = self.block.times(self.layers).plus(self.embedding).plus(self.head)
+        self.shard, self.streamed, self.gathered = whole.shard, whole.streamed, whole.gathered
+        self.state: Held = {**self.state_of(whole), "samples": s.samples}
+
+    def held(self, **causes: Amount) -> Held:
+        """These and the state; spaces in names are written `_`, `part` is one part's pass."""
+        causes["one part's pass"] = causes.pop("part", 0)
+        return self.state | {name.replace("_", " "): amount for name, amount in causes.items()}

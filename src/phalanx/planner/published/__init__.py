@@ -1,0 +1,1 @@
+"""Published runs of other frameworks, as the models are checked against."""

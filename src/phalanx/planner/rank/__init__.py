@@ -1,0 +1,1 @@
+"""All legal layouts of a run judged and ranked."""

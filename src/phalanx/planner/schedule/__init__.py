@@ -1,0 +1,1 @@
+"""Pipeline schedules: their tables, simulated and replayed."""

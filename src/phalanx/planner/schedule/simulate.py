@@ -1,0 +1,320 @@
+"""The time a pipeline schedule takes: every action of a `ScheduleTable` placed in time, for stages of any speed.
+
+How transfers between ranks are modelled follows PyTorch's two runtimes. Schedules with one stage a rank receive when they
+need to: the transfer begins when the sender is done and the receiver is free, and the receiver computes nothing
+meanwhile. (1f1b joins a send with a receive from the same neighbour; both ranks wait for both, which leads to the same
+times.) Schedules with several stages a rank post receives in advance: the transfer begins when the sender is done, and
+only what is left of it when the receiver is free holds it up. Sends hold nobody up. Transfers do not slow each other or
+the arithmetic down, and one between two stages of the same rank takes no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.planner.schedule.table import IntArray, Pass, ScheduleTable, positions
+
+FloatArray = npt.NDArray[np.float64]
+
+_AT_ONCE = 4_000_000
+"""Numbers held for one array of times; more candidates are computed one lot after another."""
+_TOGETHER = 6_000_000
+"""Likewise, of pipelines that are simulated together."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageTimes:
+    """Seconds that one micro-batch takes in each stage. Arrays of [stages], or [candidates, stages] for many at once."""
+
+    forward: npt.ArrayLike
+    backward: npt.ArrayLike
+    """The whole backward pass: gradients of inputs and of weights."""
+    weight: npt.ArrayLike | None = None
+    """The part of `backward` for gradients of weights; used, and needed, where a schedule computes it apart. Of the first
+    stage PyTorch then computes nothing until those of the weights are due, and all of `backward` there."""
+    transfer: npt.ArrayLike = 0.0
+    """Sending one micro-batch's activations from a stage to the next, or their gradients back, [stages - 1] or one number
+    for all."""
+    after: npt.ArrayLike = 0.0
+    """What a rank still does when its last action is done (reducing gradients over data-parallel ranks, say), [ranks] or
+    one number for all."""
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """When every action runs; the arrays of actions are [ranks, actions] as in the table. Seconds from the start."""
+
+    table: ScheduleTable
+    start: FloatArray
+    """When the rank begins to compute; an awaited transfer lies before."""
+    end: FloatArray
+    makespan: float
+    """From the first action to the last rank being done, `after` included. The gradient norm joins all ranks, so all take
+    this long: the ramps at both ends count on every rank."""
+    busy: FloatArray
+    """Seconds each rank computes, `after` included, [ranks]."""
+
+    @property
+    def idle(self) -> FloatArray:
+        """Seconds each rank waits for others, or for what they send, [ranks]."""
+        return self.makespan - self.busy
+
+    @property
+    def bubble(self) -> float:
+        """Idle time as a share of all ranks' time."""
+        return float(self.idle.mean() / self.makespan)
+
+
+def simulate(table: ScheduleTable, times: StageTimes) -> Simulation:
+    """Place every action of `table` in time, for one candidate: `times` holds arrays of [stages]."""
+    program = _compile_one(table)
+    costs = _action_costs(program, [times])
+    end = _run(program, costs)[:-1, 0]
+    busy_time = costs.duration(slice(None))[:, 0]
+    whole = np.empty((2, *table.kind.shape))
+    whole[0].ravel()[program.order] = end - busy_time
+    whole[1].ravel()[program.order] = end
+    after = _per_rank(table, times)[0]
+    busy = np.bincount(program.rank, weights=busy_time, minlength=table.pp) + after
+    makespan = float((whole[1][:, -1] + after).max())
+    return Simulation(table, whole[0], whole[1], makespan, busy)
+
+
+def makespans(table: ScheduleTable, times: StageTimes) -> FloatArray:
+    """The makespan of each candidate in `times`, [candidates]; seconds. As exact as `simulate`, and without its detail."""
+    program = _compile_one(table)
+    costs = _action_costs(program, [times])
+    results = []
+    for lot in costs.lots(_AT_ONCE // len(program.order) + 1):
+        end = _run(program, lot)
+        results.append(end[program.last[0]])
+    return _latest(np.concatenate(results, axis=1), table, times)
+
+
+def makespans_together(pipelines: Sequence[tuple[ScheduleTable, StageTimes]]) -> list[FloatArray]:
+    """`makespans` of each. Side by side they take little longer than the longest of them alone."""
+    found: dict[int, FloatArray] = {}
+    for lot in _lots(pipelines):
+        if len(lot) == 1:
+            found[lot[0]] = makespans(*pipelines[lot[0]])
+            continue
+        program = _compile([pipelines[place][0] for place in lot])
+        end = _run(program, _action_costs(program, [pipelines[place][1] for place in lot]))
+        for place, last in zip(lot, program.last, strict=True):
+            table, times = pipelines[place]
+            found[place] = _latest(end[last, : _candidates(times)], table, times)
+    return [found[place] for place in range(len(pipelines))]
+
+
+def _lots(pipelines: Sequence[tuple[ScheduleTable, StageTimes]]) -> Iterator[list[int]]:
+    """Places of pipelines that are simulated together: about equally long, of one runtime, as many as there is room for."""
+    sizes = [(table.stages_per_rank > 1, table.kind.shape[1] + table.pp) for table, _ in pipelines]
+    lot: list[int] = []
+    actions = candidates = 0
+    for place in sorted(range(len(pipelines)), key=sizes.__getitem__, reverse=True):
+        table, times = pipelines[place]
+        actions, candidates = actions + table.kind.size, max(candidates, _candidates(times))
+        if lot and (sizes[place][0] != sizes[lot[0]][0] or actions * candidates > _TOGETHER):
+            yield lot
+            lot, actions, candidates = [], table.kind.size, _candidates(times)
+        lot.append(place)
+    if lot:
+        yield lot
+
+
+def _latest(last: FloatArray, table: ScheduleTable, times: StageTimes) -> FloatArray:
+    """Makespans, [candidates]. last: when the last action of each rank ends, [ranks, candidates]."""
+    return np.asarray((last.T + _per_rank(table, times)).max(axis=1))
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """The actions of all ranks in one order in which each comes after what it waits for, cut into groups that wait for
+    nothing of their own group. Arrays of [actions] in that order, unless stated."""
+
+    tables: Sequence[ScheduleTable]
+    order: IntArray
+    """Place of the action in the flattened tables, one after the other."""
+    bounds: list[int]
+    """Where each group begins, and the end."""
+    rank: IntArray
+    column: IntArray
+    """Which duration: kind * stages + stage, behind those of the tables before."""
+    before: IntArray
+    """The action before it on its rank; one past the end of the order stands for time zero."""
+    source: IntArray
+    """The action of the neighbouring stage whose result it takes; likewise."""
+    link: IntArray
+    """Between which stages that result travels, by the earlier stage; stages - 1 where nothing travels. Behind those of
+    the tables before, likewise."""
+    last: list[IntArray]
+    """The last action of each rank, [ranks], by table."""
+
+
+@lru_cache(maxsize=16)
+def _compile_one(table: ScheduleTable) -> _Program:
+    return _compile([table])
+
+
+def _compile(tables: Sequence[ScheduleTable]) -> _Program:
+    n = sum(table.kind.size for table in tables)
+    starts = np.cumsum([0, *(table.kind.size for table in tables)]).tolist()
+    stages = np.cumsum([0, *(table.n_stages for table in tables)]).tolist()
+    actions = [_actions(*each, n) for each in zip(tables, starts[:-1], stages[:-1], strict=True)]
+    rank, column, before, source, link = (np.concatenate(part) for part in zip(*actions, strict=True))
+    groups = list(_groups(tables, source))
+    order = np.concatenate(groups)
+    place = np.empty(n + 1, dtype=np.int64)
+    place[order] = np.arange(n)
+    place[n] = n
+    return _Program(
+        tables=tables,
+        order=order,
+        bounds=np.cumsum([0, *map(len, groups)]).tolist(),
+        rank=rank[order],
+        column=column[order],
+        before=place[before[order]],
+        source=place[source[order]],
+        link=link[order],
+        last=[
+            place[start + table.kind.shape[1] * np.arange(1, table.pp + 1) - 1]
+            for table, start in zip(tables, starts[:-1], strict=True)
+        ],
+    )
+
+
+def _actions(table: ScheduleTable, start: int, first_stage: int, none: int) -> tuple[IntArray, ...]:
+    """Rank, column, before, source and link of each action in the order of the table; see `_Program`.
+
+    start, first_stage: actions and stages of the tables before. none: stands for time zero.
+    """
+    kind, stage = table.kind.ravel(), table.stage.ravel()
+    waits_for = _sources(table).ravel()
+    waits = waits_for < table.kind.size
+    flat = start + np.arange(table.kind.size).reshape(table.kind.shape)
+    before = np.concatenate([np.full((table.pp, 1), none), flat[:, :-1]], axis=1)
+    here = table.rank_of_stage[stage]
+    neighbour = np.clip(np.where(kind == Pass.FORWARD, stage - 1, stage + 1), 0, table.n_stages - 1)
+    travels = waits & (table.rank_of_stage[neighbour] != here)
+    link = np.where(travels, np.minimum(stage, neighbour), table.n_stages - 1)
+    return (
+        here,
+        len(Pass) * first_stage + kind * table.n_stages + stage,
+        before.ravel(),
+        np.where(waits, start + waits_for, none),
+        first_stage + link,
+    )
+
+
+def _sources(table: ScheduleTable) -> IntArray:
+    """The action of another stage that each action waits for, by place in the flattened table; its size where none."""
+    ranks = table.rank_of_stage[None, :, None]
+    place = positions(table)
+    flat = np.where(place >= 0, ranks * table.kind.shape[1] + place, table.kind.size)
+    gradient = flat[Pass.INPUT if table.split_backward else Pass.BACKWARD]
+    none = np.full((1, table.microbatches), table.kind.size)
+    forward = np.concatenate([none, flat[Pass.FORWARD][:-1]])
+    backward = np.concatenate([gradient[1:], none])
+    nothing = np.full_like(backward, table.kind.size)
+    of_kind = np.stack([forward, backward, backward, nothing])
+    return np.asarray(of_kind[table.kind, table.stage, table.microbatch])
+
+
+def _groups(tables: Sequence[ScheduleTable], waits_for: IntArray) -> Iterator[IntArray]:
+    """One action of every rank that can go on, again and again; asserts that some rank always can."""
+    each = np.repeat([table.kind.shape[1] for table in tables], [table.pp for table in tables])
+    left = len(waits_for)
+    none, never = left, left + 1
+    done = np.zeros(left + 2, dtype=np.bool_)
+    done[none] = True
+    # A column past the last action, which nothing fulfils, holds the ranks that are through.
+    ends = np.cumsum(each)
+    waiting = np.insert(waits_for, ends, never)
+    coming = ends - each + np.arange(len(each))
+    while left:
+        ready = np.flatnonzero(done.take(waiting.take(coming)))
+        assert len(ready), f"{', '.join({t.schedule for t in tables})}: ranks wait for each other for ever"
+        # Rows are shorter by one without that column.
+        group = coming.take(ready) - ready
+        done[group] = True
+        coming[ready] += 1
+        left -= len(group)
+        yield group
+
+
+@dataclass(frozen=True, eq=False)
+class _Costs:
+    """Seconds by what an action is, candidates last; looked up by action."""
+
+    program: _Program
+    compute: FloatArray
+    """[kinds * stages, candidates]"""
+    transfer: FloatArray
+    """[stages, candidates]; the last row, for what stays on its rank, is zero."""
+
+    def duration(self, actions: slice) -> FloatArray:
+        """Computing time of these actions, [actions, candidates]."""
+        return self.compute.take(self.program.column[actions], axis=0)
+
+    def lots(self, size: int) -> Iterator[_Costs]:
+        """The same for `size` candidates at a time."""
+        for first in range(0, self.compute.shape[1], size):
+            some = slice(first, first + size)
+            yield _Costs(self.program, np.ascontiguousarray(self.compute[:, some]), self.transfer[:, some])
+
+
+def _action_costs(program: _Program, times: Sequence[StageTimes]) -> _Costs:
+    """times: of each table; those with fewer candidates than others are filled up with zeros."""
+    compute, links = zip(*map(_stage_costs, program.tables, times), strict=True)
+    most = max(len(part) for part in compute)
+    filled = [[np.pad(x, ((0, most - len(x)), (0, 0))) for x in parts] for parts in (compute, links)]
+    together = [np.concatenate(parts, axis=1).T.copy() for parts in filled]
+    return _Costs(program, *together)
+
+
+def _candidates(times: StageTimes) -> int:
+    given = (times.forward, times.backward, times.transfer, *(() if times.weight is None else (times.weight,)))
+    return max(len(np.atleast_2d(part)) for part in given)
+
+
+def _stage_costs(table: ScheduleTable, times: StageTimes) -> tuple[FloatArray, FloatArray]:
+    """Seconds of each kind in each stage, [candidates, kinds * stages], and of each link, [candidates, stages]."""
+    forward, backward = np.atleast_2d(times.forward), np.atleast_2d(times.backward)
+    assert times.weight is not None or not table.split_backward, f"{table.schedule} needs the time of weight gradients"
+    weight = np.atleast_2d(0.0 if times.weight is None else times.weight)
+    shape = (_candidates(times), table.n_stages)
+    apart = np.broadcast_to(weight, shape).copy()
+    apart[:, 0] = backward[:, 0]
+    compute = [np.broadcast_to(part, shape) for part in (forward, backward, backward - apart, apart)]
+    links = np.zeros(shape)
+    links[:, :-1] = times.transfer
+    return np.concatenate(compute, axis=1, dtype=np.float64), links
+
+
+def _per_rank(table: ScheduleTable, times: StageTimes) -> FloatArray:
+    """`after`, [1 or candidates, ranks]."""
+    after = np.atleast_2d(np.asarray(times.after, dtype=np.float64))
+    return np.broadcast_to(after, (len(after), table.pp))
+
+
+def _run(program: _Program, costs: _Costs) -> FloatArray:
+    """When each action ends, in program order, [actions + 1, candidates]; the last row is time zero."""
+    end = np.zeros((len(program.order) + 1, costs.compute.shape[1]))
+    waits = costs.transfer.any()
+    in_advance = program.tables[0].stages_per_rank > 1
+    for first, stop in pairwise(program.bounds):
+        group = slice(first, stop)
+        mine, theirs = end.take(program.before[group], axis=0), end.take(program.source[group], axis=0)
+        if waits and in_advance:
+            theirs += costs.transfer.take(program.link[group], axis=0)
+        np.maximum(mine, theirs, out=mine)
+        if waits and not in_advance:
+            mine += costs.transfer.take(program.link[group], axis=0)
+        np.add(mine, costs.duration(group), out=end[group])
+    return end

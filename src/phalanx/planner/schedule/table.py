@@ -1,0 +1,229 @@
+"""The order in which pipeline ranks compute: for each rank its stages' forward and backward passes, micro-batch by
+micro-batch, exactly as `layout.pipeline` runs them.
+
+PyTorch's own schedule objects give the order of the schedules with several stages a rank. Those with one stage a rank run
+as code without a table behind it, so theirs is written here; the tests compare it with what a real run does. Knows
+nothing of time: that is `planner.schedule.simulate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stages import TORCH_SCHEDULES
+from phalanx.torch_compat.common import schedule_actions
+
+IntArray = npt.NDArray[np.int64]
+
+
+class Pass(IntEnum):
+    """What a rank computes of one stage and one micro-batch at a time."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    """The whole backward pass of a stage."""
+    INPUT = 2
+    """Gradients of the stage's input alone."""
+    WEIGHT = 3
+    """Gradients of its weights alone, some time after those of its input."""
+
+
+LETTERS = {"F": Pass.FORWARD, "B": Pass.BACKWARD, "I": Pass.INPUT, "W": Pass.WEIGHT}
+"""PyTorch's letter of each kind."""
+
+
+class Action(NamedTuple):
+    """One piece of work of a rank."""
+
+    kind: Pass
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True, eq=False)
+class ScheduleTable:
+    """What every rank computes, in order. The arrays are [ranks, actions]: all ranks have equally many."""
+
+    schedule: str
+    pp: int
+    stages_per_rank: int
+    microbatches: int
+    kind: IntArray
+    """`Pass` of each action."""
+    stage: IntArray
+    microbatch: IntArray
+
+    @property
+    def n_stages(self) -> int:
+        """Stages in all."""
+        return self.pp * self.stages_per_rank
+
+    @property
+    def split_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed apart."""
+        return bool((self.kind == Pass.WEIGHT).any())
+
+    def actions(self, rank: int) -> list[Action]:
+        """What `rank` computes, in order."""
+        columns = zip(self.kind[rank], self.stage[rank], self.microbatch[rank], strict=True)
+        return [Action(Pass(kind), int(stage), int(microbatch)) for kind, stage, microbatch in columns]
+
+    @cached_property
+    def rank_of_stage(self) -> IntArray:
+        """The rank that holds each stage, [stages]."""
+        ranks = np.zeros(self.n_stages, dtype=np.int64)
+        ranks[self.stage] = np.arange(self.pp)[:, None]
+        return ranks
+
+    @cached_property
+    def in_flight(self) -> IntArray:
+        """Micro-batches whose activations a rank holds during each action, by its stages in ascending order,
+        [ranks, actions, stages_per_rank].
+
+        Activations are held from the forward pass through the whole backward pass; where that is split, through the
+        gradients of weights, which read them too.
+        """
+        first = self.kind == Pass.FORWARD
+        last = (self.kind == Pass.BACKWARD) | (self.kind == Pass.WEIGHT)
+        change = first.astype(np.int64) - last
+        held = np.stack(
+            [np.cumsum(np.where(self.stage == mine[:, None], change, 0), axis=1) for mine in self.stages_of_rank.T],
+            axis=-1,
+        )
+        # What an action frees is held until it ends.
+        freed = np.where(last[..., None] & (self.stage[..., None] == self.stages_of_rank[:, None, :]), 1, 0)
+        return np.asarray(held + freed)
+
+    @cached_property
+    def stages_of_rank(self) -> IntArray:
+        """The stages each rank holds, ascending, [ranks, stages_per_rank]."""
+        return np.argsort(self.rank_of_stage, kind="stable").reshape(self.pp, self.stages_per_rank)
+
+    @cached_property
+    def peak_in_flight(self) -> IntArray:
+        """The largest number of micro-batches in flight on each rank, all its stages together, [ranks]."""
+        return np.asarray(self.in_flight.sum(axis=2).max(axis=1))
+
+    def peak_activations(self, per_microbatch: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """The most that the activations of each rank take, [ranks], in the unit of `per_microbatch`.
+
+        per_microbatch: what one micro-batch's activations take in each stage, [stages]: bytes, say. Exact where a rank's
+        stages differ, since it weighs what is in flight at the same time.
+        """
+        weights = np.asarray(per_microbatch, dtype=np.float64)[self.stages_of_rank]
+        return np.asarray((self.in_flight * weights[:, None, :]).sum(axis=2).max(axis=1))
+
+
+def table_of(layout: ResolvedLayout) -> ScheduleTable:
+    """The table that the pipeline ranks of a legal layout follow."""
+    return schedule_table(layout.schedule, layout.pp, layout.stages_per_rank, layout.accumulation)
+
+
+@lru_cache(maxsize=16)
+def schedule_table(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> ScheduleTable:
+    """The table of a schedule, by its name in the run file, for a legal number of stages and micro-batches.
+
+    Of 1f1b there may be fewer micro-batches than stages, which PyTorch refuses and other frameworks run. One rank computes
+    its micro-batches one after another, whatever the schedule says. The table is complete: every stage computes every
+    micro-batch once forward and once backward.
+    """
+    assert pp > 1 or stages_per_rank == 1, "one rank holds one stage"
+    if pp == 1 or schedule == "1f1b":
+        columns = _one_forward_one_backward(pp, microbatches)
+    elif schedule == "gpipe":
+        columns = _all_forward_all_backward(pp, microbatches)
+    elif schedule == "interleaved_1f1b":
+        columns = _interleaved(pp, stages_per_rank, microbatches)
+    else:
+        # Which the other schedules can do without for a second.
+        from torch.distributed.pipelining.schedules import get_schedule_class  # noqa: PLC0415
+
+        found = schedule_actions(get_schedule_class(TORCH_SCHEDULES[schedule]), pp, stages_per_rank, microbatches)
+        rows = [[(LETTERS[kind], stage, number) for kind, stage, number in rank] for rank in found]
+        columns = np.asarray(rows, dtype=np.int64).transpose(2, 0, 1)
+    table = ScheduleTable(schedule, pp, stages_per_rank, microbatches, *np.ascontiguousarray(columns))
+    _check_complete(table)
+    return table
+
+
+def _all_forward_all_backward(pp: int, microbatches: int) -> IntArray:
+    """GPipe (Huang et al., arXiv:1811.06965, section 2.3): columns kind, stage, micro-batch, each [ranks, actions]."""
+    kind = np.repeat([Pass.FORWARD, Pass.BACKWARD], microbatches)
+    microbatch = np.tile(np.arange(microbatches), 2)
+    return _same_on_every_rank(pp, kind, microbatch)
+
+
+def _one_forward_one_backward(pp: int, microbatches: int) -> IntArray:
+    """PipeDream-flush, called 1F1B (Narayanan et al., arXiv:2104.04473, section 2.2.1): columns as above.
+
+    Stage s begins with min(m, p - s) forward passes, then backward and forward passes alternate until the forward passes
+    are used up. PyTorch's own table of it has the last stage one micro-batch off (2.13: `3F1, 3B0, 3F2, ...`).
+    """
+    order = []
+    for stage in range(pp):
+        ahead = min(microbatches, pp - stage)
+        # Slots: the forward pass of micro-batch k is followed by the backward pass of k - ahead + 1, if there is one.
+        forward = np.arange(microbatches)
+        backward = np.arange(microbatches)
+        slot = np.concatenate([2 * forward, 2 * (backward + ahead - 1) + 1])
+        order.append(np.argsort(slot, kind="stable"))
+    ordered = np.stack(order)
+    kind = np.repeat([Pass.FORWARD, Pass.BACKWARD], microbatches)[ordered]
+    stage_of_row = np.broadcast_to(np.arange(pp)[:, None], kind.shape)
+    return np.stack([kind, stage_of_row, ordered % microbatches])
+
+
+def _interleaved(pp: int, stages_per_rank: int, microbatches: int) -> IntArray:
+    """Interleaved 1F1B (Narayanan et al., arXiv:2104.04473, section 2.2.2) as PyTorch has it: columns as above.
+
+    Micro-batches come in rounds of about pp, of which each stage of a rank takes one after the other. PyTorch's own makes an
+    object of each action, which of thousands of micro-batches takes long; a test holds this to it.
+    """
+    together = microbatches // max(1, microbatches // pp)
+    number = np.arange(stages_per_rank * microbatches)
+    turn = number // together % stages_per_rank
+    microbatch = number // (together * stages_per_rank) * together + number % together
+    most = len(number)
+    ahead = np.minimum((stages_per_rank - 1) * together + 2 * np.arange(pp)[::-1], most)[:, None]
+    slot = np.concatenate([np.broadcast_to(2 * number, (pp, most)), 2 * (number + ahead) + 1], axis=1)
+    ordered = np.argsort(slot, axis=1, kind="stable")
+    kind = np.repeat([Pass.FORWARD, Pass.BACKWARD], most)
+    stage = np.concatenate([turn, stages_per_rank - 1 - turn])[ordered] * pp + np.arange(pp)[:, None]
+    return np.stack([kind[ordered], stage, np.concatenate([microbatch, microbatch])[ordered]])
+
+
+def _same_on_every_rank(pp: int, kind: IntArray, microbatch: IntArray) -> IntArray:
+    stages = np.broadcast_to(np.arange(pp)[:, None], (pp, len(kind)))
+    return np.stack([np.broadcast_to(kind, stages.shape), stages, np.broadcast_to(microbatch, stages.shape)])
+
+
+def _check_complete(table: ScheduleTable) -> None:
+    """Every stage computes every micro-batch once forward and once backward, in an order a stage can compute them in."""
+    name = f"{table.schedule} over {table.pp} x {table.stages_per_rank} stages, {table.microbatches} micro-batches"
+    place = positions(table)
+    count = np.bincount(table.kind.ravel(), minlength=len(Pass))
+    each = table.n_stages * table.microbatches
+    wanted = [each, 0, each, each] if count[Pass.WEIGHT] else [each, each, 0, 0]
+    assert count.tolist() == wanted, f"{name}: {count.tolist()} actions by kind, not {wanted}"
+    used = [kind for kind in Pass if wanted[kind]]
+    assert (place[used] >= 0).all(), f"{name}: an action is missing"
+    assert all((place[a] < place[b]).all() for a, b in pairwise(used)), f"{name}: out of order"
+    ranks = np.zeros((table.pp, table.n_stages), dtype=np.bool_)
+    ranks[np.arange(table.pp)[:, None], table.stage] = True
+    assert (ranks.sum(axis=0) == 1).all(), f"{name}: a stage on several ranks"
+    assert (ranks.sum(axis=1) == table.stages_per_rank).all(), f"{name}: stages unevenly spread"
+
+
+def positions(table: ScheduleTable) -> IntArray:
+    """Where each action stands in its rank's order, [kinds, stages, micro-batches]; -1 where there is none."""
+    place = np.full((len(Pass), table.n_stages, table.microbatches), -1, dtype=np.int64)
+    place[table.kind, table.stage, table.microbatch] = np.arange(table.kind.shape[1])
+    return place

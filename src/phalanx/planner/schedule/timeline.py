@@ -1,0 +1,256 @@
+"""A traced pass as a list of steps over numbered buffers, and what follows from it: operations, kept and peak memory.
+
+Both ways of tracing, running operations one by one and reading a compiler's graphs, give a timeline. Nothing here knows
+PyTorch beyond its dtypes. Counts are of elements in the traced micro-batch; a `Scale` leads from them to any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from phalanx.planner.trace.operations import Attention, Collective, Kind, Matmul, Operation, Phase, Scale
+
+Role = Literal["made", "input", "incoming", "given"]
+"""made: by the traced part. input: the activations it is called with. incoming: the gradient of its result. given: there
+before and after it: parameters, and what all blocks share."""
+
+
+@dataclass
+class Buffer:
+    """A piece of memory."""
+
+    name: str
+    """Of the operation that made it."""
+    elements: int
+    itemsize: int
+    role: Role = "made"
+
+    def bytes(self, scale: Scale) -> int:
+        """Its size."""
+        return scale(self.elements) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Access:
+    """Elements of a buffer that a step reads or writes."""
+
+    buffer: int
+    elements: int
+    in_order: bool = False
+    """Whether a fused kernel reads each element where it writes its result."""
+
+
+@dataclass
+class Step:
+    """One kernel or collective."""
+
+    name: str
+    kind: Kind | Literal["free"]
+    """free: only makes memory."""
+    phase: Phase
+    dtype: torch.dtype
+    reads: list[Access] = field(default_factory=list)
+    writes: list[Access] = field(default_factory=list)
+    makes: list[int] = field(default_factory=list)
+    """Buffers allocated before it runs."""
+    drops: list[int] = field(default_factory=list)
+    """Buffers freed after it has run."""
+    reuses: list[int] = field(default_factory=list)
+    """Those among them whose memory its results take over while it runs."""
+    rows_of_tables: bool = False
+    """Whether what it reads more of than it writes is a table, of which it finds rows."""
+    work: list[int] = field(default_factory=list)
+    """Elements of each pointwise operation or reduction in it."""
+    matmul: Matmul | None = None
+    attention: Attention | None = None
+    collective: Collective | None = None
+
+    def scaled(self, scale: Scale) -> Step:
+        """The same in the micro-batch that `scale` leads to."""
+        return replace(
+            self,
+            reads=[replace(access, elements=scale(access.elements)) for access in self.reads],
+            writes=[replace(access, elements=scale(access.elements)) for access in self.writes],
+            work=[scale(elements) for elements in self.work],
+            matmul=None if self.matmul is None else scale.matmul(self.matmul),
+            attention=None if self.attention is None else scale.attention(self.attention),
+            collective=None if self.collective is None else scale.collective(self.collective, self.dtype.itemsize),
+        )
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Memory held from a part's forward pass to its backward pass."""
+
+    name: str
+    """The operation that made it, or `input`."""
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one part of a model costs one rank for one micro-batch, forward and backward."""
+
+    kept: tuple[Kept, ...]
+    """Held between forward and backward. The part's input is in it where backward needs it, its result never: that is the
+    next part's input."""
+    input_bytes: int
+    """Activations it is called with."""
+    output_bytes: int
+    """Its result."""
+    forward_peak: int
+    """Most bytes held at once in forward of what the part makes, results and kept values among them, input not."""
+    backward_peak: int
+    """Most bytes held at once in backward: what is kept (input among it), incoming gradient, temporaries and gradients."""
+    coming_bytes: int
+    """Most bytes that the first micro-batch of a step holds more in backward: gradients of streamed matrices."""
+    gradient_bytes: int
+    """Gradients of whole parameters, in the format they are computed in, at the end of backward."""
+    list_operations: Callable[[], tuple[Operation, ...]] = field(compare=False, repr=False)
+
+    @cached_property
+    def operations(self) -> tuple[Operation, ...]:
+        """In the order they run; collectives among them. Listed when first asked for: most layouts' memory says enough."""
+        return self.list_operations()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Everything held between forward and backward."""
+        return sum(kept.bytes for kept in self.kept)
+
+    def flops(self, *phases: Phase) -> int:
+        """Floating-point operations of matmuls and attention in these phases (all of them if none is named)."""
+        return sum(op.flops * op.times for op in self._of(phases) if op.kind in ("matmul", "attention"))
+
+    def traffic(self, *phases: Phase) -> int:
+        """Bytes read and written by kernels in these phases (all of them if none is named); collectives not counted."""
+        return sum((op.bytes_read + op.bytes_written) * op.times for op in self._of(phases) if op.kind != "collective")
+
+    def collectives(self, *phases: Phase) -> list[Collective]:
+        """Communication in these phases (all of them if none is named), in order."""
+        return [op.collective for op in self._of(phases) if op.collective is not None for _ in range(op.times)]
+
+    def _of(self, phases: tuple[Phase, ...]) -> Iterator[Operation]:
+        return (op for op in self.operations if not phases or op.phase in phases)
+
+
+@dataclass
+class Timeline:
+    """The steps of one forward and one backward pass."""
+
+    buffers: list[Buffer] = field(default_factory=list)
+    forward: list[Step] = field(default_factory=list)
+    backward: list[Step] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+    """Buffers of the part's result."""
+    kept: list[int] = field(default_factory=list)
+    """Buffers alive between the passes, the result not counted unless backward needs it."""
+    gradients: list[int] = field(default_factory=list)
+    """Buffers of parameters' gradients."""
+    coming: list[int] = field(default_factory=list)
+    """Buffers of gradients that the first micro-batch of a step makes and further ones add to."""
+
+    def new(self, name: str, elements: int, itemsize: int, role: Role = "made") -> int:
+        """Number of a new buffer."""
+        self.buffers.append(Buffer(name, elements, itemsize, role))
+        return len(self.buffers) - 1
+
+    def costs(self, scale: Scale, times: Sequence[int] = ()) -> Costs:
+        """Costs in the micro-batch that `scale` leads to. times: how often each step runs, forward and backward; once each
+        where it is empty."""
+        output, gradients = set(self.output), set(self.gradients)
+        sizes = [buffer.bytes(scale) for buffer in self.buffers]
+        kept = [
+            Kept("input" if self.buffers[number].role == "input" else self.buffers[number].name, sizes[number])
+            for number in self.kept
+            if number not in output
+        ]
+        before = sum(part.bytes for part in kept) + sum(sizes[number] for number in self._numbers("incoming"))
+        coming = frozenset(self.coming)
+        later = [0 if number in coming else size for number, size in enumerate(sizes)] if coming else sizes
+        backward_peak = _peak(self.backward, before, later)
+        return Costs(
+            kept=tuple(kept),
+            input_bytes=sum(sizes[number] for number in self._numbers("input")),
+            output_bytes=sum(sizes[number] for number in output),
+            forward_peak=_peak(self.forward, 0, sizes),
+            backward_peak=backward_peak,
+            coming_bytes=_peak(self.backward, before, sizes) - backward_peak if coming else 0,
+            gradient_bytes=sum(sizes[number] for number in gradients),
+            list_operations=lambda: self._operations(gradients, scale, times),
+        )
+
+    def _operations(self, gradients: set[int], scale: Scale, times: Sequence[int]) -> tuple[Operation, ...]:
+        steps = [*self.forward, *self.backward]
+        each = zip(steps, times or [1] * len(steps), strict=True)
+        return tuple(self._operation(step, gradients, scale, count) for step, count in each if step.kind != "free")
+
+    def _numbers(self, role: Role) -> list[int]:
+        return [number for number, buffer in enumerate(self.buffers) if buffer.role == role]
+
+    def _operation(self, step: Step, gradients: set[int], scale: Scale, times: int) -> Operation:
+        assert step.kind != "free"
+        matmul, attention, collective = step.matmul, step.attention, step.collective
+        if matmul is not None:
+            matmul = scale.matmul(matmul)
+        if attention is not None:
+            attention = scale.attention(attention)
+        if collective is not None:
+            collective = scale.collective(collective, step.dtype.itemsize)
+        return Operation(
+            name=step.name,
+            kind=step.kind,
+            phase=step.phase,
+            dtype=step.dtype,
+            flops=_flops(matmul, attention, step.work, scale),
+            bytes_read=self._read(step, scale),
+            bytes_written=self._accessed(step.writes, scale),
+            matmul=matmul,
+            attention=attention,
+            collective=collective,
+            weight_gradient=any(access.buffer in gradients for access in step.writes),
+            times=times,
+        )
+
+    def _read(self, step: Step, scale: Scale) -> int:
+        reads = step.reads
+        if step.rows_of_tables:
+            # A lookup touches the rows it finds, not the table.
+            reads = [read for read in reads if scale(read.elements) <= scale(step.writes[0].elements)]
+        return self._accessed(reads, scale)
+
+    def _accessed(self, accesses: list[Access], scale: Scale) -> int:
+        count, buffers = 0, self.buffers
+        for access in accesses:
+            count += scale(access.elements) * buffers[access.buffer].itemsize
+        return count
+
+
+def _flops(matmul: Matmul | None, attention: Attention | None, work: Sequence[int], scale: Scale) -> int:
+    """Floating-point operations of a step."""
+    if matmul is not None:
+        return matmul.flops
+    return sum(scale(elements) for elements in work) if attention is None else attention.flops
+
+
+def _peak(steps: Sequence[Step], before: int, sizes: Sequence[int]) -> int:
+    """Most bytes at once. before: held when the steps begin. sizes: of buffers."""
+    now = peak = before
+    for step in steps:
+        reused = 0
+        for number in step.reuses:
+            reused += sizes[number]
+        for number in step.makes:
+            now += sizes[number]
+        now -= reused
+        if now > peak:
+            peak = now
+        for number in step.drops:
+            now -= sizes[number]
+        now += reused
+    return peak

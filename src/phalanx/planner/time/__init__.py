@@ -1,0 +1,1 @@
+"""Time of an optimizer step."""

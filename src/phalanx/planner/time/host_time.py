@@ -1,0 +1,63 @@
+"""How long devices wait for the host to prepare what data-parallel ranks exchange: parameter by parameter, pass after pass.
+
+`part_time` knows what the host takes to issue the operations of a part. Gathering and reducing its parameters comes to that,
+and depends on how the layout shares them out, which a part does not know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.planner.time.operation_time import Cause, Floats, Ints, Way
+from phalanx.planner.time.part_time import PartTimes, slower_of
+from phalanx.planner.time.profile import Profile
+from phalanx.planner.time.software import Software
+from phalanx.planner.trace.steps import Steps
+
+_FELT = 0.4
+"""Share of the device's time below which the host's is not felt: by the mean that `slower_of` takes, under 0.1%."""
+
+
+@dataclass(frozen=True)
+class HostWaits:
+    """Seconds that a device waits more than `PartTimes` says, in one micro-batch's pass of each part: [layouts, ways]."""
+
+    block: Floats
+    embedding: Floats
+    head: Floats
+
+    @classmethod
+    def of(cls, steps: Steps, times: PartTimes, profile: Profile, software: Software) -> HostWaits | None:
+        """Of these steps; None where nothing is shared out, or by programs whose host has little to do for it."""
+        layouts = steps.layouts
+        sharded = layouts.data_ranks * layouts.cp > 1
+        if not software.host_exchanges or not np.any(sharded & (layouts.zero >= 2)):
+            return None
+        each = sharded & layouts.gathers_each
+        # What a pipeline gathers for a backward pass stays for the next forward pass.
+        gathered = each & (layouts.pp == 1)
+        again = each & (layouts.reshard_after_forward | software.reshard)
+        reduced = sharded & layouts.reduces_each
+        exchanges = profile.shard_host_s * np.stack([gathered, again.astype(np.int64) + reduced], axis=1)
+        # Chunks go around once forward; backward they and their gradients do.
+        messages = profile.exchange_host_s * np.outer(steps.streams.messages, [1, 2])
+        tensors = steps.tensors
+        return cls(
+            block=_waits(times, steps.block, exchanges * tensors.block[:, None] + messages),
+            embedding=_waits(times, steps.embedding, exchanges * tensors.embedding[:, None]),
+            head=_waits(times, steps.head, exchanges * tensors.head[:, None]),
+        )
+
+
+def _waits(times: PartTimes, part: Ints, more: Floats) -> Floats:
+    """part: of each layout. more: seconds of the host beside those that `times` knows, [layouts, ways]."""
+    whole = times.seconds.sum(axis=2)
+    device = whole - times.seconds[..., Cause.HOST]
+    found = np.zeros((len(part), len(Way)))
+    for way in Way:
+        busy, host = device[part, way], times.issued[part, way] + more[:, way]
+        some = np.flatnonzero((more[:, way] > 0) & (host > _FELT * busy))
+        found[some, way] = slower_of(busy[some], host[some]) - whole[part[some], way]
+    return found

@@ -1,0 +1,313 @@
+"""How long operations take on a device: arrays of what they are, and their seconds by a profile.
+
+Matrix products: the rate of large ones, times how well the result's sides, its area and the sums' depth fill the device;
+never faster than memory gives their data. Attention: the rate of long sequences, times how well length, head size and the
+rows of queries fill it. Everything else is memory traffic. Any kernel takes a little more than its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.planner.time.measured import Kind, correction
+from phalanx.planner.time.profile import Profile
+from phalanx.planner.time.software import Software
+from phalanx.planner.trace.operations import Attention, Matmul, Operation
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class Cause(IntEnum):
+    """What time goes to in a part of a model."""
+
+    MATMUL = 0
+    ATTENTION = 1
+    MEMORY = 2
+    TP = 3
+    CP = 4
+    HOST = 5
+    """The device waits for the host to issue operations."""
+
+
+class Way(IntEnum):
+    """Which pass an operation belongs to; what is recomputed belongs to the backward pass."""
+
+    FORWARD = 0
+    BACKWARD = 1
+
+
+class Form(IntEnum):
+    """What decides how long an operation takes."""
+
+    TRAFFIC = 0
+    """The bytes alone."""
+    PRODUCT = 1
+    ATTENTION = 2
+    """A fused kernel, forward."""
+    ATTENTION_BACKWARD = 3
+    BIASED = 4
+    """A fused kernel that adds a bias to the scores, forward."""
+    BIASED_BACKWARD = 5
+    EAGER_TRAFFIC = 6
+    """The bytes alone, of kernels that were not compiled."""
+    ALL_REDUCE = 7
+    ALL_GATHER = 8
+    REDUCE_SCATTER = 9
+    ALL_TO_ALL = 10
+    SEND = 11
+
+
+@dataclass(frozen=True)
+class OperationTable:
+    """Operations of many parts, one entry each."""
+
+    part: Ints
+    """Which part it belongs to."""
+    way: Ints
+    cause: Ints
+    """What its time counts as."""
+    form: Ints
+    weight: npt.NDArray[np.bool_]
+    """Whether it makes a parameter's gradient."""
+    batch: Ints
+    m: Ints
+    """Rows of a product; queries of attention."""
+    n: Ints
+    """Columns of a product; keys of attention."""
+    k: Ints
+    """Depth of a product; head size of attention."""
+    flops: Floats
+    bytes: Floats
+    """Read and written; of a collective, its tensor."""
+    width: Ints
+    """Bytes of an element of what a product multiplies, or attention compares."""
+    times: Ints
+    """How often it runs."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[float]]) -> OperationTable:
+        """From one tuple a row, in the order of the fields; `times` is 1 where it is left out."""
+        count = len(fields(cls))
+        rows = [row if len(row) == count else (*row, 1) for row in rows]
+        return cls.of_matrix(np.asarray(rows, np.float64).reshape(-1, count))
+
+    @classmethod
+    def of_matrix(cls, rows: Floats) -> OperationTable:
+        """From an array of [operations, fields]."""
+        names, columns = [field.name for field in fields(cls)], rows.T
+        kinds = {"weight": np.bool_, "flops": np.float64, "bytes": np.float64}
+        return cls(
+            **{name: column.astype(kinds.get(name, np.int64)) for name, column in zip(names, columns, strict=True)}
+        )
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def take(self, which: npt.ArrayLike) -> OperationTable:
+        """Those at these positions, or where this mask is true."""
+        return OperationTable(**{field.name: getattr(self, field.name)[which] for field in fields(self)})
+
+    def shifted(self, parts: int) -> OperationTable:
+        """The same, of parts numbered from `parts` on."""
+        return replace(self, part=self.part + parts)
+
+    @classmethod
+    def joined(cls, tables: Sequence[OperationTable]) -> OperationTable:
+        """All entries of several tables."""
+        return cls(
+            **{field.name: np.concatenate([getattr(table, field.name) for table in tables]) for field in fields(cls)}
+        )
+
+
+def compute_seconds(table: OperationTable, profile: Profile) -> Floats:
+    """Seconds of each operation on the device, all its times together, [operations]; 0 for collectives."""
+    seconds = _by_curves(table, profile)
+    if profile.measured:
+        for kind, which in _measurable(table, {point.kind for point in profile.measured}):
+            rows = np.flatnonzero(which)
+            if len(rows):
+                sizes = np.stack([table.batch[rows], table.m[rows], table.n[rows], table.k[rows]], axis=1)
+                seconds[rows] *= correction(profile.measured, kind, sizes)
+    return seconds * table.times
+
+
+def _measurable(table: OperationTable, timed: Collection[Kind]) -> Iterable[tuple[Kind, npt.NDArray[np.bool_]]]:
+    """The kinds of operations that are timed one by one, and where they stand. timed: those that were."""
+    product = table.form == Form.PRODUCT
+    halves = table.width == 2
+    yield "matmul", product & halves
+    yield "matmul32", product & (table.width == 4)
+    yield "matmul64", product & (table.width == 8)
+    forward = halves & ((table.form == Form.ATTENTION) | (table.form == Form.BIASED))
+    backward = halves & ((table.form == Form.ATTENTION_BACKWARD) | (table.form == Form.BIASED_BACKWARD))
+    if "whole_attention" not in timed:
+        # Causal calls of these sizes say something of them too.
+        yield "attention", forward
+        yield "attention_backward", backward
+        return
+    whole = _whole(table)
+    yield "attention", forward & ~whole
+    yield "attention_backward", backward & ~whole
+    yield "whole_attention", forward & whole
+    yield "whole_attention_backward", backward & whole
+
+
+def _whole(table: OperationTable) -> npt.NDArray[np.bool_]:
+    """Where attention computes all scores: twice as much as where half of them is masked."""
+    products = np.where(np.isin(table.form, (Form.ATTENTION_BACKWARD, Form.BIASED_BACKWARD)), 5.0, 2.0)
+    return np.asarray(table.flops > 1.5 * products * table.batch * table.m * table.n * table.k)
+
+
+def _by_curves(table: OperationTable, profile: Profile) -> Floats:
+    rate = np.select(
+        [table.width == 8, table.width == 4], [profile.matmul64_flop_s, profile.matmul32_flop_s], profile.matmul_flop_s
+    )
+    rows = table.batch * table.m
+    area = rows * table.n
+    edge, depth = profile.matmul_edge, profile.matmul_depth
+    fill = table.m / (table.m + edge) * (table.n / (table.n + edge)) * (table.k / (table.k + depth))
+    fill = fill * (area / (area + profile.matmul_area))
+    aligned = _ALIGNED // table.width
+    odd = np.maximum(_odd(table.n, aligned), _odd(table.k, aligned))
+    fill = fill / (1 + profile.matmul_odd * odd)
+    eager = np.where(table.form == Form.EAGER_TRAFFIC, profile.eager_share, 1.0)
+    traffic = table.bytes / (profile.memory_b_s * eager)
+    backward = (table.form == Form.ATTENTION_BACKWARD) | (table.form == Form.BIASED_BACKWARD)
+    biased = (table.form == Form.BIASED) | (table.form == Form.BIASED_BACKWARD)
+    fused = backward | biased | (table.form == Form.ATTENTION)
+    attention = np.where(backward, profile.attention_backward_flop_s, profile.attention_flop_s)
+    # Wider numbers go through the same kernels at the rate of their products.
+    attention = attention * np.where(biased, profile.attention_biased, 1.0) * (rate / profile.matmul_flop_s)
+    share = table.n / (table.n + profile.attention_length) * (table.k / (table.k + profile.attention_head))
+    share = share * (rows / (rows + profile.attention_area))
+    product = np.maximum(table.flops / (rate * fill), traffic)
+    attended = np.maximum(table.flops / (attention * share), traffic)
+    seconds = np.where(table.form == Form.PRODUCT, product, np.where(fused, attended, traffic))
+    return np.where(table.form >= Form.ALL_REDUCE, 0.0, seconds + profile.kernel_s)
+
+
+_ALIGNED = 128
+"""Bytes that devices fetch at once."""
+
+
+def _odd(size: Ints, aligned: Ints) -> Floats:
+    """How far a side is from a multiple of `aligned`: 0 for one, nearly 1 for an odd number."""
+    return np.asarray(1.0 / np.gcd(size, aligned) - 1.0 / aligned)
+
+
+def operation_rows(
+    part: int,
+    operations: Sequence[Operation],
+    software: Software,
+    tp: int,
+    *,
+    biased: bool = False,
+    eager: bool = False,
+) -> list[tuple[float, ...]]:
+    """Rows of an `OperationTable` for one part as `software` runs it. biased: whether attention adds a bias. eager: whether
+    it is not compiled."""
+    rows: list[tuple[float, ...]] = []
+    if tp > 1 and not software.sequence_parallel:
+        operations = _without_moves(operations)
+    if tp > 1 and software.fused_residual:
+        operations = _with_one_sum(operations)
+    inside = {"forward": False, "recompute": False, "backward": False}
+    for op in operations:
+        collective = op.collective
+        if collective is not None and collective.axis == "tp":
+            inside[op.phase] = collective.operation == "all_gather"
+        spread = 1 if software.sequence_parallel or inside[op.phase] else tp
+        rows += [(*row, op.times) for row in _rows_of(part, op, software, spread, biased, eager)]
+    return rows
+
+
+def _without_moves(operations: Sequence[Operation]) -> list[Operation]:
+    """Without the copies that bring activations in the order in which they are gathered and scattered."""
+    kept = []
+    for before, op, after in zip([None, *operations], operations, [*operations[1:], None], strict=False):
+        gathered = before is not None and _moves(before, "all_gather")
+        scattered = after is not None and _moves(after, "reduce_scatter")
+        if not (op.kind == "copy" and (gathered or scattered)):
+            kept.append(op)
+    return kept
+
+
+def _with_one_sum(operations: Sequence[Operation]) -> list[Operation]:
+    """Without the pass that adds the bias of a row-split matrix where another adds the residual right after."""
+    kept = []
+    for before, op, after in zip([None, *operations], operations, [*operations[1:], None], strict=False):
+        scattered = before is not None and _moves(before, "reduce_scatter")
+        if not (scattered and op.kind == "pointwise" and after is not None and after.kind == "pointwise"):
+            kept.append(op)
+    return kept
+
+
+def _moves(op: Operation, collective: str) -> bool:
+    return op.collective is not None and op.collective.axis == "tp" and op.collective.operation == collective
+
+
+def _rows_of(
+    part: int, op: Operation, software: Software, spread: int, biased: bool, eager: bool
+) -> Iterable[tuple[float, ...]]:
+    way = Way.FORWARD if op.phase == "forward" else Way.BACKWARD
+    traffic = op.bytes_read + op.bytes_written
+    if op.collective is not None:
+        found = op.collective
+        form = Form[found.operation.upper()]
+        if found.axis == "tp" and not software.sequence_parallel:
+            if form == Form.ALL_GATHER:
+                return []
+            form = Form.ALL_REDUCE
+        cause = Cause.TP if found.axis == "tp" else Cause.CP
+        return [(part, way, cause, form, False, 1, 1, 1, 1, 0.0, found.bytes, 1)]
+    if op.attention is not None:
+        x = op.attention
+        if not software.fused_attention:
+            return _unfused(part, way, x, software.attention_dropout)
+        form = Form.ATTENTION_BACKWARD if x.backward else Form.ATTENTION
+        if biased:
+            form = Form.BIASED_BACKWARD if x.backward else Form.BIASED
+        sizes = (x.samples * x.heads, x.queries, x.keys, x.head_size, x.flops, traffic)
+        return [(part, way, Cause.ATTENTION, form, False, *sizes, x.width)]
+    if op.matmul is not None:
+        y = op.matmul
+        sizes = (y.batch, y.m, y.n, y.k, y.flops, traffic)
+        return [(part, way, Cause.MATMUL, Form.PRODUCT, op.weight_gradient, *sizes, y.width)]
+    form = Form.EAGER_TRAFFIC if eager and software.eager_traffic else Form.TRAFFIC
+    return [(part, way, Cause.MEMORY, form, op.weight_gradient, 1, 1, 1, 1, 0.0, traffic * spread, 1)]
+
+
+def _unfused(part: int, way: Way, x: Attention, dropout: bool) -> list[tuple[float, ...]]:
+    """Attention as products and passes over the scores: one byte an element of dropout's mask."""
+    batch, scores = x.samples * x.heads, x.samples * x.heads * x.queries * x.keys
+    queries, keys, size = x.queries, x.keys, x.head_size
+    products = [(queries, keys, size), (queries, size, keys)]
+    width = x.width
+    if x.backward:
+        products = [(keys, size, queries), (queries, keys, size), (queries, size, keys), (keys, size, queries)]
+    passes = [*_softmax_passes(x), *[2 * width + 1] * dropout]
+    rows: list[tuple[float, ...]] = []
+    start = (part, way, Cause.ATTENTION)
+    for m, n, k in products:
+        traffic = width * batch * (m * n + m * k + n * k)
+        rows.append((*start, Form.PRODUCT, False, batch, m, n, k, Matmul(batch, m, n, k).flops, traffic, width))
+    rows += [(*start, Form.TRAFFIC, False, 1, 1, 1, 1, 0.0, bytes * scores, 1) for bytes in passes]
+    return rows
+
+
+def _softmax_passes(x: Attention) -> list[int]:
+    """Bytes an element of each pass over the scores: one where Megatron's softmax kernel scales and masks as well, else one
+    to and from 32 bits each, one each for scale and mask, and the softmax itself.
+
+    The kernel wants score matrices in fours, rows in fours and at most 4,096 columns (Megatron-LM,
+    megatron/core/fusions/fused_softmax.py, `is_kernel_available`).
+    """
+    if x.samples * x.heads % 4 == 0 and x.queries % 4 == 0 and x.keys <= 4096:
+        return [3 * x.width if x.backward else 2 * x.width]
+    return [x.width + 4, 8, 8, 12 if x.backward else 8, 4 + x.width]

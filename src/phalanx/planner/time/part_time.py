@@ -1,0 +1,209 @@
+"""How long one micro-batch takes in each part of a model on one rank, forward and backward, by cause.
+
+Kernels follow one another. Collectives of the tensor-parallel axis lie between them and hide behind nothing; those that
+pass keys and values around a ring hide behind attention. Where the host issues operations more slowly than the device does
+them, the device waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from phalanx.hardware.collectives import Constants, all_gather, all_reduce, all_to_all, reduce_scatter, send
+from phalanx.hardware.machine import Machine
+from phalanx.hardware.topology import place
+from phalanx.planner.time.operation_time import (
+    Cause,
+    Floats,
+    Form,
+    Ints,
+    OperationTable,
+    Way,
+    compute_seconds,
+    operation_rows,
+)
+from phalanx.planner.time.profile import Profile
+from phalanx.planner.time.software import Software
+from phalanx.planner.trace.family import PartName, Setting
+from phalanx.planner.trace.operations import Operation
+from phalanx.planner.trace.parts import part_costs
+
+_STREAMED = 10.0
+"""What the host does to issue an operation of streamed blocks, over what compiled code needs: chains are computed chunk by
+chunk from Python (ORBIT-1B on H200s, one sample a micro-batch)."""
+_TOGETHER = 6.0
+"""How sharply the slower of host and device decides: the power of a mean of both."""
+
+
+Columns = TypeVar("Columns")
+"""A dataclass of arrays that have a row for each of the same things."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of models and what they consist of. Arrays are [parts]."""
+
+    operations: OperationTable
+    tp: Ints
+    cp: Ints
+    host_work: Floats
+    """See `Software`."""
+    exchange_work: Floats
+    """The same of an exchange of activations, which is one call however finely a program cuts up what it computes."""
+    host_exchanges: Floats
+    """1 where the host pays for exchanges of activations, else 0."""
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return len(self.tp)
+
+    @classmethod
+    def joined(cls, several: Sequence[Parts]) -> Parts:
+        """All parts of several lists, one after the other."""
+        starts = np.cumsum([0, *(parts.count for parts in several)])
+        tables = [parts.operations.shifted(int(start)) for parts, start in zip(several, starts, strict=False)]
+        return cls(
+            OperationTable.joined(tables),
+            np.concatenate([parts.tp for parts in several]),
+            np.concatenate([parts.cp for parts in several]),
+            np.concatenate([parts.host_work for parts in several]),
+            np.concatenate([parts.exchange_work for parts in several]),
+            np.concatenate([parts.host_exchanges for parts in several]),
+        )
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """Seconds of one micro-batch."""
+
+    seconds: Floats
+    """[parts, ways, causes]: forward and backward, recompute in the latter."""
+    weight: Floats
+    """The part of backward that makes gradients of weights, [parts]."""
+    issued: Floats
+    """What the host takes to issue all that, [parts, ways]; the device waits for it in the cause HOST."""
+
+
+def part_operations(name: PartName, setting: Setting, microbatch: int, software: Software) -> list[Operation]:
+    """What a part consists of as `software` runs it."""
+    if not software.plain_recompute or setting.recompute == "none":
+        return list(part_costs(name, setting, microbatch).costs.operations)
+    traced = part_costs(name, replace(setting, recompute="none"), microbatch).costs.operations
+    if name != "block":
+        return list(traced)
+    again = [op for op in traced if op.phase == "forward" and (setting.recompute == "full" or op.attention is not None)]
+    forward = [op for op in traced if op.phase == "forward"]
+    backward = [op for op in traced if op.phase != "forward"]
+    return [*forward, *(replace(op, phase="recompute") for op in again), *backward]
+
+
+def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], software: Software) -> Parts:
+    """The parts in `wanted`: name, setting, samples of a micro-batch."""
+    rows = [_rows_of(*part, software) for part in wanted]
+    tp, cp = (np.array([getattr(setting, axis) for _, setting, _ in wanted], np.int64) for axis in ("tp", "cp"))
+    streamed = np.array([setting.streamed > 1 for _, setting, _ in wanted])
+    work = np.where(streamed, max(software.host_work, _STREAMED), software.host_work)
+    together = np.concatenate(rows)
+    together[:, 0] = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
+    exchanges = np.full(len(rows), float(software.host_exchanges))
+    return Parts(OperationTable.of_matrix(together), tp, cp, work, np.where(streamed, work, 1.0), exchanges)
+
+
+@cache
+def _rows_of(name: PartName, setting: Setting, microbatch: int, software: Software) -> Floats:
+    """The operations of one part, as part 0, [operations, fields of an OperationTable]."""
+    operations = part_operations(name, setting, microbatch, software)
+    eager = name == "block" and not setting.compile
+    rows = operation_rows(0, operations, software, setting.tp, biased=_biased(setting), eager=eager)
+    return np.asarray(rows, np.float64).reshape(-1, len(fields(OperationTable)))
+
+
+def _biased(setting: Setting) -> bool:
+    """Whether attention adds a bias to the scores, which is what these kernels are chosen for."""
+    return setting.attention == "flex" or (setting.attention in ("efficient", "math") and setting.precision != "fp32")
+
+
+_COLLECTIVES = {
+    Form.ALL_REDUCE: all_reduce,
+    Form.ALL_GATHER: all_gather,
+    Form.REDUCE_SCATTER: reduce_scatter,
+    Form.ALL_TO_ALL: all_to_all,
+    Form.SEND: send,
+}
+
+
+def in_training(constants: Constants, profile: Profile) -> Constants:
+    """How collectives do beside everything else a training step does."""
+    return replace(
+        constants,
+        efficiency=constants.efficiency * profile.link_share,
+        efficiency_across=constants.efficiency_across * profile.network_share,
+    )
+
+
+def part_times(parts: Parts, machine: Machine, constants: Constants, profile: Profile) -> PartTimes:
+    """Seconds of every part on `machine`. constants: of its collectives, alone."""
+    table, count = parts.operations, parts.count
+    seconds = compute_seconds(table, profile)
+    seconds = seconds + _collective_seconds(parts, machine, in_training(constants, profile))
+    ways, causes = len(Way), len(Cause)
+    where = (table.part * ways + table.way) * causes + table.cause
+    sums = np.asarray(np.bincount(where, seconds, count * ways * causes), np.float64).reshape(count, ways, causes)
+    ring = np.bincount(where, np.where(table.form == Form.SEND, seconds, 0.0), count * ways * causes)
+    sent = ring.reshape(count, ways, causes)[..., Cause.CP]
+    hidden = np.minimum(sent, sums[..., Cause.ATTENTION] * profile.hidden)
+    sums[..., Cause.CP] += profile.slowdown * hidden - hidden
+    device = sums.sum(axis=2)
+    issued = _issued(parts, profile)
+    together = slower_of(device, issued)
+    sums[..., Cause.HOST] = together - device
+    weight = np.bincount(table.part, np.where(table.weight, seconds, 0.0), count)
+    return PartTimes(sums, np.minimum(weight, together[:, Way.BACKWARD]), issued)
+
+
+def slower_of(device: Floats, host: Floats) -> Floats:
+    """Seconds of something that takes the device and the host so long; where both take alike, each waits now and then."""
+    longest = np.maximum(np.maximum(device, host), 1e-12)
+    return np.asarray(longest * ((device / longest) ** _TOGETHER + (host / longest) ** _TOGETHER) ** (1 / _TOGETHER))
+
+
+def _issued(parts: Parts, profile: Profile) -> Floats:
+    table, count, ways = parts.operations, parts.count, len(Way)
+    where = table.part * ways + table.way
+    exchanged = table.form >= Form.ALL_REDUCE
+    calls, exchanges = (
+        np.bincount(where, np.where(which, table.times, 0), count * ways).reshape(count, ways)
+        for which in (~exchanged, exchanged)
+    )
+    issued = calls * parts.host_work[:, None] + exchanges * parts.exchange_work[:, None]
+    return np.asarray(issued * profile.host_s + exchanges * parts.host_exchanges[:, None] * profile.exchange_host_s)
+
+
+def _collective_seconds(parts: Parts, machine: Machine, constants: Constants) -> Floats:
+    table = parts.operations
+    seconds = np.zeros(len(table))
+    for cause, sizes, strides in (
+        (Cause.TP, parts.tp, np.ones_like(parts.tp)),
+        (Cause.CP, parts.cp, parts.tp),
+    ):
+        if not np.any(sizes > 1):
+            continue
+        places = place(machine, sizes, strides)
+        for form, collective in _COLLECTIVES.items():
+            rows = np.flatnonzero((table.cause == cause) & (table.form == form))
+            if len(rows):
+                each = collective(table.bytes[rows], at(places, table.part[rows]), constants)
+                seconds[rows] = each * table.times[rows]
+    return seconds
+
+
+def at(columns: Columns, which: Ints) -> Columns:
+    """Of a dataclass of arrays, [rows], the rows at these positions."""
+    names = (field.name for field in fields(cast(Any, columns)))
+    return type(columns)(**{name: getattr(columns, name)[which] for name in names})

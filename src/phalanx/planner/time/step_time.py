@@ -1,0 +1,388 @@
+"""How long an optimizer step takes in each of many layouts, by cause, in closed form.
+
+The busiest pipeline rank computes its micro-batches; the others make it wait while the pipeline fills and drains
+(`bubble`). Data-parallel ranks gather parameters and add up gradients behind that as far as it goes. Then the optimizer
+passes over its part of the parameters. `step_exact` simulates the pipeline instead, for a few layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.hardware.collectives import Constants, all_gather, all_reduce, all_to_all, reduce_scatter, send
+from phalanx.planner.layouts.candidates import SCHEDULES
+from phalanx.planner.schedule.bubble import MeanStage, makespan
+from phalanx.planner.time.host_time import HostWaits
+from phalanx.planner.time.operation_time import Cause, Floats, Way
+from phalanx.planner.time.part_time import PartTimes, at, in_training
+from phalanx.planner.time.profile import Profile
+from phalanx.planner.time.software import Software
+from phalanx.planner.trace.steps import Steps
+
+
+class StepCause(IntEnum):
+    """What a step's time goes to; the first ones are those of parts."""
+
+    MATMUL = 0
+    ATTENTION = 1
+    MEMORY = 2
+    TP = 3
+    """Waiting for tensor-parallel ranks."""
+    CP = 4
+    """Waiting for context-parallel ranks."""
+    HOST = 5
+    """The device waits for the host to issue operations."""
+    BUBBLE = 6
+    """The pipeline fills and drains."""
+    TRANSFER = 7
+    """Waiting for activations from other pipeline ranks."""
+    DATA = 8
+    """Waiting for data-parallel ranks, and what computing loses while they communicate."""
+    OPTIMIZER = 9
+    REST = 10
+    """Norm of the gradients, data, logging."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step on the busiest rank."""
+
+    seconds: Floats
+    """[layouts, causes]"""
+
+    @property
+    def total(self) -> Floats:
+        """All causes together, [layouts]."""
+        return np.asarray(self.seconds.sum(axis=1))
+
+    def of(self, cause: StepCause) -> Floats:
+        """Of one cause, [layouts]."""
+        return self.seconds[:, cause]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of the model. Arrays of [layouts]."""
+
+    blocks: Floats
+    embedding: Floats
+    """1 where it holds the embedding, else 0."""
+    head: Floats
+
+    def of_parts(self, steps: Steps, column: Floats) -> Floats:
+        """What it has of something in all its parts together, [layouts]. column: of each part."""
+        return np.asarray(
+            self.blocks * column[steps.block]
+            + self.embedding * column[steps.embedding]
+            + self.head * column[steps.head]
+        )
+
+
+@dataclass(frozen=True)
+class Busiest(Held):
+    """The rank that computes longest, and its times. Arrays of [layouts]."""
+
+    forward: Floats
+    """Seconds of one micro-batch."""
+    backward: Floats
+    others: Floats
+    """What the mean of the other ranks takes, over what it takes."""
+
+
+def closed_form(
+    steps: Steps, times: PartTimes, profile: Profile, constants: Constants, software: Software
+) -> StepTimes:
+    """Seconds of every step, with the times of its parts. constants: of the machine's collectives, alone."""
+    layouts, count = steps.layouts, steps.layouts.accumulation
+    constants = in_training(constants, profile)
+    busiest = busiest_rank(steps, times)
+    seconds = np.zeros((len(StepCause), len(steps)))
+    causes = times.seconds.sum(axis=1)
+    for cause in Cause:
+        if np.any(causes[:, cause]):
+            seconds[cause] = count * busiest.of_parts(steps, causes[:, cause])
+    waits = HostWaits.of(steps, times, profile, software)
+    if waits is not None:
+        seconds[StepCause.HOST] += count * (
+            busiest.blocks * waits.block.sum(axis=1)
+            + busiest.embedding * waits.embedding.sum(axis=1)
+            + busiest.head * waits.head.sum(axis=1)
+        )
+    bubble, transfer = _pipeline(steps, busiest, busiest.of_parts(steps, times.weight), constants)
+    seconds[StepCause.BUBBLE], seconds[StepCause.TRANSFER] = bubble * profile.pipeline_ramp, transfer
+    data = DataParallel.of(steps, times, waits, profile, constants, software)
+    seconds[StepCause.DATA] = data.exposed(steps, busiest)
+    held = parameters_held(steps)
+    mine = held / layouts.shards
+    seconds[StepCause.OPTIMIZER] = mine * software.optimizer_bytes / profile.optimizer_b_s
+    # Gradients of further micro-batches are added to what is there, unless they are reduced first.
+    added = np.where(layouts.reduces_each & np.bool_(software.overlap), mine, held) * (
+        software.gather_bytes + 2 * software.reduce_bytes
+    )
+    # Those of the first are where nobody reduces them at once brought into the sums' format, where that is another.
+    alone = (steps.shards.size == 1) & (steps.replicas.size == 1)
+    waits_for_more = ~layouts.reduces_each & (count > 1)
+    begun = np.where((alone | waits_for_more) & software.working_copy, held, 0.0) * (
+        software.gather_bytes + software.reduce_bytes
+    )
+    seconds[StepCause.MEMORY] += ((count - 1) * added + begun) / profile.memory_b_s
+    between = profile.step_s * np.where(layouts.world_size == 1, software.step_alone, 1.0)
+    seconds[StepCause.REST] = between + 4 * mine / profile.memory_b_s
+    return StepTimes(seconds.T)
+
+
+def parameters_held(steps: Steps) -> Floats:
+    """Elements on the rank that holds most, before data parallelism shares them out, [layouts]."""
+    first = (
+        steps.layers.first * steps.block_parameters + steps.embedding_parameters + steps.joined * steps.head_parameters
+    )
+    last = steps.layers.last * steps.block_parameters + np.where(steps.joined > 0, 0.0, steps.head_parameters)
+    return np.maximum(np.maximum(first, last), steps.layers.other * steps.block_parameters)
+
+
+def busiest_rank(steps: Steps, times: PartTimes) -> Busiest:
+    """The rank that computes longest, of each layout."""
+    both = times.seconds.sum(axis=2)
+    whole, layers = both.sum(axis=1), steps.layers
+    apart = 1.0 - steps.joined
+    one, end, start = whole[steps.block], whole[steps.head], whole[steps.embedding]
+    first = layers.first * one + start + steps.joined * end
+    last = layers.last * one + apart * end
+    other = layers.other * one
+    is_first = first >= np.maximum(last, other)
+    is_last = ~is_first & (last >= other)
+    held = Held(
+        blocks=np.where(is_first, layers.first, np.where(is_last, layers.last, layers.other)),
+        embedding=is_first.astype(np.float64),
+        head=np.where(is_first, steps.joined, apart * is_last),
+    )
+    forward, backward = (held.of_parts(steps, both[:, way]) for way in Way)
+    pp = steps.layouts.pp
+    everything = layers.mean * pp * one + start + end
+    mine = forward + backward
+    others = np.where(pp > 1, (everything - mine) / (np.maximum(pp - 1, 1) * mine), 1.0)
+    return Busiest(held.blocks, held.embedding, held.head, forward, backward, others)
+
+
+def _pipeline(steps: Steps, busiest: Busiest, weight: Floats, constants: Constants) -> tuple[Floats, Floats]:
+    """(bubble, waiting for transfers) of each layout, seconds."""
+    layouts = steps.layouts
+    bubble, transfer = np.zeros(len(steps)), np.zeros(len(steps))
+    for number, schedule in enumerate(SCHEDULES):
+        some = np.flatnonzero((layouts.schedule == number) & (layouts.pp > 1))
+        if not len(some):
+            continue
+        pp, per_rank, count = layouts.pp[some], layouts.stages_per_rank[some], layouts.accumulation[some]
+        sent = send(steps.hidden_bytes[some], at(steps.pipeline, some), constants)
+        forward, backward = busiest.forward[some] / per_rank, busiest.backward[some] / per_rank
+        stage = MeanStage(forward, backward, weight[some] / per_rank, 0.0, busiest.others[some])
+        alone = makespan(schedule, pp, per_rank, count, stage)
+        bubble[some] = alone - count * (busiest.forward[some] + busiest.backward[some])
+        waiting = MeanStage(0.0, 0.0, 0.0, sent, 1.0)
+        transfer[some] = makespan(schedule, pp, per_rank, count, waiting)
+    return bubble, transfer
+
+
+@dataclass(frozen=True)
+class _OfEach:
+    """Seconds of one kind of exchange for each part. Arrays of [layouts]."""
+
+    unit: Floats
+    """Of the blocks that are gathered together."""
+    embedding: Floats
+    head: Floats
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """Seconds of what goes around the ring for a streamed block. Arrays of [layouts]."""
+
+    weights: Floats
+    """All chunks, once around."""
+    gradients: Floats
+    """To where they belong."""
+    own: Floats
+    """What must have come before the first product."""
+    summed: Floats
+    """Replicas adding up what stays."""
+
+
+@dataclass(frozen=True)
+class _Exchanges:
+    """Seconds of everything that data-parallel ranks exchange, alone; None where no layout does."""
+
+    gather: _OfEach
+    scatter: _OfEach
+    summed: _OfEach | None
+    ring: _Ring | None
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """What data-parallel ranks exchange for each part, and what of it shows. Arrays of [layouts], seconds."""
+
+    profile: Profile
+    software: Software
+    constants: Constants
+    block: tuple[Floats, Floats]
+    """A block's forward and backward pass, behind which exchanges hide."""
+    copied: npt.NDArray[np.bool_]
+    """Where copy engines exchange."""
+
+    @classmethod
+    def of(
+        cls,
+        steps: Steps,
+        times: PartTimes,
+        waits: HostWaits | None,
+        profile: Profile,
+        constants: Constants,
+        software: Software,
+    ) -> DataParallel:
+        """For these steps."""
+        both = times.seconds.sum(axis=2)[steps.block]
+        if waits is not None:
+            both = both + waits.block
+        copied = (steps.shards.nodes == 1) & (steps.shards.size > 1) & software.copy_engines
+        return cls(profile, software, constants, (both[:, Way.FORWARD], both[:, Way.BACKWARD]), copied)
+
+    def exposed(self, steps: Steps, busiest: Busiest) -> Floats:
+        """Seconds a step."""
+        if not np.any((steps.shards.size > 1) | (steps.replicas.size > 1)):
+            return np.zeros(len(steps))
+        if not self.software.overlap:
+            return self._afterwards(steps, busiest)
+        layouts, count = steps.layouts, steps.layouts.accumulation
+        forward, backward = (steps.unit * each for each in self.block)
+        units = busiest.blocks / steps.unit
+        exchanges = self._exchanges(steps)
+        gather, scatter = exchanges.gather, exchanges.scatter
+        each = layouts.gathers_each
+        again = np.where(each & (layouts.reshard_after_forward | self.software.reshard), gather.unit, 0.0)
+        # What a pipeline gathers for a backward pass stays for the next forward pass.
+        gathers = np.where(each & (layouts.pp == 1), count, layouts.zero > 0)
+        scatters = np.where(layouts.reduces_each, count, 1)
+        # Nothing runs yet behind which the first gathers could hide, and nothing is left behind the last reductions.
+        seconds = gathers * (
+            units * self._shown(gather.unit, forward)
+            + busiest.embedding * gather.embedding
+            + gather.unit
+            + busiest.head * self._shown(gather.head, forward)
+        )
+        behind = scatter.unit + again
+        shown = self._shown(behind, backward)
+        seconds += scatters * (
+            units * shown + busiest.embedding * scatter.embedding + busiest.head * self._shown(scatter.head, backward)
+        )
+        seconds += (count - scatters) * units * self._shown(again, backward)
+        if (summed := exchanges.summed) is not None:
+            seconds += (
+                busiest.embedding * summed.embedding
+                + units * (self._shown(behind + summed.unit, backward) - shown)
+                + busiest.head * self._shown(summed.head, backward)
+            )
+        if (ring := exchanges.ring) is not None:
+            seconds += self._streaming(steps, busiest, ring)
+        return seconds + self._straggling(steps, busiest)
+
+    def _exchanges(self, steps: Steps) -> _Exchanges:
+        """What exchanges take, computed once for all layouts that are alike in it."""
+        first = np.zeros(int(steps.alike.max()) + 1, np.int64)
+        first[steps.alike] = np.arange(len(steps))
+        few = steps.take(first)
+        one = replace(self, copied=self.copied[first])
+        unit = few.unit * (few.block_parameters - few.streams.parameters)
+        parameters = (unit, few.embedding_parameters, few.head_parameters)
+
+        def of_each(seconds: Callable[[Steps, Floats], Floats]) -> _OfEach:
+            return _OfEach(*(seconds(few, held)[steps.alike] for held in parameters))
+
+        ring = one._ring(few) if np.any(few.streams.parameters) else None
+        return _Exchanges(
+            of_each(one._gather),
+            of_each(one._scatter),
+            of_each(one._sum) if np.any(few.replicas.size > 1) else None,
+            None if ring is None else at(ring, steps.alike),
+        )
+
+    def _ring(self, steps: Steps) -> _Ring:
+        streams, width = steps.streams, self.software.gather_bytes
+        chunk = width * streams.sent / np.maximum(streams.messages, 1)
+        return _Ring(
+            weights=streams.messages * self._message(steps, chunk),
+            gradients=self._exchange(
+                steps, all_to_all(width * streams.parameters, steps.shards, self.constants), width * streams.parameters
+            ),
+            # A chunk that several ranks hold together is there before its products begin.
+            own=np.where(streams.own > 0, self._message(steps, width * streams.own), 0.0),
+            summed=all_reduce(self.software.reduce_bytes * streams.piece, steps.replicas, self.constants),
+        )
+
+    def _streaming(self, steps: Steps, busiest: Busiest, ring: _Ring) -> Floats:
+        """What shows of the chunks that go around the ring beside the products: weights forward; weights, and again those
+        that recompute needs, and gradients backward. Replicas add up once, beside nothing."""
+        streams = steps.streams
+        forward, backward = (streams.busy * each for each in self.block)
+        passes = ring.own * (2 + streams.again) + self._shown(ring.weights, forward)
+        passes += self._shown((1 + streams.again) * ring.weights + ring.gradients, backward)
+        shown = busiest.blocks * (steps.layouts.accumulation * passes + ring.summed)
+        return np.where(streams.parameters > 0, shown, 0.0)
+
+    def _message(self, steps: Steps, size: Floats) -> Floats:
+        """Each rank sends `size` bytes to the next one."""
+        sent = send(size, steps.shards, self.constants)
+        if not np.any(self.copied):
+            return sent
+        rate = steps.shards.ring_b_s * self.profile.copy_share
+        return np.where(self.copied, self.constants.launch_s + size / rate, sent)
+
+    def _straggling(self, steps: Steps, busiest: Busiest) -> Floats:
+        """Where every block waits for its parameters, all nodes go at the pace of the one that is slowest just then."""
+        layouts = steps.layouts
+        waits = (layouts.gathers_each | (layouts.streamed > 1)) & (steps.shards.nodes > 1)
+        share = self.profile.straggling * np.log2(np.maximum(steps.shards.nodes, 1))
+        return np.where(waits, layouts.accumulation * (busiest.forward + busiest.backward) * share, 0.0)
+
+    def _afterwards(self, steps: Steps, busiest: Busiest) -> Floats:
+        held = (
+            busiest.blocks * steps.block_parameters
+            + busiest.embedding * steps.embedding_parameters
+            + busiest.head * steps.head_parameters
+        )
+        return self._gather(steps, held) + self._scatter(steps, held) + self._sum(steps, held)
+
+    def _shown(self, exchange: Floats, computing: Floats) -> Floats:
+        hidden = np.minimum(exchange, self.profile.hidden * computing)
+        slowdown: Any = self.profile.slowdown
+        if np.any(self.copied):
+            slowdown = np.where(self.copied, self.profile.copy_slowdown, slowdown)
+        return np.asarray(exchange - hidden + slowdown * hidden)
+
+    def _gather(self, steps: Steps, parameters: Floats) -> Floats:
+        size = parameters * self.software.gather_bytes
+        return self._exchange(steps, all_gather(size, steps.shards, self.constants), size)
+
+    def _scatter(self, steps: Steps, parameters: Floats) -> Floats:
+        size = parameters * self.software.reduce_bytes
+        # Copies carry gradients as they were computed.
+        return self._exchange(
+            steps, reduce_scatter(size, steps.shards, self.constants), parameters * self.software.gather_bytes
+        )
+
+    def _exchange(self, steps: Steps, collective: Floats, copied_bytes: Floats) -> Floats:
+        if not np.any(self.copied):
+            return collective
+        shards = steps.shards
+        rate = shards.ring_b_s * self.profile.copy_share
+        copies = self.constants.launch_s + copied_bytes * (shards.size - 1) / shards.size / rate
+        return np.where(self.copied, copies, collective)
+
+    def _sum(self, steps: Steps, parameters: Floats) -> Floats:
+        size = parameters * self.software.reduce_bytes / steps.layouts.shards
+        return all_reduce(size, steps.replicas, self.constants)

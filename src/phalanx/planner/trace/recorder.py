@@ -1,0 +1,192 @@
+"""Runs a part on meta tensors and writes down every operation, and when memory is made and freed: an eager run's timeline.
+
+Autograd, recomputation and Python's own freeing of memory take part, so what is kept is what an uncompiled run keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.planner.schedule.timeline import Access, Role, Step, Timeline
+from phalanx.planner.trace.meta import on_meta
+from phalanx.planner.trace.operations import (
+    COLLECTIVES,
+    FREE,
+    Collective,
+    Phase,
+    attention_of,
+    base_name,
+    kind_of,
+    matmul_of,
+    tensors_in,
+)
+
+Opaque = Callable[..., Any]
+"""Runs what stands behind an operation that PyTorch sees as a whole."""
+
+
+class Recorder(TorchDispatchMode):
+    """While active, adds what runs to `timeline`; the values it computes with are meta tensors."""
+
+    def __init__(self, axes: dict[str, str], opaque: dict[Any, Opaque] | None = None) -> None:
+        """axes: names of the layout's axes by names of process groups. opaque: operations to look into."""
+        super().__init__()
+        self.timeline = Timeline()
+        self.backward = False
+        self.axes = axes
+        self.opaque = opaque or {}
+        self._numbers: dict[int, int] = {}
+        self._inside = 0
+        self._inner = 0
+        self._closed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and write it down."""
+        keywords = kwargs or {}
+        name = base_name(func)
+        if name == "wait_tensor":
+            return args[0]
+        if func in self.opaque:
+            with self, self._looking_into():
+                return self.opaque[func](self, *args, **keywords)
+        if self._inner:
+            # Below autograd, where what stands behind an operation runs, compound operations arrive whole.
+            with self:
+                parts = func.decompose(*args, **keywords)
+            if parts is not NotImplemented:
+                return parts
+        # Nothing is computed on meta, and PyTorch 2.11 cannot add there into a matrix of another format.
+        result = keywords["out"] if "out" in keywords else on_meta(func, args, keywords)
+        if not func.is_view:
+            self._record(func, name, args, keywords, result)
+        return result
+
+    @contextlib.contextmanager
+    def recomputable(self) -> Iterator[None]:
+        """What runs in here is part of a forward pass; where it runs in the backward pass, it is computed again."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    def hold(self, tensor: Tensor, role: Role, name: str = "") -> int:
+        """Number of the buffer behind `tensor`; the buffer is not counted as made by a step."""
+        return self._number(tensor, name or role, role)[0]
+
+    def add(self, step: Step, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Add a step that ran without being seen; its results are buffers from here on."""
+        step.reads = [self._access(tensor, step.name) for tensor in reads]
+        for tensor in writes:
+            number, new = self._number(tensor, step.name, "made")
+            if new:
+                step.makes.append(number)
+            step.writes.append(Access(number, tensor.numel()))
+        self._steps.append(step)
+
+    def relabel(self, tensor: Tensor, role: Role) -> None:
+        """Give the buffer behind `tensor` another role than that of something made here."""
+        number = self._number(tensor, role, role)[0]
+        self.timeline.buffers[number].role = role
+        for step in self._steps:
+            if number in step.makes:
+                step.makes.remove(number)
+
+    def adopt(self, tensor: Tensor, number: int) -> None:
+        """Let `tensor` stand for a buffer of the timeline."""
+        storage = tensor.untyped_storage()
+        self._numbers[storage._cdata] = number
+        self._watch(storage, storage._cdata)
+
+    def extend(self, steps: list[Step]) -> None:
+        """Add finished steps."""
+        self._steps.extend(steps)
+
+    def close(self) -> list[Step]:
+        """Everything that was recorded, in order. What is freed from here on is no part of it."""
+        self._closed = True
+        return [*self.timeline.forward, *self.timeline.backward]
+
+    def living(self) -> list[int]:
+        """Buffers that are alive and were made by a step."""
+        found = sorted(self._numbers.values())
+        return [number for number in found if self.timeline.buffers[number].role == "made"]
+
+    @property
+    def phase(self) -> Phase:
+        """What runs now."""
+        if not self.backward:
+            return "forward"
+        return "recompute" if self._inside else "backward"
+
+    @property
+    def _steps(self) -> list[Step]:
+        return self.timeline.backward if self.backward else self.timeline.forward
+
+    @contextlib.contextmanager
+    def _looking_into(self) -> Iterator[None]:
+        self._inner += 1
+        try:
+            yield
+        finally:
+            self._inner -= 1
+
+    def _record(self, func: Any, name: str, args: Any, keywords: dict[str, Any], result: Any) -> None:
+        reads, writes = tensors_in((args, keywords)), tensors_in(result)
+        if not writes:
+            return
+        kind: Any = "free" if name in FREE else kind_of(name)
+        step = Step(name, kind, self.phase, writes[0].dtype)
+        if kind == "free":
+            reads = []
+        elif kind == "collective":
+            step.collective = collective_of(name, args, reads[0], writes[0], self.axes)
+        else:
+            step.matmul, step.attention = matmul_of(name, args), attention_of(func, args, keywords)
+            if kind in ("pointwise", "reduction"):
+                step.work = [max(tensor.numel() for tensor in (*reads, *writes))]
+            step.rows_of_tables = kind == "lookup"
+        self.add(step, reads, writes)
+        if kind == "free":
+            step.writes = []
+
+    def _access(self, tensor: Tensor, name: str) -> Access:
+        number, _ = self._number(tensor, name, "given")
+        return Access(number, min(tensor.numel(), self.timeline.buffers[number].elements))
+
+    def _number(self, tensor: Tensor, name: str, role: Role) -> tuple[int, bool]:
+        """The buffer behind `tensor`, and whether this is the first that is seen of it."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._numbers:
+            return self._numbers[key], False
+        number = self.timeline.new(name, storage.nbytes() // tensor.itemsize, tensor.itemsize, role)
+        self._numbers[key] = number
+        self._watch(storage, key)
+        return number, True
+
+    def _watch(self, storage: torch.UntypedStorage, key: int) -> None:
+        weakref.finalize(storage, self._drop, key).atexit = False
+
+    def _drop(self, key: int) -> None:
+        number = self._numbers.pop(key)
+        if self._steps and not self._closed:
+            self._steps[-1].drops.append(number)
+
+
+def collective_of(name: str, arguments: Any, x: Tensor, result: Tensor, axes: dict[str, str]) -> Collective:
+    """What is communicated, from a functional collective's arguments."""
+    operation = COLLECTIVES[name]
+    whole = max(x.numel(), result.numel())
+    axis = axes[arguments[-1]]
+    size = whole // min(x.numel(), result.numel())
+    if operation == "all_to_all":
+        size = len(arguments[1])
+    return Collective(operation, axis, size, whole * x.itemsize)

@@ -1,0 +1,1 @@
+"""Studies: trials that are proposed, run and learnt from."""

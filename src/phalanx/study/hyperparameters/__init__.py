@@ -1,0 +1,1 @@
+"""Which hyperparameters are best."""

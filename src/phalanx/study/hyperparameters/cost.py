@@ -1,0 +1,144 @@
+"""What a trial costs: seconds of a step and memory, from the family's own size and FLOPs, corrected by finished trials.
+
+Both are linear regressions of a logarithm with a prior: before any trial has run they say what the model's size says, and
+each trial that ends moves them. Beside the size they know what was chosen, so that a body that is slow for its FLOPs, or an
+option that needs memory, is found out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.config.check import global_batch_samples
+from phalanx.config.schema import Run
+from phalanx.families.registry import family_of
+from phalanx.layout.resolve import one_rank_microbatch
+from phalanx.study.trials.ranges import Choices, Range, Scalar
+
+Floats = npt.NDArray[np.float64]
+
+_NOISE = 0.15
+"""Standard deviation of what equal trials differ by, in logarithms."""
+_RATE = {True: 2e12, False: 5e9}
+"""FLOP/s that a step reaches before anything is measured: on an accelerator, on a CPU core."""
+_SHARED = {True: 0.5, False: 1.0}
+"""Exponent of the number of trials that share a device: on a CPU core k trials take k times as long each."""
+_PROCESS = 0.7e9
+"""Bytes of a process before it trains: libraries, and on an accelerator its context."""
+_STATE = 16
+"""Bytes of a parameter with its gradient and the optimizer's state."""
+_ACTIVATION_WIDTHS = 12.0
+"""Numbers that are kept for the backward pass of a matmul parameter's row of a block, in widths."""
+_SPREAD = 1.3
+"""Standard deviations of the memory's logarithm that are kept free."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a trial is, by its family's own functions."""
+
+    flops: float
+    """Of a step, forward and backward."""
+    parameters: float
+    bytes: float
+    """Memory by a rule of thumb."""
+
+
+def size_of(run: Run) -> Size:
+    """Of a run on one device. Raises DataError where the data that say so are not prepared."""
+    family = family_of(run)
+    parameters = family.parameter_count(run)
+    each = family.flops_per_sample(run)
+    width = float(getattr(run.model, "d_model", 64))
+    # 6 FLOPs a matmul parameter and row: a row of width w through w * w parameters keeps some widths of numbers.
+    activations = each * one_rank_microbatch(run) / (6.0 * width) * _ACTIVATION_WIDTHS / 4.0
+    return Size(each * global_batch_samples(run), parameters, _PROCESS + _STATE * parameters + 4.0 * activations)
+
+
+@dataclass
+class Regression:
+    """A linear function with a normal prior of its coefficients, and the observations that moved it."""
+
+    mean: Floats
+    spread: Floats
+    """Standard deviations of the prior."""
+    noise: float = _NOISE
+    rows: list[Floats] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, row: Floats, value: float) -> None:
+        """One more observation."""
+        self.rows.append(row)
+        self.values.append(value)
+
+    def predict(self, row: Floats) -> tuple[float, float]:
+        """The value at a row, and its standard deviation."""
+        precision = np.diag(1.0 / self.spread**2)
+        target = self.mean / self.spread**2
+        if self.rows:
+            x = np.stack(self.rows)
+            precision = precision + x.T @ x / self.noise**2
+            target = target + x.T @ np.asarray(self.values) / self.noise**2
+        solved = np.linalg.solve(precision, np.stack([target, row], axis=1))
+        return float(row @ solved[:, 0]), math.sqrt(float(row @ solved[:, 1]) + self.noise**2)
+
+
+class CostModel:
+    """What trials of one space cost on one kind of device."""
+
+    def __init__(self, ranges: Mapping[str, Range], reference: Size, *, accelerator: bool) -> None:
+        """reference: of the run file as it stands."""
+        self._ranges = dict(ranges)
+        self._reference = reference
+        self._rate = _RATE[accelerator]
+        columns = self._columns({})
+        extra_mean, extra_spread = np.zeros(len(columns)), np.full(len(columns), 0.5)
+        self._seconds = Regression(
+            np.concatenate([[0.0, 0.0, _SHARED[accelerator]], extra_mean]),
+            np.concatenate([[3.0, 0.3, 0.3], extra_spread]),
+        )
+        self._memory = Regression(
+            np.concatenate([[0.0, 0.0], extra_mean]), np.concatenate([[0.7, 0.3], extra_spread * 0.5])
+        )
+
+    def learn(self, size: Size, values: Mapping[str, Scalar], step_s: float, memory: float | None, k: float) -> None:
+        """What a trial took: seconds of a step with k trials on its device, bytes at its highest; None is not known."""
+        self._seconds.add(self._time_row(size, values, k), math.log(step_s) - self._expected(size))
+        if memory is not None:
+            self._memory.add(self._memory_row(size, values), math.log(memory) - math.log(size.bytes))
+
+    def step_seconds(self, size: Size, values: Mapping[str, Scalar], k: float = 1.0) -> float:
+        """Expected seconds of a step with k trials on the device."""
+        return math.exp(self._seconds.predict(self._time_row(size, values, k))[0] + self._expected(size))
+
+    def memory(self, size: Size, values: Mapping[str, Scalar]) -> float:
+        """Bytes that are probably enough."""
+        mean, spread = self._memory.predict(self._memory_row(size, values))
+        learned = len(self._memory.rows) > 0
+        return size.bytes * math.exp(mean + (_SPREAD * spread if learned else 0.0))
+
+    def _expected(self, size: Size) -> float:
+        # A step takes some milliseconds however small the model is.
+        return math.log(0.005 + size.flops / self._rate)
+
+    def _time_row(self, size: Size, values: Mapping[str, Scalar], k: float) -> Floats:
+        known = [1.0, math.log(size.flops / self._reference.flops), math.log(max(k, 1.0))]
+        return np.concatenate([known, self._columns(values)])
+
+    def _memory_row(self, size: Size, values: Mapping[str, Scalar]) -> Floats:
+        return np.concatenate([[1.0, math.log(size.bytes / self._reference.bytes)], self._columns(values)])
+
+    def _columns(self, values: Mapping[str, Scalar]) -> Floats:
+        """What was chosen, as numbers: one column a number, one for each of several values."""
+        found: list[float] = []
+        for name, given in self._ranges.items():
+            if isinstance(given, Choices):
+                found += [float(name in values and values[name] == one) for one in given.values]
+            else:
+                found.append(given.position(values[name]) - 0.5 if name in values else 0.0)
+        return np.asarray(found)

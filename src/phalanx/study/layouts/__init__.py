@@ -1,0 +1,1 @@
+"""Which layout is fastest, by measured trials."""

@@ -1,0 +1,150 @@
+"""What the planner expects of every point of a space before anything is measured: time by cause, and memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from phalanx.config.load import dump_run, parse_run
+from phalanx.config.schema import Run
+from phalanx.config.search import Search
+from phalanx.errors import ConfigError
+from phalanx.planner.layouts.candidates import Candidates
+from phalanx.planner.layouts.enumerate import CHOSEN
+from phalanx.planner.memory.model import Kernels, memory
+from phalanx.planner.memory.probability import KEPT_BY_DRIVER, communicators, device_bytes
+from phalanx.planner.rank.cost_models import CostModels
+from phalanx.planner.rank.judge import Planner, Task
+from phalanx.planner.rank.models import Floats
+from phalanx.planner.time.profile import CONSTANTS, spread_of
+from phalanx.planner.time.timing import our_software
+from phalanx.study.layouts.space import Space, allowed, build_space, check_layout
+
+_SIMULATED = 256
+"""Layouts, best by the closed form first, whose pipeline is simulated."""
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Expectations. Arrays of [points]."""
+
+    seconds: Floats
+    """Of a step."""
+    sensitivity: Floats
+    """[points, constants]: change of the logarithm of `seconds` where one constant of the device's profile is off by one
+    standard deviation of what is known of it."""
+    spread: float
+    """One standard deviation of the logarithm of the measured over the expected time."""
+    margin: Floats
+    """Logarithm of the device's memory over all that is expected to be needed of it; negative where that is more."""
+    peak: Floats
+    """Bytes of live tensors on the worst rank, and of the buffers that peers read: what trials report."""
+
+    def take(self, which: Any) -> Prior:
+        """Those of some points."""
+        return Prior(self.seconds[which], self.sensitivity[which], self.spread, self.margin[which], self.peak[which])
+
+
+def planned_space(planner: Planner, task: Task, search: Search) -> tuple[Space, Prior]:
+    """Every point whose layout may fit, with what the planner expects of it.
+
+    Raises ConfigError where nothing is legal, nothing may fit, or the section of the run file leaves nothing.
+    """
+    check_layout(search)
+    fixed = {name: values[0] for name, values in search.layout.items() if len(values) == 1 and name in CHOSEN}
+    clash = [name for name, value in fixed.items() if task.fixed.get(name, value) != value]
+    if clash:
+        raise ConfigError(f"search.layout.{clash[0]} has only {fixed[clash[0]]}, but the command line another value")
+    narrow = _Narrowed(planner.machine, planner.models, planner.least_p, planner.limits, 1, search)
+    judged = narrow.judge(Task(task.run, task.devices, {**fixed, **task.fixed}))
+    if not len(judged.fitting):
+        raise ConfigError(
+            f"none of {len(judged.legal):,} legal layouts may fit; phalanx plan --fit finds how many devices do"
+        )
+    space = build_space(judged.legal.take(judged.fitting), search)
+    return space, _with_knobs(planner, task.run, space, expect(planner, task.run, space.layouts).take(space.layout_of))
+
+
+@dataclass(frozen=True)
+class _Narrowed(Planner):
+    """A planner that looks at nothing but what a search may choose: the model is not traced for the rest."""
+
+    search: Search = field(default_factory=Search)
+
+    def every_legal(self, task: Task) -> Candidates:
+        """Legal layouts with the values that the search allows."""
+        legal = super().every_legal(task)
+        return legal.take(allowed(legal, self.search))
+
+
+def expect(planner: Planner, run: Run, layouts: Candidates) -> Prior:
+    """What is expected of these layouts, the best of them with simulated pipelines."""
+    models = planner.models
+    assert isinstance(models, CostModels)
+    times = models.times(run, layouts, exact=False)
+    seconds = times.total.copy()
+    best = np.argsort(seconds, kind="stable")[:_SIMULATED]
+    exact = models.times(run, layouts.take(best), exact=True)
+    # Where the closed form is off for the best it is so for their neighbours, which would seem better than they are.
+    seconds *= float(np.exp(np.median(np.log(exact.total / seconds[best]))))
+    seconds[best] = exact.total
+    rocm = planner.machine.node.device.startswith("MI")
+    copies = our_software(run, planner.machine).copy_engines
+    held = memory(run, layouts, Kernels.on_accelerators(run, rocm=rocm), peer_copies=copies)
+    needed = device_bytes(held.allocated, communicators(layouts), models.beside, held.peer_buffers)
+    return Prior(
+        seconds=seconds,
+        sensitivity=_sensitivity(models, run, layouts, times.total),
+        spread=float(np.median(times.spread)),
+        margin=np.log(models.device_bytes * (1 - KEPT_BY_DRIVER) / needed),
+        peak=held.held,
+    )
+
+
+def _with_knobs(planner: Planner, run: Run, space: Space, prior: Prior) -> Prior:
+    """`prior` with what the planner thinks of the values of knobs, each taken by itself."""
+    models = planner.models
+    assert isinstance(models, CostModels)
+    seconds, margin, peak = prior.seconds.copy(), prior.margin.copy(), prior.peak.copy()
+    for points, words in space.knob_values():
+        try:
+            changed = parse_run(dump_run(run), "the run file", words)
+        except ConfigError:
+            # The trial will say so.
+            continue
+        if changed == run:
+            continue
+        which, place = np.unique(space.layout_of[points], return_inverse=True)
+        layouts = space.layouts.take(which)
+        slower, more = (
+            np.log(there / here)[place]
+            for here, there in zip(_looked_at(models, run, layouts), _looked_at(models, changed, layouts), strict=True)
+        )
+        seconds[points] *= np.exp(slower)
+        margin[points] -= more
+        peak[points] *= np.exp(more)
+    return replace(prior, seconds=seconds, margin=margin, peak=peak)
+
+
+def _looked_at(models: CostModels, run: Run, layouts: Candidates) -> tuple[Floats, Floats]:
+    """(seconds of a step, bytes on the worst rank) by the closed form."""
+    return models.times(run, layouts, exact=False).total, models.memory(run, layouts).peak
+
+
+def _sensitivity(models: CostModels, run: Run, layouts: Candidates, seconds: Floats) -> Floats:
+    names = [name for name in CONSTANTS if spread_of(name) > 0]
+    columns = []
+    for name in names:
+        # Half a standard deviation: the time is not linear, and larger errors are rare.
+        changed = with_constants(models, {name: math.exp(0.5 * spread_of(name))})
+        columns.append(2.0 * np.log(changed.times(run, layouts, exact=False).total / seconds))
+    return np.stack(columns, axis=1)
+
+
+def with_constants(models: CostModels, factors: dict[str, float]) -> CostModels:
+    """The models with some constants of the device multiplied."""
+    named = models.profile
+    return replace(models, profile=replace(named, profile=named.profile.scaled(factors)))

@@ -1,0 +1,1 @@
+"""Training jobs as trials of a study."""

@@ -1,0 +1,1 @@
+"""Every private or moving PyTorch API, probed by feature."""

@@ -1,1 +1,0 @@
-"""Trials as processes: what came of them, their storage, launching, causes of failures, ranges and samplers, importance."""

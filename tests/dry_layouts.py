@@ -1,0 +1,84 @@
+"""Small runs whose steps are dry-run and run for real, and what a real rank of them takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from layout_runs import run_with
+from phalanx.config.schema import LanguageRun, Run
+from phalanx.layout.apply import Applied, apply_layout
+from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.mesh import Groups, build_mesh
+from phalanx.layout.resolve import resolve_layout
+from phalanx.planner.dryrun.report import group_axes
+from phalanx.planner.dryrun.run import WatchedExecutor, measured_step
+from phalanx.planner.trace.memory_trace import StepTrace
+from phalanx.train.checkpoint import materialise_optimizer_state
+from phalanx.train.step import TrainStep, build_step
+
+WORLD = 4
+_LARGER = {"model.d_model": 64, "model.d_ff": 192, "model.vocab_size": 509, "training.loss_chunk_tokens": 32}
+_GPT = {
+    "model.positions": "learned",
+    "model.norm": "layernorm",
+    "model.mlp": "gelu_tanh",
+    "model.bias": True,
+    "model.tied_head": True,
+}
+_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "zero 3, seven micro-batches": ({"dp_shard": 4, "global_batch": 28}, {}),
+    "zero 2 in two replicas": ({"dp_shard": 2, "dp_replicate": 2, "zero": 2, "global_batch": 16}, {}),
+    "tp, selective recompute": ({"tp": 2, "dp_shard": 2, "recompute": "selective", "global_batch": 4}, {}),
+    "tp and tied biased gpt in a pipeline": ({"tp": 2, "pp": 2, "global_batch": 12}, _GPT),
+    "1f1b of four ranks, full recompute": ({"pp": 4, "recompute": "full", "global_batch": 11}, {}),
+    "gpipe": ({"pp": 2, "dp_shard": 2, "schedule": "gpipe", "global_batch": 14}, {}),
+    "interleaved": ({"pp": 2, "dp_shard": 2, "schedule": "interleaved_1f1b", "global_batch": 20}, {}),
+    "zbv": ({"pp": 2, "dp_shard": 2, "schedule": "zbv", "global_batch": 18}, {}),
+    "ring": ({"cp": 2, "tp": 2, "context": "ring", "global_batch": 4}, {}),
+    "document masks, dropout, fp16": (
+        {"dp_shard": 4, "zero": 1, "precision": "fp16", "global_batch": 8},
+        {"data.document_mask": True, "model.dropout": 0.1},
+    ),
+    "zero 0 in fp32": ({"dp_shard": 1, "dp_replicate": 4, "zero": 0, "precision": "fp32", "global_batch": 16}, {}),
+    "heads exchanged": ({"cp": 2, "dp_shard": 2, "context": "all_to_all", "global_batch": 8}, {}),
+}
+
+
+def run_named(name: str) -> LanguageRun:
+    """The run of this name."""
+    layout, changes = _LAYOUTS[name]
+    return run_with(_LARGER | changes, **layout)
+
+
+NAMES = list(_LAYOUTS)
+
+
+def train_step(run: Run, applied: Applied, device: torch.device) -> TrainStep:
+    """The training step, with all state its optimizer will ever have."""
+    step = build_step(run, applied, device)
+    materialise_optimizer_state(step.optimizer)
+    return step
+
+
+def real_steps(names: list[str]) -> dict[str, dict[str, Any]]:
+    """What the second step of each run takes on this rank of a real process group."""
+    made: Groups = {}
+    return {name: _real_step(run_named(name), made) for name in names}
+
+
+def _real_step(run: LanguageRun, made: Groups) -> dict[str, Any]:
+    layout, cpu = resolve_layout(run, WORLD), torch.device("cpu")
+    mesh = build_mesh(layout, cpu, made)
+    with StepTrace().watching() as trace:
+        applied = apply_layout(run, layout, mesh, cpu, AttentionChoice("sdpa"))
+        step = train_step(run, applied, cpu).relaid(WatchedExecutor(applied, trace))
+        measured_step(run, applied, step, trace)
+        found = measured_step(run, applied, step, trace)
+    axes = group_axes(mesh, WORLD)
+    calls: dict[tuple[str, str, int, int], int] = {}
+    for call, count in found.calls.items():
+        key = call.operation, axes[call.group].name, axes[call.group].size, call.bytes
+        calls[key] = calls.get(key, 0) + count
+    return {"peak": found.peak, "categories": found.categories, "calls": calls, "moment": str(found.moment)}

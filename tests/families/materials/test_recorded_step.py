@@ -1,0 +1,231 @@
+"""Recorded steps give the losses and gradients of the network, whatever stands behind a batch; here without a device's
+graphs, which replay the same program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.config.families import MaterialsRun
+from phalanx.families.materials import recorded_step
+from phalanx.families.materials.layout import LAYOUT, MaterialsStage
+from phalanx.families.materials.model.network import MaterialsNetwork
+from phalanx.families.materials.recorded_step import StepRecorder
+from phalanx.families.materials.verification import VERIFICATION
+from phalanx.families.registry import family_of
+from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.family import Building
+from phalanx.layout.init import initialise_parameters
+from phalanx.layout.mesh import Axis
+from phalanx.layout.share import SequenceShare
+from phalanx.torch_compat.program import SizedProgram
+
+BODIES = ("gin", "pna", "gatv2", "cgcnn", "schnet", "egnn", "painn", "mace")
+
+
+def run_of(
+    body: str, layout: dict[str, Any] | None = None, training: dict[str, Any] | None = None, **model: Any
+) -> MaterialsRun:
+    heads: dict[str, Any] = {
+        "energy": {"force_weight": 10.0, "stress_weight": 3.0},
+        "charges": {},
+        "properties": {"names": ["gap", "moment"]},
+        "branches": [{"name": "first", "reference_energies": {"1": -1.0}}, {"name": "second", "energy_scale": 2.0}],
+    }
+    size = {"n_layers": 2, "d_model": 8, "n_radial": 4, "cutoff": 3.0, "max_atomic_number": 6, "mean_neighbors": 12.0}
+    narrow = {"mace": {"degree": 2, "hidden_degree": 1, "correlation": 2, "radial_width": 8}} if body == "mace" else {}
+    return MaterialsRun.model_validate(
+        {
+            "model": {"family": "materials", "body": body, **size, **narrow, **heads, **model},
+            "data": {"sources": [{"name": "any", "path": "nowhere"}], "prepared": "nowhere", "cutoff": 3.0},
+            "layout": {"global_batch": 4, "microbatch": 1, "precision": "fp64", **(layout or {})},
+            "optimizer": {"lr": 0.01},
+            "training": {"steps": 2, **(training or {})},
+        }
+    )
+
+
+def network(run: MaterialsRun) -> MaterialsNetwork:
+    found = MaterialsNetwork(run.model, dtype=torch.float64).double()
+    initialise_parameters(dict(found.named_parameters()), family_of(run).initial_rules(run), 0, {})
+    return found
+
+
+def inputs_of(run: MaterialsRun, step: int, structures: int) -> dict[str, Any]:
+    species_N, inputs = VERIFICATION.samples(run, step, 0, structures, structures).inputs()
+    del inputs["max_atoms"]
+    return {"species_N": species_N, **inputs}
+
+
+def gradients(net: MaterialsNetwork, losses: Tensor, scale: Tensor) -> list[Tensor | None]:
+    return list(torch.autograd.grad((losses * scale).sum(), list(net.parameters()), allow_unused=True))
+
+
+def compare(net: MaterialsNetwork, recorder: StepRecorder, inputs: dict[str, Any], scale: Tensor) -> None:
+    """Equal to rounding; a bias that shifts all charges of a molecule has no gradient but rounding."""
+    wanted = net(**inputs)
+    found = recorder.losses(inputs, list(net.parameters()), scale)
+    torch.testing.assert_close(found, wanted.detach(), rtol=1e-12, atol=1e-12)
+    pairs = zip(gradients(net, found, scale), gradients(net, wanted, scale), strict=True)
+    for (name, parameter), (ours, theirs) in zip(net.named_parameters(), pairs, strict=True):
+        assert (ours is None) == (theirs is None), name
+        if ours is not None and theirs is not None:
+            assert ours.shape == parameter.shape
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_losses_and_gradients_are_those_of_the_network(body: str) -> None:
+    run = run_of(body)
+    net = network(run)
+    recorder = StepRecorder(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=False)
+    for step, structures in ((1, 12), (2, 12), (3, 7), (4, 16)):
+        scale = torch.linspace(0.5, 1.5, 5, dtype=torch.float64) / step
+        compare(net, recorder, inputs_of(run, step, structures), scale)
+        # Another step, other parameters: a recording reads those it is given.
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.mul_(1.1)
+
+
+def test_compiled_gradients_of_pna_are_those_of_the_network() -> None:
+    """Fused otherwise, numbers round otherwise: where two neighbours tie, a largest message would be another one's then."""
+    run = run_of("pna", energy={"force_weight": 10.0}, charges=None, properties=None, branches=[{}], n_layers=1)
+
+    def single() -> MaterialsNetwork:
+        found = network(run).float()
+        found.dtype = torch.float32
+        return found
+
+    net, wide, scale = single(), network(run), torch.ones(2, dtype=torch.float64)
+    recorder = StepRecorder(single, source=0, cutoff=run.model.cutoff, compiled=True)
+    inputs = inputs_of(run, 1, 12)
+    exact = gradients(wide, wide(**inputs), scale)
+    inputs |= {name: inputs[name].float() for name in ("positions_N3", "shifts_E3", "cells_G33")}
+    found = gradients(net, recorder.losses(inputs, list(net.parameters()), scale), scale)
+    for ours, theirs in zip(found, exact, strict=True):
+        assert ours is not None and theirs is not None
+        assert (ours.double() - theirs).norm() < 1e-4 * theirs.norm() + 1e-6
+
+
+def test_gradients_are_added_up_where_nothing_follows_them() -> None:
+    run = run_of("painn")
+    net = network(run)
+    recorder = StepRecorder(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=False)
+    scale = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
+    parts = [inputs_of(run, step, 12) for step in (1, 2)]
+    for inputs in parts:
+        losses = recorder.losses_alone(inputs, list(net.parameters()), scale)
+        assert not losses.requires_grad
+    found = [parameter.grad for parameter in net.parameters()]
+    first, second = (gradients(net, net(**inputs), scale) for inputs in parts)
+    for ours, one, other in zip(found, first, second, strict=True):
+        assert (ours is None) == (one is None)
+        if ours is not None and one is not None and other is not None:
+            torch.testing.assert_close(ours, one + other, rtol=1e-10, atol=1e-11)
+
+
+def test_atoms_that_stand_for_none_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features grow as the square in each block of PaiNN; with many neighbours they would leave float32."""
+    monkeypatch.setattr(recorded_step, "_LEAST_USED", 0.0)
+    run = run_of("painn", n_layers=6, mean_neighbors=2.0)
+
+    def single() -> MaterialsNetwork:
+        found = network(run).float()
+        found.dtype = torch.float32
+        return found
+
+    def narrowed(inputs: dict[str, Any]) -> dict[str, Any]:
+        wide = ("energy_G", "properties_GP")
+        return {k: v.float() if v.dtype == torch.float64 and k not in wide else v for k, v in inputs.items()}
+
+    net, scale = single(), torch.ones(5, dtype=torch.float64)
+    recorder = StepRecorder(single, source=0, cutoff=run.model.cutoff, compiled=False)
+    recorder.losses(narrowed(inputs_of(run, 1, 32)), list(net.parameters()), scale)
+    few = narrowed(inputs_of(run, 1, 3))
+    few["edges_2E"], few["shifts_E3"] = few["edges_2E"][:, :12], few["shifts_E3"][:12]
+    found = gradients(net, recorder.losses(few, list(net.parameters()), scale), scale)
+    assert len(recorder._recordings) == 1
+    for ours, theirs in zip(found, gradients(net, net(**few), scale), strict=True):
+        assert ours is not None and theirs is not None and theirs.isfinite().all()
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=float(theirs.abs().max()) * 1e-5 + 1e-5)
+
+
+def test_a_few_recordings_serve_batches_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_step, "_MOST", 3)
+    run = run_of("gin")
+    net = network(run)
+    recorder = StepRecorder(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=False)
+    scale = torch.ones(5, dtype=torch.float64)
+    rooms = []
+    for structures in (4, 12, 24, 40, 4, 40):
+        compare(net, recorder, inputs_of(run, 1, structures), scale)
+        rooms.append([one.room.edges for one in recorder._recordings])
+    assert [len(found) for found in rooms] == [1, 2, 3, 3, 3, 3]
+    # The largest gave way to one that is larger still, and was not needed again.
+    assert max(rooms[3]) > max(rooms[2]) and rooms[3:] == [rooms[3]] * 3
+
+
+def test_a_number_scales_all_tasks_alike() -> None:
+    run = run_of("schnet")
+    net = network(run)
+    recorder = StepRecorder(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=False)
+    inputs = inputs_of(run, 1, 8)
+    losses = recorder.losses(inputs, list(net.parameters()), 0.25)
+    found = gradients(net, losses, torch.tensor(0.25))
+    wanted = gradients(net, net(**inputs), torch.tensor(0.25))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours is not None and theirs is not None
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+
+
+def test_one_program_serves_batches_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph that the compiler is given; tests/torch_compat/test_compat_program.py compiles one."""
+    monkeypatch.setattr(SizedProgram, "compile", lambda program, dtype: program)
+    run = run_of("painn")
+    net = network(run)
+    recorder = StepRecorder(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=True)
+    scale = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
+    programs = []
+    for step, structures in ((1, 12), (2, 24), (3, 5)):
+        compare(net, recorder, inputs_of(run, step, structures), scale)
+        assert recorder._step is not None
+        programs.append(recorder._step.program)
+    assert len(recorder._recordings) == 3
+    assert programs == [programs[0]] * 3
+    assert isinstance(programs[0], SizedProgram)
+    # A copy from host memory would wait for the device, which a recording cannot.
+    assert not any("lift_fresh" in str(node.target) for node in programs[0].graph.graph.nodes)
+
+
+WHEN = {
+    "accelerator": (run_of("painn"), "cuda", 1, False, True),
+    "cpu": (run_of("painn"), "cpu", 1, False, False),
+    "cpu, asked for": (run_of("painn", training={"compile": True}), "cpu", 1, False, True),
+    "not wanted": (run_of("painn", training={"compile": False}), "cuda", 1, False, False),
+    "deterministic": (run_of("painn", training={"deterministic": True}), "cuda", 1, False, False),
+    "pairs of edges": (run_of("dimenet++"), "cuda", 1, False, False),
+    "global attention": (run_of("painn", attention={"heads": 2}), "cuda", 1, False, False),
+    "recompute": (run_of("painn", layout={"recompute": "full"}), "cuda", 1, False, False),
+    "atoms over ranks": (run_of("painn"), "cuda", 2, False, False),
+    "sharded, one unit": (run_of("painn"), "cuda", 1, True, True),
+    "sharded by block": (run_of("painn", energy=None), "cuda", 1, True, False),
+}
+
+
+@pytest.mark.parametrize("name", WHEN)
+def test_steps_are_recorded_where_they_can_be(name: str) -> None:
+    run, device, cp, gathered, wanted = WHEN[name]
+    share = SequenceShare(Axis("cp", 0, cp), Axis("tp"), "ring")
+    choice = AttentionChoice("sdpa")
+    building = Building(run, torch.device(device), choice, share, gathered=gathered)
+    with torch.device("meta"):
+        part = MaterialsNetwork(run.model)
+    stage = LAYOUT.stage(building, part, 0)
+    assert isinstance(stage, MaterialsStage)
+    assert (stage.recorder is not None) == wanted
+    # A program needs all parameters at once.
+    assert stage.one_unit == (wanted or run.model.energy is not None)

@@ -1,0 +1,169 @@
+"""Costs of the weather family and of streamed blocks are those of the code that runs: memory, bytes, operations."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from dry_layouts import train_step
+from layout_runs import run_with
+from phalanx.config.families import WeatherRun
+from phalanx.config.schema import Run
+from phalanx.errors import ConfigError
+from phalanx.families.weather.sizes import block_flops_per_sample
+from phalanx.layout.resolve import resolve_layout
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.planner.dryrun.report import RankReport
+from phalanx.planner.dryrun.run import dry_run
+from phalanx.planner.explain.break_even import break_even
+from phalanx.planner.memory.model import Kernels, rank_memory
+from phalanx.planner.trace.family import Setting, cost_family, setting_of
+from phalanx.planner.trace.parts import PartCosts, part_costs
+from phalanx.planner.trace.streamed import chain_sizes
+
+WORLD, LAYERS = 8, 2
+UNCOMPILED = Kernels("cpu", compiled=False)
+WEATHER: dict[str, Any] = {
+    "n_layers": LAYERS, "d_model": 1024, "d_ff": 4096, "n_heads": 16, "qk_norm": True,
+    "n_lat": 32, "n_lon": 64, "patch_size": 2,
+}  # fmt: skip
+TEXT = {
+    "model.d_model": 512,
+    "model.d_ff": 1408,
+    "model.n_heads": 8,
+    "model.n_kv_heads": 8,
+    "model.n_layers": LAYERS,
+    "model.vocab_size": 1000,
+    "model.max_positions": 128,
+    "data.sequence_length": 128,
+    "training.loss_chunk_tokens": 64,
+}
+STREAM = {"tp": 2, "dp_shard": 4, "gather": "stream"}
+WEATHER_LAYOUTS: dict[str, dict[str, Any]] = {
+    "FSDP, full recompute": {"dp_shard": 8, "global_batch": 16, "recompute": "full"},
+    "Hybrid-STOP, replicas": {"tp": 2, "dp_shard": 2, "dp_replicate": 2, "global_batch": 8},
+    "streamed": {**STREAM, "global_batch": 4},
+    "streamed, full recompute": {**STREAM, "global_batch": 8, "recompute": "full"},
+}
+
+
+def weather_run(**layout: Any) -> WeatherRun:
+    names = ["temperature_850", "geopotential_500", "2m_temperature"]
+    return WeatherRun.model_validate(
+        {
+            "model": {"family": "weather", "variables": names, **WEATHER},
+            "data": {
+                "sources": ["nowhere"],
+                "inputs": names,
+                "lead_hours": 24,
+                "splits": {"train": {"first": "2000", "last": "2001"}},
+            },
+            "layout": {"precision": "bf16", **layout},
+            "optimizer": {"lr": 0.01},
+            "training": {"steps": 1},
+        }
+    )
+
+
+@cache
+def planned(name: str) -> tuple[Run, ResolvedLayout]:
+    run: Run = weather_run(**WEATHER_LAYOUTS[name]) if name in WEATHER_LAYOUTS else text_run()
+    return run, resolve_layout(run, WORLD)
+
+
+def text_run() -> Run:
+    return run_with(TEXT, **STREAM, global_batch=8, microbatch=2)
+
+
+@cache
+def dry(name: str) -> RankReport:
+    run, layout = planned(name)
+    return dry_run(run, layout, 0, train_step, accelerator=False, devices_per_node=None)
+
+
+NAMES = [*WEATHER_LAYOUTS, "streamed text"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_is_that_of_a_dry_run(name: str) -> None:
+    run, layout = planned(name)
+    (modelled,) = rank_memory(run, layout, run.layout.recompute, UNCOMPILED)
+    # Where replicas hold the same shards the model is above the code.
+    above = 0.07 if layout.dp_replicate > 1 else 0.025
+    ratio = modelled.allocated / dry(name).peak
+    assert 0.975 < ratio < 1 + above, (modelled, dry(name).categories)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_communicated_is_what_a_dry_run_counts(name: str) -> None:
+    run, layout = planned(name)
+    setting = setting_of(run, layout, attention="cpu", compiled=False)
+    block, *ends = (part_costs(part, setting, layout.microbatch) for part in ("block", "embedding", "head"))
+    exchanged = LAYERS * tensor_bytes(block) + sum(tensor_bytes(part) for part in ends)
+    assert exchanged * layout.accumulation == bytes_of(name, "tp", "all_gather", "reduce_scatter")
+    # Weights forward and backward, and once more the first chain's where recompute needs its result; gradients home.
+    passes = [3 + (run.layout.recompute == "full" and chain is not block.chains[-1]) for chain in block.chains]
+    sent = sum(2 * chain.sent * times for chain, times in zip(block.chains, passes, strict=True))
+    assert LAYERS * sent * layout.accumulation == bytes_of(name, "dp_shard", "send")
+
+
+def tensor_bytes(part: PartCosts) -> int:
+    return sum(found.bytes for found in part.costs.collectives() if found.axis == "tp")
+
+
+def bytes_of(name: str, axis: str, *operations: str) -> int:
+    traffic = dry(name).traffic
+    return sum(t.bytes * t.count for t in traffic if t.axis == axis and t.operation in operations)
+
+
+def test_streaming_holds_two_chunks_and_computes_the_forward_pass_twice() -> None:
+    run, layout = planned("streamed")
+    stream = setting_of(run, layout, attention="flash", compiled=False)
+    whole = part_costs("block", Setting(stream.model, stream.length, tp=2, compile=False), 1)
+    chunked = part_costs("block", stream, 1)
+    assert chunked.costs.flops() == whole.costs.flops() + whole.costs.flops("forward")
+    assert sum(p.count for p in chunked.parameters if p.streamed) == 4 * sum(chain.piece for chain in chunked.chains)
+    assert chunked.parameter_count == whole.parameter_count
+    # What a block keeps: the inputs of its chains and of its norms, no hidden features.
+    assert chunked.costs.kept_bytes < 0.4 * whole.costs.kept_bytes
+
+
+def test_more_ranks_than_heads_hold_chunks_together() -> None:
+    run = weather_run(tp=2, dp_shard=16, global_batch=16, gather="stream")
+    attention, mlp = chain_sizes(setting_of(run, resolve_layout(run, 32), attention="flash", compiled=False))
+    assert (attention.plan.chunks, attention.plan.group, mlp.plan.chunks) == (8, 2, 16)
+    assert attention.own == attention.chunk // 2 and mlp.own == 0
+
+
+def test_operations_are_those_of_the_closed_form() -> None:
+    run = weather_run(global_batch=2)
+    setting = Setting(run.model, run.model.n_tokens, tp=2, compile=False)
+    # Flash attention repeats its scores backward: half of one forward pass more than the closed form counts.
+    repeated = 2 * run.model.n_tokens**2 * run.model.d_model
+    traced = part_costs("block", setting, 1).costs.flops()
+    assert traced == pytest.approx((block_flops_per_sample(run.model) + repeated) / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("copies", "recompute", "wanted"), [(True, "none", 4.5), (False, "none", 6), (True, "full", 3.27)]
+)
+def test_break_even_of_fsdp_and_hybrid_stop(copies: bool, recompute: Any, wanted: float) -> None:
+    """12 d^2 (2 + 1) e (T - 1)/T bytes of parameters against 8 b s d e (T - 1)/T of activations; 11 with recompute."""
+    run = weather_run(global_batch=2)
+    found = break_even(run, 8, 64, recompute, peer_copies=copies)
+    assert found.times_width == pytest.approx(wanted, rel=0.02)
+    assert found.positions == pytest.approx(found.times_width * 1024 / 8)
+    assert found.samples == pytest.approx(found.positions * 8 / run.model.n_tokens)
+
+
+def test_what_cannot_be_planned_is_refused_with_the_reason() -> None:
+    run = weather_run(global_batch=2)
+    rolled = run.model_copy(update={"data": run.data.model_copy(update={"rollout_hours": 12})})
+    assert isinstance(rolled, WeatherRun)
+    with pytest.raises(ConfigError, match=r"data.rollout_hours=12: plans know single steps alone"):
+        setting_of(rolled, resolve_layout(rolled, 1), attention="flash", compiled=False)
+    materials = run.model.model_copy(update={"family": "materials"})
+    with pytest.raises(ConfigError, match="what a batch of graphs costs depends on the graphs"):
+        cost_family(materials)

@@ -1,0 +1,69 @@
+"""Forecasters in layouts of every kind on 2, 4 and 8 ranks give the loss, gradients and updated parameters of one rank.
+
+Both models drop activations and whole branches; one has q/k norms, several tokens a location and predicts changes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distributed_ranks import run_ranks
+from phalanx.layout.mesh import Groups
+from phalanx.verify.check import Verdict, Verifier
+from weather_cases import cases, run_of
+
+WORLDS = (2, 4, 8)
+LIMITS = {"fp64": 1e-9, "fp32": 3e-5}
+"""Largest relative error of any gradient."""
+RUNS = [(2, "orbit", "fp64"), (4, "climax", "fp64"), (4, "rollout", "fp64"), (4, "orbit", "fp32"), (8, "orbit", "fp64")]
+
+
+def verify_all(world: int) -> dict[tuple[str, str], list[Verdict]]:
+    """On one of `world` ranks: verdicts by model and precision."""
+    verdicts = {}
+    groups: Groups = {}
+    for _, model, precision in (run for run in RUNS if run[0] == world):
+        run = run_of(model, world, precision)
+        verifier = Verifier(run, torch.device("cpu"), steps=1, activations=precision == "fp64", groups=groups)
+        verdicts[model, precision] = [verifier.verify(layout) for layout in cases(model, world)]
+    return verdicts
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[tuple[int, str, str], list[Verdict]]:
+    return {
+        (world, *key): found
+        for world in WORLDS
+        for key, found in run_ranks(verify_all, world, world, timeout_s=600.0)[0].items()
+    }
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_layouts_compute_what_one_rank_computes(
+    run: tuple[int, str, str], verdicts: dict[tuple[int, str, str], list[Verdict]]
+) -> None:
+    failed = [f"{v.layout}: {v.first}" for v in verdicts[run] if not v.passed]
+    assert not failed, "\n".join(failed)
+    for verdict in verdicts[run]:
+        worst = max(check.error for check in verdict.checks if check.what == "gradient")
+        assert worst < LIMITS[run[2]], verdict.layout
+
+
+def test_every_kind_of_layout_is_among_them(verdicts: dict[tuple[int, str, str], list[Verdict]]) -> None:
+    layouts = [verdict.layout for found in verdicts.values() for verdict in found]
+    for words in ("tp=2", "tp=4", "tp=8", "dp_shard=2", "dp_replicate=2", "pp=2", "zero=1", "zero=2"):
+        assert any(words in layout for layout in layouts), words
+    assert any(all(axis in layout for axis in ("tp=2", "dp_shard=2", "dp_replicate=2")) for layout in layouts)
+
+
+def test_verdicts_cover_every_parameter_and_module(verdicts: dict[tuple[int, str, str], list[Verdict]]) -> None:
+    for (_, model, precision), found in verdicts.items():
+        names = {check.name for check in found[0].checks if check.what == "gradient"}
+        assert len(names) == {"climax": 70, "rollout": 46, "orbit": 90}[model]
+        watched = {check.name for check in found[0].checks if check.what == "activations"}
+        assert watched == (
+            {"embedding", *(f"blocks.{n}" for n in range(2 if model == "rollout" else 4))}
+            if precision == "fp64"
+            else set()
+        )

@@ -1,0 +1,83 @@
+"""A weather run through several layouts: its losses and held-out scores are those of one rank, to the bit in one layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.config.families import WeatherRun
+from phalanx.config.load import load_run
+from phalanx.errors import DataError
+from phalanx.families.weather.data.stores.field_set import FieldSet
+from phalanx.families.weather.inputs import require_grid
+from phalanx_processes import Trained, train
+from weather_runs import write_weather_run
+
+LAYOUTS = [
+    (4, "layout.tp=2", "layout.dp_shard=2"),
+    (2, "layout.dp_shard=2"),
+    (2, "layout.pp=2", "layout.dp_shard=1"),
+]
+STEPS = 2
+"""In each layout."""
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_weather_run(tmp_path_factory.mktemp("weather"))
+
+
+@pytest.fixture(scope="module")
+def straight(run_file: Path) -> Trained:
+    return train(run_file, run_file.parent / "straight", STEPS * len(LAYOUTS), 1, f"evaluation.every={STEPS}")
+
+
+def test_a_checkpoint_is_bound_to_no_layout(run_file: Path, straight: Trained) -> None:
+    run_dir = run_file.parent / "matrix"
+    for number, (ranks, *words) in enumerate(LAYOUTS, 1):
+        found = train(run_file, run_dir, STEPS * number, ranks, *words)
+    for (loss, norm), (expected_loss, expected_norm) in zip(found.steps, straight.steps, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+    assert len(found.evaluations) == len(LAYOUTS)
+    for scored, expected in zip(found.evaluations, straight.evaluations, strict=True):
+        assert scored["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert scored["forecasts"] == expected["forecasts"] == 10
+        for score, wanted in zip(scored["scores"], expected["scores"], strict=True):
+            assert score.pop("variable") == wanted["variable"]
+            assert score == pytest.approx({k: v for k, v in wanted.items() if k != "variable"}, rel=1e-4, abs=1e-4)
+
+
+def test_the_same_layout_goes_on_to_the_same_bits(run_file: Path, straight: Trained) -> None:
+    run_dir = run_file.parent / "parts"
+    train(run_file, run_dir, 3, 1)
+    assert train(run_file, run_dir, STEPS * len(LAYOUTS), 1).steps == straight.steps
+
+
+def test_evaluation_scores_every_variable_and_lead_time(straight: Trained) -> None:
+    scores = straight.evaluations[-1]["scores"]
+    assert {(s["variable"], s["lead_hours"]) for s in scores} == {
+        (name, lead) for name in ("z500", "t850", "u10") for lead in (6, 12, 24)
+    }
+    for score in scores:
+        # Of four starts, the last has no truth beyond 6 hours.
+        assert score["forecasts"] == (4 if score["lead_hours"] == 6 else 3)
+        # In metres squared per second squared, not in standard deviations.
+        assert score["variable"] != "z500" or 50 < score["persistence_rmse"] < 5000
+        assert score["persistence_rmse"] > 0 and score["climatology_rmse"] > 0 and -1 <= score["acc"] <= 1
+        best = min(score["persistence_rmse"], score["climatology_rmse"])
+        assert score["skill"] == pytest.approx(1 - score["rmse"] / best)
+
+
+def test_data_on_another_grid_are_refused(run_file: Path) -> None:
+    run = load_run(run_file, ["model.n_lat=8"])
+    assert isinstance(run, WeatherRun)
+    grid = FieldSet(run.data).grid
+    with pytest.raises(DataError, match=r"but the data have 6 x 8 points; set model.n_lat=6 model.n_lon=8"):
+        require_grid(run, grid)
+    turned = load_run(run_file, ["model.first_latitude=75", "model.last_latitude=-75"])
+    assert isinstance(turned, WeatherRun)
+    with pytest.raises(DataError, match=r"set model.first_latitude=-75 model.last_latitude=75"):
+        require_grid(turned, grid)
+    require_grid(load_run(run_file), grid)  # type: ignore[arg-type]

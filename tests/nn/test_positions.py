@@ -1,0 +1,66 @@
+"""Rotary angles and ALiBi slopes against the definitions and against `transformers`."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+from phalanx.config.model import RopeScaling
+from phalanx.nn.positions import alibi_slopes, rope_frequencies, rope_tables, rotate
+from small_models import LLAMA, MPT
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 20, 112])
+def test_alibi_slopes_are_those_of_mpt(heads: int) -> None:
+    model = MPT.model_copy(update={"n_heads": heads, "d_model": 8 * heads})
+    # The bias one position back is minus the slope.
+    expected = -build_mpt_alibi_tensor(heads, 2)[:, 0, 0]
+    torch.testing.assert_close(alibi_slopes(model, CPU), expected, rtol=1e-6, atol=0)
+
+
+def test_rotary_frequencies_without_scaling() -> None:
+    model = LLAMA.model_copy(update={"rope_scaling": None})
+    expected = torch.tensor([5000.0 ** (-2 * i / 8) for i in range(4)])
+    torch.testing.assert_close(rope_frequencies(model, CPU), expected)
+
+
+def test_scaled_rotary_frequencies_are_those_of_llama_3() -> None:
+    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=8192)
+    model = LLAMA.model_copy(update={"head_dim": 128, "rope_theta": 500000.0, "rope_scaling": scaling})
+    config = LlamaConfig(
+        hidden_size=4096,
+        num_attention_heads=32,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    )
+    expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
+    torch.testing.assert_close(rope_frequencies(model, CPU), expected, rtol=1e-6, atol=0)
+
+
+def test_rotation_makes_products_depend_on_distance_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 1, 1, 1, 8, generator=generator, dtype=torch.float64)
+
+    def product(query_position: int, key_position: int) -> float:
+        turned = [
+            rotate(x, *(table.double() for table in rope_tables(LLAMA, torch.tensor([position]))))
+            for x, position in ((query, query_position), (key, key_position))
+        ]
+        return float((turned[0] * turned[1]).sum())
+
+    assert math.isclose(product(9, 4), product(25, 20), rel_tol=1e-5)
+    assert not math.isclose(product(9, 4), product(9, 5), rel_tol=1e-3)
+    assert math.isclose(product(0, 0), float((query * key).sum()), rel_tol=1e-6)

@@ -1,0 +1,229 @@
+"""The memory model holds what a dry run of the real code holds, and what the closed forms of the literature say."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dry_layouts import train_step
+from layout_runs import run_with
+from phalanx.families.language.sizes import parameter_count
+from phalanx.layout.resolve import resolve_layout
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.planner.dryrun.run import dry_run
+from phalanx.planner.layouts.candidates import Candidates
+from phalanx.planner.layouts.enumerate import Limits, legal_candidates
+from phalanx.planner.memory.model import Kernels, RankMemory, memory, rank_memory
+from phalanx.planner.memory.peaks import MOMENTS
+from phalanx.planner.memory.probability import BESIDE, GIB, communicators, device_bytes, fits
+from phalanx.planner.memory.stages import _worst, rank_holdings, stage_flight
+from phalanx.planner.published.memory import published_peak
+from phalanx.planner.published.runs import PublishedRun
+from phalanx.planner.schedule.table import schedule_table
+
+SIZES = {
+    "model.d_model": 128,
+    "model.d_ff": 352,
+    "model.n_layers": 4,
+    "model.vocab_size": 1000,
+    "model.max_positions": 128,
+    "data.sequence_length": 128,
+    "training.loss_chunk_tokens": 64,
+}
+GPT = {
+    "model.positions": "learned",
+    "model.norm": "layernorm",
+    "model.mlp": "gelu_tanh",
+    "model.bias": True,
+    "model.tied_head": True,
+}
+UNCOMPILED = Kernels("cpu", compiled=False)
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "one rank": (1, {}, {"global_batch": 8, "microbatch": 4}),
+    "zero 3 that gathers twice": (4, {}, {"dp_shard": 4, "reshard_after_forward": True, "global_batch": 8}),
+    "zero 1 with a shared table": (4, GPT, {"dp_shard": 4, "zero": 1, "global_batch": 16}),
+    "tensor parallelism in a pipeline": (4, {}, {"tp": 2, "pp": 2, "global_batch": 16, "microbatch": 4}),
+    "gpipe, full recompute": (
+        4,
+        {},
+        {"pp": 2, "dp_shard": 2, "schedule": "gpipe", "global_batch": 12, "recompute": "full"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_peak_is_that_of_a_dry_run(name: str) -> None:
+    world, changes, layout_fields = LAYOUTS[name]
+    run = run_with(SIZES | changes, **layout_fields)
+    layout = resolve_layout(run, world)
+    modelled = rank_memory(run, layout, run.layout.recompute, UNCOMPILED)
+    for stage in {0, layout.pp - 1}:
+        rank = stage * world // layout.pp
+        found = dry_run(run, layout, rank, train_step, accelerator=False, devices_per_node=None)
+        assert modelled[stage].allocated == pytest.approx(found.peak, rel=0.02), (modelled[stage], found.categories)
+
+
+def test_a_split_backward_pass_frees_nothing_on_its_way() -> None:
+    """Two blocks a stage; without what waits for the gradients of their weights the model is 5% low."""
+    run = run_with(SIZES | {"model.n_layers": 8}, pp=2, schedule="zbv", global_batch=16)
+    layout = resolve_layout(run, 2)
+    modelled = rank_memory(run, layout, run.layout.recompute, UNCOMPILED)[1]
+    found = dry_run(run, layout, 1, train_step, accelerator=False, devices_per_node=None)
+    assert modelled.moment == "backward of the first block"
+    assert 0.97 < modelled.allocated / found.peak < 1.02, (modelled, found.categories)
+
+
+def peak(run_fields: dict[str, Any], world: int, **layout: Any) -> RankMemory:
+    """The worst rank of a small run."""
+    run = run_with(SIZES | run_fields, **layout)
+    ranks = rank_memory(run, resolve_layout(run, world), run.layout.recompute, UNCOMPILED)
+    return max(ranks, key=lambda rank: rank.allocated)
+
+
+@pytest.mark.parametrize("peer_copies", [False, True])
+def test_causes_add_up_to_the_peak_and_arrays_agree_with_single_layouts(peer_copies: bool) -> None:
+    """The worst rank is the one that holds most with its own buffers."""
+    run = run_with(SIZES, global_batch=16)
+    candidates = legal_candidates(run, 8, limits=Limits(4, 2, 32))
+    which = np.arange(0, len(candidates), 41)
+    chosen = candidates.take(which)
+    estimates = memory(run, chosen, UNCOMPILED, peer_copies=peer_copies)
+    assert peer_copies == bool(estimates.peer_buffers.any())
+    for index in range(len(chosen)):
+        layout, recompute = chosen.layout(index), chosen.recompute_of(index)
+        ranks = rank_memory(run, layout, recompute, UNCOMPILED, peer_copies=peer_copies)
+        worst = max(ranks, key=lambda rank: rank.allocated + rank.peer_buffers)
+        assert estimates.allocated[index] == pytest.approx(worst.allocated, rel=1e-9), layout
+        assert estimates.peer_buffers[index] == worst.peer_buffers
+        assert MOMENTS[estimates.moment[index]] == worst.moment
+        assert sum(worst.causes.values()) == pytest.approx(worst.allocated, rel=1e-9)
+        assert all(value >= -1e-6 for value in worst.causes.values()), worst
+
+
+def state(found: RankMemory) -> float:
+    """Bytes that depend on the number of parameters alone, at the peak."""
+    return sum(found.causes[name] for name in ("master parameters", "optimizer moments", "gradients", "working copy"))
+
+
+def test_state_is_the_closed_form_of_each_zero_level() -> None:
+    """Rajbhandari et al. 2020 with float32 gradients: 16 / d for ZeRO 3; see docs/planning.md for the others."""
+    run = run_with(SIZES, dp_shard=4, global_batch=32)
+    count = parameter_count(run.model)
+    assert state(peak({}, 4, dp_shard=4, zero=3, global_batch=32)) == pytest.approx(16 * count / 4)
+    ours = peak({}, 4, dp_shard=4, zero=2, global_batch=32)
+    assert state(ours) + ours.causes["gathered parameters"] == pytest.approx((2 + 16 / 4) * count)
+    ours = peak({}, 4, dp_shard=4, zero=1, global_batch=32)
+    assert state(ours) + ours.causes["gathered parameters"] == pytest.approx((6 + 12 / 4) * count)
+    assert state(peak({}, 1, dp_shard=1, global_batch=8)) == pytest.approx(18 * count)
+
+
+def test_shards_beyond_the_rows_of_a_parameter_are_padded() -> None:
+    wide = peak({}, 256, dp_shard=256, global_batch=256)
+    assert wide.causes["padding"] > 0.3 * wide.causes["master parameters"]
+    assert peak({}, 4, dp_shard=4, global_batch=4).causes["padding"] == 0
+    # With a row a rank, a matrix of 128 rows gathered by 256 ranks takes twice its size.
+    block = peak({}, 128, dp_shard=128, reshard_after_forward=True, global_batch=128)
+    assert wide.allocated > block.allocated - 16 * parameter_count(run_with(SIZES).model) / 256
+
+
+def test_more_shards_hold_no_more_and_more_work_no_less() -> None:
+    by_shards = [peak({}, d, dp_shard=d, global_batch=16 * d).allocated for d in (2, 4, 8, 16)]
+    assert by_shards == sorted(by_shards, reverse=True)
+    by_microbatch = [peak({}, 4, dp_shard=4, global_batch=16, microbatch=size).allocated for size in (1, 2, 4)]
+    assert by_microbatch == sorted(by_microbatch)
+    by_count = [peak({}, 2, pp=2, schedule="gpipe", global_batch=count).allocated for count in (2, 4, 8)]
+    assert by_count == sorted(by_count)
+    kept = [
+        peak({}, 4, dp_shard=4, global_batch=16, microbatch=4, recompute=kind).allocated for kind in ("full", "none")
+    ]
+    assert kept[0] < kept[1]
+
+
+def test_peer_copies_take_what_is_sent_out_of_the_allocator() -> None:
+    run = run_with(SIZES, dp_shard=4, reshard_after_forward=True, global_batch=8)
+    one = Candidates.of([resolve_layout(run, 4)], ["none"])
+    collectives = memory(run, one, UNCOMPILED)
+    copies = memory(run, one, UNCOMPILED, peer_copies=True)
+    assert collectives.peer_buffers[0] == 0 < copies.peer_buffers[0]
+    assert copies.allocated[0] < collectives.allocated[0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages_per_rank"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("interleaved_zero_bubble", 2)],
+)
+@pytest.mark.parametrize("microbatches", [8, 16])
+def test_micro_batches_in_flight_are_those_of_the_table(schedule: str, stages_per_rank: int, microbatches: int) -> None:
+    flight, _ = stage_flight(schedule, 4, stages_per_rank, microbatches)
+    table = schedule_table(schedule, 4, stages_per_rank, microbatches)
+    assert flight.sum(1).tolist() == table.peak_in_flight.tolist()
+
+
+def test_split_backward_passes_wait_for_weights_as_in_the_table() -> None:
+    """The share of input gradients without those of weights, by a count over the table."""
+    for schedule in ("interleaved_zero_bubble", "zbv"):
+        _, waiting = stage_flight(schedule, 4, 2, 16)
+        table = schedule_table(schedule, 4, 2, 16)
+        change = (table.kind == 2).astype(int) - (table.kind == 3)
+        most = np.cumsum(change, axis=1).max(1)
+        # One of them is the pass that runs.
+        assert waiting.tolist() == [
+            count - 1 if schedule != "zbv" or rank >= 2 else 0 for rank, count in enumerate(most)
+        ]
+
+
+def test_a_layout_fits_surely_far_below_the_device_and_never_far_above() -> None:
+    allocated = np.asarray([40.0, 75.0, 95.0]) * GIB
+    chance = fits(allocated, 2, 80 * GIB, BESIDE["cuda"])
+    assert chance[0] > 0.9999 and 0.05 < chance[1] < 0.95 and chance[2] < 1e-4
+    needed = device_bytes(allocated, 2, BESIDE["cuda"])
+    assert (needed > allocated).all()
+    assert fits(allocated[1:2], 5, 80 * GIB, BESIDE["cuda"])[0] < chance[1]
+
+
+def test_groups_are_counted_once() -> None:
+    plain = ResolvedLayout(global_batch=8, dp_shard=4)
+    several = replace(plain, tp=2, pp=2, dp_replicate=2)
+    groups = communicators(Candidates.of([ResolvedLayout(global_batch=8), plain, several], ["none"] * 3))
+    assert groups.tolist() == [0, 1, 5]
+
+
+def published(framework: str, tp: int) -> PublishedRun:
+    """A row of the table of published runs."""
+    run = run_with(SIZES | {"data.sequence_length": 1024, "model.max_positions": 1024}, global_batch=4)
+    known: dict[str, Any] = {field.name: "" for field in fields(PublishedRun)}
+    known |= {"framework": framework, "model": run.model, "sequence_length": 1024, "sequence_parallel": None}
+    known |= {"layout": ResolvedLayout(global_batch=4, tp=tp), "recompute": "full", "precision": "bf16"}
+    return PublishedRun(**known)
+
+
+def test_other_frameworks_keep_whole_logits_and_activations_between_blocks() -> None:
+    split, whole = (published_peak(published(name, 2)) for name in ("nanotron 0.5", "Megatron-DeepSpeed"))
+    alone = published_peak(published("nanotron 0.5", 1))
+    assert split is not None and whole is not None and alone is not None
+    assert whole > split
+    logits = 10 * 1024 * 1000
+    model = published("", 1).model
+    assert model is not None
+    assert alone > logits + 18 * parameter_count(model)
+    assert published_peak(published("unheard of", 1)) is None
+    assert published_peak(published("", 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "each", "count"),
+    [("1f1b", 8, 1, 32), ("gpipe", 4, 1, 6), ("interleaved_1f1b", 4, 3, 8), ("zbv", 6, 2, 24), ("1f1b", 1, 1, 2)],
+)
+def test_ranks_are_left_out_only_where_another_holds_as_much_of_everything(
+    schedule: str, pp: int, each: int, count: int
+) -> None:
+    kept = _worst(schedule, pp, each, count, 50, (0.3, 1.7))
+    every = rank_holdings(schedule, pp, each, count, 50, (0.3, 1.7))
+    columns = np.stack([getattr(every, field.name) for field in fields(every)], 1)
+    assert (columns[kept[:, 0].astype(int)] == kept).all() and (np.diff(kept[:, 0]) > 0).all()
+    as_much = (kept[:, None, 1:] >= columns[None, :, 1:]).all(axis=2)
+    assert as_much.any(axis=0).all()
+    assert as_much[:, kept[:, 0].astype(int)].sum() == len(kept)

@@ -1,0 +1,136 @@
+"""Buffers that shards exchange through: what is planned is what ranks of this CPU come to have, to the byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed_ranks import run_ranks
+from layout_runs import Fields, run_with
+from phalanx.config.load import load_run
+from phalanx.config.schema import LanguageRun
+from phalanx.layout.apply import apply_layout
+from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.family import family_layout
+from phalanx.layout.mesh import Groups, build_mesh
+from phalanx.layout.peer.copies import choose_peer_copies
+from phalanx.layout.resolve import resolve_layout
+from phalanx.planner.layouts.candidates import Candidates
+from phalanx.planner.memory.model import Kernels, memory
+from phalanx.planner.memory.probability import GIB
+from phalanx.train.step import build_step
+from whole_model import CPU
+
+ROOT = Path(__file__).parents[3]
+_LARGE = {"model.vocab_size": 400}
+"""Embedding and head are larger than a block."""
+_TIED = {"model.tied_head": True}
+CASES: list[tuple[Fields, dict[str, Any]]] = [
+    ({}, {"global_batch": 2}),
+    ({}, {"global_batch": 6}),
+    (_LARGE, {"global_batch": 2}),
+    (_LARGE, {"global_batch": 6}),
+    (_LARGE | {"model.n_layers": 7}, {"global_batch": 6}),
+    ({"model.n_layers": 11, "model.vocab_size": 250}, {"global_batch": 6, "recompute": "full"}),
+    (_LARGE | {"model.n_layers": 12}, {"global_batch": 6, "gathers_ahead": 2}),
+    ({"model.n_layers": 7}, {"global_batch": 6, "gather_blocks": 3}),
+    ({"model.n_layers": 13, "model.vocab_size": 600}, {"global_batch": 6, "gather_blocks": 3, "gathers_ahead": 2}),
+    (_LARGE, {"global_batch": 6, "reshard_after_forward": False}),
+    (_LARGE, {"global_batch": 6, "zero": 2}),
+    (_LARGE, {"global_batch": 6, "zero": 1}),
+    (_TIED, {"global_batch": 2}),
+    (_TIED | _LARGE, {"global_batch": 6, "zero": 2}),
+]
+
+
+def _run_of(place: int) -> LanguageRun:
+    model, layout = CASES[place]
+    fixed = {"precision": "bf16", "peer_copies": True, "dp_shard": 2, "microbatch": 1}
+    return run_with({"model.n_layers": 8} | model, **fixed, **layout)
+
+
+def _found() -> list[int]:
+    """Bytes after a few steps of each run, on one of two ranks."""
+    groups: Groups = {}
+    found = []
+    for place in range(len(CASES)):
+        run = _run_of(place)
+        layout = resolve_layout(run, 2)
+        mesh = build_mesh(layout, CPU, groups)
+        copies = choose_peer_copies(run, layout, mesh, CPU)
+        assert copies is not None
+        step = build_step(run, apply_layout(run, layout, mesh, CPU, AttentionChoice("sdpa"), copies), CPU)
+        batch = family_layout(run).example_batch(run, layout.samples_per_rank, CPU)
+        for number in range(1, 4):
+            step.enqueue(number, batch)
+        found.append(copies.bytes)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[list[int]]:
+    return run_ranks(_found, 2, timeout_s=300.0)
+
+
+@pytest.mark.parametrize("place", range(len(CASES)), ids=[f"{model} {layout}" for model, layout in CASES])
+def test_what_is_planned_is_what_ranks_have(place: int, found: list[list[int]]) -> None:
+    run = _run_of(place)
+    one = Candidates.of([resolve_layout(run, 2)], [run.layout.recompute])
+    planned = memory(run, one, Kernels("cpu", compiled=False), peer_copies=True).peer_buffers[0]
+    assert [ranks[place] for ranks in found] == [planned, planned]
+
+
+MEASURED: list[dict[str, Any]] = json.loads((ROOT / "benchmarks/results/weather/h200_x2_in_place.json").read_text())[
+    "cases"
+]
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: row["case"])
+def test_what_is_planned_is_what_h200s_had(row: dict[str, Any]) -> None:
+    run = load_run(ROOT / "examples/orbit-1b.yaml", row["words"])
+    one = Candidates.of([resolve_layout(run, 2)], [run.layout.recompute])
+    found = memory(run, one, Kernels.on_accelerators(run), peer_copies=True)
+    measured = row["measured"]["memory_gib_rank_0"]["peer_buffers"]
+    assert found.peer_buffers[0] / GIB == pytest.approx(measured, rel=1e-4)
+    assert found.held[0] / GIB == pytest.approx(row["measured"]["memory_gib"], rel=0.015)
+
+
+def test_what_is_planned_of_llama_3_is_what_two_h200s_had() -> None:
+    found = json.loads((ROOT / "benchmarks/results/layouts/h200_x2_in_place.json").read_text())
+    (result,) = found["after"]["results"]
+    words = [word for word in result["command"].split() if word.startswith(("layout.", "model."))]
+    run = load_run(ROOT / "examples/llama3-8b.yaml", words)
+    one = Candidates.of([resolve_layout(run, 2)], [run.layout.recompute])
+    planned = memory(run, one, Kernels("flash", compiled=True), peer_copies=True)
+    # Embedding and head are larger than a block: the pool takes other buffers than that of ORBIT does.
+    assert planned.held[0] / GIB == pytest.approx(result["memory_peak_gib"], rel=1e-3)
+
+
+def test_layouts_take_beside_others_what_they_take_alone() -> None:
+    run = _run_of(0)
+    words: list[dict[str, Any]] = [
+        {},
+        {"zero": 1},
+        {"dp_shard": 4},
+        {"tp": 2},
+        {"dp_replicate": 2, "dp_shard": 1},
+        {"pp": 2, "dp_shard": 2},
+    ]
+    fixed = {"microbatch": 1, "global_batch": 8, "peer_copies": True}
+    layouts = [resolve_layout(run_with(**fixed, **({"dp_shard": 2} | one)), _world(one)) for one in words]
+    together = Candidates.of(layouts, ["none"] * len(layouts))
+    kernels = Kernels("cpu", compiled=False)
+    every = memory(run, together, kernels, peer_copies=True).peer_buffers
+    alone = [
+        memory(run, together.take([place]), kernels, peer_copies=True).peer_buffers[0] for place in range(len(every))
+    ]
+    assert every.tolist() == alone
+    assert every[4] == 0 and (every[[0, 1, 2, 3, 5]] > 0).all()
+
+
+def _world(words: dict[str, int]) -> int:
+    degrees = {"dp_shard": 2, "dp_replicate": 1, "tp": 1, "pp": 1} | {k: v for k, v in words.items() if k != "zero"}
+    return degrees["dp_shard"] * degrees["dp_replicate"] * degrees["tp"] * degrees["pp"]

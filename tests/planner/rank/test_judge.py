@@ -1,0 +1,258 @@
+"""Judging all layouts of a run, with the real models of cost on a real machine."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from layout_runs import run_with
+from phalanx.config.load import parse_run
+from phalanx.config.schema import LanguageRun, Run
+from phalanx.errors import ConfigError
+from phalanx.families.language.sizes import model_flops_per_token
+from phalanx.hardware.machine import load_machine
+from phalanx.layout.resolve import resolve_layout
+from phalanx.planner.explain.budget import power_w
+from phalanx.planner.explain.causes import explain, parse_choice
+from phalanx.planner.explain.scaling import fewest_devices, parse_scale, scale
+from phalanx.planner.layouts.candidates import Candidates
+from phalanx.planner.layouts.enumerate import Limits
+from phalanx.planner.memory.model import memory
+from phalanx.planner.rank.cost_models import CostModels
+from phalanx.planner.rank.judge import Judged, Planner, Task, lean, split_of, tflops, throughput
+from phalanx.planner.rank.models import WAITING, Times
+from phalanx.planner.rank.plan import NothingFits, Wishes, make_plan, pareto
+from phalanx.planner.rank.prune import least_bytes
+from phalanx.planner.rank.write import planned_run, planned_text
+from phalanx.planner.time.profile import default_profile
+from phalanx.planner.time.timing import step_times
+
+WIDE = {
+    "model.n_layers": 8,
+    "model.d_model": 8192,
+    "model.n_heads": 64,
+    "model.n_kv_heads": 64,
+    "model.d_ff": 32768,
+    "model.vocab_size": 50000,
+    "model.max_positions": 2048,
+    "data.sequence_length": 2048,
+}
+"""Six billion parameters and a half in few layers: one device has no room for them, eight have, with some effort."""
+
+
+def planner(**changes: Any) -> Planner:
+    machine = load_machine("frontier")
+    return replace(Planner(machine, CostModels(machine, default_profile(machine.node.device)), simulated=24), **changes)
+
+
+@cache
+def wide() -> LanguageRun:
+    return run_with(WIDE, global_batch=32)
+
+
+@cache
+def judged() -> Judged:
+    return planner(limits=Limits(2, 2)).judge(Task(wide(), 16))
+
+
+def test_pruning_loses_nothing() -> None:
+    found, models = judged(), planner().models
+    peak = models.memory(wide(), found.legal)
+    assert 0 < len(found.fitting) < len(found.legal)
+    assert found.fitting.tolist() == np.flatnonzero(peak.p_fits >= 0.9).tolist()
+    known = ~np.isnan(found.peak)
+    assert known.any() and not known.all()
+    np.testing.assert_array_equal(found.peak[known], peak.peak[known])
+
+
+def test_the_bound_lies_below_the_memory_model() -> None:
+    found = judged()
+    kernels = planner().models._kernels(wide())  # type: ignore[attr-defined]
+    share = least_bytes(wide(), found.legal) / memory(wide(), found.legal, kernels).allocated
+    assert share.max() <= 1.0 and np.median(share) > 0.2
+
+
+def test_ranking_is_by_simulated_time() -> None:
+    found, machine = judged(), load_machine("frontier")
+    ranked = found.ranked
+    profile = default_profile(machine.node.device).profile
+    exact = step_times(wide(), ranked.candidates, machine, profile, exact=True).total
+    np.testing.assert_allclose(ranked.times.total, exact)
+    assert (np.diff(exact) >= 0).all()
+    np.testing.assert_allclose(sum(ranked.times.causes.values()), ranked.times.total)
+    fastest = np.sort(found.seconds)[: planner().simulated]
+    assert np.abs(np.log(ranked.times.total[0] / fastest[0])) < 0.15
+
+
+def test_lean_ones_need_less_than_every_faster_one() -> None:
+    seconds, peak = np.array([3.0, 1.0, 2.0, 4.0, 2.0]), np.array([5.0, 9.0, 7.0, 6.0, 8.0])
+    assert lean(seconds, peak).tolist() == [1, 2, 0]
+
+
+class _Idle(CostModels):
+    """Layouts with pipelines do nothing but wait."""
+
+    def times(self, run: Run, candidates: Candidates, *, exact: bool) -> Times:
+        times = super().times(run, candidates, exact=exact)
+        idle = np.where(candidates.pp > 1, times.total, 0.0)
+        return replace(times, causes={WAITING: idle, "matmul": times.total - idle})
+
+
+def test_what_takes_less_energy_than_any_faster_one_is_simulated() -> None:
+    few = planner(limits=Limits(2, 2), simulated=1)
+    few = replace(few, models=_Idle(few.machine, few.models.profile))  # type: ignore[attr-defined]
+    found = few.judge(Task(wide(), 16))
+    fitting = found.legal.take(found.fitting)
+    times = few.models.times(wide(), fitting, exact=False)
+    energy = times.total * power_w(times, 280.0)
+    simulated = {tuple(row) for row in _columns(found.ranked.candidates)}
+    lean_ones = _columns(fitting.take(lean(times.total, energy)))
+    assert len(lean_ones) > 1
+    assert all(tuple(row) in simulated for row in lean_ones)
+
+
+def _columns(candidates: Candidates) -> list[list[int]]:
+    names = (field.name for field in fields(candidates) if isinstance(getattr(candidates, field.name), np.ndarray))
+    return np.stack([getattr(candidates, name) for name in names], axis=1).tolist()
+
+
+def test_no_more_devices_are_tried_than_there_are() -> None:
+    few = planner(limits=Limits(2, 2))
+    assert few.machine.network is not None
+    network = few.machine.network.model_copy(update={"nodes": 1})
+    small = replace(few, machine=few.machine.model_copy(update={"network": network}))
+    with pytest.raises(ConfigError, match=r"16 devices are more than frontier has: 8 \(1 nodes of 8\)"):
+        small.judge(Task(wide(), 16))
+    points = scale(small, Task(wide(), 8), [8, 16]).strong
+    assert points[0].best is not None and points[1].best is None and "more than frontier has" in points[1].why
+    assert fewest_devices(small, Task(run_with({**WIDE, "model.n_layers": 100}, global_batch=8), 8)) is None
+
+
+def test_the_table_has_the_best_of_each_split() -> None:
+    few = planner(limits=Limits(2, 2), simulated=1)
+    found = few.judge(Task(wide(), 16))
+    shown = make_plan(few, Task(wide(), 16), Wishes(best=50)).best
+    every = few.rank(wide(), found.legal.take(found.fitting))
+    assert len(found.ranked) < len(every)
+    _, first = np.unique(split_of(every.candidates), return_index=True)
+    assert split_of(shown.candidates).tolist() == split_of(every.candidates)[np.sort(first)].tolist()
+    np.testing.assert_allclose(shown.times.total, every.times.total[np.sort(first)])
+
+
+def test_pareto_front() -> None:
+    ranked = judged().ranked
+    front = pareto(ranked, 280.0)
+    assert (np.diff(front.times.total) >= 0).all() and front.times.total[0] == ranked.times.total[0]
+    for index in range(len(ranked)):
+        no_worse = (front.times.total <= ranked.times.total[index]) & (front.memory.peak <= ranked.memory.peak[index])
+        assert no_worse.any() or len(front) == 12
+
+
+def test_rates_count_the_global_batch() -> None:
+    task = Task(wide(), 16)
+    assert throughput(task, 2.0) == pytest.approx(32 * 2048 / 2 / 16)
+    assert tflops(task, 2.0) == pytest.approx(32 * 2048 / 2 / 16 * model_flops_per_token(wide().model, 2048) / 1e12)
+
+
+def test_fixed_fields_stay() -> None:
+    found = planner().judge(Task(wide(), 16, {"tp": 4, "recompute": "full", "microbatch": 1}))
+    assert set(found.ranked.candidates.tp.tolist()) == {4} and set(found.ranked.candidates.recompute.tolist()) == {2}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "words"),
+    [
+        ({"tp": 3}, "layout.tp=3 does not divide"),
+        ({"pp": 16}, "layout.pp=16 x layout.stages_per_rank=1 = 16 stages"),
+        ({"microbatch": 5}, "layout.global_batch=32 samples is not a multiple of layout.microbatch=5"),
+    ],
+)
+def test_what_cannot_be_legal_is_explained(fixed: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        planner().judge(Task(wide(), 16, fixed))
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(NothingFits) as caught:
+        make_plan(planner(), Task(wide(), 1), Wishes())
+    message = str(caught.value)
+    assert message.startswith("none of the ") and "fits into 1 x 64 GiB" in message and caught.value.exit_code == 2
+    fewest = int(message.splitlines()[-1].removeprefix("smallest number of devices that fits: "))
+    assert len(planner().judge(Task(wide(), fewest)).fitting)
+    for fewer in (1, 2, 4):
+        assert fewer >= fewest or not len(planner().judge(Task(wide(), fewer)).fitting)
+
+
+def test_why() -> None:
+    found, plan = judged(), planner(limits=Limits(2, 2))
+    best = found.ranked.candidates
+    same = explain(plan, found, f"tp={best.tp[0]}")
+    assert same.slower_by == pytest.approx(0, abs=1e-9)
+    other = explain(plan, found, "tp=8")
+    assert other.best is not None and other.best.candidates.tp.tolist() == [8] and other.slower_by > 0
+    assert sum(other.causes.values()) == pytest.approx(other.slower_by)
+    assert "layout.tp=16" in explain(plan, found, "layout.tp=16").illegal
+    much = explain(plan, found, "dp_replicate=16")
+    assert much.best is None and sum(much.least.values()) > 64 * 2**30
+    fixed = planner().judge(Task(wide(), 16, {"tp": 4, "microbatch": 1}))
+    assert explain(plan, fixed, "tp=8").illegal == "layout.tp=4 is fixed by the command line"
+
+
+@pytest.mark.parametrize(
+    "words", ["tpp=8", "tp=often", "schedule=fast", "reshard_after_forward=2", "tp", "", "tp=0", "cp=-1"]
+)
+def test_choices_that_are_none(words: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_choice(words)
+
+
+def test_scaling() -> None:
+    plan = planner(limits=Limits(1, 1), simulated=8)
+    found = scale(plan, Task(wide(), 16, {"recompute": "full", "schedule": "1f1b"}), [8, 11, 16, 64])
+    assert [(point.devices, point.global_batch) for point in found.strong] == [(8, 32), (11, 32), (16, 32), (64, 32)]
+    assert [point.global_batch for point in found.weak] == [16, 22, 32, 128]
+    assert found.strong[1].best is None and found.strong[1].why
+    sixteen, large = found.strong[2].best, found.strong[3].best
+    same, grown = found.weak[2].best, found.weak[3].best
+    assert sixteen is not None and same is not None and large is not None and grown is not None
+    assert sixteen.times.total[0] == same.times.total[0]
+    assert large.times.total[0] < sixteen.times.total[0] < grown.times.total[0] * 1.05
+
+
+def test_scale_words() -> None:
+    assert parse_scale("64..512") == [64, 128, 256, 512]
+    assert parse_scale("64..300") == [64, 128, 256, 300]
+    assert parse_scale("96,64") == [64, 96]
+    assert parse_scale("64") == [64]
+    for wrong in ("512..64", "0..8", "0", "a..b", "8,0,", "1.."):
+        with pytest.raises(ConfigError):
+            parse_scale(wrong)
+
+
+def test_fewest_devices_is_none_where_nothing_does() -> None:
+    alone = load_machine("h200-x4")
+    plan = Planner(alone, CostModels(alone, default_profile(alone.node.device)))
+    huge = run_with({**WIDE, "model.n_layers": 400}, global_batch=8)
+    assert fewest_devices(plan, Task(huge, 4)) is None
+
+
+def test_fewest_devices_of_a_schedule_that_computes_nothing_again() -> None:
+    plan = planner(limits=Limits(1, 2), simulated=8)
+    found = fewest_devices(plan, Task(wide(), 8, {"schedule": "zbv"}))
+    assert found is not None and len(found.ranked)
+
+
+def test_the_written_run_file_resolves_to_the_planned_layout() -> None:
+    found = judged()
+    for index in (0, len(found.ranked) // 2, len(found.ranked) - 1):
+        candidates = found.ranked.candidates
+        text = planned_text(wide(), candidates, "Planned.", index)
+        assert text.startswith("# Planned.\n")
+        run = parse_run(text, "out.yaml")
+        assert run == planned_run(wide(), candidates, index)
+        assert resolve_layout(run, 16, 8) == candidates.layout(index)
+        assert run.layout.recompute == candidates.recompute_of(index)

@@ -1,0 +1,93 @@
+"""Forecasters to verify, and the layouts to verify them in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layout_cases import in_few_microbatches
+from phalanx.config.families import WeatherRun
+from phalanx.layout.resolve import every_layout, resolve_layout
+from phalanx.layout.spec import ResolvedLayout
+
+NAMES = ("land_sea_mask", "temperature_850", "temperature_500", "geopotential_500", "2m_temperature")
+SIZE = {
+    "n_layers": 4, "d_model": 64, "n_heads": 8, "d_ff": 96, "n_lat": 4, "n_lon": 16, "patch_size": 2,
+    "variables": list(NAMES), "dropout": 0.1, "drop_path": 0.2,
+    # Attention far from uniform, where rounding errors of its gradients are those of other sums.
+    "init_std": 0.2,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "climax": {**SIZE},
+    "rollout": {**SIZE, "n_layers": 2, "prediction": "change"},
+    "orbit": {
+        **SIZE,
+        "aggregation": "hierarchical",
+        "aggregation_groups": 3,
+        "aggregation_queries": 2,
+        "decoder_depth": 3,
+        "qk_norm": True,
+        "prediction": "change",
+        "inputs": ["2m_temperature", "temperature_850", "geopotential_500", "land_sea_mask"],
+        "outputs": ["geopotential_500", "2m_temperature"],
+        "change_scales": [0.3, 0.5],
+        "loss_weights": [1.0, 2.5],
+        "position_embedding": "fourier",
+        "lead_embedding": "fourier",
+        "level_embedding": "fourier",
+        "latitude_weights": "area",
+    },
+}
+
+
+CHOSEN: dict[int, list[dict[str, Any]]] = {
+    4: [
+        {"tp": 2, "dp_shard": 2},
+        {"tp": 2, "dp_shard": 2, "gather": "stream"},
+        {"tp": 2, "dp_shard": 2, "zero": 1},
+        {"tp": 2, "dp_shard": 2, "zero": 2},
+        {"tp": 2, "dp_replicate": 2, "dp_shard": 1, "zero": 0},
+        {"tp": 4, "dp_shard": 1},
+        {"tp": 2, "pp": 2, "dp_shard": 1, "schedule": "zbv"},
+        {"tp": 2, "pp": 2, "dp_shard": 1, "schedule": "gpipe"},
+        {"dp_shard": 2, "pp": 2, "schedule": "interleaved_1f1b"},
+        {"dp_shard": 2, "dp_replicate": 2},
+    ],
+    8: [
+        {"tp": 2, "dp_shard": 2, "dp_replicate": 2},
+        {"tp": 2, "dp_shard": 2, "dp_replicate": 2, "gather": "stream"},
+        {"tp": 8, "dp_shard": 1},
+        {"tp": 2, "dp_shard": 2, "pp": 2},
+    ],
+}
+
+
+def run_of(model: str, world: int, precision: str = "fp64", **layout: Any) -> WeatherRun:
+    """A run whose batch every factorisation of `world` can share out, in micro-batches of one sample."""
+    fields = MODELS[model]
+    inputs = list(fields.get("inputs", NAMES))
+    return WeatherRun.model_validate(
+        {
+            "model": {"family": "weather", **fields},
+            "data": {
+                "sources": ["nowhere"],
+                "inputs": inputs,
+                "outputs": fields.get("outputs", inputs),
+                "lead_hours": [24, 48, 72],
+                "rollout_hours": 24 if model == "rollout" else None,
+                "splits": {"train": {"first": "2000", "last": "2001"}},
+            },
+            "layout": {"global_batch": 2 * world, "microbatch": 1, "precision": precision, **layout},
+            "optimizer": {"lr": 0.01, "eps": 1e-3, "grad_clip": 0.5, "schedule": "constant"},
+            "training": {"steps": 2},
+        }
+    )
+
+
+def cases(model: str, world: int) -> list[ResolvedLayout]:
+    """The layouts to verify `model` in on `world` ranks: all on two ranks, those of `CHOSEN` on more."""
+    chosen = [fields for fields in CHOSEN.get(world, []) if model != "rollout" or "pp" not in fields]
+    layouts = [resolve_layout(run_of(model, world, **fields), world) for fields in chosen]
+    return [
+        in_few_microbatches(layout, others=model == "rollout")
+        for layout in layouts or every_layout(run_of(model, world), world)
+    ]
