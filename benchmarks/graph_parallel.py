@@ -39,7 +39,7 @@ from phalanx.families.materials.model.traffic import numbers_for_atoms, numbers_
 from phalanx.hardware.device import choose_device, device_name
 from phalanx.launch.ranks import run_ranks
 from phalanx.layout.apply import apply_layout
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import build_mesh, join_process_group, leave_process_group, ranks_from_environment
 from phalanx.layout.resolve import resolve_layout

@@ -28,7 +28,7 @@ import torch
 from phalanx.config.load import load_run
 from phalanx.files import write_atomically
 from phalanx.layout.apply import apply_layout
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import build_mesh
 from phalanx.layout.resolve import resolve_layout

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 from phalanx.counter_random import normal_values, stream_key  # noqa: E402
-from phalanx.layout.init import fill  # noqa: E402
+from phalanx.layout.initial_values import fill  # noqa: E402
 from phalanx.nn.initial import InitRule  # noqa: E402
 
 NAME, SEED, STD = "blocks.0.mlp.up.weight", 0, 0.02

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 from phalanx.config.load import load_run
 from phalanx.families.language.data.batches import TokenBatch
 from phalanx.layout.apply import apply_layout
+from phalanx.layout.data_parallel.state_bytes import state_bytes
 from phalanx.layout.family import family_layout
-from phalanx.layout.memory import state_bytes
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.layouts.candidates import Candidates

@@ -26,7 +26,7 @@ from phalanx.config.load import load_run
 from phalanx.files import write_atomically
 from phalanx.hardware.device import choose_device, device_name, synchronize
 from phalanx.layout.apply import apply_layout
-from phalanx.layout.attention import AttentionShape, choose_attention
+from phalanx.layout.context_parallel.kernel_choice import AttentionShape, choose_attention
 from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import build_mesh
 from phalanx.layout.precision import PRECISIONS

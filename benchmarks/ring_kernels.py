@@ -22,8 +22,8 @@ from torch import Tensor
 
 from phalanx.files import write_atomically
 from phalanx.hardware.device import device_name, synchronize
-from phalanx.layout.attention import AttentionChoice
-from phalanx.layout.attention_parts import Part, attend_part, join, part_gradients
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.context_parallel.partial_attention import Part, attend_part, join, part_gradients
 
 DTYPE = torch.bfloat16
 

@@ -23,7 +23,7 @@ from layout_speed import ROOT, phalanx_command, run_environment
 sys.path.insert(0, str(ROOT / "src"))
 
 from phalanx.config.load import load_run
-from phalanx.layout.memory import state_bytes
+from phalanx.layout.data_parallel.state_bytes import state_bytes
 from phalanx.layout.resolve import resolve_layout
 
 GIB = 2**30

@@ -36,12 +36,10 @@ from phalanx.families.weather.data.batches import FieldBatch
 from phalanx.files import write_atomically
 from phalanx.hardware.device import Moment, choose_device, synchronize
 from phalanx.layout.apply import Applied, apply_layout
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.data_parallel.copy_engine.exchanges import choose_peer_copies
+from phalanx.layout.data_parallel.state_bytes import state_bytes
 from phalanx.layout.family import family_layout
-from phalanx.layout.hybrid_stop.copies import CopyRing
-from phalanx.layout.hybrid_stop.ring_transport import Ring
-from phalanx.layout.hybrid_stop.streamed_weights import Streamed
-from phalanx.layout.memory import state_bytes
 from phalanx.layout.mesh import (
     Groups,
     Mesh,
@@ -51,10 +49,12 @@ from phalanx.layout.mesh import (
     leave_process_group,
     ranks_from_environment,
 )
-from phalanx.layout.peer.copies import choose_peer_copies
 from phalanx.layout.place import place_of
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.streamed_weights.copy_engine_ring import CopyRing
+from phalanx.layout.streamed_weights.ring_transport import Ring
+from phalanx.layout.streamed_weights.stream_pairs import Streamed
 from phalanx.planner.trace.memory_trace import StepTrace
 from phalanx.torch_compat import common as compat
 from phalanx.train.checkpoint import materialise_optimizer_state

@@ -9,7 +9,7 @@ import torch
 from layout_runs import run_with
 from phalanx.config.schema import LanguageRun, Run
 from phalanx.layout.apply import Applied, apply_layout
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.dryrun.report import group_axes

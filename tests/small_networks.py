@@ -19,7 +19,7 @@ from phalanx.config.materials import (
 )
 from phalanx.families.materials.declare import initial_rules
 from phalanx.families.materials.model.network import MaterialsNetwork
-from phalanx.layout.init import initialise_parameters
+from phalanx.layout.initial_values import initialise_parameters
 
 BODIES: tuple[str, ...] = get_args(Body)
 

@@ -11,7 +11,7 @@ from layout_runs import Fields, run_with
 from phalanx.config.schema import LanguageRun
 from phalanx.families.language.data.batches import TokenBatch
 from phalanx.layout.apply import Applied, apply_layout
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK, Groups, Mesh, build_mesh
 from phalanx.layout.place import Place, TensorSplits, place_of

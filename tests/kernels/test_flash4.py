@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.errors import ConfigError
 from phalanx.kernels.flash4 import FLASH4_FORWARD, flash4, flash4_attention
-from phalanx.layout.attention import AttentionChoice, check_attention
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, check_attention
 from phalanx.nn.attention import attend, attention_context
 from small_models import FAMILIES
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from layout_runs import run_with
 from phalanx.layout.apply import apply_layout
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
 

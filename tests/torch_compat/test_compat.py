@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.torch_compat import common as compat
 
 

@@ -15,13 +15,16 @@ from distributed_ranks import run_ranks
 from layout_cases import run_of
 from phalanx.counter_random import DropoutContext
 from phalanx.families.language import layout as language
-from phalanx.layout import attention_parts, collectives, context, execute, init, ring, shard, tensor
-from phalanx.layout.attention_parts import Part
+from phalanx.layout import execute, initial_values
+from phalanx.layout.context_parallel import partial_attention, ring_attention, split_context
+from phalanx.layout.context_parallel.partial_attention import Part
+from phalanx.layout.data_parallel import shard_units
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Groups
 from phalanx.layout.place import TensorSplit
 from phalanx.layout.resolve import resolve_layout
-from phalanx.layout.tensor import RowLinear
+from phalanx.layout.tensor_parallel import collectives, split_layers
+from phalanx.layout.tensor_parallel.split_layers import RowLinear
 from phalanx.verify.check import Verdict, Verifier
 
 Mutation = Callable[[], Any]
@@ -52,7 +55,7 @@ def leave_out_the_sum_over_tensor_ranks() -> Any:
 
 
 def leave_out_the_reduction_of_data_ranks() -> Any:
-    right = shard.prepare_microbatch
+    right = shard_units.prepare_microbatch
 
     def wrong(stage: Any, zero: int, *, last: bool) -> None:
         right(stage, zero, last=last)
@@ -81,12 +84,12 @@ def repeat_one_dropout_mask() -> Any:
 
 
 def give_every_rank_the_first_heads_slopes() -> Any:
-    right = context.split_context
+    right = split_context.split_context
 
     def wrong(model: Any, share: Any, *rest: Any) -> None:
         right(model, share, *rest)
         heads = model.config.n_heads // share.tp.size
-        model.attention_context = context.partial(context.attention_context, heads=slice(0, heads))
+        model.attention_context = split_context.partial(split_context.attention_context, heads=slice(0, heads))
 
     return patch.object(language, "split_context", wrong)
 
@@ -94,22 +97,22 @@ def give_every_rank_the_first_heads_slopes() -> Any:
 def forget_to_rescale_attention() -> Any:
     def wrong(total: Part | None, part: Part, queries: slice) -> Part:
         if total is None:
-            return attention_parts.join(None, part)
+            return partial_attention.join(None, part)
         out, log_z = total.out[:, :, queries], total.log_z[:, :, queries]
         out.add_(part.out).div_(2)
         log_z.copy_(torch.logaddexp(log_z, part.log_z))
         return total
 
-    return patch.object(ring, "join", wrong)
+    return patch.object(ring_attention, "join", wrong)
 
 
 def shift_the_vocabulary_part() -> Any:
-    right = tensor.vocabulary_chunk_loss
+    right = split_layers.vocabulary_chunk_loss
 
     def wrong(tp: Any, start: int, *rest: Any) -> Any:
         return right(tp, start + tp.rank, *rest)
 
-    return patch.object(tensor, "vocabulary_chunk_loss", wrong)
+    return patch.object(split_layers, "vocabulary_chunk_loss", wrong)
 
 
 def gather_in_the_wrong_order() -> Any:
@@ -122,8 +125,8 @@ def start_from_other_weights() -> Any:
     def wrong(tensor_: Tensor, name: str, rule: Any, seed: int, split: Any = None) -> None:
         fill(tensor_, name, rule, seed, right(split.dim, 0, split.whole) if split else None)
 
-    fill = init.fill
-    return patch.object(init, "fill", wrong)
+    fill = initial_values.fill
+    return patch.object(initial_values, "fill", wrong)
 
 
 MUTATIONS: dict[str, tuple[Mutation, str, str, str, str]] = {

@@ -15,7 +15,7 @@ from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.sizes import sizes_of
 from phalanx.layout.apply import Applied, compiles
-from phalanx.layout.attention import check_attention
+from phalanx.layout.context_parallel.kernel_choice import check_attention
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.dryrun.report import RankReport

@@ -22,25 +22,25 @@ from torch import Tensor, nn
 
 from phalanx.config.schema import Run
 from phalanx.families.registry import family_of
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.context_parallel.sequence_share import SequenceShare
+from phalanx.layout.data_parallel.compute_parameters import WorkingCopy
+from phalanx.layout.data_parallel.copy_engine.exchanges import PeerCopies
+from phalanx.layout.data_parallel.shard_units import shard_stage
+from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.family import Building, family_layout
-from phalanx.layout.hybrid_stop.copies import CopyRing
-from phalanx.layout.hybrid_stop.ring_transport import Ring
-from phalanx.layout.hybrid_stop.streamed_weights import Stream
-from phalanx.layout.init import initialise_parameters
+from phalanx.layout.initial_values import initialise_parameters
 from phalanx.layout.mesh import Mesh
-from phalanx.layout.multitask import branch_groups
-from phalanx.layout.peer.copies import PeerCopies
-from phalanx.layout.pipeline import Pipeline
+from phalanx.layout.pipeline.runner import Pipeline
+from phalanx.layout.pipeline.stage_assignment import model_parts
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.recompute import recompute_block
-from phalanx.layout.shard import shard_stage
-from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage, named_parameters, whole_name
-from phalanx.layout.stages import model_parts
-from phalanx.layout.working_copy import WorkingCopy
+from phalanx.layout.streamed_weights.copy_engine_ring import CopyRing
+from phalanx.layout.streamed_weights.ring_transport import Ring
+from phalanx.layout.streamed_weights.stream_pairs import Stream
 from phalanx.nn.layers import separate_gradients
 from phalanx.nn.splits import ModelPart
 from phalanx.torch_compat import common as compat

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.data.batch import Batch
 from phalanx.layout.apply import Applied
+from phalanx.layout.data_parallel.shard_units import prepare_microbatch
 from phalanx.layout.mesh import Axis
-from phalanx.layout.shard import prepare_microbatch
 
 
 class Executor:

@@ -15,12 +15,12 @@ from torch import nn
 
 from phalanx.config.schema import Run
 from phalanx.data.batch import Batch
-from phalanx.layout.attention import AttentionChoice
-from phalanx.layout.hybrid_stop.streamed_weights import Stream
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.place import TensorSplits
-from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
+from phalanx.layout.streamed_weights.stream_pairs import Stream
 from phalanx.nn.splits import ModelPart
 
 
@@ -34,10 +34,10 @@ class Building:
     attention: AttentionChoice
     share: SequenceShare
     branches: range | None = None
-    """Branches whose heads this rank holds (`layout.multitask`); None for all."""
+    """Branches whose heads this rank holds (`layout.data_parallel.task_heads`); None for all."""
     stream: Stream | None = None
     """Streams the matrices of blocks, where the layout asks for it; see
-    `layout.hybrid_stop.streamed_weights.stream_matrices`."""
+    `layout.streamed_weights.stream_pairs.stream_matrices`."""
     gathered: bool = False
     """Whether parameters are shared out and gathered when they are used."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.config.schema import Run
 from phalanx.families.registry import family_of
-from phalanx.layout import multitask
+from phalanx.layout.data_parallel import task_heads
 from phalanx.layout.spec import DEGREES, SINGLE_STAGE, ResolvedLayout
 
 Fix = dict[str, int | str | bool]
@@ -116,7 +116,7 @@ def _gather(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
 
 
 def _branch_groups(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
-    for text in multitask.refusals(run, layout):
+    for text in task_heads.refusals(run, layout):
         yield Reason(text, ({"layout.branch_groups": "off"},))
 
 

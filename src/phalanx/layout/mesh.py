@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.layout.multitask import branch_groups
+from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.spec import SINGLE_STAGE, ResolvedLayout
 from phalanx.torch_compat.groups import new_group
 
@@ -225,7 +225,7 @@ class Mesh:
     tie: Axis
     """First and last stage, for a parameter that both hold."""
     branch: Axis = Axis("branch")
-    """Ranks that hold the heads of the same branches, where `layout.multitask` places them; else one rank."""
+    """Ranks that hold the heads of the same branches, where `layout.data_parallel.task_heads` places them; else one rank."""
     data: DeviceMesh | None = None
     """[replicas, shards] for FSDP2; None where both are one rank."""
     world: dist.ProcessGroup | None = None

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from phalanx.kernels.flash4 import FLASH4_FORWARD
-from phalanx.layout.ring import RING_ATTENTION
+from phalanx.layout.context_parallel.ring_attention import RING_ATTENTION
 
 Recompute = Literal["none", "selective", "full"]
 

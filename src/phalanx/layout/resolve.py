@@ -12,8 +12,8 @@ from phalanx.config.schema import Layout, Run
 from phalanx.errors import ConfigError
 from phalanx.families.registry import family_of
 from phalanx.families.sizes import check_parameter_count
+from phalanx.layout.data_parallel.task_heads import branch_sizes
 from phalanx.layout.legality import Fix, Reason, divides_batch, reasons, suits_schedule
-from phalanx.layout.multitask import branch_sizes
 from phalanx.layout.spec import DEGREES, SINGLE_STAGE, ZERO_BUBBLE, ResolvedLayout
 
 Degrees = dict[str, int]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.data.batch import Batch
-from phalanx.layout.share import SequenceShare
-from phalanx.layout.working_copy import WorkingCopy
+from phalanx.layout.context_parallel.sequence_share import SequenceShare
+from phalanx.layout.data_parallel.compute_parameters import WorkingCopy
 from phalanx.torch_compat import common as compat
 
 
@@ -72,7 +72,7 @@ class Stage(nn.Module, ABC):
         return batch
 
     def branch_parameters(self) -> set[nn.Parameter]:
-        """Those of heads that not all ranks hold (`layout.multitask`), and therefore nobody else's to shard."""
+        """Return the parameters of task heads that not all ranks hold (`data_parallel.task_heads`); FSDP2 skips them."""
         return set()
 
     def compile_loss(self) -> None:

@@ -266,7 +266,7 @@ def attention_kernel_gradients(
 
 
 class SymmetricBuffer:
-    """Memory of an accelerator that the other ranks of `group` on this machine can read; see `layout.peer.memory`.
+    """Memory of an accelerator that the other ranks of `group` on this machine can read; see `copy_engine.peer_memory`.
 
     All ranks make it together. Multicast, which PyTorch would set up beside it, is not used and stays off.
     """

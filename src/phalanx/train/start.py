@@ -24,7 +24,8 @@ from phalanx.files import write_atomically
 from phalanx.hardware.cpu_formats import require_cpu_format
 from phalanx.hardware.device import choose_device, device_name, memory_bytes
 from phalanx.layout.apply import Applied, apply_layout
-from phalanx.layout.attention import AttentionChoice, check_attention
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, check_attention
+from phalanx.layout.data_parallel.copy_engine.exchanges import choose_peer_copies
 from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import (
     Mesh,
@@ -34,7 +35,6 @@ from phalanx.layout.mesh import (
     leave_process_group,
     ranks_from_environment,
 )
-from phalanx.layout.peer.copies import choose_peer_copies
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout

@@ -17,7 +17,7 @@ from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, Interrupted, PhalanxError
 from phalanx.hardware.device import HostCopy, Moment
 from phalanx.layout.apply import Applied
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Ranks
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.train.checkpoint import CheckpointStore, placed_tensors, rng_state

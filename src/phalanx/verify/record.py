@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from phalanx.config.schema import Run
 from phalanx.families.registry import family_of
 from phalanx.layout.apply import Applied, apply_layout
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.data_parallel.copy_engine.exchanges import choose_peer_copies
 from phalanx.layout.execute import local_gradient
-from phalanx.layout.init import fill
+from phalanx.layout.initial_values import fill
 from phalanx.layout.mesh import Mesh
-from phalanx.layout.peer.copies import choose_peer_copies
 from phalanx.layout.place import Place, place_of
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage

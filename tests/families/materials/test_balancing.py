@@ -21,7 +21,7 @@ from phalanx.families.materials.data.shards import open_prepared
 from phalanx.families.materials.data.stream import GraphBatchStream, graph_order
 from phalanx.families.materials.inputs import columns_of
 from phalanx.layout.apply import apply_layout
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK, build_mesh
 from phalanx.layout.resolve import resolve_layout

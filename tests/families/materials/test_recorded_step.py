@@ -16,11 +16,11 @@ from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.recorded_step import StepRecorder
 from phalanx.families.materials.verification import VERIFICATION
 from phalanx.families.registry import family_of
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.family import Building
-from phalanx.layout.init import initialise_parameters
+from phalanx.layout.initial_values import initialise_parameters
 from phalanx.layout.mesh import Axis
-from phalanx.layout.share import SequenceShare
 from phalanx.torch_compat.program import SizedProgram
 
 BODIES = ("gin", "pna", "gatv2", "cgcnn", "schnet", "egnn", "painn", "mace")

@@ -16,7 +16,7 @@ from phalanx.families.weather.layout import WeatherStage
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import resolve_layout
-from phalanx.layout.tensor import RowLinear
+from phalanx.layout.tensor_parallel.split_layers import RowLinear
 from phalanx.verify.check import Verdict, Verifier
 from weather_cases import run_of
 

@@ -15,7 +15,7 @@ from distributed_ranks import run_ranks
 from dry_layouts import NAMES, WORLD, real_steps, run_named, train_step
 from layout_runs import run_with
 from phalanx.families.language.model.decoder import Block
-from phalanx.layout.memory import state_bytes
+from phalanx.layout.data_parallel.state_bytes import state_bytes
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.dryrun.fake_ranks import fake_rank

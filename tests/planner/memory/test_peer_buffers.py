@@ -13,10 +13,10 @@ from layout_runs import Fields, run_with
 from phalanx.config.load import load_run
 from phalanx.config.schema import LanguageRun
 from phalanx.layout.apply import apply_layout
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.data_parallel.copy_engine.exchanges import choose_peer_copies
 from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import Groups, build_mesh
-from phalanx.layout.peer.copies import choose_peer_copies
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.memory.model import Kernels, memory

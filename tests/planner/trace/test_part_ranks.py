@@ -11,11 +11,11 @@ from distributed_ranks import run_ranks
 from phalanx.config.model import LanguageModel
 from phalanx.families.language.declare import tensor_splits
 from phalanx.families.language.model.decoder import Decoder
-from phalanx.layout.context import SequenceShare, split_context
+from phalanx.layout.context_parallel.split_context import SequenceShare, split_context
 from phalanx.layout.mesh import build_mesh
 from phalanx.layout.recompute import recompute_block
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.tensor import split_tensors
+from phalanx.layout.tensor_parallel.split_layers import split_tensors
 from phalanx.nn.splits import ModelPart
 from phalanx.planner.trace.family import Setting
 from phalanx.planner.trace.operations import COLLECTIVES, base_name

@@ -13,12 +13,12 @@ from phalanx.families.language import declare
 from phalanx.families.language.declare import tensor_splits
 from phalanx.families.language.layout import LanguageStage, loss_chunk_tokens
 from phalanx.families.language.model.decoder import Decoder
-from phalanx.layout.context import split_context
-from phalanx.layout.hybrid_stop.streamed_weights import Stream, Streamed, stream_matrices
+from phalanx.layout.context_parallel.sequence_share import SequenceShare
+from phalanx.layout.context_parallel.split_context import split_context
 from phalanx.layout.precision import PRECISIONS
-from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
+from phalanx.layout.streamed_weights.stream_pairs import Stream, Streamed, stream_matrices
 from phalanx.nn.attention import Attention
 from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.layers import Norm

@@ -12,15 +12,15 @@ from phalanx.counter_random import DropoutContext
 from phalanx.families.language.data.batches import TokenBatch
 from phalanx.families.language.declare import tensor_splits
 from phalanx.families.language.model.decoder import Decoder
-from phalanx.layout.attention import AttentionChoice, AttentionShape, choose_attention
-from phalanx.layout.context import split_context
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, AttentionShape, choose_attention
+from phalanx.layout.context_parallel.sequence_share import SequenceShare
+from phalanx.layout.context_parallel.split_context import split_context
 from phalanx.layout.family import Building
-from phalanx.layout.hybrid_stop.streamed_weights import stream_matrices
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
-from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
+from phalanx.layout.streamed_weights.stream_pairs import stream_matrices
 from phalanx.nn.splits import ModelPart
 from phalanx.torch_compat import common as compat
 

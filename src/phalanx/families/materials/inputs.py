@@ -32,9 +32,9 @@ from phalanx.families.materials.graph_parallel.stream import ShareStream, cuttin
 from phalanx.families.materials.model.losses import tasks
 from phalanx.files import write_atomically
 from phalanx.layout.apply import Applied
+from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
-from phalanx.layout.multitask import branch_groups
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, Verification
 from phalanx.train.metrics import RankTimes

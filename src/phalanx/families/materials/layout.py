@@ -20,11 +20,11 @@ from phalanx.families.materials.model.exchange import ALONE
 from phalanx.families.materials.model.losses import Labels, summed_losses
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.recorded_step import StepRecorder
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.family import Building
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
-from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.nn.splits import ModelPart
@@ -47,7 +47,7 @@ class MaterialsStage(Stage):
         super().__init__(part, index, share, seed, 1)
         self.cutting = cutting
         self.one_unit = part.config.energy is not None
-        """Forces may be asked for (`layout.shard` says what that means)."""
+        """Forces may be asked for (`layout.data_parallel.shard_units` says what that means)."""
         self.recorder: StepRecorder | None = None
         """Runs training's micro-batches as one program each, where they are recorded."""
         self._places: list[tuple[nn.Module, str]] | None = None

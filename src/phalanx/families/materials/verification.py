@@ -16,7 +16,7 @@ from phalanx.families.materials.data.batches import LABELS, GraphBatch
 from phalanx.families.materials.data.structures.device_neighbours import device_edges
 from phalanx.families.materials.model.losses import tasks
 from phalanx.families.materials.sizes import in_words
-from phalanx.layout.multitask import branch_groups
+from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.spec import ResolvedLayout
 
 _LARGEST = 9

@@ -17,11 +17,11 @@ from phalanx.families.weather.declare import tensor_splits
 from phalanx.families.weather.layout import WeatherStage, share_embedding
 from phalanx.families.weather.model.block import Attention, AttentionCore
 from phalanx.families.weather.model.forecaster import Forecaster
-from phalanx.layout.hybrid_stop.streamed_weights import Stream, stream_matrices
+from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.precision import PRECISIONS
-from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
+from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
 from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.splits import ModelPart
 from phalanx.planner.trace.family import MODEL_PARTS, Kernel, PartName, Setting, sdpa_choice

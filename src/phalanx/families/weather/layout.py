@@ -14,16 +14,16 @@ from phalanx.families.weather.declare import tensor_splits
 from phalanx.families.weather.model.embedding import FieldEmbedding
 from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.families.weather.model.grid import fields_of
-from phalanx.layout.attention import AttentionChoice, choose_whole_attention
-from phalanx.layout.collectives import gather
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, choose_whole_attention
+from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.family import Building
-from phalanx.layout.hybrid_stop.streamed_weights import stream_matrices
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
-from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
+from phalanx.layout.streamed_weights.stream_pairs import stream_matrices
+from phalanx.layout.tensor_parallel.collectives import gather
 from phalanx.nn.positions import Positions
 from phalanx.nn.splits import ModelPart
 

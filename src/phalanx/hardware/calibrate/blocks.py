@@ -13,7 +13,7 @@ import torch
 from phalanx.families.language.model.decoder import Block
 from phalanx.hardware.calibrate.clock import Clock
 from phalanx.hardware.calibrate.shapes import model_of
-from phalanx.layout.attention import AttentionShape, choose_attention
+from phalanx.layout.context_parallel.kernel_choice import AttentionShape, choose_attention
 from phalanx.nn.attention import attention_context
 
 

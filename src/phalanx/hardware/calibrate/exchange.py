@@ -16,8 +16,8 @@ from torch import Tensor
 
 from phalanx.hardware.calibrate.clock import Clock
 from phalanx.hardware.device import synchronize
-from phalanx.layout.peer.gather import PublishedShards
-from phalanx.layout.peer.memory import reaches_peers
+from phalanx.layout.data_parallel.copy_engine.all_gather import PublishedShards
+from phalanx.layout.data_parallel.copy_engine.peer_memory import reaches_peers
 from phalanx.torch_compat import common as compat
 from phalanx.torch_compat.groups import new_group
 
@@ -101,7 +101,7 @@ def _pass_on(sent: Tensor, received: Tensor, members: int, group: Group) -> None
 
 
 def time_copies(clock: Clock, group: Group, sizes: Sequence[int]) -> Iterator[Exchanged]:
-    """Gathers by copies between devices, as `layout.peer.gather` makes them; none where ranks cannot reach each other."""
+    """Time gathers by copies between devices (`data_parallel.copy_engine`); none where ranks cannot reach each other."""
     if not reaches_peers(clock.device, group):
         return
     for size in sizes:

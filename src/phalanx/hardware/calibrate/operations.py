@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from phalanx.families.weather.model.block import attend as attend_whole
 from phalanx.hardware.calibrate.clock import Clock
 from phalanx.hardware.calibrate.shapes import Product, Shapes, model_of
-from phalanx.layout.attention import AttentionChoice, AttentionShape, choose_attention, choose_whole_attention
+from phalanx.layout.context_parallel.kernel_choice import (
+    AttentionChoice,
+    AttentionShape,
+    choose_attention,
+    choose_whole_attention,
+)
 from phalanx.nn.attention import attend, attention_context
 from phalanx.planner.time.measured import Kind, TimedOperation
 from phalanx.planner.trace.operations import Attention

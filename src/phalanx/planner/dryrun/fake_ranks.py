@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from phalanx.layout.mesh import Mesh, build_mesh
+from phalanx.layout.pipeline.stage_assignment import from_other_ranks
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stages import from_other_ranks
 from phalanx.nn.attention import causal_block_mask
 from phalanx.planner.trace.accelerator_norm import fused_norms
 from phalanx.planner.trace.memory_trace import StepTrace

@@ -21,11 +21,11 @@ from phalanx.config.schema import LanguageRun, Run
 from phalanx.data.batch import Batch
 from phalanx.families.language.layout import loss_chunk_tokens
 from phalanx.layout.apply import Applied, apply_layout
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor, local_gradient
 from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import Mesh
-from phalanx.layout.pipeline import Pipeline
+from phalanx.layout.pipeline.runner import Pipeline
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.planner.dryrun.fake_ranks import DEVICE, fake_rank

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from phalanx.layout.stages import split_layers
+from phalanx.layout.pipeline.stage_assignment import split_layers
 
 
 @cache
 def split(n_layers: int, n_stages: int, first: float, last: float) -> tuple[int, ...]:
-    """Blocks of each stage; see `layout.stages.split_layers`."""
+    """Blocks of each stage; see `layout.pipeline.stage_assignment.split_layers`."""
     return tuple(len(blocks) for blocks in split_layers(n_layers, n_stages, first, last))

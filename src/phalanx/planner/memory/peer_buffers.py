@@ -1,8 +1,8 @@
-"""Bytes of the buffers that shards exchange through with `layout.peer.copies`.
+"""Bytes of the buffers that shards exchange through with `layout.peer_copies`.
 
-Parameters are read from one buffer with all shards of a stage (`layout.peer.gather`). Gradients arrive in a pool of buffers
-(`layout.peer.copies`), acted out: it grows where nothing that rests is large enough, so what it comes to follows from the
-order of the reductions: FSDP2's, as `layout.shard` has it. A buffer rests one exchange after its own.
+Parameters are read from one buffer with all shards of a stage (`copy_engine.all_gather`). Gradients arrive in a pool of
+buffers (`copy_engine`), acted out: it grows where nothing that rests is large enough, so what it comes to follows from the
+order of the reductions: FSDP2's, as `shard_units` has it. A buffer rests one exchange after its own.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from functools import cache
 
 import numpy as np
 
-from phalanx.layout.peer.buffers import resting
-from phalanx.layout.peer.memory import aligned
+from phalanx.layout.data_parallel.copy_engine.buffers import resting
+from phalanx.layout.data_parallel.copy_engine.peer_memory import aligned
 from phalanx.planner.memory.state import Amount, Rank
 
 _UNITS = 6

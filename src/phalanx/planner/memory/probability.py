@@ -75,7 +75,7 @@ def communicators(candidates: Candidates) -> npt.NDArray[np.int64]:
 def device_bytes(allocated: FloatArray, groups: Any, beside: Beside, peer_buffers: Any = 0.0) -> FloatArray:
     """What a device holds in all. allocated: bytes of live tensors at their peak. groups: see `communicators`.
 
-    peer_buffers: bytes that shards exchange through, see `layout.peer.copies`.
+    peer_buffers: bytes that shards exchange through, see `layout.peer_copies`.
     """
     return np.asarray(allocated * beside.holes + beside.context + groups * beside.communicator + peer_buffers)
 

@@ -12,8 +12,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.layout.pipeline.stage_assignment import from_other_ranks, stages_of_rank
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stages import from_other_ranks, stages_of_rank
 from phalanx.planner.layouts.candidates import SCHEDULES, Candidates
 from phalanx.planner.layouts.stage_layers import split
 from phalanx.planner.memory.parts import distinct
@@ -63,7 +63,7 @@ class Holdings:
 def holdings(candidates: Candidates, n_layers: int, costs: tuple[float, float]) -> list[Holdings]:
     """For each candidate the ranks that may hold most: the n-th of them in the n-th of the lists, the last one repeated.
 
-    costs: what the embedding and the head cost beside one block, see `layout.stages.split_layers`.
+    costs: what the embedding and the head cost beside one block, see `layout.pipeline.stage_assignment.split_layers`.
     """
     counted = _as_many_as_matter(candidates)
     first, inverse = distinct([candidates.pp, candidates.schedule, candidates.stages_per_rank, counted])

@@ -82,7 +82,7 @@ class Pipeline:
     microbatches: int
     n_layers: int
     costs: tuple[float, float]
-    """What the embedding and the head cost beside one block, see `layout.stages.split_layers`."""
+    """What the embedding and the head cost beside one block, see `layout.pipeline.stage_assignment.split_layers`."""
     gather_blocks: int
     """Blocks that are gathered together."""
     gathers_ahead: int

@@ -14,7 +14,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.layout.ring import RING_ATTENTION, RING_GRADIENTS, Ring, attend_along, gradients_along
+from phalanx.layout.context_parallel.ring_attention import (
+    RING_ATTENTION,
+    RING_GRADIENTS,
+    Ring,
+    attend_along,
+    gradients_along,
+)
 from phalanx.nn.attention import repeat_heads
 from phalanx.planner.schedule.timeline import Step
 from phalanx.planner.trace.operations import Collective

@@ -18,12 +18,12 @@ from phalanx.config.schema import Run
 from phalanx.config.weather import WeatherModel
 from phalanx.errors import ConfigError
 from phalanx.families.sizes import check_parameter_count
-from phalanx.layout.hybrid_stop.streamed_weights import Stream
+from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.mesh import Axis
 from phalanx.layout.recompute import Recompute
-from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage, named_parameters
+from phalanx.layout.streamed_weights.stream_pairs import Stream
 from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.layers import separate_gradients
 from phalanx.nn.splits import ModelPart

@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx.layout.ring import RING_ATTENTION, RING_GRADIENTS, Ring, attend_along, gradients_along
+from phalanx.layout.context_parallel.ring_attention import (
+    RING_ATTENTION,
+    RING_GRADIENTS,
+    Ring,
+    attend_along,
+    gradients_along,
+)
 from phalanx.torch_compat import common as compat
 from phalanx.torch_compat import fake as compat_fake
 

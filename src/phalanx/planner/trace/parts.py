@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from phalanx.config.model import LanguageModel
-from phalanx.layout.hybrid_stop.streamed_weights import streamed_parameters
 from phalanx.layout.recompute import recompute_block, recompute_policy
 from phalanx.layout.stage import Stage
+from phalanx.layout.streamed_weights.stream_pairs import streamed_parameters
 from phalanx.planner.schedule.timeline import Costs, Kept, Timeline
 from phalanx.planner.trace.accelerator import ring_operations
 from phalanx.planner.trace.chunked_head import Chunks, chunked_costs, shown_setting

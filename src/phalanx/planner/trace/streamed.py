@@ -1,4 +1,4 @@
-"""What a block costs whose matrices are streamed (`layout.gather=stream`, `layout.hybrid_stop.streamed_weights`):
+"""What a block costs whose matrices are streamed (`layout.gather=stream`, `layout.streamed_weights.stream_pairs`):
 counted in the real code.
 
 A chain of K chunks runs the same operations K times. So the real block is traced with four chunks a chain, or fewer where
@@ -18,12 +18,12 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from phalanx.layout.hybrid_stop.ring_transport import Ring, Transfer
-from phalanx.layout.hybrid_stop.shares import ChainPlan, Matrix
-from phalanx.layout.hybrid_stop.streamed_weights import Stream, Streamed
 from phalanx.layout.mesh import Axis
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.stage import Stage
+from phalanx.layout.streamed_weights.chunk_plan import ChainPlan, Matrix
+from phalanx.layout.streamed_weights.ring_transport import Ring, Transfer
+from phalanx.layout.streamed_weights.stream_pairs import Stream, Streamed
 from phalanx.planner.schedule.timeline import Costs, Timeline
 from phalanx.planner.trace.family import Setting, build_stage
 from phalanx.planner.trace.operations import Scale

@@ -13,7 +13,7 @@ from phalanx.config.families import MaterialsRun
 from phalanx.errors import ConfigError
 from phalanx.families.materials.verification import VERIFICATION
 from phalanx.layout.apply import apply_layout
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK, Groups, build_mesh
 from phalanx.layout.resolve import every_layout, resolve_layout

@@ -141,7 +141,7 @@ class OutputHead(nn.Module):
 class Decoder(nn.Module):
     """GPT-2/3, MPT or Llama 3, as `config` describes it; the whole of it or one part.
 
-    Parameters are created uninitialised (see `layout.init`); build under `torch.device("meta")` to allocate nothing.
+    Parameters are uninitialised (see `layout.initial_values`); build under `torch.device("meta")` to allocate nothing.
     """
 
     def __init__(

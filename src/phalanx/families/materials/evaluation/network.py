@@ -19,7 +19,7 @@ from phalanx.families.materials.data.trained_elements import trained_elements, u
 from phalanx.families.materials.inputs import GraphErrors, GraphEvaluator, columns_of
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.layout.apply import apply_layout
-from phalanx.layout.attention import AttentionChoice
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.precision import PRECISIONS

@@ -45,7 +45,7 @@ class MaterialsBlock(nn.Module):
 class MaterialsNetwork(nn.Module):
     """The model that `config` describes; the whole of it or one part.
 
-    Parameters are created uninitialised (see `layout.init`); build under `torch.device("meta")` to allocate nothing.
+    Parameters are uninitialised (see `layout.initial_values`); build under `torch.device("meta")` to allocate nothing.
     dtype: format of activations. edge_chunk: edges whose messages are held at once, for graphs that would not fit.
     """
 

@@ -20,7 +20,7 @@ from phalanx.nn.splits import ModelPart
 class Forecaster(nn.Module):
     """ClimaX or ORBIT, as `config` describes it; the whole of it or one part.
 
-    Parameters are created uninitialised (see `layout.init`); build under `torch.device("meta")` to allocate nothing.
+    Parameters are uninitialised (see `layout.initial_values`); build under `torch.device("meta")` to allocate nothing.
     """
 
     def __init__(

@@ -1,0 +1,115 @@
+"""Context parallelism: ranks of `cp` hold different positions of the same samples, and attention joins them.
+
+ring: keys and values travel from rank to rank while each computes with what it has (Liu et al. 2023). A rank holds an
+early and a late run of positions, so that a causal mask leaves all ranks the same work.
+all_to_all: for attention ranks exchange positions for heads, each then has some heads of all positions (Jacobs et al. 2023).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.config.model import LanguageModel
+from phalanx.families.language.model.decoder import Decoder
+from phalanx.layout.context_parallel.ring_attention import ring_attention
+from phalanx.layout.context_parallel.sequence_share import SequenceShare
+from phalanx.layout.mesh import Axis
+from phalanx.layout.tensor_parallel.collectives import exchange
+from phalanx.nn.attention import (
+    Attention,
+    AttentionContext,
+    AttentionCore,
+    AttentionKernel,
+    attend,
+    attention_context,
+)
+from phalanx.nn.positions import alibi_slopes, rope_tables
+
+
+class RingContext(NamedTuple):
+    """What ring attention needs in every layer."""
+
+    rope: tuple[Tensor, Tensor] | None
+    slopes_H: Tensor | None
+    """ALiBi slopes of this rank's heads."""
+    document_ids_BS: Tensor | None
+    """Of whole samples."""
+
+
+def split_context(model: Decoder, share: SequenceShare, attend: AttentionCore = attend) -> None:
+    """Let every attention of `model` reach the positions that other ranks hold; and know which heads are its own.
+
+    attend: attention of whole samples by some heads, as the exchange leaves them.
+    """
+    cp, tp = share.cp, share.tp
+    heads = model.config.n_heads // tp.size
+    first = tp.rank * heads
+    core: AttentionCore
+    if cp.size == 1:
+        model.attention_context = partial(attention_context, heads=slice(first, first + heads))
+        core = attend
+    elif share.context == "ring":
+        model.attention_context = partial(_ring_context, slice(first, first + heads))
+        core = partial(_ring, cp)
+    else:
+        each = heads // cp.size
+        mine = slice(first + cp.rank * each, first + (cp.rank + 1) * each)
+        model.attention_context = partial(_exchanged_context, cp, mine)
+        core = partial(_exchanged, cp, attend)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = core
+
+
+def _ring_context(
+    heads: slice,
+    config: LanguageModel,
+    positions_S: Tensor,
+    dtype: torch.dtype,
+    *,
+    kernel: AttentionKernel = "sdpa",
+    document_ids_BS: Tensor | None = None,
+    past: int = 0,
+) -> RingContext:
+    assert past == 0, "cached generation runs on one rank"
+    return RingContext(
+        rope_tables(config, positions_S) if config.positions == "rope" else None,
+        alibi_slopes(config, positions_S.device)[heads] if config.positions == "alibi" else None,
+        document_ids_BS,
+    )
+
+
+def _ring(cp: Axis, query: Tensor, key: Tensor, value: Tensor, context: RingContext) -> Tensor:
+    out: Tensor = ring_attention(
+        query, key, value, context.slopes_H, context.document_ids_BS, cp.group_name, cp.rank, cp.size
+    )[0]
+    return out
+
+
+def _exchanged_context(
+    cp: Axis,
+    heads: slice,
+    config: LanguageModel,
+    positions_S: Tensor,
+    dtype: torch.dtype,
+    *,
+    kernel: AttentionKernel = "sdpa",
+    document_ids_BS: Tensor | None = None,
+    past: int = 0,
+) -> AttentionContext:
+    """The mask of whole samples for this rank's heads; rotary angles of this rank's positions, which come first."""
+    assert past == 0, "cached generation runs on one rank"
+    whole_S = torch.arange(len(positions_S) * cp.size, device=positions_S.device)
+    context = attention_context(config, whole_S, dtype, kernel=kernel, document_ids_BS=document_ids_BS, heads=heads)
+    return context._replace(rope=rope_tables(config, positions_S) if config.positions == "rope" else None)
+
+
+def _exchanged(
+    cp: Axis, attend: AttentionCore, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
+) -> Tensor:
+    query, key, value = (exchange(x, cp, split=1, join=2) for x in (query, key, value))
+    return exchange(attend(query, key, value, context), cp, split=2, join=1)

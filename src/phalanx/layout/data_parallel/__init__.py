@@ -1,0 +1,1 @@
+"""Data parallelism: how parameters are sharded and gathered, and how gradients are reduced."""

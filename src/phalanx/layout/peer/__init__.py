@@ -1,1 +1,0 @@
-"""Copies between the devices of one machine in place of collectives."""

@@ -1,0 +1,125 @@
+"""Pipeline parallelism: torch's schedules run on the stages of this rank, which `stage_assignment` gives it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+
+from phalanx.layout.mesh import Axis
+from phalanx.layout.pipeline.stage_assignment import TORCH_SCHEDULES, rank_of_stage
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stage import Stage
+from phalanx.torch_compat.pipeline import LeanStage, gather_stages_once
+
+
+class Pipeline:
+    """Runs the stages of this rank together with those of the other pipeline ranks."""
+
+    def __init__(self, stages: list[Stage], layout: ResolvedLayout, pp: Axis, device: torch.device) -> None:
+        assert pp.group is not None
+        self.stages = stages
+        self.layout = layout
+        self.pp = pp
+        self.device = device
+        self._scale: Tensor | float = 1.0
+        schedule = get_schedule_class(TORCH_SCHEDULES[layout.schedule])
+        built = [self._torch_stage(stage) for stage in stages]
+        # Losses are sums: no division by the number of micro-batches.
+        options = {"n_microbatches": layout.accumulation, "loss_fn": self._loss, "scale_grads": False}
+        self._schedule: PipelineScheduleSingle | PipelineScheduleMulti
+        if issubclass(schedule, PipelineScheduleSingle):
+            self._schedule = schedule(built[0], **options)
+        else:
+            several: PipelineScheduleMulti = schedule(built, **options)
+            if not layout.reshard_after_forward:
+                gather_stages_once(several)
+            self._schedule = several
+
+    def forward_backward(
+        self, x: Tensor, inputs: dict[str, Any], sample_indices_B: Tensor, scale: Tensor | float
+    ) -> Tensor:
+        """Run all micro-batches; gradients are those of scale * loss. Returns the summed losses, zero without last stage.
+
+        x, inputs, sample_indices: see `Stage`, of all micro-batches.
+        """
+        self._scale = scale
+        losses: list[Tensor] = []
+        first = [x] if any(stage.part.part.first for stage in self.stages) else []
+        called_with = {"sample_indices_B": sample_indices_B, **inputs}
+        self._schedule.step(*first, target=sample_indices_B, losses=losses, return_outputs=False, **called_with)
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        # The schedule holds the scaled losses; a sum of one micro-batch's losses is exact to scale back.
+        for loss in losses:
+            total += loss.detach().double() / torch.as_tensor(scale, dtype=torch.float64)
+        return total
+
+    def warm_up(self, x: Tensor, inputs: dict[str, Any], sample_indices_B: Tensor) -> None:
+        """Let every rank compile its stages at the same time: in the pipeline each would wait for those before it.
+
+        One micro-batch, forward and, where gradients are on, backward, with zeros in place of what other ranks would send.
+        Leaves gradients behind.
+        """
+        for stage in self.stages:
+            given = x
+            if not stage.part.part.first:
+                shape = stage.hidden_shape(len(sample_indices_B))
+                given = torch.zeros(shape, dtype=stage.part.dtype, device=self.device, requires_grad=True)
+            output = stage(given, sample_indices_B, **inputs)
+            if torch.is_grad_enabled():
+                output.sum().backward()
+
+    def _loss(self, output: Tensor, _target: Tensor) -> Tensor:
+        loss: Tensor = (output * self._scale).sum()
+        return loss
+
+    @torch.no_grad()
+    def infer(self, x: Tensor, inputs: dict[str, Any], sample_indices_B: Tensor) -> Tensor | None:
+        """What the last stage gives for one micro-batch, None on ranks without it; forward alone."""
+        mine = {stage.index: stage for stage in self.stages}
+        for index in range(self.layout.n_stages):
+            here, before = rank_of_stage(self.layout, index), rank_of_stage(self.layout, max(0, index - 1))
+            if index and before != here:
+                x = self._hand_over(x, before, here, mine.get(index), len(sample_indices_B))
+            if index in mine:
+                x = mine[index](x, sample_indices_B, **inputs)
+        return x if self.layout.n_stages - 1 in mine else None
+
+    def _hand_over(self, x: Tensor, source: int, target: int, stage: Stage | None, samples: int) -> Tensor:
+        if self.pp.rank == source:
+            dist.send(x.contiguous(), self.pp.ranks[target], group=self.pp.group)
+        elif self.pp.rank == target:
+            assert stage is not None
+            x = torch.empty(stage.hidden_shape(samples), dtype=stage.part.dtype, device=self.device)
+            dist.recv(x, self.pp.ranks[source], group=self.pp.group)
+        return x
+
+    def _torch_stage(self, stage: Stage) -> LeanStage:
+        samples = self.layout.microbatch
+        hidden = torch.empty(stage.hidden_shape(samples), dtype=stage.part.dtype, device="meta", requires_grad=True)
+        with torch.device("meta"):
+            first = stage.example_input(samples)
+        loss = torch.empty(
+            1, dtype=torch.promote_types(stage.part.dtype, torch.float32), device="meta", requires_grad=True
+        )
+        lean = LeanStage(
+            stage,
+            stage.index,
+            self.layout.n_stages,
+            self.device,
+            input_args=(first if stage.part.part.first else hidden,),
+            output_args=(loss if stage.part.part.last else hidden,),
+            group=self.pp.group,
+        )
+        if stage.working is not None:
+            lean.collect = stage.working.collect
+        if self.pp.links:
+            lean.link_of = self._link
+        return lean
+
+    def _link(self, sender: int, kind: str) -> dist.ProcessGroup:
+        """The group over which stage `sender` sends its activations or gradients."""
+        return self.pp.links[2 * (kind == "gradients") + rank_of_stage(self.layout, sender) % 2]

@@ -1,0 +1,164 @@
+"""Tensor and sequence parallelism (Megatron: Shoeybi et al. 2019; Korthikanti et al. 2022), from a family's declaration.
+
+Between the matrices of a block each rank holds all features of its part of the positions. A `column` matrix gathers the
+positions and gives some features, a `row` matrix takes those, and its sums are scattered back to positions: one gather for
+each input of attention or MLP, however many matrices read it, and no value is computed twice.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.families.language.model.decoder import OutputHead, TokenEmbedding
+from phalanx.families.language.model.loss import IGNORED
+from phalanx.layout.mesh import Axis
+from phalanx.layout.place import TensorSplit, TensorSplits
+from phalanx.layout.tensor_parallel.collectives import gather, gather_values, scatter_sum
+from phalanx.nn.layers import GatedLinear, Linear, Norm
+from phalanx.nn.splits import Split, Splits
+
+SEQUENCE = 1
+"""The dim of positions in [B, S, D]."""
+
+
+def split_tensors(model: nn.Module, splits: Splits, tp: Axis) -> TensorSplits:
+    """Keep this rank's part of every module that `splits` names, in place; returns which part of which parameter that is.
+
+    `model` is on the meta device still. Parameters that stay whole get gradients that are sums over this rank's
+    positions or features alone: the step adds them up over `tp`.
+    """
+    kept: TensorSplits = {}
+    if tp.size == 1:
+        return kept
+    for name, module in model.named_modules():
+        split = next((split for pattern, split in splits if fnmatchcase(name, pattern)), None)
+        if split is None or split.kind == "attention":
+            continue
+        for parameter, part in _split_module(module, split, tp).items():
+            kept[f"{name}.{parameter}"] = part
+    return kept
+
+
+def _split_module(module: nn.Module, split: Split, tp: Axis) -> TensorSplits:
+    # Classes change rather than methods of instances: blocks whose layers are of equal classes share a compiled program.
+    if split.kind in ("column", "part"):
+        assert isinstance(module, Linear)
+        if split.kind == "column":
+            _become(module, ColumnLinear, tp)
+        names = ["weight"] if module.bias is None else ["weight", "bias"]
+        return {name: _keep(module, name, 0, split.unit, tp) for name in names}
+    if split.kind == "row":
+        assert isinstance(module, Linear)
+        _become(module, GatedRowLinear if isinstance(module, GatedLinear) else RowLinear, tp)
+        return {"weight": _keep(module, "weight", 1, split.unit, tp)}
+    if split.kind == "lookup":
+        assert isinstance(module, TokenEmbedding)
+        _become(module, SplitEmbedding, tp)
+        part = _keep(module, "weight", 0, 1, tp)
+        module.first_row = part.start  # type: ignore[assignment]
+        return {"weight": part}
+    assert isinstance(module, OutputHead) and split.kind == "logits"
+    _become(module.norm, GatheredNorm, tp)
+    start = _units(module.vocab_size, tp)[0]
+    module.loss_kernel = partial(vocabulary_chunk_loss, tp, start)
+    return {} if module.weight is None else {"weight": _keep(module, "weight", 0, 1, tp)}
+
+
+def _become(module: nn.Module, kind: type[nn.Module], tp: Axis) -> None:
+    assert issubclass(kind, type(module))
+    module.__class__ = kind
+    module.tp = tp  # type: ignore[assignment]
+
+
+def _units(count: int, tp: Axis) -> tuple[int, int]:
+    """First of this rank's units and how many; the last ranks have fewer where the count does not divide."""
+    each = -(-count // tp.size)
+    start = min(tp.rank * each, count)
+    return start, min(each, count - start)
+
+
+def _keep(module: nn.Module, name: str, dim: int, unit: int, tp: Axis) -> TensorSplit:
+    """Cut a parameter down to this rank's units along `dim`."""
+    parameter = getattr(module, name)
+    whole = parameter.shape[dim]
+    assert whole % unit == 0 and parameter.device.type == "meta"
+    start, count = _units(whole // unit, tp)
+    setattr(module, name, nn.Parameter(parameter.detach().narrow(dim, 0, count * unit).contiguous()))
+    return TensorSplit(dim, start * unit, whole)
+
+
+class ColumnLinear(Linear):
+    """Some output features of all positions."""
+
+    tp: Axis
+
+    def forward(self, x_BsD: Tensor) -> Tensor:
+        """[B, S/tp, in] -> [B, S, out/tp]."""
+        return super().forward(gather(x_BsD, self.tp, SEQUENCE))
+
+
+class RowLinear(Linear):
+    """All output features of some positions, summed over the ranks' input features."""
+
+    tp: Axis
+
+    def forward(self, x_BSf: Tensor) -> Tensor:
+        """[B, S, in/tp] -> [B, S/tp, out]; the bias joins after the sum, once."""
+        x_BsD = scatter_sum(self.product(x_BSf, None), self.tp, SEQUENCE)
+        return x_BsD if self.bias is None else x_BsD + self.bias.to(x_BsD.dtype)
+
+
+class GatedRowLinear(RowLinear, GatedLinear):
+    """A row matrix behind gate and up features of its own input features."""
+
+
+class GatheredNorm(Norm):
+    """A norm of this rank's positions that gives all positions."""
+
+    tp: Axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S/tp, D] -> [B, S, D]."""
+        return gather(super().forward(x), self.tp, SEQUENCE)
+
+
+class SplitEmbedding(TokenEmbedding):
+    """Each rank looks up the tokens it has rows for; positions are scattered as the lookups are summed."""
+
+    tp: Axis
+    first_row: int
+
+    def lookup(self, tokens_BS: Tensor) -> Tensor:
+        """[B, S] -> [B, S/tp, D]."""
+        local_BS = tokens_BS - self.first_row
+        mine_BS = (local_BS >= 0) & (local_BS < self.weight.shape[0])
+        x_BSD = F.embedding(torch.where(mine_BS, local_BS, 0), self.weight).to(self.dtype)
+        return scatter_sum(torch.where(mine_BS[..., None], x_BSD, 0.0), self.tp, SEQUENCE)
+
+
+def vocabulary_chunk_loss(
+    tp: Axis, start: int, logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """As `families.language.model.loss.chunk_loss`, for logits of the vocabulary's rows from `start` on: ranks exchange two
+    numbers a token, the log-partition of their part and the target's logit."""
+    wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    kept_N = targets_N != IGNORED
+    local_N = targets_N - start
+    mine_N = kept_N & (local_N >= 0) & (local_N < wide.shape[1])
+    safe_N = torch.where(mine_N, local_N, 0)
+    picked_N = torch.where(mine_N, wide.gather(1, safe_N[:, None]).squeeze(1), 0.0)
+    parts = gather_values(torch.stack((torch.logsumexp(wide, dim=-1), picked_N)), tp)
+    log_z_N, picked_N = torch.logsumexp(parts[:, 0], dim=0), parts[:, 1].sum(dim=0)
+    total = torch.where(kept_N, log_z_N - picked_N + z_loss * log_z_N.square(), 0.0).sum()
+    if not with_grad:
+        return total, logits_NV
+    probability_NV = (wide - log_z_N[:, None]).exp() * (1.0 + 2.0 * z_loss * log_z_N)[:, None]
+    vocabulary = torch.arange(wide.shape[1], device=wide.device)
+    target_NV = (vocabulary == safe_N[:, None]) & mine_N[:, None]
+    grad_NV = probability_NV - target_NV.to(wide.dtype)
+    return total, torch.where(kept_N[:, None], grad_NV, 0.0).to(logits_NV.dtype)
