@@ -23,7 +23,7 @@ import torch
 
 from phalanx.config.schema import LanguageRun, Run
 from phalanx.files import write_atomically
-from phalanx.layout.apply import Applied
+from phalanx.layout.apply import ParallelModel
 from phalanx.planner.dryrun.run import dry_run
 from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.layouts.enumerate import Limits, legal_candidates
@@ -100,7 +100,7 @@ def compared(some: Candidates, place: int) -> dict[str, Any]:
     return {"layout": {**fields, "recompute": recompute}, "error": error, "ranks": ranks}
 
 
-def step(run: Run, applied: Applied, device: torch.device) -> TrainStep:
+def step(run: Run, applied: ParallelModel, device: torch.device) -> TrainStep:
     """The step of a run, with all the state its optimizer will ever have."""
     built = build_step(run, applied, device)
     materialise_optimizer_state(built.optimizer)

@@ -35,7 +35,7 @@ from phalanx.config.schema import Run
 from phalanx.families.weather.data.batches import FieldBatch
 from phalanx.files import write_atomically
 from phalanx.hardware.device import Moment, choose_device, synchronize
-from phalanx.layout.apply import Applied, apply_layout
+from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.copy_engine.exchanges import choose_peer_copies
 from phalanx.layout.data_parallel.state_bytes import state_bytes
@@ -231,7 +231,7 @@ def timed_steps(
     return [end.seconds_since(start) for start, end in pairwise(marks)], [float(result[0]) for result in results]
 
 
-def _memory(applied: Applied, copies: Any, device: torch.device) -> dict[str, float] | None:
+def _memory(applied: ParallelModel, copies: Any, device: torch.device) -> dict[str, float] | None:
     """GiB on this rank: tensors at most, with the buffers that peers read, and these alone."""
     if device.type == "cpu":
         return None
@@ -244,7 +244,7 @@ def _memory(applied: Applied, copies: Any, device: torch.device) -> dict[str, fl
 # --- gathered weights of streamed chains ------------------------------------------------------------------------------
 
 
-def gathered_weights(applied: Applied, device: torch.device, handed_out: list[int]) -> Found:
+def gathered_weights(applied: ParallelModel, device: torch.device, handed_out: list[int]) -> Found:
     """Bytes of gathered weights on this rank, measured in two ways; see `weather_layouts` for what is promised.
 
     handed_out: the most that the ring gave out at a time in the steps before. growth: what the memory of this device grows

@@ -8,7 +8,7 @@ import torch
 
 from layout_runs import run_with
 from phalanx.config.schema import LanguageRun, Run
-from phalanx.layout.apply import Applied, apply_layout
+from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
@@ -55,7 +55,7 @@ def run_named(name: str) -> LanguageRun:
 NAMES = list(_LAYOUTS)
 
 
-def train_step(run: Run, applied: Applied, device: torch.device) -> TrainStep:
+def train_step(run: Run, applied: ParallelModel, device: torch.device) -> TrainStep:
     """The training step, with all state its optimizer will ever have."""
     step = build_step(run, applied, device)
     materialise_optimizer_state(step.optimizer)

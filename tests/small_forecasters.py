@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.config.weather import WeatherModel
 from phalanx.families.weather.model.forecaster import Forecaster
-from phalanx.nn.splits import ModelPart
+from phalanx.nn.splits import ModelChunk
 
 NAMES = ("land_sea_mask", "temperature_850", "temperature_500", "geopotential_500", "2m_temperature")
 SMALL = WeatherModel(n_layers=3, d_model=32, n_heads=4, n_lat=8, n_lon=12, patch_size=2, variables=NAMES)
@@ -41,7 +41,7 @@ EVERYTHING = small(
 
 
 def random_forecaster(
-    config: WeatherModel, *, seed: int = 0, dtype: torch.dtype = torch.float64, part: ModelPart | None = None
+    config: WeatherModel, *, seed: int = 0, dtype: torch.dtype = torch.float64, part: ModelChunk | None = None
 ) -> Forecaster:
     """The forecaster of `config` with weights large enough that attention is far from uniform.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from layout_runs import Fields, run_with
 from phalanx.config.schema import LanguageRun
 from phalanx.families.language.data.batches import TokenBatch
-from phalanx.layout.apply import Applied, apply_layout
+from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK, Groups, Mesh, build_mesh
@@ -36,7 +36,7 @@ def whole_run(changes: Fields) -> LanguageRun:
     return run_with(changes, precision="fp64", global_batch=8)
 
 
-def laid_out(run: LanguageRun, layout: ResolvedLayout, made: Groups | None = None) -> Applied:
+def laid_out(run: LanguageRun, layout: ResolvedLayout, made: Groups | None = None) -> ParallelModel:
     """`run`'s model in `layout`, on this rank of the process group."""
     mesh = ONE_RANK if layout.world_size == 1 else build_mesh(layout, CPU, made)
     return apply_layout(run, layout, mesh, CPU, AttentionChoice("sdpa"))
@@ -53,7 +53,7 @@ def samples_of(run: LanguageRun, layout: ResolvedLayout, mesh: Mesh) -> TokenBat
     return TokenBatch(tokens[mine, :-1], tokens[mine, 1:], None, indices[mine])
 
 
-def backward(run: LanguageRun, applied: Applied) -> Tensor:
+def backward(run: LanguageRun, applied: ParallelModel) -> Tensor:
     """Gradients of the mean loss of a step; returns this rank's part of the summed loss."""
     scale = 1.0 / (8 * run.data.sequence_length)
     return Executor(applied).forward_backward(1, samples_of(run, applied.layout, applied.mesh), scale).sum()
@@ -69,7 +69,7 @@ def parts_of(tensors: Iterable[tuple[str, Tensor | None]], splits: TensorSplits)
     return {name: box(place_of(tensor, splits.get(name))) for name, tensor in tensors if tensor is not None}
 
 
-def gradients_of(applied: Applied) -> dict[str, Box]:
+def gradients_of(applied: ParallelModel) -> dict[str, Box]:
     """This rank's parts of all gradients."""
     return parts_of(((name, p.grad) for name, p in applied.parameters.items()), applied.splits)
 

@@ -14,7 +14,7 @@ from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.sizes import sizes_of
-from phalanx.layout.apply import Applied, compiles
+from phalanx.layout.apply import ParallelModel, compiles
 from phalanx.layout.context_parallel.kernel_choice import check_attention
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
@@ -98,7 +98,7 @@ class _Progress:
             sys.stderr.write(f"rank {self.rank}: {moment}, {now - self.start:.0f} s\n")
 
 
-def _step(run: Run, applied: Applied, device: torch.device) -> TrainStep:
+def _step(run: Run, applied: ParallelModel, device: torch.device) -> TrainStep:
     """The step that `phalanx train` runs, with all the state its optimizer will ever have."""
     step = build_step(run, applied, device)
     materialise_optimizer_state(step.optimizer)

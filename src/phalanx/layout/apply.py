@@ -28,11 +28,11 @@ from phalanx.layout.data_parallel.compute_parameters import WorkingCopy
 from phalanx.layout.data_parallel.copy_engine.exchanges import PeerCopies
 from phalanx.layout.data_parallel.shard_units import shard_stage
 from phalanx.layout.data_parallel.task_heads import branch_groups
-from phalanx.layout.family import Building, family_layout
+from phalanx.layout.family import BuildContext, family_layout
 from phalanx.layout.initial_values import initialise_parameters
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.pipeline.runner import Pipeline
-from phalanx.layout.pipeline.stage_assignment import model_parts
+from phalanx.layout.pipeline.stage_assignment import model_chunks
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.recompute import recompute_block
@@ -42,12 +42,12 @@ from phalanx.layout.streamed_weights.copy_engine_ring import CopyRing
 from phalanx.layout.streamed_weights.ring_transport import Ring
 from phalanx.layout.streamed_weights.stream_pairs import Stream
 from phalanx.nn.layers import separate_gradients
-from phalanx.nn.splits import ModelPart
+from phalanx.nn.splits import ModelChunk
 from phalanx.torch_compat import common as compat
 
 
 @dataclass(frozen=True)
-class Applied:
+class ParallelModel:
     """A model laid out on this rank."""
 
     layout: ResolvedLayout
@@ -94,7 +94,7 @@ def apply_layout(
     copies: PeerCopies | None = None,
     *,
     fill: bool = True,
-) -> Applied:
+) -> ParallelModel:
     """The stages of `run`'s model that belong on this rank, over `mesh`, initialised. copies: see `shard_stage`.
 
     fill: whether parameters get their initial values, for which a dry run has no memory.
@@ -111,13 +111,13 @@ def apply_layout(
     branches = None if groups is None else groups.of_rank(mesh.data_rank).branches
     share = SequenceShare(mesh.cp, mesh.tp, layout.context)
     gathered = layout.zero == 3 and mesh.shards.size > 1
-    building = Building(run, device, attention, share, branches, stream, gathered)
+    building = BuildContext(run, device, attention, share, branches, stream, gathered)
     build = _Builder(building, family.tied(run))
     compiled = compiles(run, layout, device)
     stages: list[Stage] = []
     parameters: dict[str, nn.Parameter] = {}
     branch: set[str] = set()
-    for index, part in model_parts(layout, mesh.pp.rank, run.model.n_layers, family.block_costs(run)).items():
+    for index, part in model_chunks(layout, mesh.pp.rank, run.model.n_layers, family.block_costs(run)).items():
         model = build.part(part, dtype if copied else master_dtype)
         stage = family_layout(run).stage(building, model, index)
         for block in () if stage.recomputes else model.blocks:
@@ -149,7 +149,7 @@ def apply_layout(
         branch.update(name for name, parameter in named.items() if parameter in apart)
     pipeline = Pipeline(stages, layout, mesh.pp, device) if layout.pp > 1 else None
     tied = build.tied.values() if mesh.tie.size > 1 else ()
-    applied = Applied(
+    applied = ParallelModel(
         layout,
         mesh,
         stages,
@@ -170,12 +170,12 @@ def apply_layout(
 class _Builder:
     """Builds parts of a run's model on meta, split over `tp` and `cp`."""
 
-    building: Building
+    building: BuildContext
     tied: dict[str, str]
     splits: TensorSplits = field(default_factory=dict)
     """Of all parts built so far."""
 
-    def part(self, part: ModelPart, parameter_dtype: torch.dtype) -> Any:
+    def part(self, part: ModelChunk, parameter_dtype: torch.dtype) -> Any:
         model, splits = family_layout(self.building.run).build(self.building, part)
         self.splits.update({whole_name(name, self.tied): split for name, split in splits.items()})
         return model.to(parameter_dtype)

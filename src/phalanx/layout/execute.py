@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.data.batch import Batch
-from phalanx.layout.apply import Applied
+from phalanx.layout.apply import ParallelModel
 from phalanx.layout.data_parallel.shard_units import prepare_microbatch
 from phalanx.layout.mesh import Axis
 
@@ -21,7 +21,7 @@ from phalanx.layout.mesh import Axis
 class Executor:
     """Runs `applied`. Every rank calls every method, in the same order."""
 
-    def __init__(self, applied: Applied) -> None:
+    def __init__(self, applied: ParallelModel) -> None:
         self.applied = applied
         self.layout = applied.layout
         self.mesh = applied.mesh

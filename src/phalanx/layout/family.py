@@ -21,11 +21,11 @@ from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.stream_pairs import Stream
-from phalanx.nn.splits import ModelPart
+from phalanx.nn.splits import ModelChunk
 
 
 @dataclass(frozen=True)
-class Building:
+class BuildContext:
     """What the building of every part of a model has in common. `run` is a run of the family's kind."""
 
     run: Any
@@ -48,13 +48,13 @@ class FamilyLayout(Protocol):
     compiles_blocks: bool
     """Whether blocks can be compiled one by one."""
 
-    def build(self, building: Building, part: ModelPart) -> tuple[nn.Module, TensorSplits]:
+    def build(self, building: BuildContext, part: ModelChunk) -> tuple[nn.Module, TensorSplits]:
         """A part on meta, split over `tp` and `cp`; and which part of which parameter this rank keeps, by local name.
 
         The module has `part`, `config`, `dtype` and, where they belong to it, `embedding`, `blocks` and `head`.
         """
 
-    def stage(self, building: Building, part: nn.Module, index: int) -> Stage:
+    def stage(self, building: BuildContext, part: nn.Module, index: int) -> Stage:
         """Runs a built part."""
 
     def example_batch(self, run: Any, samples: int, device: torch.device) -> Batch:

@@ -45,7 +45,7 @@ class SplitCount:
 
 
 @dataclass(frozen=True)
-class ModelPart:
+class ModelChunk:
     """Consecutive blocks of a model, with the embedding before them and the head behind them where they belong."""
 
     blocks: range

@@ -17,7 +17,7 @@ import torch
 from phalanx.config.schema import Run
 from phalanx.data.batch import BatchStream
 from phalanx.errors import DataError
-from phalanx.layout.apply import Applied
+from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
@@ -76,7 +76,7 @@ class Inputs:
     def write(self, run_dir: Path) -> None:
         """Put beside the run what using the model will need of its data; by default nothing."""
 
-    def watch(self, applied: Applied) -> None:
+    def watch(self, applied: ParallelModel) -> None:
         """Learn from what is about to run how to share out samples; by default nothing."""
 
     def after(self, step: int) -> Callable[[], RankTimes] | None:

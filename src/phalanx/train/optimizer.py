@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.config.schema import Optimizer
-from phalanx.layout.apply import Applied
+from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import local_gradient
 from phalanx.nn.kinds import ParameterKind
 from phalanx.torch_compat import common as compat
@@ -103,7 +103,7 @@ def _joined(run: list[Tensor]) -> Tensor:
     return first.as_strided((sum(grad.numel() for grad in run),), (1,))
 
 
-def global_gradient_norm(applied: Applied) -> Tensor:
+def global_gradient_norm(applied: ParallelModel) -> Tensor:
     """2-norm over the gradients of the whole model, equal on every rank: each element counts once.
 
     Of the ranks that hold the same elements (replicas, tensor-parallel ranks with an unsplit parameter, the two ends of a

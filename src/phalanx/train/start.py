@@ -23,7 +23,7 @@ from phalanx.families.sizes import sizes_of
 from phalanx.files import write_atomically
 from phalanx.hardware.cpu_formats import require_cpu_format
 from phalanx.hardware.device import choose_device, device_name, memory_bytes
-from phalanx.layout.apply import Applied, apply_layout
+from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, check_attention
 from phalanx.layout.data_parallel.copy_engine.exchanges import choose_peer_copies
 from phalanx.layout.family import family_layout
@@ -252,7 +252,7 @@ def _agree_on_attention(run: Run, layout: ResolvedLayout, device: torch.device) 
 def _begin(
     run: Run,
     store: CheckpointStore,
-    applied: Applied,
+    applied: ParallelModel,
     optimizer: torch.optim.Optimizer,
     scaler: GradScaler | None,
     inputs: Inputs,
@@ -347,7 +347,7 @@ def _flat(value: Value, name: str = "") -> dict[str, Value]:
     return {path: scalar for part, item in parts for path, scalar in _flat(item, part).items()}
 
 
-def load_weights(path: Path, applied: Applied) -> None:
+def load_weights(path: Path, applied: ParallelModel) -> None:
     """Fill the model's parameters with those of the newest checkpoint at `path`, whatever else it holds."""
     store = CheckpointStore.open(path)
     newest = store.newest()

@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from phalanx.config.schema import Run
 from phalanx.data.batch import Batch
 from phalanx.families.registry import family_of
-from phalanx.layout.apply import Applied
+from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import Executor
 from phalanx.torch_compat import common as compat
 from phalanx.train.adamw import AdamW
@@ -39,7 +39,7 @@ class StepResult:
         return cls(loss, norm, math.isfinite(loss) and math.isfinite(norm))
 
 
-def build_step(run: Run, applied: Applied, device: torch.device) -> TrainStep:
+def build_step(run: Run, applied: ParallelModel, device: torch.device) -> TrainStep:
     """The training step that `run` asks for, with a fresh optimizer."""
     return TrainStep(
         applied,
@@ -55,7 +55,7 @@ class TrainStep:
 
     def __init__(
         self,
-        applied: Applied,
+        applied: ParallelModel,
         optimizer: AdamW,
         *,
         device: torch.device,

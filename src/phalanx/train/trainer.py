@@ -16,7 +16,7 @@ from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, Interrupted, PhalanxError
 from phalanx.hardware.device import HostCopy, Moment
-from phalanx.layout.apply import Applied
+from phalanx.layout.apply import ParallelModel
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Ranks
 from phalanx.layout.spec import ResolvedLayout
@@ -44,7 +44,7 @@ class Parts:
     ranks: Ranks
     device: torch.device
     attention: AttentionChoice
-    applied: Applied
+    applied: ParallelModel
     step: TrainStep
     inputs: Inputs
     store: CheckpointStore

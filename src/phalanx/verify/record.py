@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx.config.schema import Run
 from phalanx.families.registry import family_of
-from phalanx.layout.apply import Applied, apply_layout
+from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.copy_engine.exchanges import choose_peer_copies
 from phalanx.layout.execute import local_gradient
@@ -93,7 +93,7 @@ def record(
 
 
 @torch.no_grad()
-def _shake(applied: Applied, run: Run) -> None:
+def _shake(applied: ParallelModel, run: Run) -> None:
     """Move the parameters that all start equal (biases at 0, norms at 1): a mistake with them would not show else."""
     rules = family_of(run).initial_rules(run)
     for name, parameter in applied.parameters.items():

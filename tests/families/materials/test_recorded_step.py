@@ -18,7 +18,7 @@ from phalanx.families.materials.verification import VERIFICATION
 from phalanx.families.registry import family_of
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.family import Building
+from phalanx.layout.family import BuildContext
 from phalanx.layout.initial_values import initialise_parameters
 from phalanx.layout.mesh import Axis
 from phalanx.torch_compat.program import SizedProgram
@@ -221,7 +221,7 @@ def test_steps_are_recorded_where_they_can_be(name: str) -> None:
     run, device, cp, gathered, wanted = WHEN[name]
     share = SequenceShare(Axis("cp", 0, cp), Axis("tp"), "ring")
     choice = AttentionChoice("sdpa")
-    building = Building(run, torch.device(device), choice, share, gathered=gathered)
+    building = BuildContext(run, torch.device(device), choice, share, gathered=gathered)
     with torch.device("meta"):
         part = MaterialsNetwork(run.model)
     stage = LAYOUT.stage(building, part, 0)

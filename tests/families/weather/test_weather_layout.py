@@ -17,12 +17,12 @@ from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel import kernel_choice
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, fastest
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.family import Building
+from phalanx.layout.family import BuildContext
 from phalanx.layout.legality import reasons
 from phalanx.layout.mesh import ONE_RANK, Axis
 from phalanx.layout.resolve import every_layout, resolve_layout, with_degrees
 from phalanx.layout.spec import DEGREES
-from phalanx.nn.splits import ModelPart
+from phalanx.nn.splits import ModelChunk
 from phalanx.verify.reduced import reduced_run
 from weather_runs import EXAMPLES, write_weather_run
 
@@ -49,8 +49,8 @@ def test_tensor_ranks_share_out_all_that_is_large() -> None:
     """Of ORBIT 113B what each of eight ranks holds whole is less than half a percent of its part of the rest."""
     run = run_of("orbit-113b")
     share = SequenceShare(Axis("cp"), Axis("tp", 3, 8), "ring")
-    building = Building(run, torch.device("cpu"), AttentionChoice("sdpa"), share)
-    model, splits = LAYOUT.build(building, ModelPart(range(56)))
+    building = BuildContext(run, torch.device("cpu"), AttentionChoice("sdpa"), share)
+    model, splits = LAYOUT.build(building, ModelChunk(range(56)))
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     kept = sum(size for name, size in sizes.items() if name in splits)
     whole = sum(size for name, size in sizes.items() if name not in splits)

@@ -24,7 +24,7 @@ from phalanx.errors import ConfigError
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.verification import VERIFICATION
 from phalanx.layout import execute
-from phalanx.layout.apply import Applied, apply_layout
+from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Axis, Groups, build_mesh
 from phalanx.layout.resolve import every_layout, resolve_layout
@@ -98,7 +98,7 @@ class Found:
     """Numbers in each sum over the sub-group, in one step."""
 
 
-def laid_out(groups: Groups, **layout: Any) -> tuple[Applied, TrainStep]:
+def laid_out(groups: Groups, **layout: Any) -> tuple[ParallelModel, TrainStep]:
     run = run_of(4, **layout)
     resolved = resolve_layout(run, 4)
     applied = apply_layout(run, resolved, build_mesh(resolved, CPU, groups), CPU, AttentionChoice("sdpa"))
@@ -136,7 +136,7 @@ def verify_without_sum(groups: Groups) -> Verdict:
         return Verifier(run, CPU, steps=1, activations=False, groups=groups).verify(resolve_layout(run, 4))
 
 
-def count_exchanges(applied: Applied, step: TrainStep) -> list[int]:
+def count_exchanges(applied: ParallelModel, step: TrainStep) -> list[int]:
     """One optimizer step, and the sums over this rank's sub-group in it."""
     seen: list[int] = []
     right = dist.all_reduce
@@ -153,7 +153,7 @@ def count_exchanges(applied: Applied, step: TrainStep) -> list[int]:
     return seen
 
 
-def resave_in_other_layouts(folder: Path, groups: Groups, applied: Applied, step: TrainStep) -> None:
+def resave_in_other_layouts(folder: Path, groups: Groups, applied: ParallelModel, step: TrainStep) -> None:
     """With sub-groups, from there without, and from there with others: one folder each."""
     save(folder / "apart", applied, step)
     for source, target, fields in (("apart", "plain", {"dp_shard": 4}), ("plain", "again", LAYOUTS["zero 1"])):
@@ -167,7 +167,7 @@ def resave_in_other_layouts(folder: Path, groups: Groups, applied: Applied, step
         save(folder / target, fresh, fresh_step)
 
 
-def save(root: Path, applied: Applied, step: TrainStep) -> None:
+def save(root: Path, applied: ParallelModel, step: TrainStep) -> None:
     with CheckpointStore(root, keep_last=1) as store:
         store.save(1, placed_tensors(applied.parameters, applied.splits, step.optimizer), {})
 

@@ -14,7 +14,7 @@ from layout_runs import run_with
 from phalanx.families.language.declare import relative_block_costs
 from phalanx.layout.legality import reasons
 from phalanx.layout.pipeline import stage_assignment
-from phalanx.layout.pipeline.stage_assignment import model_parts, rank_of_stage, split_layers, stages_of_rank
+from phalanx.layout.pipeline.stage_assignment import model_chunks, rank_of_stage, split_layers, stages_of_rank
 from phalanx.layout.resolve import every_layout
 from phalanx.layout.spec import ResolvedLayout
 
@@ -138,7 +138,7 @@ def test_zbv_turns_round_at_the_last_rank() -> None:
 def test_the_parts_of_all_ranks_are_the_model(schedule: str, per_rank: int) -> None:
     layout = pipelined(schedule, per_rank, 4)
     costs = relative_block_costs(run_with().model, 32)
-    parts = {stage: part for rank in range(4) for stage, part in model_parts(layout, rank, 19, costs).items()}
+    parts = {stage: part for rank in range(4) for stage, part in model_chunks(layout, rank, 19, costs).items()}
     assert [layer for stage in sorted(parts) for layer in parts[stage].blocks] == list(range(19))
     assert [stage for stage, part in parts.items() if part.first] == [0]
     assert [stage for stage, part in parts.items() if part.last] == [layout.n_stages - 1]

@@ -16,7 +16,7 @@ from phalanx.layout.mesh import build_mesh
 from phalanx.layout.recompute import recompute_block
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.tensor_parallel.split_layers import split_tensors
-from phalanx.nn.splits import ModelPart
+from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.family import Setting
 from phalanx.planner.trace.operations import COLLECTIVES, base_name
 from phalanx.planner.trace.parts import part_costs
@@ -44,7 +44,7 @@ class Communication(TorchDispatchMode):
 def communicate(model: LanguageModel, tp: int, cp: int, recompute: Any) -> list[tuple[str, int]]:
     mesh = build_mesh(ResolvedLayout(SAMPLES, tp=tp, cp=cp), torch.device("cpu"))
     with torch.device("meta"):
-        part = Decoder(model, part=ModelPart(range(1), first=False, last=False))
+        part = Decoder(model, part=ModelChunk(range(1), first=False, last=False))
     split_tensors(part, tensor_splits(model), mesh.tp)
     share = SequenceShare(mesh.cp, mesh.tp, "all_to_all")
     split_context(part, share)

@@ -22,7 +22,7 @@ from phalanx.layout.streamed_weights.stream_pairs import Stream, Streamed, strea
 from phalanx.nn.attention import Attention
 from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.layers import Norm
-from phalanx.nn.splits import ModelPart
+from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.accelerator import core_attention, fused_rms_norm
 from phalanx.planner.trace.family import MODEL_PARTS, Kernel, PartName, Setting, sdpa_choice
 from phalanx.planner.trace.recorder import Recorder
@@ -161,7 +161,7 @@ def example_batch(name: PartName, stage: Stage, setting: Setting, samples: int) 
     return batch
 
 
-def whole_part(setting: Setting, part: ModelPart) -> nn.Module:
+def whole_part(setting: Setting, part: ModelChunk) -> nn.Module:
     """See `family.CostFamily`."""
     with torch.device("meta"):
         return Decoder(_model(setting), part=part)

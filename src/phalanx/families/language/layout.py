@@ -15,13 +15,13 @@ from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, AttentionShape, choose_attention
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.context_parallel.split_context import split_context
-from phalanx.layout.family import Building
+from phalanx.layout.family import BuildContext
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.stream_pairs import stream_matrices
-from phalanx.nn.splits import ModelPart
+from phalanx.nn.splits import ModelChunk
 from phalanx.torch_compat import common as compat
 
 
@@ -66,7 +66,7 @@ class LanguageLayout:
 
     compiles_blocks = True
 
-    def build(self, building: Building, part: ModelPart) -> tuple[nn.Module, TensorSplits]:
+    def build(self, building: BuildContext, part: ModelChunk) -> tuple[nn.Module, TensorSplits]:
         """A part of the decoder."""
         run: LanguageRun = building.run
         with torch.device("meta"):
@@ -82,7 +82,7 @@ class LanguageLayout:
         split_context(model, building.share, building.attention.core)
         return model, splits
 
-    def stage(self, building: Building, part: nn.Module, index: int) -> Stage:
+    def stage(self, building: BuildContext, part: nn.Module, index: int) -> Stage:
         """Runs a part of the decoder."""
         assert isinstance(part, Decoder)
         run: LanguageRun = building.run

@@ -31,7 +31,7 @@ from phalanx.families.materials.errors import SUMS, Quantity, quantities
 from phalanx.families.materials.graph_parallel.stream import ShareStream, cutting_of
 from phalanx.families.materials.model.losses import tasks
 from phalanx.files import write_atomically
-from phalanx.layout.apply import Applied
+from phalanx.layout.apply import ParallelModel
 from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
@@ -56,7 +56,7 @@ class GraphInputs(Inputs):
     elements: TrainedElements | None = None
     """Atomic numbers that each branch will know when this run is over, where that can be said."""
 
-    def watch(self, applied: Applied) -> None:
+    def watch(self, applied: ParallelModel) -> None:
         """See `Inputs.watch`."""
         if self.balancer is not None:
             self.balancer.watch(applied.stages[0])

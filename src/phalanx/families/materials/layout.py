@@ -22,12 +22,12 @@ from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.recorded_step import StepRecorder
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.family import Building
+from phalanx.layout.family import BuildContext
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
-from phalanx.nn.splits import ModelPart
+from phalanx.nn.splits import ModelChunk
 
 _EDGE_CHUNK = 2**16
 """Edges whose messages are held at once under recompute: about 0.5 GB of PaiNN's at 128 channels."""
@@ -125,7 +125,7 @@ class MaterialsLayout:
     """A compiled block has no second derivative; a step is recorded or compiled as a whole
     (`families.materials.recorded_step`)."""
 
-    def build(self, building: Building, part: ModelPart) -> tuple[nn.Module, TensorSplits]:
+    def build(self, building: BuildContext, part: ModelChunk) -> tuple[nn.Module, TensorSplits]:
         """The whole network: nothing is split."""
         run: MaterialsRun = building.run
         chunk = None if run.layout.recompute == "none" else _EDGE_CHUNK
@@ -135,7 +135,7 @@ class MaterialsLayout:
             model.head.keep(building.branches)
         return model, {}
 
-    def stage(self, building: Building, part: nn.Module, index: int) -> Stage:
+    def stage(self, building: BuildContext, part: nn.Module, index: int) -> Stage:
         """Runs the network."""
         assert isinstance(part, MaterialsNetwork)
         run: MaterialsRun = building.run
@@ -153,7 +153,7 @@ class MaterialsLayout:
             )
         return stage
 
-    def _twin(self, building: Building, part: MaterialsNetwork) -> nn.Module:
+    def _twin(self, building: BuildContext, part: MaterialsNetwork) -> nn.Module:
         """A second network of the same kind on the device."""
         twin, _ = self.build(building, part.part)
         dtypes = {parameter.dtype for parameter in part.parameters()}
@@ -165,7 +165,7 @@ class MaterialsLayout:
         return AttentionChoice("sdpa")
 
 
-def _records(building: Building) -> bool:
+def _records(building: BuildContext) -> bool:
     """Whether training runs as recorded programs: as asked for, and by `auto` on accelerators wherever it can be."""
     run: MaterialsRun = building.run
     if building.share.cp.size > 1 or one_program_obstacle(run) is not None:

@@ -23,7 +23,7 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
 from phalanx.nn.kinds import ParameterKind
-from phalanx.nn.splits import ModelPart
+from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.family import MODEL_PARTS, Kernel, PartName, Setting, sdpa_choice
 from phalanx.planner.trace.recorder import Recorder
 
@@ -78,7 +78,7 @@ def build_stage(name: PartName, setting: Setting, share: SequenceShare, stream: 
     return stage
 
 
-def whole_part(setting: Setting, part: ModelPart) -> nn.Module:
+def whole_part(setting: Setting, part: ModelChunk) -> nn.Module:
     """See `family.CostFamily`."""
     with torch.device("meta"):
         return Forecaster(_model(setting), part=part)

@@ -16,7 +16,7 @@ from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.families.weather.model.grid import fields_of
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, choose_whole_attention
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.family import Building
+from phalanx.layout.family import BuildContext
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
@@ -25,7 +25,7 @@ from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.stream_pairs import stream_matrices
 from phalanx.layout.tensor_parallel.collectives import gather
 from phalanx.nn.positions import Positions
-from phalanx.nn.splits import ModelPart
+from phalanx.nn.splits import ModelChunk
 
 _LOCATIONS = 1
 """The dim of locations in [B, L, V, P]."""
@@ -118,7 +118,7 @@ class WeatherLayout:
 
     compiles_blocks = True
 
-    def build(self, building: Building, part: ModelPart) -> tuple[nn.Module, TensorSplits]:
+    def build(self, building: BuildContext, part: ModelChunk) -> tuple[nn.Module, TensorSplits]:
         """A part of the forecaster."""
         run: WeatherRun = building.run
         with torch.device("meta"):
@@ -127,7 +127,7 @@ class WeatherLayout:
         share_embedding(model, building.share.tp)
         return model, splits
 
-    def stage(self, building: Building, part: nn.Module, index: int) -> Stage:
+    def stage(self, building: BuildContext, part: nn.Module, index: int) -> Stage:
         """Runs a part of the forecaster."""
         assert isinstance(part, Forecaster)
         run: WeatherRun = building.run

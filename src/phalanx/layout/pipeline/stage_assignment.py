@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.nn.splits import ModelPart
+from phalanx.nn.splits import ModelChunk
 
 TORCH_SCHEDULES = {
     "gpipe": "GPipe",
@@ -104,10 +104,10 @@ def rank_of_stage(layout: ResolvedLayout, stage: int) -> int:
     return layout.pp - 1 - place if layout.schedule == "zbv" and turn == 1 else place
 
 
-def model_parts(layout: ResolvedLayout, rank: int, n_layers: int, costs: tuple[float, float]) -> dict[int, ModelPart]:
+def model_chunks(layout: ResolvedLayout, rank: int, n_layers: int, costs: tuple[float, float]) -> dict[int, ModelChunk]:
     """The parts of a model that pipeline rank `rank` holds, by stage. costs: see `split_layers`."""
     ranges = split_layers(n_layers, layout.n_stages, *costs)
     last = layout.n_stages - 1
     return {
-        stage: ModelPart(ranges[stage], first=stage == 0, last=stage == last) for stage in stages_of_rank(layout, rank)
+        stage: ModelChunk(ranges[stage], first=stage == 0, last=stage == last) for stage in stages_of_rank(layout, rank)
     }

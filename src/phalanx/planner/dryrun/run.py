@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from phalanx.config.schema import LanguageRun, Run
 from phalanx.data.batch import Batch
 from phalanx.families.language.layout import loss_chunk_tokens
-from phalanx.layout.apply import Applied, apply_layout
+from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor, local_gradient
 from phalanx.layout.family import family_layout
@@ -49,7 +49,7 @@ class Step(Protocol):
         """The same optimizer's steps, run by `executor`."""
 
 
-StepBuilder = Callable[[Run, Applied, torch.device], Step]
+StepBuilder = Callable[[Run, ParallelModel, torch.device], Step]
 Tell = Callable[[Moment], None]
 """Is told each moment of a step as it begins."""
 
@@ -150,7 +150,7 @@ def _with_microbatches(layout: ResolvedLayout, count: int) -> ResolvedLayout:
     return replace(layout, global_batch=count * layout.microbatch * layout.data_ranks)
 
 
-def _relaid(applied: Applied, mesh: Mesh, layout: ResolvedLayout) -> Applied:
+def _relaid(applied: ParallelModel, mesh: Mesh, layout: ResolvedLayout) -> ParallelModel:
     """The same stages with another number of micro-batches."""
     if layout == applied.layout:
         return applied
@@ -160,7 +160,7 @@ def _relaid(applied: Applied, mesh: Mesh, layout: ResolvedLayout) -> Applied:
     return replace(applied, layout=layout, pipeline=pipeline)
 
 
-def _label_state(trace: StepTrace, applied: Applied, step: Step) -> None:
+def _label_state(trace: StepTrace, applied: ParallelModel, step: Step) -> None:
     for stage in applied.stages:
         trace.label([_local(tensor) for tensor in (*stage.parameters(), *stage.buffers())], "parameters")
     trace.label([_local(parameter) for parameter in applied.parameters.values()], "parameters")
@@ -172,7 +172,9 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def measured_step(run: Run, applied: Applied, step: Step, trace: StepTrace, tell: Tell = _say_nothing) -> Measured:
+def measured_step(
+    run: Run, applied: ParallelModel, step: Step, trace: StepTrace, tell: Tell = _say_nothing
+) -> Measured:
     """One optimizer step on samples without content, under a trace that has seen all that was made before."""
     _label_state(trace, applied, step)
     handles = [handle for stage in applied.stages for handle in _watch(stage, trace, tell)]
@@ -197,7 +199,7 @@ def measured_step(run: Run, applied: Applied, step: Step, trace: StepTrace, tell
 class WatchedExecutor(Executor):
     """Tells the trace when gradients are complete."""
 
-    def __init__(self, applied: Applied, trace: StepTrace) -> None:
+    def __init__(self, applied: ParallelModel, trace: StepTrace) -> None:
         super().__init__(applied)
         self.trace = trace
 

@@ -26,7 +26,7 @@ from phalanx.layout.stage import Stage, named_parameters
 from phalanx.layout.streamed_weights.stream_pairs import Stream
 from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.layers import separate_gradients
-from phalanx.nn.splits import ModelPart
+from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.recorder import Recorder
 
 PartName = Literal["embedding", "block", "head"]
@@ -36,9 +36,9 @@ PlannedModel = LanguageModel | WeatherModel
 """Models of the families that declare blocks."""
 
 MODEL_PARTS = {
-    "embedding": ModelPart(range(0), first=True, last=False),
-    "block": ModelPart(range(1), first=False, last=False),
-    "head": ModelPart(range(0), first=False, last=True),
+    "embedding": ModelChunk(range(0), first=True, last=False),
+    "block": ModelChunk(range(1), first=False, last=False),
+    "head": ModelChunk(range(0), first=False, last=True),
 }
 """The parts as those of a model."""
 
@@ -128,7 +128,7 @@ class CostFamily(Protocol):
         stream: streams the matrices of blocks; None leaves them whole.
         """
 
-    def whole_part(self, setting: Setting, part: ModelPart) -> nn.Module:
+    def whole_part(self, setting: Setting, part: ModelChunk) -> nn.Module:
         """A part on meta, as one device has it."""
 
     def example_batch(self, name: PartName, stage: Stage, setting: Setting, samples: int) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from phalanx.families.materials.model.layers import ElementTable
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.sizes import block_flops, head_flops, matmul_parameters, model_flops, parameter_count
 from phalanx.nn.initial import InitRule
-from phalanx.nn.splits import ModelPart
+from phalanx.nn.splits import ModelChunk
 from small_networks import BODIES, filled_network, small_model
 
 MODELS: list[tuple[str, dict[str, Any]]] = [(body, {}) for body in BODIES]
@@ -113,7 +113,7 @@ def test_names_do_not_depend_on_the_part() -> None:
     config = small_model("mace", n_layers=4)
     whole = {name: p.shape for name, p in built(config).named_parameters()}
     parts: dict[str, torch.Size] = {}
-    for part in (ModelPart(range(2), last=False), ModelPart(range(2, 4), first=False)):
+    for part in (ModelChunk(range(2), last=False), ModelChunk(range(2, 4), first=False)):
         with torch.device("meta"):
             network = MaterialsNetwork(config, part=part)
         assert hasattr(network, "embedding") == part.first and hasattr(network, "head") == part.last

@@ -16,7 +16,7 @@ from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.families.weather.model.grid import fields_of, latitudes, patches_of
 from phalanx.families.weather.model.loss import target_counts
 from phalanx.nn.positions import Positions
-from phalanx.nn.splits import ModelPart
+from phalanx.nn.splits import ModelChunk
 from published_climax import published_copy, published_loss
 from small_forecasters import EVERYTHING, NAMES, SMALL, random_fields, random_forecaster, random_inputs, small
 
@@ -107,7 +107,7 @@ def test_parts_joined_are_the_whole(form: str) -> None:
     names = dict(whole.named_parameters())
     x, seen = fields, 0
     for first, end in pairwise((0, 1, 3)):
-        part = random_forecaster(config, part=ModelPart(range(first, end), first == 0, end == 3))
+        part = random_forecaster(config, part=ModelChunk(range(first, end), first == 0, end == 3))
         assert {name for name, _ in part.named_parameters()} <= names.keys()
         seen += len(list(part.parameters()))
         x = part.hidden(x, part.all_positions(CPU), lead_hours_B=hours)
@@ -224,8 +224,8 @@ def test_each_block_drops_by_its_own_number_in_whatever_part_it_is() -> None:
         own = context.at_layer(number)
         x = block(x, own, path_factors(config, number, own))
     torch.testing.assert_close(model.hidden(fields, positions, lead_hours_B=hours, dropout=context), x)
-    first = random_forecaster(config, part=ModelPart(range(2), last=False))
-    rest = random_forecaster(config, part=ModelPart(range(2, 3), first=False))
+    first = random_forecaster(config, part=ModelChunk(range(2), last=False))
+    rest = random_forecaster(config, part=ModelChunk(range(2, 3), first=False))
     between = first.hidden(fields, positions, lead_hours_B=hours, dropout=context)
     torch.testing.assert_close(rest.hidden(between, positions, lead_hours_B=hours, dropout=context), x)
 

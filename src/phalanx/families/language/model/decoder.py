@@ -21,7 +21,7 @@ from phalanx.nn.attention import (
 from phalanx.nn.blocks import NumberedBlocks
 from phalanx.nn.layers import Norm, build_mlp
 from phalanx.nn.positions import Positions
-from phalanx.nn.splits import ModelPart
+from phalanx.nn.splits import ModelChunk
 
 
 class ContextBuilder(Protocol):
@@ -152,10 +152,10 @@ class Decoder(nn.Module):
         kernel: AttentionKernel = "sdpa",
         chunk_tokens: int = 4096,
         z_loss: float = 0.0,
-        part: ModelPart | None = None,
+        part: ModelChunk | None = None,
     ) -> None:
         super().__init__()
-        self.part = part = part or ModelPart(range(config.n_layers))
+        self.part = part = part or ModelChunk(range(config.n_layers))
         self.config = config
         self.dtype = dtype
         self.kernel: AttentionKernel = kernel

@@ -20,7 +20,7 @@ from phalanx.families.materials.model.layers import Atoms
 from phalanx.families.materials.model.losses import Labels, Predictions, summed_losses
 from phalanx.families.materials.units import BranchUnits
 from phalanx.nn.blocks import NumberedBlocks
-from phalanx.nn.splits import ModelPart
+from phalanx.nn.splits import ModelChunk
 
 
 class MaterialsBlock(nn.Module):
@@ -55,10 +55,10 @@ class MaterialsNetwork(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
         edge_chunk: int | None = None,
-        part: ModelPart | None = None,
+        part: ModelChunk | None = None,
     ) -> None:
         super().__init__()
-        self.part = part = part or ModelPart(range(config.n_layers))
+        self.part = part = part or ModelChunk(range(config.n_layers))
         self.config = config
         self.dtype = dtype
         self.edge_chunk = edge_chunk

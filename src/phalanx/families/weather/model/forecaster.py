@@ -14,7 +14,7 @@ from phalanx.families.weather.model.head import FieldHead
 from phalanx.families.weather.model.variables import outputs_among_inputs
 from phalanx.nn.blocks import NumberedBlocks
 from phalanx.nn.positions import Positions
-from phalanx.nn.splits import ModelPart
+from phalanx.nn.splits import ModelChunk
 
 
 class Forecaster(nn.Module):
@@ -24,10 +24,10 @@ class Forecaster(nn.Module):
     """
 
     def __init__(
-        self, config: WeatherModel, *, dtype: torch.dtype = torch.float32, part: ModelPart | None = None
+        self, config: WeatherModel, *, dtype: torch.dtype = torch.float32, part: ModelChunk | None = None
     ) -> None:
         super().__init__()
-        self.part = part = part or ModelPart(range(config.n_layers))
+        self.part = part = part or ModelChunk(range(config.n_layers))
         self.config = config
         self.dtype = dtype
         if part.first:
