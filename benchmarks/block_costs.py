@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 
 from phalanx.config.model import LanguageModel
 from phalanx.layout.recompute import recompute_block
+from phalanx.layout.stage import TrainingPass
 from phalanx.nn.attention import Attention, attend
 from phalanx.planner.trace import parts
 from phalanx.planner.trace.family import PartName, Setting, build_stage, example_batch
@@ -135,7 +136,7 @@ def prepare(part: PartName, setting: Setting, samples: int) -> tuple[Callable[[]
         if setting.compile:
             stage.part.head.loss_kernel = torch.compile(stage.part.head.loss_kernel)
         fill(stage)
-        return lambda: stage(**batch), batch["x"], [stage]
+        return lambda: stage(**batch, training=TrainingPass(step=1)), batch["x"], [stage]
     arguments = tree_map(real, parts._block_arguments(stage, setting, samples))
     (block,) = stage.part.blocks
     for module in block.modules():

@@ -75,7 +75,7 @@ def issue_seconds(layout_words: str, blocks: int, microbatches: int, samples: in
             stack.enter_context(fake_process_group(0, world))
         run = load_run(ROOT / "examples/orbit-1b.yaml", words)
         layout = resolve_layout(run, world, world)
-        applied = apply_layout(run, layout, build_mesh(layout, CPU), CPU, AttentionChoice("sdpa"), None)
+        applied = apply_layout(run, layout, build_mesh(layout, CPU), CPU, AttentionChoice("sdpa"))
         step = build_step(run, applied, CPU)
         batch_of_rank = family_layout(run).example_batch(run, layout.samples_per_rank, CPU)
         return timed(lambda: step.enqueue(1, batch_of_rank), samples)

@@ -47,7 +47,7 @@ def measure(run_file: Path, words: list[str], world: int, rank: int, steps: int)
             run.layout.microbatch, run.data.sequence_length, PRECISIONS[run.layout.precision], documents=False
         )
         attention = choose_attention(run.training.attention, run.model, shape, device)
-        applied = apply_layout(run, layout, build_mesh(layout, device), device, attention, None)
+        applied = apply_layout(run, layout, build_mesh(layout, device), device, attention)
         step = build_step(run, applied, device)
         batch = family_layout(run).example_batch(run, layout.samples_per_rank, device)
         seconds = [timed(lambda: step.enqueue(1, batch), device) for _ in range(steps)]

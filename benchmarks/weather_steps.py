@@ -37,7 +37,6 @@ from phalanx.files import write_atomically
 from phalanx.hardware.device import Moment, choose_device, synchronize
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.data_parallel.copy_engine.exchanges import choose_peer_copies
 from phalanx.layout.data_parallel.state_bytes import state_bytes
 from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import (
@@ -54,6 +53,7 @@ from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.streamed_weights.copy_engine_ring import CopyRing
 from phalanx.layout.streamed_weights.ring_transport import Ring
+from phalanx.layout.streamed_weights.sharding import StreamedSharding
 from phalanx.layout.streamed_weights.stream_pairs import Streamed
 from phalanx.planner.trace.memory_trace import StepTrace
 from phalanx.torch_compat import common as compat
@@ -149,8 +149,7 @@ def run_case(options: argparse.Namespace, case: Case, ranks: Ranks, device: torc
         raise MemoryError("out of memory: the state of the model is larger than --room-gib")
     mesh = build_mesh(layout, device, groups)
     attention = _agreed_attention(run, layout, device)
-    copies = choose_peer_copies(run, layout, mesh, device)
-    applied = apply_layout(run, layout, mesh, device, attention, copies, fill=case["fill"])
+    applied = apply_layout(run, layout, mesh, device, attention, fill=case["fill"])
     if not case["fill"]:
         with torch.no_grad():
             for parameter in applied.parameters.values():
@@ -158,13 +157,14 @@ def run_case(options: argparse.Namespace, case: Case, ranks: Ranks, device: torc
         applied.refresh()
     step = build_step(run, applied, device)
     materialise_optimizer_state(step.optimizer)
-    handed_out = None if applied.stream is None else _watch_weights(applied.stream.ring)
+    streamed = isinstance(applied.sharding, StreamedSharding)
+    handed_out = _watch_weights(applied.sharding.stream.ring) if streamed else None
     batch = random_fields(run, layout, mesh, device)
-    built = _memory(applied, copies, device)
+    built = _memory(applied, device)
     gathered = exposed = None
     with attention.active():
         seconds, losses = timed_steps(step, batch, case["steps"], device)
-        peak = _memory(applied, copies, device)
+        peak = _memory(applied, device)
         if case["profile"]:
             gathered = None if handed_out is None else gathered_weights(applied, device, handed_out)
             if device.type != "cpu":
@@ -185,7 +185,7 @@ def run_case(options: argparse.Namespace, case: Case, ranks: Ranks, device: torc
         "gathered_weights": gathered,
         "attention": attention.name,
         "attention_milliseconds": attention.milliseconds,
-        "peer_copies": copies is not None,
+        "peer_copies": applied.sharding.buffer_bytes > 0,
         "compiled": applied.compiled,
         "torch": torch.__version__,
     }
@@ -231,12 +231,11 @@ def timed_steps(
     return [end.seconds_since(start) for start, end in pairwise(marks)], [float(result[0]) for result in results]
 
 
-def _memory(applied: ParallelModel, copies: Any, device: torch.device) -> dict[str, float] | None:
+def _memory(applied: ParallelModel, device: torch.device) -> dict[str, float] | None:
     """GiB on this rank: tensors at most, with the buffers that peers read, and these alone."""
     if device.type == "cpu":
         return None
-    ring = None if applied.stream is None else applied.stream.ring
-    buffers = int(copies.bytes if copies is not None else 0) + int(getattr(ring, "bytes", 0))
+    buffers = applied.sharding.buffer_bytes
     peak = compat.memory_statistics(device)["peak"] - compat.SymmetricBuffer.allocated
     return {"peak": (peak + buffers) / GIB, "peer_buffers": buffers / GIB}
 
@@ -251,8 +250,8 @@ def gathered_weights(applied: ParallelModel, device: torch.device, handed_out: l
     by while the largest chain runs forward on one token a rank, beside which its weights are all there is; `buffers` that
     peers read lie outside the allocator and are there all the time. measured: growth + buffers.
     """
-    assert applied.stream is not None
-    ring = applied.stream.ring
+    assert isinstance(applied.sharding, StreamedSharding)
+    ring = applied.sharding.stream.ring
     chains = [module for stage in applied.stages for module in stage.modules() if isinstance(module, Streamed)]
     largest = max(chains, key=lambda module: module.chain.plan.largest_chunk)
     width = largest.matrices()[0].shape[1]

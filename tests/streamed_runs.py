@@ -19,8 +19,9 @@ from phalanx.families.language.declare import initial_rules, tensor_splits
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.context_parallel.split_context import split_context
-from phalanx.layout.data_parallel.shard_units import prepare_microbatch, shard_stage
-from phalanx.layout.execute import _sum_over
+from phalanx.layout.data_parallel.fully_sharded import FullySharded, ShardingOptions
+from phalanx.layout.data_parallel.sharding import WholeParameters
+from phalanx.layout.execute import sum_gradients
 from phalanx.layout.initial_values import fill, initialise_parameters
 from phalanx.layout.mesh import ONE_RANK, Axis, Groups, Mesh, build_mesh
 from phalanx.layout.place import TensorSplits
@@ -28,6 +29,7 @@ from phalanx.layout.recompute import recompute_block
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.ring_transport import Ring
+from phalanx.layout.streamed_weights.sharding import StreamedSharding
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
 from phalanx.nn.initial import InitRule
 from whole_model import CPU, Box, box, place_of
@@ -79,6 +81,7 @@ class Laid:
     layout: ResolvedLayout
     stage: StreamedStage
     stream: Stream | None
+    sharding: WholeParameters
     splits: TensorSplits
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
@@ -89,14 +92,12 @@ class Laid:
         total = 0.0
         for start in range(first, first + share, self.layout.microbatch):
             part = slice(start, start + self.layout.microbatch)
-            if self.mesh.data is not None:
-                prepare_microbatch(self.stage, 3, last=part.stop == first + share)  # type: ignore[arg-type]
+            self.sharding.prepare_microbatch(self.stage, last=part.stop == first + share)
             loss = self.stage(tokens[part], targets[part], samples[part])
             (loss / (SAMPLES * LENGTH)).backward()
             total += float(loss.detach())
-        if self.stream is not None:
-            self.stream.finish()
-        _sum_over(self.mesh.tp, [p for name, p in self.parameters.items() if name not in self.splits])
+        self.sharding.finish_gradients()
+        sum_gradients(self.mesh.tp, [p for name, p in self.parameters.items() if name not in self.splits])
         return total if self.mesh.tp.rank == 0 else 0.0
 
     def gradients(self) -> dict[str, Box]:
@@ -123,9 +124,13 @@ def lay_out(
 ) -> Laid:
     """`model` in `layout` on this rank, with the initial values of every layout, and none of them all equal."""
     mesh = ONE_RANK if layout.world_size == 1 else build_mesh(layout, CPU, made)
-    streams = None
+    streams, sharding = None, WholeParameters()
+    if mesh.data is not None:
+        sharding = FullySharded(mesh.data, ShardingOptions(dtype))
     if stream and mesh.shards.size > 1:
         streams = Stream(mesh.shards, mesh.replicas, mesh.cp, ring(mesh.shards))
+        sharding = StreamedSharding(mesh, CPU, ShardingOptions(dtype))
+        sharding.stream = streams
     share = SequenceShare(mesh.cp, mesh.tp, "ring")
     with torch.device("meta"):
         decoder = Decoder(model, dtype=dtype, chunk_tokens=64)
@@ -135,10 +140,9 @@ def lay_out(
     stage = StreamedStage(decoder, share)
     for block in decoder.blocks:
         recompute_block(block, recompute)
-    if mesh.data is not None:
-        shard_stage(stage, mesh.data, dtype, reshard_after_forward=True)
+    sharding.shard_stage(stage)
     decoder.to_empty(device="cpu")
-    laid = Laid(mesh, layout, stage, streams, splits, dict(decoder.named_parameters()))
+    laid = Laid(mesh, layout, stage, streams, sharding, splits, dict(decoder.named_parameters()))
     initialise_parameters(laid.parameters, initial_rules(model), SEED, splits)
     for name, parameter in laid.parameters.items():
         noise = torch.empty_like(parameter)

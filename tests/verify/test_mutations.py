@@ -15,10 +15,10 @@ from distributed_ranks import run_ranks
 from layout_cases import run_of
 from phalanx.counter_random import DropoutContext
 from phalanx.families.language import layout as language
-from phalanx.layout import execute, initial_values
+from phalanx.layout import initial_values
 from phalanx.layout.context_parallel import partial_attention, ring_attention, split_context
 from phalanx.layout.context_parallel.partial_attention import Part
-from phalanx.layout.data_parallel import shard_units
+from phalanx.layout.data_parallel.fully_sharded import FullySharded
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Groups
 from phalanx.layout.place import TensorSplit
@@ -55,13 +55,13 @@ def leave_out_the_sum_over_tensor_ranks() -> Any:
 
 
 def leave_out_the_reduction_of_data_ranks() -> Any:
-    right = shard_units.prepare_microbatch
+    right = FullySharded.prepare_microbatch
 
-    def wrong(stage: Any, zero: int, *, last: bool) -> None:
-        right(stage, zero, last=last)
+    def wrong(self: FullySharded, stage: Any, *, last: bool) -> None:
+        right(self, stage, last=last)
         stage.set_requires_all_reduce(False)
 
-    return patch.object(execute, "prepare_microbatch", wrong)
+    return patch.object(FullySharded, "prepare_microbatch", wrong)
 
 
 def add_the_bias_once_a_rank() -> Any:

@@ -14,7 +14,8 @@ from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.sizes import sizes_of
-from phalanx.layout.apply import ParallelModel, compiles
+from phalanx.layout.apply import ParallelModel
+from phalanx.layout.compile import compiles_blocks
 from phalanx.layout.context_parallel.kernel_choice import check_attention
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
@@ -67,7 +68,7 @@ def dryrun(
         for number in ranks
     ]
     target = torch.device("cpu" if device == "cpu" else "meta")
-    compiled = compiles(loaded, layout, target)
+    compiled = compiles_blocks(loaded, layout, target)
     if json:
         print_json(
             {

@@ -1,32 +1,31 @@
 """From a run and its layout to a model on this rank's device, ready to train. The whole order, on one screen.
 
 1. Build this rank's pipeline stages on meta: nothing is allocated, whatever the size of the model.
-2. Split matrices over `tp`: first of all, since everything after it must see the parts (`layout.<family>`).
-3. Join attention over `cp`, and tell it which heads are its own (there too).
+2. Split matrices over `tp`, and stream them if the layout says so: first, since everything after it must see the parts.
+3. Join attention over `cp`, and tell it which heads are its own. (A family does 1 to 3 in `build`.)
 4. Recompute: inside compilation, so that the compiler sees what is kept.
 5. Compile: each block by itself; equal blocks share one compiled program.
 6. Shard over data ranks: outside compilation, so that gathers stay outside the compiled programs.
 7. Allocate only this rank's shards, then fill them: every value is a function of seed, name and global index alone.
-8. On a rank whose parameters are shared with nobody, compute in a low-precision copy of the float32 masters.
-9. Join the stages into a pipeline: it runs what is by then a finished model.
+8. Join the stages into a pipeline: it runs what is by then a finished model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.config.schema import Run
 from phalanx.families.registry import family_of
+from phalanx.layout.compile import compile_stage, compiles_blocks
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.data_parallel.compute_parameters import WorkingCopy
-from phalanx.layout.data_parallel.copy_engine.exchanges import PeerCopies
-from phalanx.layout.data_parallel.shard_units import shard_stage
+from phalanx.layout.data_parallel.choose_sharding import choose_sharding
+from phalanx.layout.data_parallel.low_precision import LowPrecisionParameters
+from phalanx.layout.data_parallel.sharding import WholeParameters
 from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.family import BuildContext, family_layout
 from phalanx.layout.initial_values import initialise_parameters
@@ -35,15 +34,10 @@ from phalanx.layout.pipeline.runner import Pipeline
 from phalanx.layout.pipeline.stage_assignment import model_chunks
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
-from phalanx.layout.recompute import recompute_block
+from phalanx.layout.recompute import recompute_stage
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage, named_parameters, whole_name
-from phalanx.layout.streamed_weights.copy_engine_ring import CopyRing
-from phalanx.layout.streamed_weights.ring_transport import Ring
-from phalanx.layout.streamed_weights.stream_pairs import Stream
 from phalanx.nn.layers import separate_gradients
-from phalanx.nn.splits import ModelChunk
-from phalanx.torch_compat import common as compat
 
 
 @dataclass(frozen=True)
@@ -52,37 +46,42 @@ class ParallelModel:
 
     layout: ResolvedLayout
     mesh: Mesh
+    sharding: WholeParameters
+    """How parameters are gathered and gradients reduced over data-parallel ranks."""
     stages: list[Stage]
     """Run forward and backward, in the order of the model."""
     parameters: dict[str, nn.Parameter]
-    """By their names in the whole model: what is initialised, updated and saved, with its gradients."""
+    """Main parameters by their names in the whole model: what is initialised, updated and saved, with its gradients."""
     splits: TensorSplits
     """Which part of its parameter a rank's is, over `tp`; data-parallel shards are parts of that part."""
     pipeline: Pipeline | None
     compiled: bool
     """Whether blocks are compiled when they first run."""
     tied: frozenset[str] = frozenset()
-    """Parameters that this rank shares with the other end of the pipeline."""
+    """Parameters of the tied embedding group: this rank shares them with the other end of the pipeline."""
     branch: frozenset[str] = frozenset()
-    """Parameters that the ranks of `mesh.branch` alone hold, alike."""
-    stream: Stream | None = None
-    """What streams the matrices of blocks, where the layout asks for it."""
-    copies: PeerCopies | None = None
-    """What gathers parameters, where collectives do not."""
+    """Parameters of task heads, which the ranks of `mesh.branch` alone hold, alike."""
 
     @property
-    def working(self) -> dict[Tensor, Tensor]:
-        """What computes in place of each parameter that is a master."""
-        copies = [stage.working.of_masters for stage in self.stages if stage.working is not None]
-        return {master: copy for some in copies for master, copy in some.items()}
+    def compute_parameters(self) -> dict[Tensor, Tensor]:
+        """The low-precision parameter that computes in place of each main parameter, where there are any."""
+        joined = [stage.low_precision.of_main for stage in self.stages if stage.low_precision is not None]
+        return {main: compute for one in joined for main, compute in one.items()}
+
+    @property
+    def gradients_followed(self) -> bool:
+        """Whether something follows each gradient as autograd forms it: a reduction, or a copy into a main parameter's."""
+        return self.mesh.data is not None or any(stage.low_precision is not None for stage in self.stages)
 
     def refresh(self, written: Collection[Tensor] = ()) -> None:
-        """Let the stages see the present masters. written: those of `working` that hold their master's value already."""
+        """Let the stages compute with the present main parameters; to be called whenever these have changed.
+
+        written: those of `compute_parameters` that hold their main parameter's value already.
+        """
         for stage in self.stages:
-            if stage.working is not None:
-                stage.working.refresh(written)
-        if self.copies is not None:
-            self.copies.renew()
+            if stage.low_precision is not None:
+                stage.low_precision.refresh(written)
+        self.sharding.publish_parameters()
 
 
 def apply_layout(
@@ -91,109 +90,77 @@ def apply_layout(
     mesh: Mesh,
     device: torch.device,
     attention: AttentionChoice,
-    copies: PeerCopies | None = None,
     *,
     fill: bool = True,
 ) -> ParallelModel:
-    """The stages of `run`'s model that belong on this rank, over `mesh`, initialised. copies: see `shard_stage`.
+    """Build the stages of `run`'s model that belong on this rank, over `mesh`, with their initial values.
 
-    fill: whether parameters get their initial values, for which a dry run has no memory.
+    fill: whether parameters get their initial values, for which a dry run has no memory. All ranks of `mesh` call it
+    together. Raises ConfigError where layout.peer_copies=true and ranks cannot read each other's memory.
     """
-    dtype = PRECISIONS[run.layout.precision]
-    master_dtype = torch.promote_types(dtype, torch.float32)
-    copied = mesh.data is None and dtype != master_dtype
+    compute_dtype = PRECISIONS[run.layout.precision]
+    main_dtype = torch.promote_types(compute_dtype, torch.float32)
+    # Sharded parameters are cast as they are gathered; whole ones have a copy in the format of the arithmetic.
+    low_precision = mesh.data is None and compute_dtype != main_dtype
     family = family_of(run)
-    stream = None
-    if layout.gather == "stream":
-        ring = Ring(mesh.shards) if copies is None else CopyRing(mesh.shards, device)
-        stream = Stream(mesh.shards, mesh.replicas, mesh.cp, ring)
-    groups = branch_groups(layout)
-    branches = None if groups is None else groups.of_rank(mesh.data_rank).branches
-    share = SequenceShare(mesh.cp, mesh.tp, layout.context)
-    gathered = layout.zero == 3 and mesh.shards.size > 1
-    building = BuildContext(run, device, attention, share, branches, stream, gathered)
-    build = _Builder(building, family.tied(run))
-    compiled = compiles(run, layout, device)
+    sharding = choose_sharding(run, layout, mesh, device)
+    context = make_context(run, layout, mesh, device, attention, sharding)
+    names = family.tied(run)
+    compiled = compiles_blocks(run, layout, device)
     stages: list[Stage] = []
     parameters: dict[str, nn.Parameter] = {}
-    branch: set[str] = set()
-    for index, part in model_chunks(layout, mesh.pp.rank, run.model.n_layers, family.block_costs(run)).items():
-        model = build.part(part, dtype if copied else master_dtype)
-        stage = family_layout(run).stage(building, model, index)
-        for block in () if stage.recomputes else model.blocks:
-            recompute_block(block, run.layout.recompute)
+    splits: TensorSplits = {}
+    for index, chunk in model_chunks(layout, mesh.pp.rank, run.model.n_layers, family.block_costs(run)).items():
+        model, kept = family_layout(run).build(context, chunk)
+        splits |= {whole_name(name, names): split for name, split in kept.items()}
+        stage = family_layout(run).stage(context, model.to(compute_dtype if low_precision else main_dtype), index)
+        recompute_stage(stage, run.layout.recompute)
         if layout.splits_backward:
             separate_gradients(model)
         if compiled:
-            _compile(stage)
-        if mesh.data is not None:
-            shard_stage(
-                stage,
-                mesh.data,
-                dtype,
-                reshard_after_forward=layout.reshard_after_forward,
-                copies=copies,
-                gather_blocks=run.layout.gather_blocks,
-                gathers_ahead=run.layout.gathers_ahead,
-            )
-        masters = build.part(part, master_dtype) if copied else model
-        masters.to_empty(device=device)
-        named = named_parameters(masters, build.tied)
+            compile_stage(stage)
+        sharding.shard_stage(stage)
+        main = family_layout(run).build(context, chunk)[0].to(main_dtype) if low_precision else model
+        named = named_parameters(main.to_empty(device=device), names)
         if fill:
-            initialise_parameters(named, family.initial_rules(run), run.training.seed, build.splits)
-        if copied:
-            stage.working = WorkingCopy(masters, model.to_empty(device=device))
+            initialise_parameters(named, family.initial_rules(run), run.training.seed, splits)
+        if low_precision:
+            stage.low_precision = LowPrecisionParameters(main, model.to_empty(device=device))
         stages.append(stage)
-        parameters.update(named)
-        apart = stage.branch_parameters()
-        branch.update(name for name, parameter in named.items() if parameter in apart)
-    pipeline = Pipeline(stages, layout, mesh.pp, device) if layout.pp > 1 else None
-    tied = build.tied.values() if mesh.tie.size > 1 else ()
+        parameters |= named
+    apart = {parameter for stage in stages for parameter in stage.branch_parameters()}
     applied = ParallelModel(
         layout,
         mesh,
+        sharding,
         stages,
         parameters,
-        build.splits,
-        pipeline,
-        compiled,
-        frozenset(tied),
-        frozenset(branch),
-        stream,
-        copies,
+        splits,
+        pipeline=Pipeline(stages, layout, mesh.pp, device) if layout.pp > 1 else None,
+        compiled=compiled,
+        tied=frozenset(names.values() if mesh.tie.size > 1 else ()),
+        branch=frozenset(name for name, parameter in parameters.items() if parameter in apart),
     )
     applied.refresh()
     return applied
 
 
-@dataclass
-class _Builder:
-    """Builds parts of a run's model on meta, split over `tp` and `cp`."""
-
-    building: BuildContext
-    tied: dict[str, str]
-    splits: TensorSplits = field(default_factory=dict)
-    """Of all parts built so far."""
-
-    def part(self, part: ModelChunk, parameter_dtype: torch.dtype) -> Any:
-        model, splits = family_layout(self.building.run).build(self.building, part)
-        self.splits.update({whole_name(name, self.tied): split for name, split in splits.items()})
-        return model.to(parameter_dtype)
-
-
-def _compile(stage: Stage) -> None:
-    compat.keep_float32_products()
-    for block in stage.part.blocks:
-        block.compile(options=compat.compile_options(stage.part.dtype))
-    if stage.part.part.last:
-        stage.compile_loss()
-
-
-def compiles(run: Run, layout: ResolvedLayout, device: torch.device) -> bool:
-    """Whether blocks are compiled: as the run file says, and for `auto` on accelerators wherever the schedule allows it."""
-    if not family_layout(run).compiles_blocks:
-        return False
-    if run.training.compile == "auto":
-        whole = layout.gather == "layer" and not layout.splits_backward
-        return device.type != "cpu" and whole
-    return run.training.compile
+def make_context(
+    run: Run,
+    layout: ResolvedLayout,
+    mesh: Mesh,
+    device: torch.device,
+    attention: AttentionChoice,
+    sharding: WholeParameters,
+) -> BuildContext:
+    """Return what every chunk of the model is built with on this rank."""
+    groups = branch_groups(layout)
+    return BuildContext(
+        run,
+        device,
+        attention,
+        SequenceShare(mesh.cp, mesh.tp, layout.context),
+        branches=None if groups is None else groups.of_rank(mesh.data_rank).branches,
+        sharding=sharding,
+        gathered=layout.zero == 3 and mesh.shards.size > 1,
+    )

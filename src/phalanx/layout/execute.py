@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.data.batch import Batch
 from phalanx.layout.apply import ParallelModel
-from phalanx.layout.data_parallel.shard_units import prepare_microbatch
 from phalanx.layout.mesh import Axis
+from phalanx.layout.stage import TrainingPass
 
 
 class Executor:
@@ -25,15 +25,16 @@ class Executor:
         self.applied = applied
         self.layout = applied.layout
         self.mesh = applied.mesh
+        # Without a pipeline no rank waits for another one's compiler, so nothing is gained by compiling beforehand.
         self._cold = {"train", "evaluate"} if applied.compiled and applied.pipeline is not None else set()
         """Kinds of pass whose programs are still to be compiled."""
 
     def cut(self, batch: Batch, microbatches: int) -> Batch:
-        """What of a batch in host memory this rank needs on its device; see `Stage.cut`."""
+        """Return what of a batch in host memory this rank needs on its device; see `Stage.cut`."""
         return self.applied.stages[0].cut(batch, microbatches)
 
     def forward_backward(self, step: int, batch: Batch, scale: Tensor | float) -> Tensor:
-        """Gradients of scale * loss over the global batch, on every rank for its parameters.
+        """Form the gradients of scale * loss over the global batch, on every rank for its parameters.
 
         batch: the samples of this rank's data-parallel share, all micro-batches, as `cut` leaves them, on the device. step:
         the optimizer step, from 1. scale: one number, or one for each task. Returns this rank's part of the summed losses
@@ -43,85 +44,85 @@ class Executor:
             # Going through all modules takes the host time that a short step does not have.
             if not stage.training:
                 stage.train()
-            stage.step = step
-            stage.scale = scale
-            stage.alone = self.mesh.data is None and stage.working is None
+        training = TrainingPass(step, scale, adds_gradients=not self.applied.gradients_followed)
         if "train" in self._cold:
-            self._warm_up_training(next(iter(batch.split(self.layout.accumulation))))
+            self._warm_up_training(next(iter(batch.split(self.layout.accumulation))), training)
         if self.applied.pipeline is not None:
             x, inputs = batch.inputs()
-            total = self.applied.pipeline.forward_backward(x, inputs, batch.sample_indices, scale)
+            total = self.applied.pipeline.forward_backward(x, inputs, batch.sample_indices, training)
         else:
-            total = self._accumulated(batch, scale)
+            total = self._run_microbatches(batch, training)
         self._sum_gradients()
-        return self._mine(total)
+        return self._count_once(total)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """This rank's part of the summed losses of one micro-batch, dropout off (float64, [tasks])."""
+        """Return this rank's part of the summed losses of one micro-batch, dropout off (float64, [tasks])."""
         x, inputs = batch.inputs()
         losses = self.infer(x, inputs, batch.sample_indices)
         if losses is None:
             return torch.zeros(1, dtype=torch.float64, device=batch.sample_indices.device)
-        return self._mine(losses.double())
+        return self._count_once(losses.double())
 
     @torch.no_grad()
     def infer(self, x: Tensor, inputs: dict[str, Any], sample_indices_B: Tensor) -> Tensor | None:
-        """What the last stage gives for one micro-batch, dropout off; None on ranks that do not hold it. See `Stage`."""
+        """Return what the last stage gives for one micro-batch, dropout off; None on ranks without it. See `Stage`."""
         for stage in self.applied.stages:
             stage.eval()
-            stage.step = None
         pipeline = self.applied.pipeline
         if pipeline is None:
             result: Tensor = self.applied.stages[0](x, sample_indices_B, **inputs)
             return result
         if "evaluate" in self._cold:
             self._cold.remove("evaluate")
-            pipeline.warm_up(x, inputs, sample_indices_B)
+            pipeline.warm_up(x, inputs, sample_indices_B, training=None)
         return pipeline.infer(x, inputs, sample_indices_B)
 
-    def _warm_up_training(self, batch: Batch) -> None:
+    def _warm_up_training(self, batch: Batch, training: TrainingPass) -> None:
         """Compile on all ranks at once; `batch` is one micro-batch."""
         assert self.applied.pipeline is not None
         self._cold.remove("train")
         x, inputs = batch.inputs()
-        self.applied.pipeline.warm_up(x, inputs, batch.sample_indices)
+        self.applied.pipeline.warm_up(x, inputs, batch.sample_indices, training)
         running = [parameter for stage in self.applied.stages for parameter in stage.parameters()]
         for parameter in (*running, *self.applied.parameters.values()):
             parameter.grad = None
 
-    def _mine(self, total: Tensor) -> Tensor:
-        """What this rank counts of the losses that its tensor-parallel ranks hold."""
-        stage = self.applied.stages[0]
-        return torch.zeros_like(total) if stage.loss_is_whole and self.mesh.tp.rank else total
-
-    def _accumulated(self, batch: Batch, scale: Tensor | float) -> Tensor:
+    def _run_microbatches(self, batch: Batch, training: TrainingPass) -> Tensor:
+        """Run the one stage of a model without a pipeline, forward and backward; returns the summed losses (float64)."""
         (stage,) = self.applied.stages
         total = torch.zeros((), dtype=torch.float64, device=batch.sample_indices.device)
-        parts = list(batch.split(self.layout.accumulation))
-        for number, part in enumerate(parts, 1):
-            if self.mesh.data is not None:
-                prepare_microbatch(stage, self.layout.zero, last=number == len(parts))
-            x, inputs = part.inputs()
-            losses = stage(x, part.sample_indices, **inputs)
+        microbatches = list(batch.split(self.layout.accumulation))
+        for number, microbatch in enumerate(microbatches, 1):
+            self.applied.sharding.prepare_microbatch(stage, last=number == len(microbatches))
+            x, inputs = microbatch.inputs()
+            losses = stage(x, microbatch.sample_indices, training=training, **inputs)
             total = total + losses.detach().double()
-            if not stage.gradients_added:
-                (losses * scale).sum().backward()
+            if losses.requires_grad:
+                (losses * training.scale).sum().backward()
+            else:
+                # A captured program forms the gradients with the losses, and has added them (see `Stage.forward`).
+                assert training.adds_gradients
         return total
+
+    def _count_once(self, total: Tensor) -> Tensor:
+        """Return the losses that this rank counts of those that its tensor-parallel ranks may all hold."""
+        stage = self.applied.stages[0]
+        return torch.zeros_like(total) if stage.loss_is_whole and self.mesh.tp.rank else total
 
     @torch.no_grad()
     def _sum_gradients(self) -> None:
         """Add up what data parallelism does not: gradients of parameters that several ranks hold alike."""
-        if self.applied.stream is not None:
-            self.applied.stream.finish()
-        alike = [p for name, p in self.applied.parameters.items() if name not in self.applied.splits]
-        _sum_over(self.mesh.tp, alike)
-        _sum_over(self.mesh.tie, [p for name, p in self.applied.parameters.items() if name in self.applied.tied])
-        _sum_over(self.mesh.branch, [p for name, p in self.applied.parameters.items() if name in self.applied.branch])
+        applied = self.applied
+        applied.sharding.finish_gradients()
+        # Each tensor-parallel rank has run a part of the positions or features through what is not split.
+        sum_gradients(self.mesh.tp, [p for name, p in applied.parameters.items() if name not in applied.splits])
+        sum_gradients(self.mesh.tie, [p for name, p in applied.parameters.items() if name in applied.tied])
+        sum_gradients(self.mesh.branch, [p for name, p in applied.parameters.items() if name in applied.branch])
 
 
-def _sum_over(axis: Axis, parameters: list[nn.Parameter]) -> None:
-    """Sum the gradients over the ranks of `axis`, in one exchange."""
+def sum_gradients(axis: Axis, parameters: list[nn.Parameter]) -> None:
+    """Sum the gradients of `parameters` over the ranks of `axis`, in place and in one exchange."""
     grads = [local_gradient(p) for p in parameters]
     found = [grad for grad in grads if grad is not None and grad.numel()]
     if axis.group is None or not found:
@@ -133,6 +134,6 @@ def _sum_over(axis: Axis, parameters: list[nn.Parameter]) -> None:
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """This rank's elements of the gradient; the memory itself."""
+    """Return this rank's elements of the gradient: the memory itself, not a copy."""
     grad = parameter.grad
     return grad.to_local() if isinstance(grad, DTensor) else grad

@@ -6,7 +6,7 @@ A family's module `layout.<family>` holds one object that does both. What a fami
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -17,10 +17,10 @@ from phalanx.config.schema import Run
 from phalanx.data.batch import Batch
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
+from phalanx.layout.data_parallel.sharding import WholeParameters
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
-from phalanx.layout.streamed_weights.stream_pairs import Stream
 from phalanx.nn.splits import ModelChunk
 
 
@@ -35,11 +35,10 @@ class BuildContext:
     share: SequenceShare
     branches: range | None = None
     """Branches whose heads this rank holds (`layout.data_parallel.task_heads`); None for all."""
-    stream: Stream | None = None
-    """Streams the matrices of blocks, where the layout asks for it; see
-    `layout.streamed_weights.stream_pairs.stream_matrices`."""
+    sharding: WholeParameters = field(default_factory=WholeParameters)
+    """Splits the parameters of a chunk that is built: see `WholeParameters.split_parameters`."""
     gathered: bool = False
-    """Whether parameters are shared out and gathered when they are used."""
+    """Whether parameters are sharded and gathered when they are used."""
 
 
 class FamilyLayout(Protocol):

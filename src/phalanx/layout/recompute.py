@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from phalanx.kernels.flash4 import FLASH4_FORWARD
 from phalanx.layout.context_parallel.ring_attention import RING_ATTENTION
+from phalanx.layout.stage import Stage
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -31,6 +32,13 @@ _ATTENTION = {
 }
 _MATMUL = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}
 """Matmul operations and the position of their [N, in] argument."""
+
+
+def recompute_stage(stage: Stage, mode: Recompute) -> None:
+    """Make each block of `stage` recompute its activations as `mode` says, unless the model sees to that itself."""
+    if not stage.recomputes:
+        for block in stage.part.blocks:
+            recompute_block(block, mode)
 
 
 def recompute_block(block: nn.Module, mode: Recompute) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,8 +11,21 @@ from torch import Tensor, nn
 
 from phalanx.data.batch import Batch
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.data_parallel.compute_parameters import WorkingCopy
+from phalanx.layout.data_parallel.low_precision import LowPrecisionParameters
 from phalanx.torch_compat import common as compat
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """What a forward pass needs to know of the optimizer step that it belongs to."""
+
+    step: int
+    """Number of the optimizer step, from 1; dropout is a function of it."""
+    scale: Tensor | float = 1.0
+    """Factor of the losses before their gradient is formed: one number, or one a task."""
+    adds_gradients: bool = False
+    """Whether the stage may add gradients to those of its parameters during the forward pass, because nothing (neither a
+    sum over ranks nor a copy into other parameters) follows a gradient as autograd forms it."""
 
 
 class Stage(nn.Module, ABC):
@@ -37,24 +51,20 @@ class Stage(nn.Module, ABC):
         self.seed = seed
         self.length = length
         """Positions a sample."""
-        self.working: WorkingCopy | None = None
-        """Joins the parameters that compute with the masters, where the two differ."""
-        self.step: int | None = None
-        """Optimizer step, which dropout depends on; None leaves dropout out."""
-        self.scale: Tensor | float = 1.0
-        """What the losses are multiplied by before their gradient is formed."""
-        self.alone = False
-        """Whether nothing follows gradients as they are formed, no sum over ranks and no copy: a stage that has them with
-        its losses may then add them to the parameters' itself."""
-        self.gradients_added = False
-        """Whether it did so in the last forward pass, whose losses then ask for no backward pass."""
+        self.low_precision: LowPrecisionParameters | None = None
+        """Joins the parameters that compute with the main parameters, where the two differ."""
 
     @abstractmethod
-    def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Tensor) -> Tensor:
-        """Summed losses of this rank's targets, [tasks], or hidden activations [B, S/(cp*tp), D].
+    def forward(
+        self, x: Tensor, sample_indices_B: Tensor, *, training: TrainingPass | None = None, **inputs: Tensor
+    ) -> Tensor:
+        """Return the summed losses of this rank's targets, [tasks], or hidden activations [B, S/(cp*tp), D].
+
+        Losses that require no gradient in a training pass say that the stage has added the gradients to those of its
+        parameters already, which it may do where `training.adds_gradients`.
 
         x: what the batch gives in the first stage, the stage before's result in others. inputs: what the batch gives every
-        stage, of whole samples. sample_indices: global sample numbers, [B].
+        stage, of whole samples. sample_indices: global sample numbers, [B]. training: None leaves dropout out.
         """
 
     @abstractmethod

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from phalanx.hardware.device import Moment
-from phalanx.layout.stage import Stage
+from phalanx.layout.stage import Stage, TrainingPass
 
 Sizes = tuple[float, ...]
 
@@ -70,9 +70,9 @@ class ComputeClock:
         return [Timed(span.sizes, span.seconds) for span in spans]
 
     def _begin(self, stage: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if stage.training:
-            assert isinstance(stage.step, int)
-            self._spans.append(_Span(stage.step, self._sizes(args[0], named), Moment(self._device)))
+        training: TrainingPass | None = named.get("training")
+        if training is not None:
+            self._spans.append(_Span(training.step, self._sizes(args[0], named), Moment(self._device)))
 
     def _watch(self, module: nn.Module, _: tuple[Any, ...]) -> None:
         """Whole parameters of this unit are seen here for the first time: their gradients end a micro-batch."""

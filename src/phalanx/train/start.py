@@ -25,7 +25,6 @@ from phalanx.hardware.cpu_formats import require_cpu_format
 from phalanx.hardware.device import choose_device, device_name, memory_bytes
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, check_attention
-from phalanx.layout.data_parallel.copy_engine.exchanges import choose_peer_copies
 from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import (
     Mesh,
@@ -161,8 +160,7 @@ def _train(
             timeout_s=run.training.timeout_s,
             warn=lambda text: _warn(directory, text),
         )
-        copies = choose_peer_copies(run, layout, mesh, device)
-        applied = apply_layout(run, layout, mesh, device, attention, copies)
+        applied = apply_layout(run, layout, mesh, device, attention)
         step = build_step(run, applied, device)
         first_step = _begin(run, store, applied, step.optimizer, step.scaler, inputs, device)
         applied.refresh()

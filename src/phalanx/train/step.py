@@ -43,7 +43,7 @@ def build_step(run: Run, applied: ParallelModel, device: torch.device) -> TrainS
     """The training step that `run` asks for, with a fresh optimizer."""
     return TrainStep(
         applied,
-        build_optimizer(applied.parameters, run.optimizer, family_of(run).parameter_kind, applied.working),
+        build_optimizer(applied.parameters, run.optimizer, family_of(run).parameter_kind, applied.compute_parameters),
         device=device,
         grad_clip=run.optimizer.grad_clip,
         scaler=GradScaler(device.type) if run.layout.precision == "fp16" else None,

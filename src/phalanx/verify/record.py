@@ -14,7 +14,6 @@ from phalanx.config.schema import Run
 from phalanx.families.registry import family_of
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.data_parallel.copy_engine.exchanges import choose_peer_copies
 from phalanx.layout.execute import local_gradient
 from phalanx.layout.initial_values import fill
 from phalanx.layout.mesh import Mesh
@@ -66,10 +65,11 @@ def record(
     run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, steps: int, activations: bool
 ) -> Record:
     """Train `run` for `steps` steps in `layout`, on this rank of `mesh`, with the samples of its family's verification."""
-    copies = choose_peer_copies(run, layout, mesh, device)
-    applied = apply_layout(run, layout, mesh, device, AttentionChoice("sdpa"), copies)
+    applied = apply_layout(run, layout, mesh, device, AttentionChoice("sdpa"))
     _shake(applied, run)
-    optimizer = build_optimizer(applied.parameters, run.optimizer, family_of(run).parameter_kind, applied.working)
+    optimizer = build_optimizer(
+        applied.parameters, run.optimizer, family_of(run).parameter_kind, applied.compute_parameters
+    )
     step = _Recorded(applied, optimizer, device=device, grad_clip=run.optimizer.grad_clip)
     share = layout.samples_per_rank
     first = mesh.data_rank * share

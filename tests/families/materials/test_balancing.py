@@ -25,6 +25,7 @@ from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK, build_mesh
 from phalanx.layout.resolve import resolve_layout
+from phalanx.layout.stage import TrainingPass
 from phalanx.train.compute_clock import ComputeClock, Timed
 from phalanx.train.metrics import RankTimes
 
@@ -130,7 +131,7 @@ def test_costs_cannot_change_for_batches_that_may_have_been_read(run_file: Path)
 
 def test_dealing_by_other_costs_changes_no_sum_of_losses_and_each_micro_batch_is_timed(run_file: Path) -> None:
     run = load_run(run_file)
-    applied = apply_layout(run, resolve_layout(run, 1), ONE_RANK, CPU, AttentionChoice("sdpa"), None)
+    applied = apply_layout(run, resolve_layout(run, 1), ONE_RANK, CPU, AttentionChoice("sdpa"))
     (stage,) = applied.stages
     clock = ComputeClock(stage, CPU, lambda x, inputs: (float(len(x)), float(inputs["edges_2E"].shape[1])))
     sums, timed, held = [], [], []
@@ -140,10 +141,9 @@ def test_dealing_by_other_costs_changes_no_sum_of_losses_and_each_micro_batch_is
             stream = stream_of(run, rank, parts=2)
             stream.use_costs(costs, first=1)
             for step, part in [(number, part) for number in (1, 2, 3) for part in stream.batch(number).split(2)]:
-                stage.step = step
                 x, inputs = part.inputs()
                 held.append((float(part.atoms.sum()), float(part.edges.sum())))
-                losses = stage.train()(x, part.sample_indices, **inputs)
+                losses = stage.train()(x, part.sample_indices, training=TrainingPass(step), **inputs)
                 losses.sum().backward()
                 total += losses.detach()
                 timed += clock.take(step)

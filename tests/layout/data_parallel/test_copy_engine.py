@@ -20,7 +20,9 @@ from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.copy_engine import exchanges as peer_copies
 from phalanx.layout.data_parallel.copy_engine.all_gather import PublishedShards, _starts
-from phalanx.layout.data_parallel.copy_engine.exchanges import PeerPool, PeerReduce, choose_peer_copies
+from phalanx.layout.data_parallel.copy_engine.buffer_pool import BufferPool
+from phalanx.layout.data_parallel.copy_engine.exchanges import choose_copy_engine
+from phalanx.layout.data_parallel.copy_engine.reduce_scatter import CopyEngineReduceScatter
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.verify.check import Verdict, Verifier
@@ -63,15 +65,12 @@ def gradients(words: dict[str, object]) -> dict[bool, dict[str, Tensor]]:
     for copies in (False, True):
         run = run_with({}, precision="bf16", peer_copies=copies, dp_shard=2, reshard_after_forward=True, **words)
         layout = resolve_layout(run, 2)
-        mesh = build_mesh(layout, CPU, groups)
-        chosen = choose_peer_copies(run, layout, mesh, CPU)
-        assert (chosen is not None) == copies
-        applied = apply_layout(run, layout, mesh, CPU, AttentionChoice("sdpa"), chosen)
+        applied = apply_layout(run, layout, build_mesh(layout, CPU, groups), CPU, AttentionChoice("sdpa"))
         for _ in range(2):
             backward(run, applied)
         parts = parts_of(((name, p.grad) for name, p in applied.parameters.items()), applied.splits)
         found[copies] = {name: part[2] for name, part in parts.items()}
-        assert chosen is None or chosen.bytes > 0
+        assert (applied.sharding.buffer_bytes > 0) == copies
     return found
 
 
@@ -89,7 +88,7 @@ def exchanges() -> tuple[list[list[int]], int]:
     """Exchanges in which one rank reads late while the other goes on; what it read, and buffers made."""
     group = dist.group.WORLD
     assert group is not None
-    pool = PeerPool(group, CPU)
+    pool = BufferPool(group, CPU)
     rank = group.rank()
     read = []
     for number in range(8):
@@ -99,7 +98,7 @@ def exchanges() -> tuple[list[list[int]], int]:
             time.sleep(0.05)
         read.append([int(x[-1]) for x in theirs])
         del mine, theirs
-    return read, len(pool._places)
+    return read, len(pool._buffers)
 
 
 def test_a_buffer_is_not_written_while_anybody_may_read_it() -> None:
@@ -112,8 +111,8 @@ def reductions() -> int:
     """Sums of gradients while one rank is late; buffers made."""
     group = dist.group.WORLD
     assert group is not None
-    pool = PeerPool(group, CPU)
-    reduce = PeerReduce(pool)
+    pool = BufferPool(group, CPU)
+    reduce = CopyEngineReduceScatter(pool)
     rank, size = group.rank(), group.size()
     # Rows that do not divide, fewer rows than ranks, and one large enough for a copy of its own.
     shapes = [(7, 3), (2,), (size, 40_000)]
@@ -134,7 +133,7 @@ def reductions() -> int:
             wanted = sum((100 * other + mine).to(torch.bfloat16).float() for other in range(size))
             found = part.view(count, -1)[: len(mine)]
             assert torch.equal(found, torch.as_tensor(wanted)[:, None].expand(len(mine), g[0].numel()))
-    return len(pool._places)
+    return len(pool._buffers)
 
 
 def test_gradients_are_added_up_where_they_belong() -> None:
@@ -180,7 +179,8 @@ def chosen_without_memory(wanted: bool | str) -> str:
     run = run_with({}, peer_copies=wanted, dp_shard=2, global_batch=8)
     layout = resolve_layout(run, 2)
     try:
-        return str(choose_peer_copies(run, layout, build_mesh(layout, CPU), torch.device("cuda")))
+        group = build_mesh(layout, CPU).shards.group
+        return str(choose_copy_engine(run.layout.peer_copies, group, torch.device("cuda"), torch.bfloat16))
     except ConfigError as error:
         return str(error)
 

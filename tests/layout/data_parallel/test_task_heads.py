@@ -126,13 +126,13 @@ def on_four_ranks(folder: Path) -> Found:
 def verify_without_sum(groups: Groups) -> Verdict:
     """With gradients of heads left on each rank as they are."""
     run = run_of(4, **LAYOUTS["replicas"])
-    right = execute._sum_over
+    right = execute.sum_gradients
 
     def wrong(axis: Axis, parameters: Any) -> None:
         if axis.name != "branch":
             right(axis, parameters)
 
-    with patch.object(execute, "_sum_over", wrong):
+    with patch.object(execute, "sum_gradients", wrong):
         return Verifier(run, CPU, steps=1, activations=False, groups=groups).verify(resolve_layout(run, 4))
 
 

@@ -15,7 +15,7 @@ def gradients(schedule: str, world: int) -> tuple[float, dict[str, Box]]:
     words = {"pp": world, "schedule": schedule} if world > 1 else {}
     run = run_with({}, precision="bf16", global_batch=8, **words)
     applied = laid_out(run, resolve_layout(run, world))
-    assert all(stage.working is not None for stage in applied.stages)
+    assert all(stage.low_precision is not None for stage in applied.stages)
     return float(backward(run, applied)), gradients_of(applied)
 
 

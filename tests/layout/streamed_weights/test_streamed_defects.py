@@ -41,12 +41,12 @@ def bias_on_every_rank_and_chunk() -> Any:
 
 
 def head_norms_not_summed_over_tp() -> Any:
-    right = streamed_runs._sum_over
+    right = streamed_runs.sum_gradients
 
     def wrong(axis: Any, parameters: list[Any]) -> None:
         right(axis, [p for p in parameters if p.shape != (GPT.head_size,)])
 
-    return patch.object(streamed_runs, "_sum_over", wrong)
+    return patch.object(streamed_runs, "sum_gradients", wrong)
 
 
 def head_norms_of_the_last_chunk() -> Any:

@@ -14,7 +14,6 @@ from phalanx.config.load import load_run
 from phalanx.config.schema import LanguageRun
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.data_parallel.copy_engine.exchanges import choose_peer_copies
 from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
@@ -59,14 +58,12 @@ def _found() -> list[int]:
     for place in range(len(CASES)):
         run = _run_of(place)
         layout = resolve_layout(run, 2)
-        mesh = build_mesh(layout, CPU, groups)
-        copies = choose_peer_copies(run, layout, mesh, CPU)
-        assert copies is not None
-        step = build_step(run, apply_layout(run, layout, mesh, CPU, AttentionChoice("sdpa"), copies), CPU)
+        applied = apply_layout(run, layout, build_mesh(layout, CPU, groups), CPU, AttentionChoice("sdpa"))
+        step = build_step(run, applied, CPU)
         batch = family_layout(run).example_batch(run, layout.samples_per_rank, CPU)
         for number in range(1, 4):
             step.enqueue(number, batch)
-        found.append(copies.bytes)
+        found.append(applied.sharding.buffer_bytes)
     return found
 
 

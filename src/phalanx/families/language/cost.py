@@ -78,9 +78,7 @@ def build_stage(name: PartName, setting: Setting, share: SequenceShare, stream: 
         _with_one_bias(part)
     if name == "block" and stream is not None:
         _with_slopes_of_chunks(part)
-    stage = LanguageStage(part.to(dtype), 0, share, seed=0, length=setting.length)
-    stage.step = 1
-    return stage
+    return LanguageStage(part.to(dtype), 0, share, seed=0, length=setting.length)
 
 
 def _no_context(*_: Any, **_keywords: Any) -> Any:

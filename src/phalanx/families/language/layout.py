@@ -19,8 +19,7 @@ from phalanx.layout.family import BuildContext
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage import Stage
-from phalanx.layout.streamed_weights.stream_pairs import stream_matrices
+from phalanx.layout.stage import Stage, TrainingPass
 from phalanx.nn.splits import ModelChunk
 from phalanx.torch_compat import common as compat
 
@@ -34,7 +33,9 @@ class LanguageStage(Stage):
         super().__init__(part, index, share, seed, length)
         self.shares_table = part.config.tied_head
 
-    def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, sample_indices_B: Tensor, *, training: TrainingPass | None = None, **inputs: Tensor
+    ) -> Tensor:
         """See `Stage`. x: token ids [B, S] in the first stage. inputs: targets_BS and, at will, document_ids_BS."""
         targets_BS = inputs["targets_BS"]
         positions = self.share.positions(targets_BS.shape[1], x.device)
@@ -42,9 +43,9 @@ class LanguageStage(Stage):
         if self.part.part.first and not whole:
             x = x[:, positions.tokens_S]
         dropout = None
-        if self.part.config.dropout and self.step is not None:
+        if self.part.config.dropout and training is not None:
             width = self.part.config.d_model
-            dropout = DropoutContext.of_step(self.seed, self.step, sample_indices_B, positions.rows_S, width)
+            dropout = DropoutContext.of_step(self.seed, training.step, sample_indices_B, positions.rows_S, width)
         hidden: Tensor = self.part.hidden(x, positions, document_ids_BS=inputs.get("document_ids_BS"), dropout=dropout)
         if not self.part.part.last:
             return hidden
@@ -78,7 +79,7 @@ class LanguageLayout:
                 z_loss=run.training.z_loss,
                 part=part,
             )
-        splits = stream_matrices(model, tensor_splits(run.model), building.share.tp, building.stream)
+        splits = building.sharding.split_parameters(model, tensor_splits(run.model), building.share.tp)
         split_context(model, building.share, building.attention.core)
         return model, splits
 

@@ -26,7 +26,7 @@ from phalanx.layout.family import BuildContext
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage import Stage
+from phalanx.layout.stage import Stage, TrainingPass
 from phalanx.nn.splits import ModelChunk
 
 _EDGE_CHUNK = 2**16
@@ -47,12 +47,14 @@ class MaterialsStage(Stage):
         super().__init__(part, index, share, seed, 1)
         self.cutting = cutting
         self.one_unit = part.config.energy is not None
-        """Forces may be asked for (`layout.data_parallel.shard_units` says what that means)."""
+        """Forces may be asked for (`layout.data_parallel.fully_sharded` says what that means)."""
         self.recorder: StepRecorder | None = None
         """Runs training's micro-batches as one program each, where they are recorded."""
         self._places: list[tuple[nn.Module, str]] | None = None
 
-    def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Any) -> Tensor:
+    def forward(
+        self, x: Tensor, sample_indices_B: Tensor, *, training: TrainingPass | None = None, **inputs: Any
+    ) -> Tensor:
         """See `Stage`. x: int64 atomic numbers [N]. inputs: those of `MaterialsNetwork.forward`; and at will
         `measured_sources`, how many data sets there are: errors by data set (`families.materials.errors`) then follow the
         losses, in one row of numbers. `halo` of a share that `cut` gave."""
@@ -63,11 +65,9 @@ class MaterialsStage(Stage):
             inputs["source_G"] = torch.zeros_like(source_G)
         if sources is not None:
             return self._measured(x, source_G, sources, inputs)
-        if self.recorder is not None and self.training and len(source_G):
-            self.gradients_added = self.alone
-            recorded = self.recorder.losses_alone if self.alone else self.recorder.losses
-            return recorded({"species_N": x, **inputs}, self._present_parameters(), self.scale)
-        self.gradients_added = False
+        if self.recorder is not None and training is not None and len(source_G):
+            captured = self.recorder.losses_alone if training.adds_gradients else self.recorder.losses
+            return captured({"species_N": x, **inputs}, self._present_parameters(), training.scale)
         losses: Tensor = self.part(x, **inputs)
         return losses
 

@@ -73,9 +73,7 @@ def build_stage(name: PartName, setting: Setting, share: SequenceShare, stream: 
     for module in part.modules():
         if isinstance(module, Attention):
             module.attend = core
-    stage = WeatherStage(part.to(dtype), 0, share, seed=0)
-    stage.step = 1
-    return stage
+    return WeatherStage(part.to(dtype), 0, share, seed=0)
 
 
 def whole_part(setting: Setting, part: ModelChunk) -> nn.Module:

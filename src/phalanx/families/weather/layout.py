@@ -21,8 +21,7 @@ from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage import Stage
-from phalanx.layout.streamed_weights.stream_pairs import stream_matrices
+from phalanx.layout.stage import Stage, TrainingPass
 from phalanx.layout.tensor_parallel.collectives import gather
 from phalanx.nn.positions import Positions
 from phalanx.nn.splits import ModelChunk
@@ -52,7 +51,9 @@ class WeatherStage(Stage):
         super().__init__(part, index, share, seed, part.config.n_tokens)
         self.rollout = rollout
 
-    def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, sample_indices_B: Tensor, *, training: TrainingPass | None = None, **inputs: Tensor
+    ) -> Tensor:
         """See `Stage`. x: fields [B, V, H, W] in the first stage. inputs: lead_hours_B, fields_BVHW for the last stage,
         and targets_BVHW; without these the last stage gives whole predicted fields [B, V, H, W] on every rank of `tp`."""
         positions = self.share.positions(self.length, x.device)
@@ -61,9 +62,9 @@ class WeatherStage(Stage):
             hours_B = torch.full_like(inputs["lead_hours_B"], self.rollout.hours)
             inputs = {**inputs, "fields_BVHW": x, "lead_hours_B": hours_B}
         dropout = None
-        if self.part.config.random_drops and self.step is not None:
+        if self.part.config.random_drops and training is not None:
             width = self.part.config.d_model
-            dropout = DropoutContext.of_step(self.seed, self.step, sample_indices_B, positions.rows_S, width)
+            dropout = DropoutContext.of_step(self.seed, training.step, sample_indices_B, positions.rows_S, width)
         hidden: Tensor = self.part.hidden(x, positions, lead_hours_B=inputs["lead_hours_B"], dropout=dropout)
         if not self.part.part.last:
             return hidden
@@ -123,7 +124,7 @@ class WeatherLayout:
         run: WeatherRun = building.run
         with torch.device("meta"):
             model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision], part=part)
-        splits = stream_matrices(model, tensor_splits(run.model), building.share.tp, building.stream)
+        splits = building.sharding.split_parameters(model, tensor_splits(run.model), building.share.tp)
         share_embedding(model, building.share.tp)
         return model, splits
 

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from phalanx.hardware.calibrate.clock import Clock
-from phalanx.layout.data_parallel.copy_engine.exchanges import PeerCopies
+from phalanx.layout.data_parallel.copy_engine.exchanges import CopyEngine
 from phalanx.layout.data_parallel.copy_engine.peer_memory import reaches_peers
-from phalanx.layout.data_parallel.shard_units import choose_exchanges
+from phalanx.layout.data_parallel.fully_sharded import choose_exchanges
 from phalanx.layout.mesh import Axis
 from phalanx.layout.tensor_parallel.collectives import gather
 
@@ -97,10 +97,10 @@ def _stack(device: torch.device, shared: bool) -> nn.Module:
     assert isinstance(world, dist.ProcessGroup)
     mesh = init_device_mesh(device.type, (world.size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    # As `layout.data_parallel.shard_units` does it, by copies between devices where training would take them.
+    # As `layout.data_parallel.fully_sharded` does it, by copies between devices where training would take them.
     copies = None
     if device.type != "cpu" and reaches_peers(device, world):
-        copies = PeerCopies(world, device, torch.bfloat16)
+        copies = CopyEngine(world, device, torch.bfloat16)
     units: list[FSDPModule] = []
     for unit in (*stack, stack):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not stack)

@@ -12,7 +12,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from phalanx.layout.mesh import Axis
 from phalanx.layout.pipeline.stage_assignment import TORCH_SCHEDULES, rank_of_stage
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage import Stage
+from phalanx.layout.stage import Stage, TrainingPass
 from phalanx.torch_compat.pipeline import LeanStage, gather_stages_once
 
 
@@ -40,35 +40,39 @@ class Pipeline:
             self._schedule = several
 
     def forward_backward(
-        self, x: Tensor, inputs: dict[str, Any], sample_indices_B: Tensor, scale: Tensor | float
+        self, x: Tensor, inputs: dict[str, Any], sample_indices_B: Tensor, training: TrainingPass
     ) -> Tensor:
-        """Run all micro-batches; gradients are those of scale * loss. Returns the summed losses, zero without last stage.
+        """Run all micro-batches, forward and backward; gradients are those of `training.scale` * loss.
 
-        x, inputs, sample_indices: see `Stage`, of all micro-batches.
+        x, inputs, sample_indices: see `Stage`, of all micro-batches. Returns the summed losses (float64), zero on ranks
+        without the last stage.
         """
-        self._scale = scale
+        # The schedule was made with a loss function that takes an output and a target alone.
+        self._scale = training.scale
         losses: list[Tensor] = []
         first = [x] if any(stage.part.part.first for stage in self.stages) else []
-        called_with = {"sample_indices_B": sample_indices_B, **inputs}
+        called_with = {"sample_indices_B": sample_indices_B, "training": training, **inputs}
         self._schedule.step(*first, target=sample_indices_B, losses=losses, return_outputs=False, **called_with)
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         # The schedule holds the scaled losses; a sum of one micro-batch's losses is exact to scale back.
         for loss in losses:
-            total += loss.detach().double() / torch.as_tensor(scale, dtype=torch.float64)
+            total += loss.detach().double() / torch.as_tensor(training.scale, dtype=torch.float64)
         return total
 
-    def warm_up(self, x: Tensor, inputs: dict[str, Any], sample_indices_B: Tensor) -> None:
+    def warm_up(
+        self, x: Tensor, inputs: dict[str, Any], sample_indices_B: Tensor, training: TrainingPass | None
+    ) -> None:
         """Let every rank compile its stages at the same time: in the pipeline each would wait for those before it.
 
-        One micro-batch, forward and, where gradients are on, backward, with zeros in place of what other ranks would send.
-        Leaves gradients behind.
+        Run one micro-batch forward and, where gradients are on, backward, with zeros in place of what other ranks would
+        send. Leaves gradients behind.
         """
         for stage in self.stages:
             given = x
             if not stage.part.part.first:
                 shape = stage.hidden_shape(len(sample_indices_B))
                 given = torch.zeros(shape, dtype=stage.part.dtype, device=self.device, requires_grad=True)
-            output = stage(given, sample_indices_B, **inputs)
+            output = stage(given, sample_indices_B, training=training, **inputs)
             if torch.is_grad_enabled():
                 output.sum().backward()
 
@@ -114,8 +118,8 @@ class Pipeline:
             output_args=(loss if stage.part.part.last else hidden,),
             group=self.pp.group,
         )
-        if stage.working is not None:
-            lean.collect = stage.working.collect
+        if stage.low_precision is not None:
+            lean.collect = stage.low_precision.collect
         if self.pp.links:
             lean.link_of = self._link
         return lean

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from phalanx.layout.data_parallel.copy_engine.exchanges import PeerPool
+from phalanx.layout.data_parallel.copy_engine.buffer_pool import BufferPool
 from phalanx.layout.mesh import Axis
 from phalanx.layout.streamed_weights.chunk_plan import ChainPlan
 from phalanx.layout.streamed_weights.ring_transport import Arrivals, Ring, Transfer, parts_of
@@ -24,13 +24,13 @@ class CopyRing(Ring):
     def __init__(self, shards: Axis, device: torch.device) -> None:
         super().__init__(shards)
         assert shards.group is not None
-        self._weights = PeerPool(shards.group, device)
-        self._gradients = PeerPool(shards.group, device)
+        self._weights = BufferPool(shards.group, device)
+        self._gradients = BufferPool(shards.group, device)
         self._beside = None if device.type == "cpu" else torch.Stream(device)
 
     @property
     def bytes(self) -> int:
-        """What the buffers take on this rank, beside the allocator's memory."""
+        """Bytes of the buffers on this rank, beside the allocator's memory."""
         return self._weights.bytes + self._gradients.bytes
 
     def weights(self, count: int, like: Tensor) -> Tensor:

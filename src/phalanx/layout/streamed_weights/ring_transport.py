@@ -59,6 +59,11 @@ class Ring:
         """Elements of the largest chunk of any chain."""
         self._unfinished: Arrivals | None = None
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of buffers beside the allocator's memory."""
+        return 0
+
     def expect(self, plan: ChainPlan) -> None:
         """There will be this chain as well."""
         self.largest = max(self.largest, plan.largest_chunk)

@@ -124,7 +124,9 @@ def _prepared(run: Run, layout: ResolvedLayout, accelerator: bool) -> tuple[Run,
     if isinstance(run, LanguageRun):
         target = torch.device("meta" if accelerator else "cpu")
         decided["loss_chunk_tokens"] = loss_chunk_tokens(run, target, layout.tp)
-    run = run.model_copy(update={"training": run.training.model_copy(update=decided)})
+    # The other ranks of a dry run have no memory to copy from.
+    plain = run.layout.model_copy(update={"peer_copies": False})
+    run = run.model_copy(update={"training": run.training.model_copy(update=decided), "layout": plain})
     # Without a mask the CPU's fused attention keeps what the accelerators' do: its result, and one number a row and head.
     if not accelerator or not isinstance(run, LanguageRun):
         return run, AttentionChoice("sdpa")

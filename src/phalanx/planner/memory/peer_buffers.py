@@ -2,7 +2,7 @@
 
 Parameters are read from one buffer with all shards of a stage (`copy_engine.all_gather`). Gradients arrive in a pool of
 buffers (`copy_engine`), acted out: it grows where nothing that rests is large enough, so what it comes to follows from the
-order of the reductions: FSDP2's, as `shard_units` has it. A buffer rests one exchange after its own.
+order of the reductions: FSDP2's, as `fully_sharded` has it. A buffer rests one exchange after its own.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from functools import cache
 
 import numpy as np
 
-from phalanx.layout.data_parallel.copy_engine.buffers import resting
-from phalanx.layout.data_parallel.copy_engine.peer_memory import aligned
+from phalanx.layout.data_parallel.copy_engine.buffer_pool import next_free_buffer
+from phalanx.layout.data_parallel.copy_engine.peer_memory import align_size
 from phalanx.planner.memory.state import Amount, Rank
 
 _UNITS = 6
@@ -66,7 +66,7 @@ def _pool(row: list[int]) -> int:
 
 
 def _aligned(size: Amount) -> Amount:
-    return np.vectorize(aligned, otypes=[np.float64])(size)
+    return np.vectorize(align_size, otypes=[np.float64])(size)
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class _Pool:
 
     def exchange(self, size: int) -> None:
         """Through a buffer that rests."""
-        found = resting(self.buffers, size, self.exchanges)
+        found = next_free_buffer(self.buffers, size, self.exchanges)
         if found is None:
-            found = _Buffer(aligned(size))
+            found = _Buffer(align_size(size))
             self.buffers.append(found)
         self.exchanges += 1
         found.exchange = self.exchanges

@@ -17,7 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from phalanx.config.model import LanguageModel
 from phalanx.layout.recompute import recompute_block, recompute_policy
-from phalanx.layout.stage import Stage
+from phalanx.layout.stage import Stage, TrainingPass
 from phalanx.layout.streamed_weights.stream_pairs import streamed_parameters
 from phalanx.planner.schedule.timeline import Costs, Kept, Timeline
 from phalanx.planner.trace.accelerator import ring_operations
@@ -46,6 +46,7 @@ from phalanx.planner.trace.streamed import (
 )
 from phalanx.torch_compat.compiler import JointGraph, joint_graph, load_compiler
 
+_PASS = TrainingPass(step=1)
 _AXES = {"tp": "tp", "cp": "cp"}
 
 
@@ -274,7 +275,7 @@ def _block_arguments(stage: Stage, setting: Setting, samples: int) -> tuple[Any,
 
     handle = block.register_forward_pre_hook(keep)
     try:
-        stage(**example_batch("block", stage, setting, samples))
+        stage(**example_batch("block", stage, setting, samples), training=_PASS)
     except _Reached:
         return tuple(found)
     finally:
@@ -318,7 +319,7 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing 
         chunks = _watch_loss(stage, recorder, fused=setting.compile)
 
         def run() -> Tensor:
-            result: Tensor = stage(**batch)
+            result: Tensor = stage(**batch, training=_PASS)
             return result
 
     number = recorder.hold(x, "input", "input")

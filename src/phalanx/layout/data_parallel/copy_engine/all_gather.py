@@ -1,8 +1,8 @@
-"""Gathers of parameters inside one machine: every rank copies its peers' shards to where they belong.
+"""All-gather of parameters inside one machine: every rank copies its peers' shards to where they belong.
 
 A rank keeps its shards once more, in the format of the arithmetic and where its peers can read them. They are written anew
-when masters have changed, once an optimizer step, and read in every gather of the step by copy engines: no kernel casts, no
-buffer is in between, and after the first gather of a step no rank waits for another.
+when the main parameters have changed, once an optimizer step, and read in every gather of the step by copy engines: no
+kernel casts, no buffer is in between, and after the first gather of a step no rank waits for another.
 
 A shard is written between two barriers. Before the first one of a step every rank has read all it wanted of the step before;
 after the one that follows a unit's shards, every rank has written them.
@@ -17,14 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.layout.data_parallel.copy_engine.peer_memory import Small, aligned, from_the_next, peer_buffer_at_rest
+from phalanx.layout.data_parallel.copy_engine.peer_memory import (
+    SmallCopies,
+    align_size,
+    make_peer_buffer_at_rest,
+    peers_from_next,
+)
 
 _EVEN = 64
 """Elements that shards on even boundaries are multiples of."""
 
 
-class PeerGather:
-    """What `compat_fsdp.Gather` asks for: the parameters of one unit.
+class CopyEngineAllGather:
+    """A `compat_fsdp.Gather` of the parameters of one unit.
 
     own, theirs: for each parameter this rank's published shard, and that of every rank.
     """
@@ -36,7 +41,7 @@ class PeerGather:
         """Time at which the shards were last written, see `PublishedShards.renewed`."""
         self._large: list[tuple[Tensor, Tensor]] = []
         """Places and what is copied there, from all ranks."""
-        self._small = Small()
+        self._small = SmallCopies()
         self._found = False
 
     def __call__(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
@@ -47,7 +52,7 @@ class PeerGather:
             self._write(shards)
         for place, shard in self._large:
             place.copy_(shard, non_blocking=True)
-        self._small.copy()
+        self._small.run()
 
     def _write(self, shards: Sequence[Tensor]) -> None:
         self._published.begin_to_write()
@@ -56,12 +61,13 @@ class PeerGather:
         self._written = self._published.renewed
 
     def _find_places(self, wholes: Sequence[Tensor]) -> None:
-        """FSDP2 empties and fills the memory of `wholes` again and again; tensors that look at it stay right."""
+        """Note where each shard goes, once."""
+        # FSDP2 frees and allocates the memory behind `wholes` again and again; views of them stay valid.
         group = self._published.group
-        for peer in from_the_next(group.rank(), group.size()):
+        for peer in peers_from_next(group.rank(), group.size()):
             for whole, shards in zip(wholes, self._theirs, strict=True):
                 place, shard = whole.view(group.size(), -1)[peer], shards[peer]
-                if not self._small.has(place, shard):
+                if not self._small.takes(place, shard):
                     self._large.append((place, shard))
         self._found = True
 
@@ -75,18 +81,18 @@ class PublishedShards:
         """units: elements of the shard of each parameter of each, the same on every rank of `group`."""
         self.group = group
         self.renewed = 1
-        """How often masters have changed; the first time they were filled."""
+        """How often the main parameters have changed; the first time they were filled."""
         self._writing = 0
         counts = [count for unit in units for count in unit]
-        self._buffer = peer_buffer_at_rest(aligned(sum(counts) * dtype.itemsize), device, group)
+        self._buffer = make_peer_buffer_at_rest(align_size(sum(counts) * dtype.itemsize), device, group)
         of_ranks = [self._buffer.of(rank).view(dtype) for rank in range(group.size())]
         starts = iter(_starts(counts))
-        self.gathers: list[PeerGather] = []
+        self.gathers: list[CopyEngineAllGather] = []
         """For each of the units."""
         for unit in units:
             places = [slice(start, start + count) for count, start in zip(unit, starts, strict=False)]
             theirs = [[of_rank[place] for of_rank in of_ranks] for place in places]
-            self.gathers.append(PeerGather(self, [shards[group.rank()] for shards in theirs], theirs))
+            self.gathers.append(CopyEngineAllGather(self, [shards[group.rank()] for shards in theirs], theirs))
 
     @property
     def bytes(self) -> int:
@@ -94,7 +100,7 @@ class PublishedShards:
         return self._buffer.size
 
     def renew(self) -> None:
-        """Masters have changed: whatever is gathered from now on is written anew before."""
+        """Write the shards anew before they are next gathered, because the main parameters have changed."""
         self.renewed += 1
 
     def begin_to_write(self) -> None:
@@ -109,8 +115,10 @@ class PublishedShards:
 
 
 def _starts(counts: Sequence[int]) -> list[int]:
-    """Where shards of so many elements begin in a buffer without gaps: those that would shift others off the boundaries that
-    copies run fast between come last."""
+    """Return where shards of so many elements begin in a buffer without gaps.
+
+    Those that would shift others off the boundaries that copies run fast between come last.
+    """
     order = sorted(range(len(counts)), key=lambda place: counts[place] % _EVEN != 0)
     ends = accumulate((counts[place] for place in order), initial=0)
     starts = dict(zip(order, ends, strict=False))

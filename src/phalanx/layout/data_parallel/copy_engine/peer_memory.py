@@ -23,8 +23,8 @@ _ALIGNED = 512
 """Buffers are whole multiples of this many bytes."""
 
 
-def aligned(size: int) -> int:
-    """Bytes of the buffer that is made for `size` bytes."""
+def align_size(size: int) -> int:
+    """Return the bytes of the buffer that is made for `size` bytes."""
     return max(1, math.ceil(size / _ALIGNED)) * _ALIGNED
 
 
@@ -65,23 +65,23 @@ class MappedBuffer:
         dist.barrier(self._group)
 
 
-class Small:
-    """Copies so small that one kernel makes them all: on a copy engine each would take longer to begin than to run."""
+class SmallCopies:
+    """Collect copies so small that one kernel makes them all: a copy engine would take longer to begin than to run."""
 
     def __init__(self) -> None:
         self._places: list[Tensor] = []
         self._parts: list[Tensor] = []
 
-    def has(self, place: Tensor, part: Tensor) -> bool:
-        """Whether the copy of `part` to `place` is one of them from now on."""
+    def takes(self, place: Tensor, part: Tensor) -> bool:
+        """Take the copy of `part` to `place` if it is small; returns whether it is."""
         small = part.numel() * part.itemsize < _SMALL_BYTES
         if small:
             self._places.append(place)
             self._parts.append(part)
         return small
 
-    def copy(self) -> None:
-        """Make them, on the current stream."""
+    def run(self) -> None:
+        """Make all copies taken so far, on the current stream. They stay, to be made again."""
         if self._places:
             torch._foreach_copy_(self._places, self._parts)
 
@@ -89,13 +89,13 @@ class Small:
 _SMALL_BYTES = 1 << 16
 
 
-def from_the_next(rank: int, size: int) -> list[int]:
-    """All ranks from the next one on, this one last: no two ranks copy from or to the same one at the same time."""
+def peers_from_next(rank: int, size: int) -> list[int]:
+    """Return all ranks from the next one on, this one last: no two ranks copy from or to the same one at the same time."""
     return [(rank + step) % size for step in range(1, size + 1)]
 
 
-def peer_buffer(size: int, device: torch.device, group: dist.ProcessGroup) -> PeerBuffer:
-    """A buffer of `size` bytes on every rank of `group`; to be called by all of them together.
+def make_peer_buffer(size: int, device: torch.device, group: dist.ProcessGroup) -> PeerBuffer:
+    """Make a buffer of `size` bytes on every rank of `group`; all of them call it together.
 
     Raises RuntimeError where the device or this PyTorch has no such memory.
     """
@@ -104,17 +104,20 @@ def peer_buffer(size: int, device: torch.device, group: dist.ProcessGroup) -> Pe
     return compat.SymmetricBuffer(size, device, group)
 
 
-def peer_buffer_at_rest(size: int, device: torch.device, group: dist.ProcessGroup) -> PeerBuffer:
-    """The same in the midst of training: it waits until no device waits for another, as mapping memory would for ever."""
+def make_peer_buffer_at_rest(size: int, device: torch.device, group: dist.ProcessGroup) -> PeerBuffer:
+    """Make a buffer in the midst of training: wait first until no device waits for another.
+
+    Mapping memory would wait for ever for a kernel that waits for a peer.
+    """
     synchronize(device)
     dist.all_reduce(torch.zeros(1), group=group)
-    buffer = peer_buffer(size, device, group)
+    buffer = make_peer_buffer(size, device, group)
     dist.all_reduce(torch.zeros(1), group=group)
     return buffer
 
 
 def reaches_peers(device: torch.device, group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of `group` can read each other's memory; tried out, and the same answer on all of them."""
+    """Return whether all ranks of `group` can read each other's memory: tried out, and the same answer on all of them."""
     machines: list[str] = [""] * group.size()
     dist.all_gather_object(machines, _machine(), group=group)
     if len(set(machines)) > 1:
@@ -130,7 +133,7 @@ def reaches_peers(device: torch.device, group: dist.ProcessGroup) -> bool:
 
 def _tries_out(device: torch.device, group: dist.ProcessGroup) -> bool:
     rank, following = group.rank(), (group.rank() + 1) % group.size()
-    buffer = peer_buffer(_TRIED_BYTES, device, group)
+    buffer = make_peer_buffer(_TRIED_BYTES, device, group)
     buffer.of(rank).fill_(rank % 251)
     buffer.barrier()
     read = buffer.of(following).clone()

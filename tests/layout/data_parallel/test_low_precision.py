@@ -3,7 +3,7 @@ import torch
 
 from phalanx.config.model import LanguageModel
 from phalanx.families.language.model.decoder import Decoder
-from phalanx.layout.data_parallel.compute_parameters import WorkingCopy
+from phalanx.layout.data_parallel.low_precision import LowPrecisionParameters
 
 SHAPE = LanguageModel(n_layers=2, d_model=32, n_heads=4, d_ff=64, vocab_size=61, max_positions=16, tied_head=True)
 
@@ -28,14 +28,14 @@ def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_the_copy_computes_what_casting_layers_compute() -> None:
     masters, working = filled_masters(), decoder(torch.bfloat16)
-    WorkingCopy(masters, working).refresh()
+    LowPrecisionParameters(masters, working).refresh()
     with torch.no_grad():
         assert torch.equal(working(*batch(0)).total, masters(*batch(0)).total)
 
 
 def test_gradients_are_summed_in_float32_over_micro_batches() -> None:
     masters, working = filled_masters(), decoder(torch.bfloat16)
-    WorkingCopy(masters, working).refresh()
+    LowPrecisionParameters(masters, working).refresh()
     single = []
     for seed in (0, 1, 2):
         working(*batch(seed)).total.backward()
@@ -56,7 +56,7 @@ def test_gradients_are_summed_in_float32_over_micro_batches() -> None:
 
 def test_gradients_equal_those_of_casting_layers_within_bfloat16() -> None:
     masters, working = filled_masters(), decoder(torch.bfloat16)
-    WorkingCopy(masters, working).refresh()
+    LowPrecisionParameters(masters, working).refresh()
     working(*batch(0)).total.backward()
     copied = {name: p.grad for name, p in masters.named_parameters()}
     casting = filled_masters()
@@ -69,7 +69,7 @@ def test_gradients_equal_those_of_casting_layers_within_bfloat16() -> None:
 
 def test_refreshing_rounds_the_present_masters() -> None:
     masters, working = filled_masters(), decoder(torch.bfloat16)
-    copy = WorkingCopy(masters, working)
+    copy = LowPrecisionParameters(masters, working)
     copy.refresh()
     with torch.no_grad():
         masters.blocks[1].mlp.down.weight.add_(1.0)
@@ -81,14 +81,14 @@ def test_refreshing_rounds_the_present_masters() -> None:
 def test_modules_of_different_shape_are_no_pair() -> None:
     other = Decoder(SHAPE.model_copy(update={"tied_head": False}), dtype=torch.bfloat16)
     with pytest.raises(AssertionError):
-        WorkingCopy(filled_masters(), other)
+        LowPrecisionParameters(filled_masters(), other)
 
 
 def test_what_is_written_already_is_left_alone() -> None:
     masters, working = filled_masters(), decoder(torch.bfloat16)
-    copy = WorkingCopy(masters, working)
+    copy = LowPrecisionParameters(masters, working)
     copy.refresh()
-    assert copy.of_masters[masters.blocks[0].mlp.down.weight] is working.blocks[0].mlp.down.weight
+    assert copy.of_main[masters.blocks[0].mlp.down.weight] is working.blocks[0].mlp.down.weight
     before = {name: parameter.detach().clone() for name, parameter in working.named_parameters()}
     written = working.blocks[1].mlp.down.weight
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_large_gradients_are_summed_as_small_ones(monkeypatch: pytest.MonkeyPatc
     for large in (1 << 20, 1):
         monkeypatch.setattr("phalanx.kernels.parts_sum.LARGE", large)
         masters, working = filled_masters(), decoder(torch.bfloat16)
-        WorkingCopy(masters, working).refresh()
+        LowPrecisionParameters(masters, working).refresh()
         for seed in (0, 1, 2):
             working(*batch(seed)).total.backward()
         sums.append([parameter.grad for parameter in masters.parameters()])

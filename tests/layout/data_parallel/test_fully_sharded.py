@@ -35,12 +35,12 @@ def gradients(words: dict[str, object]) -> tuple[dict[str, dict[str, Tensor]], l
         accumulate = (lambda modules, add_up: None) if way == WAYS[0] else compat_fsdp.accumulate_by
         with (
             patch.object(compat_fsdp, "accumulate_by", accumulate),
-            patch("phalanx.layout.data_parallel.shard_units.added_up", noted),
+            patch("phalanx.layout.data_parallel.fully_sharded.added_up", noted),
             patch("phalanx.kernels.parts_sum.LARGE", 1 if way == "large" else 1 << 20),
         ):
             run = run_with({}, **{"precision": "bf16", "global_batch": 8, "microbatch": 1, **words})
             layout = resolve_layout(run, 2)
-            applied = apply_layout(run, layout, build_mesh(layout, CPU, groups), CPU, AttentionChoice("sdpa"), None)
+            applied = apply_layout(run, layout, build_mesh(layout, CPU, groups), CPU, AttentionChoice("sdpa"))
             backward(run, applied)
         parts = parts_of(((name, p.grad) for name, p in applied.parameters.items()), applied.splits)
         found[way] = {name: part[2] for name, part in parts.items()}

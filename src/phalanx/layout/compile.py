@@ -1,0 +1,34 @@
+"""Compilation of blocks: which runs compile them, and how."""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.config.schema import Run
+from phalanx.layout.family import family_layout
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stage import Stage
+from phalanx.torch_compat import common as compat
+
+
+def compiles_blocks(run: Run, layout: ResolvedLayout, device: torch.device) -> bool:
+    """Return whether blocks are compiled: as the run file says; by `auto` on accelerators wherever the layout allows it.
+
+    Streamed weights and gradients of inputs and weights apart both step into the backward pass of a block, which a compiled
+    block runs as one program.
+    """
+    if not family_layout(run).compiles_blocks:
+        return False
+    if run.training.compile == "auto":
+        whole = layout.gather == "layer" and not layout.splits_backward
+        return device.type != "cpu" and whole
+    return run.training.compile
+
+
+def compile_stage(stage: Stage) -> None:
+    """Compile each block of `stage` by itself, and its loss if it has one; equal blocks share one compiled program."""
+    compat.keep_float32_products()
+    for block in stage.part.blocks:
+        block.compile(options=compat.compile_options(stage.part.dtype))
+    if stage.part.part.last:
+        stage.compile_loss()

@@ -1,0 +1,168 @@
+"""Data parallelism: parameters, gradients and optimizer state sharded over ranks, replicated over others.
+
+Built on FSDP2 (`fully_shard`) at every ZeRO level (Rajbhandari et al. 2020); a shard degree of 1 is plain replication.
+
+    zero=3  parameters are gathered for each block, gradients reduced after each micro-batch
+    zero=2  parameters are gathered once a step, gradients reduced after each micro-batch
+    zero=1  parameters are gathered once a step, gradients reduced after the last micro-batch
+    zero=0  nothing is sharded: gradients are summed over all data-parallel ranks after the last micro-batch
+
+Gradients are summed over ranks in at least float32, not averaged: the loss is already divided by the targets of the whole
+global batch.
+
+Conservative forces are derivatives of the energy, formed by a backward pass inside the stage's forward pass, which the
+training step then differentiates once more. Sharded block by block that goes wrong: the inner pass runs the blocks' backward
+hooks, which free the parameters; what differentiates the inner pass runs before any hook that gathers them again, and finds
+empty memory. And it would save nothing, since all blocks are needed again in each of the four passes (forward, inner
+backward, and both of these backward). Such a stage is one unit (`Stage.one_unit`): the inner pass lies between the gather
+before the stage's forward and the hook on its loss, so no hook runs in it; hooks run in the outer pass alone, once.
+Gradients, main parameters and optimizer state are sharded as ever; what every rank holds besides is one gathered copy of the
+parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from phalanx.kernels.parts_sum import added_up
+from phalanx.layout.data_parallel.copy_engine.exchanges import CopyEngine
+from phalanx.layout.data_parallel.sharding import WholeParameters
+from phalanx.layout.stage import Stage
+from phalanx.torch_compat import fsdp as compat_fsdp
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """What a layout chooses about FSDP2."""
+
+    dtype: torch.dtype
+    """Format in which parameters are gathered and used; gradients are reduced in at least float32."""
+    zero: int = 3
+    """ZeRO level, as above."""
+    reshard_after_forward: bool = True
+    """Whether blocks are freed between their forward and their backward pass."""
+    blocks_per_unit: int = 1
+    """FSDP wrapping granularity: neighbouring blocks that are gathered together."""
+    prefetch_depth: int = 1
+    """Units that are gathered while one computes."""
+
+
+class FullySharded(WholeParameters):
+    """FSDP2 over [replicas, shards]. See `WholeParameters` for what each method is for."""
+
+    def __init__(self, mesh: DeviceMesh, options: ShardingOptions, copy_engine: CopyEngine | None = None) -> None:
+        """copy_engine: makes the exchanges among the shards; None leaves them to collectives."""
+        self.mesh = mesh
+        self.options = options
+        self.copy_engine = copy_engine
+
+    def parameters_apart(self, stage: Stage) -> set[nn.Parameter]:
+        """Return the parameters that FSDP2 leaves as they are: those of task heads have sub-groups of their own."""
+        return stage.branch_parameters()
+
+    def shard_stage(self, stage: Stage) -> None:
+        """Shard blocks, the embedding, the head and then what is left; or all as one unit where the stage asks for that."""
+        part, options = stage.part, self.options
+        blocks: list[nn.Module] = [] if stage.one_unit else list(part.blocks)
+        size = options.blocks_per_unit
+        units = [blocks[start : start + size] for start in range(0, len(blocks), size)]
+        apart = self.parameters_apart(stage)
+        # A shared table stays with the root, which both ends of the model can reach.
+        ends_apart = not (stage.shares_table or stage.one_unit)
+        first = [part.embedding] if ends_apart and part.part.first else []
+        last = [part.head] if ends_apart and part.part.last else []
+        for unit in units:
+            self._shard(unit, apart, reshard_after_forward=options.reshard_after_forward)
+        for embedding in first:
+            self._shard([embedding], apart, reshard_after_forward=options.reshard_after_forward)
+        for head in last:
+            # Used last in forward and first in backward: freeing it between is waste.
+            self._shard([head], apart, reshard_after_forward=False)
+        # The backward pass of the root follows at once too: freeing it between would cost a gather and save nothing.
+        self._shard([stage], apart, reshard_after_forward=False)
+        sharded = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+        choose_exchanges(sharded, self.copy_engine)
+        compat_fsdp.accumulate_by(sharded, added_up)
+        _set_prefetching(_fsdp(first), _fsdp([unit[0] for unit in units]), _fsdp(last), options.prefetch_depth)
+
+    def _shard(self, modules: list[nn.Module], apart: set[nn.Parameter], *, reshard_after_forward: bool) -> None:
+        """Make `modules` one unit of FSDP2, except their parameters in `apart`."""
+        dtype = self.options.dtype
+        # Sums lose more digits than products: gradients are reduced in float32 even if they were computed in bfloat16.
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32), cast_forward_inputs=False
+        )
+        own = {parameter for module in modules for parameter in module.parameters()}
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=self.mesh,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            ignored_params=own & apart,
+        )
+
+    def prepare_microbatch(self, stage: Stage, *, last: bool) -> None:
+        """Reduce gradients and free parameters after this micro-batch, or not, as the ZeRO level says."""
+        assert isinstance(stage, FSDPModule)
+        stage.set_is_last_backward(last)
+        stage.set_requires_gradient_sync(last or self.options.zero >= 2)
+        # After the call above, which sets this too: replicas add up once a step, not after every micro-batch.
+        stage.set_requires_all_reduce(last)
+        if self.options.zero < 3:
+            stage.set_reshard_after_backward(last)
+
+    def publish_parameters(self) -> None:
+        """See `WholeParameters`."""
+        if self.copy_engine is not None:
+            self.copy_engine.renew()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """See `WholeParameters`."""
+        return 0 if self.copy_engine is None else self.copy_engine.bytes
+
+
+def choose_exchanges(modules: Sequence[FSDPModule], copy_engine: CopyEngine | None) -> None:
+    """Let `modules` sum their gradients without dividing, and exchange through `copy_engine` where there is one."""
+    for module in modules:
+        # The loss is divided by the targets of the global batch already.
+        module.set_gradient_divide_factor(1.0)
+        # Plain sums: the pre-multiplied sum that FSDP2 would use instead does not exist in gloo.
+        module.set_force_sum_reduction_for_comms(True)
+    if copy_engine is not None:
+        copy_engine.attach(modules)
+
+
+def _set_prefetching(
+    first: Sequence[FSDPModule], blocks: Sequence[FSDPModule], last: Sequence[FSDPModule], depth: int
+) -> None:
+    """Gather `depth` units while the one before them computes, forward and backward; beside embedding and head one.
+
+    By default FSDP2 prefetches in reverse order of all recorded forward passes, which for the first module is the last
+    module of the previous micro-batch: too early, and after the last micro-batch in vain. So the first module names itself:
+    it is gathered already, prefetching it is a no-op, and naming it suppresses the default.
+    """
+    forward = [*first, *blocks, *last]
+    for place, unit in enumerate(forward[:-1]):
+        ahead = 1 if unit in first else depth
+        unit.set_modules_to_forward_prefetch(forward[place + 1 : place + 1 + ahead])
+    for place, unit in enumerate(blocks):
+        before = blocks[max(0, place - depth) : place] or first or [unit]
+        unit.set_modules_to_backward_prefetch(list(reversed(before)))
+    for unit in first:
+        unit.set_modules_to_backward_prefetch([unit])
+    for unit in last:
+        unit.set_modules_to_backward_prefetch(list(blocks[-1:] or first or [unit]))
+
+
+def _fsdp(modules: Sequence[nn.Module]) -> list[FSDPModule]:
+    """Return `modules`, which `fully_shard` has made FSDP modules, as what they are now."""
+    found: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
+    assert len(found) == len(modules)
+    return found
