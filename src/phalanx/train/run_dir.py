@@ -30,8 +30,8 @@ import torch
 from phalanx import __version__
 from phalanx.errors import PhalanxError
 from phalanx.files import replacing, require_own
-from phalanx.hardware.cores import available_cores
 from phalanx.hardware.device import device_kind, device_name
+from phalanx.hardware.host import available_cores
 from phalanx.json_lines import read_json_lines, require_step
 from phalanx.train.metrics import GIB, Peaks
 

@@ -13,7 +13,7 @@ from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.hardware.cpu_formats import require_cpu_format
 from phalanx.hardware.device import choose_device
-from phalanx.launch.ranks import RanksFailed, run_ranks
+from phalanx.launch.fork_server import RanksFailed, run_ranks
 from phalanx.layout.mesh import Ranks, join_process_group, leave_process_group, ranks_from_environment
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import every_layout, resolve_layout, stated_ranks

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from distributed_ranks import run_ranks
 from phalanx.errors import CheckpointError
-from phalanx.launch.ranks import RanksFailed
+from phalanx.launch.fork_server import RanksFailed
 from phalanx.train.checkpoint import (
     CheckpointDamaged,
     CheckpointStore,

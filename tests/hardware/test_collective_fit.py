@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from described import cube_mesh, infiniband, switched
-from phalanx.hardware.collective_fit import SPREAD, Point, fit_constants, predict
+from phalanx.hardware.collective_fit import SPREAD, Point, fit_constants, make_predictor
 from phalanx.hardware.collectives import COLLECTIVES, Constants, bus_bandwidth, default_constants
 from phalanx.hardware.machine import Machine, load_machine
 from phalanx.hardware.topology import place
@@ -27,7 +27,7 @@ def synthetic(constants: Constants, groups: list[tuple[int, int]], noise: float 
         for group in groups
         for size in np.geomspace(1e5, 1e9, 9)
     ]
-    times = predict(points, constants) * np.exp(noise * generator.standard_normal(len(points)))
+    times = make_predictor(points)(constants) * np.exp(noise * generator.standard_normal(len(points)))
     return [replace(point, seconds=float(time)) for point, time in zip(points, times, strict=True)]
 
 
@@ -118,7 +118,7 @@ def test_measured_all_reduces_in_a_node(
         (fit_constants(points[::2], prior).constants, points[1::2]),
         (fit_constants(points[1::2], prior).constants, points[::2]),
     ]:
-        errors = np.abs(predict(held_out, constants) / [point.seconds for point in held_out] - 1)
+        errors = np.abs(make_predictor(held_out)(constants) / [point.seconds for point in held_out] - 1)
         assert np.median(errors) < median and np.quantile(errors, 0.95) < p95
 
 
@@ -127,7 +127,7 @@ def test_measured_all_reduces_over_four_nodes() -> None:
     points = measured("unstated", CLUSTER, {32})
     seconds = np.array([point.seconds for point in points])
     sizes = np.array([point.size for point in points])
-    times = predict(points, default_constants(CLUSTER))
+    times = make_predictor(points)(default_constants(CLUSTER))
     errors = np.abs(times / seconds - 1)
     assert np.median(errors) < 0.08 and errors[sizes >= 2**26].max() < 0.08 and errors.max() < 0.55
     assert float(bus_bandwidth("all_reduce", sizes[-1], 32, times[-1])) == pytest.approx(92e9, rel=0.03)

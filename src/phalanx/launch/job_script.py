@@ -1,7 +1,7 @@
-"""From a machine and a job to the text of the sbatch script that trains: pure functions, nothing is run or written here.
+"""Writes the text of the sbatch script that trains a job on a machine. Pure functions: nothing is run or stored here.
 
-What a script sets and what the program reads must agree: ranks come from Slurm's own variables of the training step,
-the meeting point from MASTER_ADDR and MASTER_PORT.
+A script and the program must agree: ranks read their numbers from Slurm's variables of the training step, and the
+rendezvous from MASTER_ADDR and MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from phalanx.errors import ConfigError
 from phalanx.hardware.machine import Line, Machine, Option, Partition
 
 STOPPED = 143
-"""What `phalanx train` ends with after SIGTERM, once its checkpoint is written: 128 + the signal's number."""
+"""Exit code of `phalanx train` after SIGTERM, once its checkpoint is written: 128 + the signal's number."""
 REQUEUED = (STOPPED, 128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
-"""What it ends with after any signal by which a scheduler warns of a job's end."""
+"""Exit codes of `phalanx train` after the signals by which a scheduler warns of a job's end."""
 
 UNFIT = 3
-"""What `phalanx doctor` ends with where training would fail or compute something wrong."""
+"""Exit code of `phalanx doctor` where training would fail or compute something wrong."""
 
 _PREFLIGHT_MINUTES = 10
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -34,7 +34,7 @@ _EXPANDED = re.compile(r"\$(?:[A-Za-z_][A-Za-z0-9_]*|\{[A-Za-z_][A-Za-z0-9_]*\})
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and on how much of a machine."""
+    """A run to train, and the nodes and time to ask for."""
 
     run: Path
     """Run file or run folder, relative to `directory` or absolute."""
@@ -53,12 +53,11 @@ class Job:
     image: str | None = None
     """Container image."""
     examined_as: str | None = None
-    """What names the machine's description to `phalanx doctor`, which then looks at all ranks before they train; None
-    leaves that out."""
+    """Machine name for `phalanx doctor`, which examines all ranks before they train; None leaves the examination out."""
 
 
 def parse_walltime(text: str) -> int:
-    """Seconds of a wall time written H:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS, or as minutes.
+    """Return the seconds of a wall time written H:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS, or as minutes.
 
     Raises ConfigError for anything else, and for H:MM, which Slurm would read as minutes and seconds.
     """
@@ -80,12 +79,12 @@ def parse_walltime(text: str) -> int:
 
 
 def format_walltime(seconds: int) -> str:
-    """Seconds as HH:MM:SS; the hours may be more than 24."""
+    """Return seconds as HH:MM:SS; the hours may exceed 24."""
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
 def complete_job(machine: Machine, job: Job) -> Job:
-    """`job` with partition and wall time filled in. Raises ConfigError where `machine` cannot run it."""
+    """Return `job` with partition and wall time filled in. Raises ConfigError where `machine` cannot run it."""
     if job.nodes < 1:
         raise ConfigError(f"--nodes {job.nodes}: a job has at least 1 node")
     for option, value in (("--account", job.account), ("--partition", job.partition)):
@@ -120,7 +119,7 @@ def complete_job(machine: Machine, job: Job) -> Job:
 
 
 def launch_script(machine: Machine, job: Job) -> str:
-    """The sbatch script that trains `job` on `machine`. Raises ConfigError as `complete_job` does."""
+    """Return the sbatch script that trains `job` on `machine`. Raises ConfigError as `complete_job` does."""
     job = complete_job(machine, job)
     parts = (
         _header(machine, job),
@@ -137,7 +136,7 @@ def launch_script(machine: Machine, job: Job) -> str:
 
 
 def _partition(machine: Machine, job: Job) -> Partition | None:
-    """The partition of the description that the job goes to; None where the description does not know it."""
+    """Return the described partition that the job goes to; None where the description does not know it."""
     known = machine.job_slurm.partitions
     if job.partition is None:
         return known[0] if known else None
@@ -189,7 +188,7 @@ def _begin(job: Job) -> Iterator[str]:
 
 
 def _settings(machine: Machine, job: Job) -> Iterator[str]:
-    """Lines of shell that come first: the machine's, and the user's unless they belong into a container."""
+    """Yield the first lines of shell: the machine's, and the user's unless they run inside a container."""
     yield from _lines(machine.setup)
     if job.image is None:
         yield from job.setup
@@ -236,19 +235,19 @@ def _training(machine: Machine, job: Job) -> Iterator[str]:
 
 
 def srun_command(machine: Machine, nodes: int, command: Iterable[str], seconds: int | None = None) -> list[str]:
-    """The words that run `command` as one rank for each device of `nodes` nodes, inside an allocation of `machine`.
+    """Return the words that run `command` as one rank per device of `nodes` nodes, inside an allocation of `machine`.
 
-    For ranks that have nothing to save: when one fails the others are killed. seconds: after which Slurm ends the step
-    whatever becomes of this process; counted in whole minutes, rounded up.
+    The ranks have nothing to save: when one fails, Slurm kills the others. seconds: time after which Slurm ends the
+    step, even if this process is gone; Slurm counts whole minutes, so it is rounded up.
     """
     options = shlex.split("\n".join(_step_lines(machine, nodes)), comments=True)
     limit = [] if seconds is None else [f"--time={-(-seconds // 60)}"]
-    # Of an option that is given twice srun takes the last.
+    # Where an option is given twice, srun takes the last: this --kill-on-bad-exit overrides that of training.
     return ["srun", *options, "--kill-on-bad-exit=1", *limit, *command]
 
 
 def _step_lines(machine: Machine, nodes: int) -> Iterator[str]:
-    """Options of srun for a step of one rank a device, and comments why, as lines of shell."""
+    """Yield the options of srun for one rank per device, with their reasons as comments of the shell."""
     node = machine.node
     yield f"--nodes={nodes} --ntasks={nodes * node.devices} --ntasks-per-node={node.devices}"
     yield f"--cpus-per-task={node.cores_per_task}"
@@ -265,12 +264,12 @@ def _step_lines(machine: Machine, nodes: int) -> Iterator[str]:
 
 
 def _command(machine: Machine, job: Job, name: str, words: Iterable[str]) -> Iterator[str]:
-    """What every rank runs, as an array of the shell, inside the container if there is one."""
+    """Yield the command of every rank as an array of the shell, inside the container if there is one."""
     yield f"{name}=({shlex.join(words)})"
     if job.image is None:
         return
     assert machine.container is not None
-    # exec: the training process takes the place of the shell, which would not hand a signal on
+    # exec: the training process replaces the shell, which would not pass a signal on
     inside = "; ".join(["set -e", *job.setup, 'exec "$@"'])
     around = [*machine.container.command, job.image, "bash", "-c", inside, "rank"]
     yield f'{name}=({shlex.join(around)} "${{{name}[@]}}")'
@@ -328,7 +327,7 @@ def _job_name(run: Path) -> str:
 
 
 def _quote_value(value: str) -> str:
-    """`value` in double quotes, where $NAME and ${NAME} are variables and everything else is itself."""
+    """Return `value` in double quotes, where $NAME and ${NAME} stay variables and everything else is literal."""
     literal = [re.sub(r'([\\"`$])', r"\\\1", part) for part in _EXPANDED.split(value)]
     variables = [*_EXPANDED.findall(value), ""]
     return '"' + "".join(part + variable for part, variable in zip(literal, variables, strict=True)) + '"'

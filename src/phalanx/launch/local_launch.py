@@ -1,7 +1,7 @@
-"""Ranks of one command on this machine: what torchrun does for a node, without its seconds of start-up and its logs.
+"""Starts the ranks of one command on this machine, as torchrun does for a node but without its seconds of start-up.
 
-Every rank runs the same command with the variables torchrun would set. The first rank has the terminal; the others write
-their errors to files, of which the end is shown when one of them is the first to fail.
+Every rank runs the same command with the variables torchrun would set. The first rank has the terminal. The others write
+their errors to files; where one of them is the first to fail, the end of its file is shown.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.hardware.cores import available_cores, passive_waits
-from phalanx.hardware.host_memory import KILLED_FOR_MEMORY, LESS_MEMORY, KillCount
-from phalanx.launch.parent import GRACE_S, ONE_WISH_S, PARENT, STOP_SIGNALS, ignored
+from phalanx.hardware.host import KILLED_FOR_MEMORY, LESS_MEMORY, KillCount, available_cores, passive_waits
+from phalanx.launch.parent import GRACE_S, ONE_WISH_S, PARENT, STOP_SIGNALS, is_ignored
 
 _STOPPED = tuple(128 + number for number in STOP_SIGNALS)
-"""Exit codes of a rank that was told to stop and did so in good order; the others are about to."""
+"""Exit codes of a rank that saved and stopped because it was told to; the other ranks are about to do the same."""
 _BAD_USAGE = 2
-"""Exit code of a command that found its own arguments or run file wrong, as every rank then does."""
+"""Exit code of a command whose arguments or run file are wrong; every rank then finds the same."""
 _PASSED_ON = (*STOP_SIGNALS, signal.SIGQUIT)
 _LAST_WORDS_S = 2.0
-"""Seconds that ranks have after one failed, to fail by themselves, and after a second wish to stop."""
+"""Seconds in which ranks may fail by themselves after another failed, and may end after a second request to stop."""
 _DYING_S = 30.0
-"""Seconds that they have after they were told to stop because one failed."""
+"""Seconds between SIGTERM and SIGKILL for ranks that are stopped because another failed."""
 _POLL_S = 0.05
 _SHOWN_LINES = 20
 
@@ -41,14 +40,15 @@ _SHOWN_LINES = 20
 def launch_ranks(
     arguments: Sequence[str], world_size: int, module: str = "phalanx", *, grace_s: float = GRACE_S
 ) -> int:
-    """Run `phalanx ARGUMENTS` on `world_size` ranks; returns the exit code of the first rank that failed, or 0.
+    """Run `phalanx ARGUMENTS` on `world_size` ranks and return the exit code of the first rank that failed, or 0.
 
-    module: what Python runs in place of `phalanx`. grace_s: seconds after which ranks that were told to stop are killed.
-    Each of STOP_SIGNALS reaches every rank once; ranks then stop in good order. When a rank fails the others are stopped. No
-    rank outlives the call. Ranks find this process's number in `parent.PARENT`.
+    module: Python module to run in place of `phalanx`. grace_s: seconds after which ranks that were told to stop are killed.
+    Each of STOP_SIGNALS reaches every rank once; ranks then save and stop. When a rank fails, the others are stopped. No
+    rank outlives the call. Ranks find this process's number in the variable `parent.PARENT`.
     """
-    # The store lives here, as under torchrun: no port is chosen before it is taken, and no rank's end takes it away.
-    # By itself it would listen at all addresses of this machine, and whoever reaches it may read and write.
+    # The store lives in this process, as under torchrun: its port cannot be taken by another process before rank 0 starts,
+    # and the end of a rank does not end it. By itself it would listen at all addresses of this machine, where anybody who
+    # reaches it may read and write.
     with loopback_socket() as listener:
         store = dist.TCPStore(
             "127.0.0.1",
@@ -58,7 +58,7 @@ def launch_ranks(
             master_listen_fd=listener.detach(),
         )
     folder = tempfile.TemporaryDirectory(prefix="phalanx-ranks-")
-    with folder, _Ranks(Path(folder.name), module, grace_s) as ranks:
+    with folder, RankProcesses(Path(folder.name), module, grace_s) as ranks:
         for rank in range(world_size):
             ranks.start(arguments, rank, world_size, store.port)
         failed = ranks.wait()
@@ -79,11 +79,11 @@ def loopback_socket() -> socket.socket:
     return listener
 
 
-class _Ranks:
-    """The processes of all ranks, and the signals that reach them through this one.
+class RankProcesses:
+    """The processes of all ranks, and the signals that reach them through this process.
 
-    Each has a process group of its own. A terminal, or `timeout`, signals the whole group that the command is in: ranks
-    in it would be signalled once directly and once from here, and the second signal ends a rank without a checkpoint.
+    Each rank has a process group of its own. A terminal, or `timeout`, signals the whole group of a command: ranks
+    in it would be signalled twice, directly and by this process, and the second signal ends a rank without a checkpoint.
     """
 
     def __init__(self, folder: Path, module: str, grace_s: float) -> None:
@@ -91,7 +91,7 @@ class _Ranks:
         self._module = module
         self._grace_s = grace_s
         self._kills = KillCount()
-        # Names of keys in the store begin with it: nobody else knows them.
+        # Keys in the store begin with this secret, so that no other user of the machine can write them.
         self._run_id = secrets.token_hex(16)
         self._out_of_patience = False
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -100,10 +100,10 @@ class _Ranks:
         self._asked_at = 0.0
         self._insisted = False
 
-    def __enter__(self) -> _Ranks:
+    def __enter__(self) -> RankProcesses:
         for number in _PASSED_ON:
             # nohup ignores SIGHUP for the ranks as well.
-            if not ignored(number):
+            if not is_ignored(number):
                 self._previous[number] = signal.signal(number, self._pass_on)
         self._previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._suspend)
         return self
@@ -117,7 +117,7 @@ class _Ranks:
             signal.signal(number, handler)
 
     def start(self, arguments: Sequence[str], rank: int, world_size: int, port: int) -> None:
-        """Start one rank. The first has this process's streams; of the others only the errors are kept."""
+        """Start one rank; rank 0 shares this process's streams, and of the others only errors are kept."""
         settings: dict[str, Any] = {"env": _environment(rank, world_size, port, self._run_id), "process_group": 0}
         command = [sys.executable, "-m", self._module, *arguments]
         if rank == 0:
@@ -131,11 +131,11 @@ class _Ranks:
             process.send_signal(self._asked)
 
     def code(self, rank: int) -> int | None:
-        """The exit code of a rank, the negative number of the signal that ended it, or None while it runs."""
+        """Return the exit code of a rank, the negative number of the signal that ended it, or None while it runs."""
         return self._processes[rank].poll()
 
     def wait(self) -> int | None:
-        """Wait for all ranks; the first one that failed, if any did. The others are then stopped."""
+        """Wait for all ranks; return the first that failed, once the others are stopped, or None where all succeeded."""
         while (failed := self._first_failed()) is None:
             if all(process.returncode == 0 for process in self._processes):
                 return None
@@ -146,20 +146,20 @@ class _Ranks:
             time.sleep(_POLL_S)
         if self.code(failed) in _STOPPED:
             self._wait_for_all(self._grace_s)
-            # Another may have failed to write the checkpoint.
+            # Another rank may have failed to write the checkpoint, which is then the failure to report.
             worst = self._first_failed()
             assert worst is not None
             return worst
-        # Before the others, which only say that they miss it.
+        # This line comes before those of the other ranks, which can only report a lost connection.
         self._say_who_was_killed(failed)
-        # The failure of one may well be the reason of another's: let it say so.
+        # Another rank may know the reason: it gets time to print it.
         self._wait_for_all(_LAST_WORDS_S)
         self._signal(signal.SIGTERM)
         self._wait_for_all(_DYING_S)
         return failed
 
     def explain(self, failed: int) -> None:
-        """Say what the rank that failed said, where the terminal has not heard it."""
+        """Print the last lines of the failed rank, unless they are on the terminal already."""
         code = self.code(failed)
         assert code
         if code in _STOPPED or code == -self._asked:
@@ -184,7 +184,7 @@ class _Ranks:
         sys.stderr.flush()
 
     def _first_failed(self) -> int | None:
-        """Of ranks that ended at the same moment the one that tells most: killed, then failed, then stopped."""
+        """Return the failed rank that tells most of those that ended at once: killed before failed before stopped."""
         codes = [process.poll() for process in self._processes]
         failed = [rank for rank, code in enumerate(codes) if code]
         return min(failed, key=lambda rank: (codes[rank] in _STOPPED, (codes[rank] or 0) > 0), default=None)
@@ -206,11 +206,11 @@ class _Ranks:
         self._insisted = self._insisted or again
         self._asked, self._asked_at = number, now
         self._signal(number)
-        # One that was stopped (SIGSTOP) goes on, and finds what it is asked for.
+        # A rank suspended by SIGSTOP has to continue before it can act on the signal.
         self._signal(signal.SIGCONT)
 
     def _suspend(self, _number: int, _frame: FrameType | None) -> None:
-        """Ctrl-Z: the ranks stop with this process and go on with it."""
+        """Suspend the ranks with this process (Ctrl-Z) and continue them with it."""
         self._signal(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._signal(signal.SIGCONT)
@@ -225,7 +225,7 @@ class _Ranks:
 
 
 def _environment(rank: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
-    """The variables torchrun would set, and those that the user has not set but ranks of one machine should have."""
+    """Return the variables torchrun would set, and defaults for ranks of one machine, which the user's own go before."""
     wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // world_size)), **passive_waits(os.environ)}
     if "lo" in (name for _, name in socket.if_nameindex()):
         wanted["GLOO_SOCKET_IFNAME"] = "lo"

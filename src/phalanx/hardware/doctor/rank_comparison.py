@@ -1,7 +1,4 @@
-"""What is wrong between ranks: shared devices, cores far from them, versions that differ, slow devices and links.
-
-Pure functions of what the ranks said of themselves.
-"""
+"""Compares ranks: shared devices, distant cores, versions that differ, slow devices and links. Pure functions of reports."""
 
 from __future__ import annotations
 
@@ -11,89 +8,91 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
 from phalanx.hardware.device import device_kind, find_facts
-from phalanx.hardware.doctor.finding import Finding, Level, rank_words
-from phalanx.hardware.doctor.host import RankFacts
-from phalanx.hardware.doctor.rates import Rates
+from phalanx.hardware.doctor.device_rates import DeviceRates
+from phalanx.hardware.doctor.finding import Finding, Level, format_ranks
+from phalanx.hardware.doctor.rank_facts import RankFacts
 from phalanx.hardware.machine import Machine, cores_of
 
 SLOW = 0.9
-"""A device is slow that reaches less of what the median of equal devices reaches: they differ by a few percent."""
+"""Share of the median of equal devices below which a device is slow; healthy devices differ by a few percent."""
 SLOW_LINKS = 0.7
-"""The same of the links of a node."""
+"""Share of the median of nodes below which the links of a node are slow."""
 _THROTTLED = 0.5
-"""Of the highest rate that anybody reports for such a device."""
+"""Share of the highest published rate below which a device is throttled."""
 _TAKEN_GIB = 2.0
-"""Of a device's memory that the driver and this process may take before anything is trained."""
+"""GiB of a device's memory that the driver and this process may take before anything is trained."""
 
 Key = TypeVar("Key", bound=Hashable)
 
 
-def binding_findings(facts: Sequence[RankFacts], machine: Machine | None = None) -> list[Finding]:
-    """Of devices, cores and software, from what the ranks said of themselves. machine: whose binding is wanted."""
+def compare_binding(facts: Sequence[RankFacts], machine: Machine | None = None) -> list[Finding]:
+    """Return findings about devices, cores and software. machine: whose binding the ranks should have."""
     return [
-        *_shared_devices(facts),
-        *_versions(facts),
-        *_uneven(facts),
-        *_taken_memory(facts),
-        *_cores(facts, machine),
-        *([] if machine is None else _other_devices(facts, machine)),
+        *_find_shared_devices(facts),
+        *_compare_versions(facts),
+        *_find_uneven_nodes(facts),
+        *_find_taken_memory(facts),
+        *_check_cores(facts, machine),
+        *([] if machine is None else _find_other_devices(facts, machine)),
     ]
 
 
-def rate_findings(facts: Sequence[RankFacts], rates: Sequence[Rates]) -> list[Finding]:
-    """Of what was measured. facts, rates: of the same ranks, in the same order."""
-    return [*_wrong(facts, rates), *_slow_devices(facts, rates), *_slow_links(facts, rates)]
+def compare_rates(facts: Sequence[RankFacts], rates: Sequence[DeviceRates]) -> list[Finding]:
+    """Return findings about measured rates. facts, rates: of the same ranks, in the same order."""
+    return [*_find_wrong_results(facts, rates), *_find_slow_devices(facts, rates), *_find_slow_links(facts, rates)]
 
 
-def _by(facts: Sequence[RankFacts], key: Callable[[RankFacts], Key]) -> dict[Key, list[RankFacts]]:
+def _group_ranks(facts: Sequence[RankFacts], key: Callable[[RankFacts], Key]) -> dict[Key, list[RankFacts]]:
     found: dict[Key, list[RankFacts]] = defaultdict(list)
     for one in facts:
         found[key(one)].append(one)
     return found
 
 
-def _shared_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
-    for (host, address), ranks in _by([one for one in facts if one.address], lambda x: (x.host, x.address)).items():
+def _find_shared_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+    for (host, address), ranks in _group_ranks(
+        [one for one in facts if one.address], lambda x: (x.host, x.address)
+    ).items():
         if len(ranks) > 1:
             numbers = tuple(one.rank for one in ranks)
-            message = f"{rank_words(numbers)} have one device, {address} of {host}"
+            message = f"{format_ranks(numbers)} have one device, {address} of {host}"
             fix = "start one rank for each device: srun --gpus-per-task=1 with --gpu-bind, or show all devices to all ranks"
             yield Finding("failed", "shared-device", message, fix, numbers)
 
 
-def _versions(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+def _compare_versions(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     fix = "use the same environment on every node"
     for name in ("phalanx", "torch", "built for", "python"):
         values = {one.rank: one.versions[name] for one in facts}
-        yield from _odd_ones(facts, "versions", name, values, "warning" if name == "python" else "failed", fix)
+        yield from _find_odd_ranks(facts, "versions", name, values, "warning" if name == "python" else "failed", fix)
     devices = {one.rank: one.device for one in facts}
-    yield from _odd_ones(
+    yield from _find_odd_ranks(
         facts, "devices", "device", devices, "warning", "the slowest device sets the pace: take equal nodes"
     )
 
 
-def _odd_ones(
+def _find_odd_ranks(
     facts: Sequence[RankFacts], check: str, what: str, values: dict[int, str], level: Level, fix: str
 ) -> Iterator[Finding]:
-    """Ranks that have another value than most."""
+    """Find ranks whose value is not that of most ranks."""
     usual = Counter(values.values()).most_common(1)[0][0]
-    for value, ranks in _by(facts, lambda one: values[one.rank]).items():
+    for value, ranks in _group_ranks(facts, lambda one: values[one.rank]).items():
         if value != usual:
             numbers = tuple(one.rank for one in ranks)
             hosts = ", ".join(dict.fromkeys(one.host for one in ranks))
-            message = f"{rank_words(numbers)} on {hosts}: {what} {value}, where most have {usual}"
+            message = f"{format_ranks(numbers)} on {hosts}: {what} {value}, where most have {usual}"
             yield Finding(level, check, message, fix, numbers)
 
 
-def _uneven(facts: Sequence[RankFacts]) -> Iterator[Finding]:
-    counts = {host: len(ranks) for host, ranks in _by(facts, lambda one: one.host).items()}
+def _find_uneven_nodes(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+    counts = {host: len(ranks) for host, ranks in _group_ranks(facts, lambda one: one.host).items()}
     if len(set(counts.values())) > 1:
         few, many = min(counts, key=lambda h: counts[h]), max(counts, key=lambda h: counts[h])
         message = f"{few} has {counts[few]} of the ranks and {many} {counts[many]}: layouts take nodes to be alike"
         yield Finding("warning", "ranks-per-node", message, "start as many ranks on each node")
 
 
-def _taken_memory(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+def _find_taken_memory(facts: Sequence[RankFacts]) -> Iterator[Finding]:
     for one in facts:
         if one.memory_gib is not None and one.free_gib is not None and one.memory_gib - one.free_gib > _TAKEN_GIB:
             taken = f"{one.memory_gib - one.free_gib:.1f} of {one.memory_gib:.1f} GiB"
@@ -101,49 +100,50 @@ def _taken_memory(facts: Sequence[RankFacts]) -> Iterator[Finding]:
             yield Finding("warning", "device-memory", message, "end what else runs on that device", (one.rank,))
 
 
-def _cores(facts: Sequence[RankFacts], machine: Machine | None) -> Iterator[Finding]:
+def _check_cores(facts: Sequence[RankFacts], machine: Machine | None) -> Iterator[Finding]:
     masks = () if machine is None else machine.node.cpu_masks
-    for host, ranks in _by([one for one in facts if one.cores], lambda one: one.host).items():
-        yield from _crowded(host, ranks)
+    for host, ranks in _group_ranks([one for one in facts if one.cores], lambda one: one.host).items():
+        yield from _find_crowded_cores(host, ranks)
         for one in [one for one in ranks if one.device != "cpu"]:
             wanted = tuple(cores_of(masks[one.local_rank])) if one.local_rank < len(masks) else ()
             if wanted and not set(one.cores) <= set(wanted):
                 source = f"{machine.name}'s description" if machine is not None else ""
-                yield _misbound(one, wanted, f"where {source} puts its device")
+                yield _misbound_finding(one, wanted, f"where {source} puts its device")
             elif not wanted and one.near and not set(one.cores) & set(one.near):
-                yield _misbound(one, one.near, "nearest to its device")
+                yield _misbound_finding(one, one.near, "nearest to its device")
 
 
-def _misbound(one: RankFacts, wanted: Sequence[int], why: str) -> Finding:
-    message = f"{one.words} runs on cores {_core_words(one.cores)}, not on {_core_words(wanted)}, {why}"
+def _misbound_finding(one: RankFacts, wanted: Sequence[int], why: str) -> Finding:
+    message = f"{one.words} runs on cores {_format_cores(one.cores)}, not on {_format_cores(wanted)}, {why}"
     return Finding(
         "warning", "binding", message, "bind as the scripts of phalanx launch do (srun --cpu-bind)", (one.rank,)
     )
 
 
-def _crowded(host: str, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Several ranks on fewer cores than there are ranks, as where no launcher has spread them."""
+def _find_crowded_cores(host: str, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
+    """Find a host whose ranks share fewer cores than there are ranks, as where no launcher has spread them."""
     numbers = tuple(one.rank for one in ranks)
     cores = {core for one in ranks for core in one.cores}
     if len(cores) < len(ranks):
-        message = f"{rank_words(numbers)} of {host} share {len(cores)} core{'s' if len(cores) > 1 else ''}"
+        message = f"{format_ranks(numbers)} of {host} share {len(cores)} core{'s' if len(cores) > 1 else ''}"
         yield Finding("warning", "binding", message, "give each rank cores of its own: srun --cpus-per-task", numbers)
 
 
-def _core_words(cores: Sequence[int]) -> str:
-    return rank_words(cores).partition(" ")[2]
+def _format_cores(cores: Sequence[int]) -> str:
+    # The ranges of `format_ranks` without the word before them.
+    return format_ranks(cores).partition(" ")[2]
 
 
-def _other_devices(facts: Sequence[RankFacts], machine: Machine) -> Iterator[Finding]:
-    for name, ranks in _by(facts, lambda one: one.device).items():
+def _find_other_devices(facts: Sequence[RankFacts], machine: Machine) -> Iterator[Finding]:
+    for name, ranks in _group_ranks(facts, lambda one: one.device).items():
         kind = device_kind(name)
         if kind != machine.node.device:
             numbers = tuple(one.rank for one in ranks)
-            message = f"{rank_words(numbers)}: {kind} ({name}), where {machine.name} has {machine.node.device}"
+            message = f"{format_ranks(numbers)}: {kind} ({name}), where {machine.name} has {machine.node.device}"
             yield Finding("warning", "devices", message, "name the description of this machine with --cluster", numbers)
 
 
-def _wrong(facts: Sequence[RankFacts], rates: Sequence[Rates]) -> Iterator[Finding]:
+def _find_wrong_results(facts: Sequence[RankFacts], rates: Sequence[DeviceRates]) -> Iterator[Finding]:
     fix = "leave that node out (sbatch --exclude) and have it looked at"
     for one, rate in zip(facts, rates, strict=True):
         if not rate.same:
@@ -152,7 +152,9 @@ def _wrong(facts: Sequence[RankFacts], rates: Sequence[Rates]) -> Iterator[Findi
         if not rate.sums_right:
             yield Finding("failed", "sums", f"an all-reduce gave wrong sums on {one.words}", fix, (one.rank,))
     digests = {one.rank: rate.digest for one, rate in zip(facts, rates, strict=True)}
-    alike = _by([one for one in facts if digests[one.rank]], lambda one: (one.device, one.versions["built for"]))
+    alike = _group_ranks(
+        [one for one in facts if digests[one.rank]], lambda one: (one.device, one.versions["built for"])
+    )
     for ranks in alike.values():
         counts = Counter(digests[one.rank] for one in ranks)
         usual, often = counts.most_common(1)[0]
@@ -163,10 +165,10 @@ def _wrong(facts: Sequence[RankFacts], rates: Sequence[Rates]) -> Iterator[Findi
                 yield Finding("failed", "results", message, fix, (one.rank,))
 
 
-def _slow_devices(facts: Sequence[RankFacts], rates: Sequence[Rates]) -> Iterator[Finding]:
+def _find_slow_devices(facts: Sequence[RankFacts], rates: Sequence[DeviceRates]) -> Iterator[Finding]:
     by_rank = {rate.rank: rate for rate in rates}
-    # Ranks of a CPU share its cores and its memory, and slow each other down.
-    for name, ranks in _by([one for one in facts if one.device != "cpu"], lambda one: one.device).items():
+    # Ranks on one CPU share its cores and memory and slow each other down, which says nothing about the CPU.
+    for name, ranks in _group_ranks([one for one in facts if one.device != "cpu"], lambda one: one.device).items():
         for what, unit, of in (
             ("products", "TFLOP/s", lambda rate: rate.matmul_tflops),
             ("copies in memory", "GB/s", lambda rate: rate.copy_gb_s),
@@ -178,10 +180,10 @@ def _slow_devices(facts: Sequence[RankFacts], rates: Sequence[Rates]) -> Iterato
                     message = f"{one.words}: {what} at {reached:.4g} {unit}, where the median is {usual:.4g}"
                     fix = "leave that node out (sbatch --exclude), or look at its clocks, temperature and other users"
                     yield Finding("warning", "slow-device", message, fix, (one.rank,))
-        yield from _throttled(name, [by_rank[one.rank].matmul_tflops for one in ranks])
+        yield from _find_throttled(name, [by_rank[one.rank].matmul_tflops for one in ranks])
 
 
-def _throttled(name: str, tflops: Sequence[float]) -> Iterator[Finding]:
+def _find_throttled(name: str, tflops: Sequence[float]) -> Iterator[Finding]:
     known = find_facts(name)
     best = None if known is None else known.matmul_tflops.get("bf16") or known.peak_tflops.get("bf16")
     usual = statistics.median(tflops)
@@ -190,11 +192,11 @@ def _throttled(name: str, tflops: Sequence[float]) -> Iterator[Finding]:
         yield Finding("warning", "slow-device", message, "look at power limits, clocks and what else runs there")
 
 
-def _slow_links(facts: Sequence[RankFacts], rates: Sequence[Rates]) -> Iterator[Finding]:
+def _find_slow_links(facts: Sequence[RankFacts], rates: Sequence[DeviceRates]) -> Iterator[Finding]:
     by_rank = {rate.rank: rate for rate in rates}
     hosts = {
         host: min(found)
-        for host, ranks in _by(facts, lambda one: one.host).items()
+        for host, ranks in _group_ranks(facts, lambda one: one.host).items()
         if (found := [rate for one in ranks if (rate := by_rank[one.rank].node_gb_s) is not None])
     }
     if not hosts:

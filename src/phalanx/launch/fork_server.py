@@ -1,8 +1,8 @@
-"""Ranks of this machine, started quickly: processes come from a fork server that has torch loaded already.
+"""Runs a function on ranks of this machine; processes start quickly from a fork server that has torch loaded.
 
     losses = run_ranks(train_a_little, 4, path)      # train_a_little(path) on ranks 0 to 3
 
-The function must be importable (defined at the top of a module); what it returns, one entry a rank, comes back.
+The function must be importable (defined at the top of a module). Its results come back, one entry per rank.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ PRELOADED = (
 
 
 class RanksFailed(Exception):
-    """At least one rank did not return; the text holds the traceback of each that failed."""
+    """Raised where a rank does not return; the text holds the traceback of each rank that failed."""
 
 
 def fork_server(preload: Sequence[str] = PRELOADED) -> ForkServerContext:
-    """The context to start processes from that have the modules `preload` loaded already."""
+    """Return a context whose processes start with the modules `preload` loaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     return context
@@ -54,11 +54,11 @@ def run_ranks(
     threads: int = 1,
     preload: Sequence[str] = PRELOADED,
 ) -> list[Any]:
-    """Call `work(*arguments)` on every rank of a fresh gloo process group; returns the results in rank order.
+    """Call `work(*arguments)` on every rank of a fresh gloo process group and return the results in rank order.
 
-    timeout_s: the longest any rank may take, also for one exchange; None waits for ever. threads: of each rank. preload:
-    modules that all ranks find loaded. Raises RanksFailed with the traceback of each rank that failed or took too long.
-    No rank outlives the call.
+    timeout_s: limit for each rank, and for each collective, in seconds; None waits for ever. threads: CPU threads per rank.
+    preload: modules that all ranks find loaded. Raises RanksFailed with the traceback of each rank that failed or took too
+    long. No rank outlives the call.
     """
     context = fork_server(preload)
     ranks: list[tuple[ForkServerProcess, Connection]] = []
@@ -93,7 +93,7 @@ def _run_rank(
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(threads)
-    # A rank that dies of a signal leaves its stack on standard error.
+    # A rank that a signal ends prints its stack on standard error.
     faulthandler.enable()
     try:
         dist.init_process_group(
@@ -107,7 +107,7 @@ def _run_rank(
     except BaseException:
         _send(connection, False, traceback.format_exc())
     else:
-        # The others may still be connecting to this rank: it stays until all have answered and the caller ends it.
+        # Other ranks may still be connecting to this one, so it stays until the caller ends it.
         connection.poll(None)
 
 
@@ -132,7 +132,7 @@ def _collect(ranks: list[tuple[ForkServerProcess, Connection]], deadline: float 
                 succeeded, value = False, f"ended without a word, exit code {ranks[rank][0].exitcode}"
             (results if succeeded else failures)[rank] = value
             if not succeeded:
-                # The others now fail of the lost connection, or hang: a moment is enough to hear from them.
+                # The other ranks now fail of the lost connection, or hang: two seconds are enough to collect their reports.
                 soon = time.monotonic() + 2.0
                 deadline = soon if deadline is None else min(deadline, soon)
         if not ready:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.hardware.cores import passive_waits
+from phalanx.hardware.host import passive_waits
 
 
 def test_idle_threads_sleep_unless_the_user_says_otherwise() -> None:
