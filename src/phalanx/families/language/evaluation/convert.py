@@ -17,6 +17,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from phalanx.checkpoint import CheckpointStore
 from phalanx.config.model import LanguageModel
 from phalanx.families.language.evaluation.tokenizer import tokenizer_files
 from phalanx.families.language.evaluation.weights import PREFIX, Weights, imported_state, open_weights
@@ -26,7 +27,6 @@ from phalanx.families.language.huggingface.tokens import TOKENIZER, TOKENIZER_FO
 from phalanx.families.language.huggingface.write import Export, new_folder, refuse_used, write_folder
 from phalanx.families.language.sizes import parameter_count
 from phalanx.layout.precision import PRECISIONS
-from phalanx.train.checkpoint import CheckpointStore
 
 Form = Literal["huggingface", "phalanx"]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from phalanx.checkpoint import Checkpoint, open_checkpoints, read_state, read_tensors
 from phalanx.config.check_graphs import learned
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import parse_run
@@ -24,8 +25,6 @@ from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
-from phalanx.train.checkpoint import CheckpointStore, read_state, read_tensors
-from phalanx.train.checkpoint.names import Checkpoint
 from phalanx.train.start import load_weights
 
 _PREFIX = "model."
@@ -146,7 +145,7 @@ def _untrained(evaluator: GraphEvaluator, checkpoint: Path) -> dict[str, dict[in
 
 
 def _open(path: Path, overrides: Sequence[str] = ()) -> tuple[Checkpoint, MaterialsRun]:
-    newest = CheckpointStore.open(path).newest()
+    newest = open_checkpoints(path).newest()
     if newest is None:
         raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
     state = read_state(newest.path)
