@@ -45,10 +45,10 @@ from phalanx.layout.mesh import (
     ranks_from_environment,
 )
 from phalanx.layout.peer.copies import choose_peer_copies
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.layouts.microbatch import memory_fits
+from phalanx.precision import PRECISIONS
 from phalanx.printable import printable
 from phalanx.torch_compat.common import is_rocm
 from phalanx.train.failures import explain_failures
@@ -74,7 +74,7 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
     ranks = ranks_from_environment()
     layout = resolve_layout(run, ranks.world_size, ranks.ranks_per_node)
     device = choose_device(run.cluster.device, ranks.local_rank)
-    require_cpu_format(PRECISIONS[run.layout.precision], device)
+    require_cpu_format(PRECISIONS[run.layout.precision].compute_dtype, device)
     check_attention(run.training.attention, device)
     check_trackers(run)
     if run.training.deterministic:
@@ -167,7 +167,7 @@ def _train(
         step = build_step(run, applied, device)
         first_step = _begin(run, store, applied, step.optimizer, step.scaler, inputs, device)
         applied.refresh()
-        peaks = find_peaks(run, device, PRECISIONS[run.layout.precision])
+        peaks = find_peaks(run, device, PRECISIONS[run.layout.precision].compute_dtype)
         machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
 
         def describe() -> None:

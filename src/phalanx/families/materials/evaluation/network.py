@@ -23,8 +23,8 @@ from phalanx.layout.apply import apply_layout
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
+from phalanx.precision import PRECISIONS
 from phalanx.train.start import load_weights
 
 _PREFIX = "model."
@@ -88,7 +88,7 @@ def load_network(path: Path, device: torch.device, dtype: torch.dtype | None = N
     """
     newest, run = _open(path)
     if dtype is None:
-        dtype = torch.promote_types(PRECISIONS[run.layout.precision], torch.float32)
+        dtype = PRECISIONS[run.layout.precision].main_dtype
     with torch.device("meta"):
         model = MaterialsNetwork(run.model, dtype=dtype).to(dtype)
     model.to_empty(device=device)

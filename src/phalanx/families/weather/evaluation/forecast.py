@@ -25,7 +25,7 @@ from phalanx.families.weather.evaluation.table import Comparison, ScoreRow, know
 from phalanx.families.weather.inputs import STATISTICS, require_grid
 from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.hardware.cpu_formats import require_cpu_format
-from phalanx.layout.precision import PRECISIONS
+from phalanx.precision import PRECISIONS
 
 _PREFIX = "model."
 _BATCH = 16
@@ -105,9 +105,9 @@ def load_forecaster(path: Path, device: torch.device, overrides: Sequence[str] =
     statistics = newest.path.parent.parent / STATISTICS
     if run.data.statistics is None and statistics.exists():
         run = run.model_copy(update={"data": run.data.model_copy(update={"statistics": str(statistics)})})
-    require_cpu_format(PRECISIONS[run.layout.precision], device)
+    require_cpu_format(PRECISIONS[run.layout.precision].compute_dtype, device)
     with torch.device("meta"):
-        model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision])
+        model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision].compute_dtype)
     model.to_empty(device=device)
     stored = read_tensors(newest.path, _PREFIX)
     with torch.no_grad():
