@@ -30,6 +30,7 @@ from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.nn.initial import InitRule
+from phalanx.precision import PRECISIONS
 from whole_model import CPU, Box, box, place_of
 
 _SIZE = {"n_layers": 2, "d_model": 24, "vocab_size": 31, "max_positions": 32}
@@ -131,12 +132,13 @@ def lay_out(
         decoder = Decoder(model, dtype=dtype, chunk_tokens=64)
     splits = stream_matrices(decoder, tensor_splits(model), mesh.tp, streams, chunks=chunks)
     split_context(decoder, share)
-    decoder.to(torch.promote_types(dtype, torch.float32))
+    precision = next(one for one in PRECISIONS.values() if one.compute_dtype == dtype)
+    decoder.to(precision.main_dtype)
     stage = StreamedStage(decoder, share)
     for block in decoder.blocks:
         recompute_block(block, recompute)
     if mesh.data is not None:
-        shard_stage(stage, mesh.data, dtype, reshard_after_forward=True)
+        shard_stage(stage, mesh.data, precision, reshard_after_forward=True)
     decoder.to_empty(device="cpu")
     laid = Laid(mesh, layout, stage, streams, splits, dict(decoder.named_parameters()))
     initialise_parameters(laid.parameters, initial_rules(model), SEED, splits)

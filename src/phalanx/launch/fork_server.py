@@ -30,7 +30,7 @@ PRELOADED = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint.default_planner",
-    "phalanx.train.checkpoint",
+    "phalanx.checkpoint",
     "phalanx.layout.apply",
 )
 

@@ -33,7 +33,6 @@ from phalanx.layout.multitask import branch_groups
 from phalanx.layout.peer.copies import PeerCopies
 from phalanx.layout.pipeline import Pipeline
 from phalanx.layout.place import TensorSplits
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.recompute import recompute_block
 from phalanx.layout.shard import shard_stage
 from phalanx.layout.share import SequenceShare
@@ -43,6 +42,7 @@ from phalanx.layout.stages import model_parts
 from phalanx.layout.working_copy import WorkingCopy
 from phalanx.nn.layers import separate_gradients
 from phalanx.nn.splits import ModelPart
+from phalanx.precision import PRECISIONS
 from phalanx.torch_compat import common as compat
 
 
@@ -99,9 +99,9 @@ def apply_layout(
 
     fill: whether parameters get their initial values, for which a dry run has no memory.
     """
-    dtype = PRECISIONS[run.layout.precision]
-    master_dtype = torch.promote_types(dtype, torch.float32)
-    copied = mesh.data is None and dtype != master_dtype
+    precision = PRECISIONS[run.layout.precision]
+    dtype, master_dtype = precision.compute_dtype, precision.main_dtype
+    copied = mesh.data is None and precision.copies_parameters
     family = family_of(run)
     stream = None
     if layout.gather == "stream":
@@ -130,7 +130,7 @@ def apply_layout(
             shard_stage(
                 stage,
                 mesh.data,
-                dtype,
+                precision,
                 reshard_after_forward=layout.reshard_after_forward,
                 copies=copies,
                 gather_blocks=run.layout.gather_blocks,

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -33,13 +32,14 @@ from phalanx.kernels.parts_sum import added_up
 from phalanx.layout.hybrid_stop.streamed_weights import streamed_parameters
 from phalanx.layout.peer.copies import PeerCopies
 from phalanx.layout.stage import Stage
+from phalanx.precision import Precision
 from phalanx.torch_compat import fsdp as compat_fsdp
 
 
 def shard_stage(
     stage: Stage,
     mesh: DeviceMesh,
-    dtype: torch.dtype,
+    precision: Precision,
     *,
     reshard_after_forward: bool,
     copies: PeerCopies | None = None,
@@ -52,12 +52,12 @@ def shard_stage(
     Streamed matrices (`layout.hybrid_stop.streamed_weights`) are shared out already, and heads of branches
     (`layout.multitask`) have places of their own: both stay as they are.
 
-    dtype: format in which parameters are gathered and used; gradients are reduced in at least float32. copies: exchanges
+    precision: formats in which parameters are gathered and used, and gradients reduced. copies: exchanges
     among the shards, where collectives do not do them. gather_blocks: neighbouring blocks that make one unit. gathers_ahead:
     units that are gathered while one computes.
     """
     policy = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32), cast_forward_inputs=False
+        param_dtype=precision.compute_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
     )
     part = stage.part
     blocks: list[nn.Module] = [] if stage.one_unit else list(part.blocks)

@@ -2,7 +2,7 @@
 
     run.yaml        resolved run file          metrics.jsonl   one object a step
     machine.json    where it ran               events.jsonl    starts, resumes, checkpoints, evaluations, samples
-    checkpoints/    see train.checkpoint       tokenizer/      of the data, where it has one
+    checkpoints/    see phalanx.checkpoint     tokenizer/      of the data, where it has one
     tensorboard/  profile/  memory/            when asked for
     trackers.json   who it is to W&B and MLflow, where it logs to them
     statistics.json, elements.json, balance.json   what a family says of its data, see `Inputs.write`

@@ -18,14 +18,13 @@ from torch import Tensor
 import hybrid_stop_runs
 from distributed_ranks import run_ranks
 from hybrid_stop_runs import GPT, LLAMA, lay_out
+from phalanx.checkpoint import CheckpointStore, placed_tensors
 from phalanx.counter_random import DropoutContext
 from phalanx.layout.hybrid_stop.chain import Chain
 from phalanx.layout.hybrid_stop.ring_transport import Arrivals
 from phalanx.layout.mesh import Groups
 from phalanx.layout.place import TensorSplit
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.train.checkpoint import CheckpointStore
-from phalanx.train.checkpoint.tensors import placed_tensors
 from whole_model import joined, values_of
 
 GRID = ResolvedLayout(8, tp=2, dp_shard=2, microbatch=4)

@@ -17,11 +17,11 @@ from phalanx.layout.context import split_context
 from phalanx.layout.family import Building
 from phalanx.layout.hybrid_stop.streamed_weights import stream_matrices
 from phalanx.layout.place import TensorSplits
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.nn.splits import ModelPart
+from phalanx.precision import PRECISIONS
 from phalanx.torch_compat import common as compat
 
 
@@ -72,7 +72,7 @@ class LanguageLayout:
         with torch.device("meta"):
             model = Decoder(
                 run.model,
-                dtype=PRECISIONS[run.layout.precision],
+                dtype=PRECISIONS[run.layout.precision].compute_dtype,
                 kernel=building.attention.kernel,
                 chunk_tokens=loss_chunk_tokens(run, building.device, building.share.tp.size),
                 z_loss=run.training.z_loss,
@@ -97,7 +97,7 @@ class LanguageLayout:
 
     def choose_attention(self, run: Any, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
         """The kernel that the run file names, or the fastest."""
-        dtype = PRECISIONS[run.layout.precision]
+        dtype = PRECISIONS[run.layout.precision].compute_dtype
         shape = AttentionShape(layout.microbatch, run.data.sequence_length, dtype, run.data.document_mask)
         return choose_attention(run.training.attention, run.model, shape, device)
 

@@ -20,12 +20,12 @@ from phalanx.layout.family import Building
 from phalanx.layout.hybrid_stop.streamed_weights import stream_matrices
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplits
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.nn.positions import Positions
 from phalanx.nn.splits import ModelPart
+from phalanx.precision import PRECISIONS
 
 _LOCATIONS = 1
 """The dim of locations in [B, L, V, P]."""
@@ -122,7 +122,7 @@ class WeatherLayout:
         """A part of the forecaster."""
         run: WeatherRun = building.run
         with torch.device("meta"):
-            model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision], part=part)
+            model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision].compute_dtype, part=part)
         splits = stream_matrices(model, tensor_splits(run.model), building.share.tp, building.stream)
         share_embedding(model, building.share.tp)
         return model, splits
@@ -152,7 +152,7 @@ class WeatherLayout:
             return AttentionChoice(run.training.attention)
         model = run.model
         shape = (layout.microbatch, model.n_tokens, model.n_heads // layout.tp, model.head_size)
-        return choose_whole_attention(shape, PRECISIONS[run.layout.precision], device)
+        return choose_whole_attention(shape, PRECISIONS[run.layout.precision].compute_dtype, device)
 
 
 LAYOUT = WeatherLayout()

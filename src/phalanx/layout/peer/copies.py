@@ -30,8 +30,8 @@ from phalanx.layout.mesh import Mesh
 from phalanx.layout.peer.buffers import resting
 from phalanx.layout.peer.gather import PeerGather, PublishedShards
 from phalanx.layout.peer.memory import PeerBuffer, Small, aligned, from_the_next, peer_buffer_at_rest, reaches_peers
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.precision import PRECISIONS
 from phalanx.torch_compat import fsdp as compat_fsdp
 
 
@@ -180,4 +180,4 @@ def choose_peer_copies(run: Run, layout: ResolvedLayout, mesh: Mesh, device: tor
             f"layout.peer_copies=true, but the {group.size()} ranks that share parameters cannot read each other's "
             "memory: they are on several machines, or their devices are not linked\nnearest: layout.peer_copies=auto"
         )
-    return PeerCopies(group, device, PRECISIONS[run.layout.precision])
+    return PeerCopies(group, device, PRECISIONS[run.layout.precision].compute_dtype)

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed_ranks import run_ranks
+from phalanx.checkpoint import CheckpointStore, materialise_optimizer_state, placed_tensors, read_tensors
 from phalanx.families.language.declare import parameter_kind
 from phalanx.layout.mesh import Groups
 from phalanx.layout.place import Place
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.train.checkpoint import CheckpointStore, materialise_optimizer_state, read_tensors
-from phalanx.train.checkpoint.tensors import placed_tensors
 from phalanx.train.optimizer import build_optimizer, clipped_update, global_gradient_norm
 from saved_states import assert_same_bits
 from whole_model import GPT, Box, backward, box, joined, laid_out, whole_run

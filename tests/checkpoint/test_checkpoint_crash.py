@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from distributed_ranks import fork_server
+from phalanx.checkpoint import CheckpointStore
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint import CheckpointStore
 from saved_states import assert_same_bits, small_state, zeros_like
 
 SAVES = [(1, 1), (2, 2), (3, 3), (3, 33)]

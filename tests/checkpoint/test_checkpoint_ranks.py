@@ -19,18 +19,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from distributed_ranks import run_ranks
-from phalanx.errors import CheckpointError
-from phalanx.launch.fork_server import RanksFailed
-from phalanx.train.checkpoint import (
+from phalanx.checkpoint import (
     CheckpointDamaged,
     CheckpointStore,
     RunLock,
     collect_tensors,
     folders,
     materialise_optimizer_state,
+    open_checkpoints,
     read_state,
     read_tensors,
 )
+from phalanx.errors import CheckpointError
+from phalanx.launch.fork_server import RanksFailed
 from saved_states import assert_same_bits, small_state, zeros_like
 
 
@@ -244,7 +245,7 @@ def shard_of(full: Tensor) -> DTensor:
 
 def load_damaged(root: Path) -> tuple[int, list[str], tuple[str, str]]:
     warnings: list[str] = []
-    source = CheckpointStore.open(root, warn=warnings.append)
+    source = open_checkpoints(root, warn=warnings.append)
     tensors = {"x": shard_of(torch.zeros(8, 4))}
     loaded = source.load_newest_usable(tensors)
     assert loaded is not None

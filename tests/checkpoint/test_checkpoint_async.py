@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.checkpoint import CheckpointStore, folders, read_state, read_tensors, saver
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint import CheckpointStore, folders, read_state, read_tensors, saver
 from saved_states import assert_same_bits, every_dtype, small_state
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from distributed_ranks import fork_server
+from phalanx.checkpoint import CheckpointStore, RunLock
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint import CheckpointStore, RunLock
 
 
 def hold_forever(run_dir: Path, heartbeat_s: float = 10.0) -> None:

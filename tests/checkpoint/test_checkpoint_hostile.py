@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.checkpoint import CheckpointDamaged, CheckpointStore, open_checkpoints, read_state, read_tensors
+from phalanx.checkpoint import manifest as checkpoint_manifest
+from phalanx.checkpoint.manifest import Chunk, TensorRecord, compute_checksum
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint import CheckpointDamaged, CheckpointStore, read_state, read_tensors
-from phalanx.train.checkpoint import manifest as checkpoint_manifest
-from phalanx.train.checkpoint.manifest import Chunk, TensorRecord, checksum
 
 DATA = "rank-00000-000.safetensors"
 MAX_GROWTH = 100 << 20
@@ -63,7 +63,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 def write_manifest(path: Path, text: bytes) -> None:
     """Write JSON `text`, an object, as a manifest with a right checksum."""
     body = text.rstrip()[:-1] + b",\n"
-    (path / "manifest.json").write_bytes(body + f'"crc32": "{checksum(body)}"\n}}\n'.encode())
+    (path / "manifest.json").write_bytes(body + f'"crc32": "{compute_checksum(body)}"\n}}\n'.encode())
 
 
 def chunk(manifest: dict[str, Any], tensor: int = 0) -> dict[str, Any]:
@@ -241,7 +241,9 @@ def test_text_that_is_not_plain_json_is_refused(path, text, message):
 def test_a_strange_state_is_refused(path):
     for text, message in ((b"[1]", "a JSON object is expected, found a list"), (b'{"a": NaN}', "NaN is not JSON")):
         (path / "state.json").write_bytes(text)
-        rewrite(path, lambda manifest, text=text: manifest["state"].update(bytes=len(text), crc32=checksum(text)))
+        rewrite(
+            path, lambda manifest, text=text: manifest["state"].update(bytes=len(text), crc32=compute_checksum(text))
+        )
         assert message in refusal_of(path, read_state)
 
 
@@ -260,7 +262,8 @@ def write_data(path: Path, header: bytes, length: int | None = None) -> None:
     (path / DATA).write_bytes(start + data)
 
     def adopt(manifest: dict[str, Any]) -> None:
-        manifest["files"][0].update(bytes=len(start) + len(data), header_bytes=len(start), header_crc32=checksum(start))
+        crc32 = compute_checksum(start)
+        manifest["files"][0].update(bytes=len(start) + len(data), header_bytes=len(start), header_crc32=crc32)
 
     rewrite(path, adopt)
 
@@ -306,8 +309,8 @@ def test_many_chunks_are_judged_with_few_comparisons(path: Path, monkeypatch: py
         compared += 1
         return compare(one, other)
 
-    compare = checkpoint_manifest._overlap
-    monkeypatch.setattr(checkpoint_manifest, "_overlap", overlap)
+    compare = checkpoint_manifest._boxes_overlap
+    monkeypatch.setattr(checkpoint_manifest, "_boxes_overlap", overlap)
     original = (path / "manifest.json").read_bytes()
     rewrite(path, lambda manifest: split(manifest, 0))
     assert "bytes expected, found" in refusal_of(path)
@@ -343,9 +346,9 @@ def test_chunks_that_all_meet_in_one_row_are_judged_in_linear_time(monkeypatch: 
         compared += 1
         return compare(one, other)
 
-    compare = checkpoint_manifest._overlap
-    monkeypatch.setattr(checkpoint_manifest, "_overlap", overlap)
-    monkeypatch.setattr(checkpoint_manifest, "_MOST_COMPARED", 10_000)
+    compare = checkpoint_manifest._boxes_overlap
+    monkeypatch.setattr(checkpoint_manifest, "_boxes_overlap", overlap)
+    monkeypatch.setattr(checkpoint_manifest, "MAX_COMPARED_PAIRS", 10_000)
     record = TensorRecord(name="a", dtype="uint8", shape=shape, chunks=chunks)
     if shift:
         with pytest.raises(ValueError, match="overlap"):
@@ -369,7 +372,7 @@ def test_chunks_make_up_a_tensor_exactly_or_not() -> None:
         chunks = [Chunk(offsets=[*o], sizes=[*s], file="a", key="a", crc32="00000000") for o, s in (one, other)]
         record = TensorRecord(name="a", dtype="uint8", shape=[3, 3], chunks=chunks)
         exact = bool((held == 1).all())
-        assert checkpoint_manifest._holds_each_once(record) == exact, (one, other)
+        assert checkpoint_manifest._holds_each_element_once(record) == exact, (one, other)
         judged[exact] += 1
     assert min(judged.values()) > 5
 
@@ -384,7 +387,7 @@ def test_strides_beyond_all_memory_are_refused(path: Path, shape: list[int]) -> 
 def test_text_of_nothing_but_brackets_is_refused_unread(path: Path, content: bytes) -> None:
     text = b'{"a": [' + content * 5_000_000 + b"0]}"
     (path / "state.json").write_bytes(text)
-    rewrite(path, lambda manifest: manifest["state"].update(bytes=len(text), crc32=checksum(text)))
+    rewrite(path, lambda manifest: manifest["state"].update(bytes=len(text), crc32=compute_checksum(text)))
     assert "5,000,002 objects and lists, more than the 200,000 it may have" in refusal_of(path, read_state)
     write_data(path, text)
     assert "objects and lists, more than the" in refusal_of(path)
@@ -405,7 +408,7 @@ def test_a_whole_older_checkpoint_under_the_newest_name_is_refused(tmp_path: Pat
     shutil.copytree(newest.with_name("step-00000005"), newest)
     for read in (read_tensors, read_state):
         assert "step=5; this is the checkpoint of another step" in refusal_of(newest, read)
-    source, target = CheckpointStore.open(tmp_path), {"a": torch.zeros(2)}
+    source, target = open_checkpoints(tmp_path), {"a": torch.zeros(2)}
     assert [one.step for one in source.list()] == [10, 5]
     loaded = source.load_newest_usable(target)
     assert loaded is not None and loaded[0].step == 10 and target["a"].tolist() == [10.0, 10.0]

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's folder without trusting it, and making what was written last.
+"""The files of a checkpoint's folder: read without trusting them, and written so that they survive a loss of power.
 
 Files are opened by plain name relative to the open folder, never through a link, and only if they are regular files.
 """
@@ -14,53 +14,51 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from phalanx.train.checkpoint.damage import CheckpointDamaged
-from phalanx.train.checkpoint.manifest import (
+from phalanx.checkpoint.manifest import (
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
-    MAX_NESTED,
-    MAX_STATE_BYTES,
     STATE_NAME,
     Chunk,
     FileRecord,
     Manifest,
     TensorRecord,
-    checksum,
-    nbytes,
-    nested_at_most,
-    parse_json,
+    compute_checksum,
+    count_bytes,
     parse_manifest,
+    parse_step,
 )
-from phalanx.train.checkpoint.names import step_of
+from phalanx.checkpoint.plain_json import MAX_NESTED, MAX_STATE_BYTES, max_nested_of_table, parse_json
+from phalanx.errors import CheckpointDamaged
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointText:
     """The text of a checkpoint's two JSON files, which any rank can check for itself."""
 
     path: Path
     manifest_text: bytes
     state_text: bytes
 
-    def manifest(self) -> Manifest:
-        """The table of contents. Raises CheckpointDamaged."""
+    def parse_manifest(self) -> Manifest:
+        """Return the table of contents. Raises CheckpointDamaged."""
         try:
             manifest = parse_manifest(self.manifest_text)
         except ValueError as error:
             raise CheckpointDamaged(f"{self.path / MANIFEST_NAME}: {error}") from error
-        if step_of(self.path.name) not in (None, manifest.step):
+        # A folder may be read under any name; only the name of another step's checkpoint is a contradiction.
+        if parse_step(self.path.name) not in (None, manifest.step):
             raise CheckpointDamaged(
                 f"{self.path / MANIFEST_NAME}: step={manifest.step}; this is the checkpoint of another step than the "
                 f"folder's name says"
             )
         return manifest
 
-    def state(self, manifest: Manifest) -> dict[str, Any]:
-        """All that is not a tensor, checked against the manifest's checksum. Raises CheckpointDamaged."""
+    def parse_state(self, manifest: Manifest) -> dict[str, Any]:
+        """Return all that is not a tensor, checked against the manifest's checksum. Raises CheckpointDamaged."""
         where, record = self.path / STATE_NAME, manifest.state
         if len(self.state_text) != record.bytes:
             raise CheckpointDamaged(f"{where}: {record.bytes} bytes expected, found {len(self.state_text)}")
-        found = checksum(self.state_text)
+        found = compute_checksum(self.state_text)
         if found != record.crc32:
             raise CheckpointDamaged(f"{where}: checksum expected {record.crc32}, found {found}")
         try:
@@ -90,11 +88,12 @@ class CheckpointFolder:
     ) -> None:
         os.close(self._fd)
 
-    def open(self, name: str) -> int:
-        """A descriptor of the regular file `name`, for reading."""
+    def open_file(self, name: str) -> int:
+        """Return a descriptor of the regular file `name`, for reading."""
         try:
             status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
             self._check_kind(name, status)
+            # Should the file be exchanged in between: no link is followed, and a pipe keeps nobody waiting.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             return os.open(name, flags, dir_fd=self._fd)
         except FileNotFoundError as error:
@@ -102,9 +101,9 @@ class CheckpointFolder:
         except OSError as error:
             raise CheckpointDamaged(f"{self.path / name} cannot be read: {error.strerror}") from error
 
-    def read(self, name: str, limit: int) -> bytes:
-        """All of file `name`, which may be at most `limit` bytes long."""
-        descriptor = self.open(name)
+    def read_small(self, name: str, limit: int) -> bytes:
+        """Return all of file `name`, which may be at most `limit` bytes long."""
+        descriptor = self.open_file(name)
         try:
             size = os.fstat(descriptor).st_size
             if size > limit:
@@ -117,9 +116,10 @@ class CheckpointFolder:
         finally:
             os.close(descriptor)
 
-    def read_contents(self) -> Contents:
-        """The two JSON files, unchecked."""
-        return Contents(self.path, self.read(MANIFEST_NAME, MAX_MANIFEST_BYTES), self.read(STATE_NAME, MAX_STATE_BYTES))
+    def read_text(self) -> CheckpointText:
+        """Return the two JSON files, unchecked."""
+        manifest = self.read_small(MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        return CheckpointText(self.path, manifest, self.read_small(STATE_NAME, MAX_STATE_BYTES))
 
     def check_lengths(self, manifest: Manifest) -> None:
         """Refuse a folder in which a file is missing or has another length than the manifest says."""
@@ -143,8 +143,8 @@ class CheckpointFolder:
             raise CheckpointDamaged(f"{self.path / name}: {expected} bytes expected, found {found}")
 
     def open_data(self, record: FileRecord) -> DataFile:
-        """The data file that `record` describes, its length and header checked."""
-        descriptor = self.open(record.name)
+        """Return the data file that `record` describes, its length and header checked."""
+        descriptor = self.open_file(record.name)
         try:
             self._check_length(record.name, record.bytes, os.fstat(descriptor).st_size)
             return DataFile(self.path / record.name, descriptor, record)
@@ -154,7 +154,7 @@ class CheckpointFolder:
 
 
 class DataFile:
-    """One open safetensors file. Reading is checked against the manifest; any thread may read."""
+    """One open safetensors file. What is read is checked against the manifest; several threads may read at once."""
 
     def __init__(self, path: Path, descriptor: int, record: FileRecord) -> None:
         self.path = path
@@ -166,9 +166,9 @@ class DataFile:
         """Close the file."""
         os.close(self._fd)
 
-    def read(self, tensor: TensorRecord, chunk: Chunk, into: Tensor) -> None:
-        """Fill `into` (uint8 on the CPU, as many as the chunk has bytes) with `chunk` of `tensor`, checksum verified."""
-        size = nbytes(chunk.sizes, tensor.torch_dtype)
+    def read_chunk(self, tensor: TensorRecord, chunk: Chunk, into: Tensor) -> None:
+        """Fill `into` (uint8 [bytes of the chunk], on the CPU) with `chunk` of `tensor`, and verify its checksum."""
+        size = count_bytes(chunk.sizes, tensor.torch_dtype)
         where = f"{self.path}: tensor {tensor.name!r}, chunk at {chunk.offsets}"
         entry = self._entries.get(chunk.key)
         begin, end = entry if entry is not None else (0, 0)
@@ -176,23 +176,23 @@ class DataFile:
             raise CheckpointDamaged(f"{where}: {size} bytes under key {chunk.key!r} expected, found {end - begin}")
         buffer = byte_view(into)
         read_exactly(self._fd, buffer, self._start + begin, self.path)
-        found = checksum(buffer)
+        found = compute_checksum(buffer)
         if found != chunk.crc32:
             raise CheckpointDamaged(f"{where}: checksum expected {chunk.crc32}, found {found}")
 
 
 def _read_header(path: Path, descriptor: int, record: FileRecord) -> dict[str, tuple[int, int]]:
-    """First and last byte of each key's data, counted from the header's end. The header is safetensors' own."""
+    """Return where each key's data begin and end, in bytes from the header's end. The header is safetensors' own."""
     header = bytearray(record.header_bytes)
     read_exactly(descriptor, memoryview(header), 0, path)
-    found = checksum(bytes(header))
+    found = compute_checksum(bytes(header))
     if found != record.header_crc32:
         raise CheckpointDamaged(f"{path}: header checksum expected {record.header_crc32}, found {found}")
     length = int.from_bytes(header[:8], "little")
     if length != record.header_bytes - 8:
         raise CheckpointDamaged(f"{path}: header of {record.header_bytes - 8} bytes expected, the file claims {length}")
     try:
-        entries = parse_json(bytes(header[8:]), max_nested=nested_at_most(header))
+        entries = parse_json(bytes(header[8:]), max_nested=max_nested_of_table(header))
         spans = {key: entry["data_offsets"] for key, entry in entries.items() if key != "__metadata__"}
         for begin, end in spans.values():
             if not (type(begin) is type(end) is int and 0 <= begin <= end <= record.bytes - record.header_bytes):
@@ -203,7 +203,7 @@ def _read_header(path: Path, descriptor: int, record: FileRecord) -> dict[str, t
 
 
 def byte_view(memory: Tensor) -> memoryview:
-    """The bytes of a uint8 tensor on the CPU, not copied."""
+    """Return the bytes of a uint8 tensor on the CPU, not copied."""
     return memory.numpy().data
 
 

@@ -13,21 +13,21 @@ import secrets
 import zlib
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from phalanx.checkpoint.plain_json import MAX_STATE_BYTES, max_nested_of_table, parse_json
 
 FORMAT: Final = "phalanx-checkpoint"
 VERSION: Final = 1
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.json"
+FOLDER_NAME = re.compile(r"step-([0-9]{8,18})")
 MAX_MANIFEST_BYTES = 1 << 30
-MAX_STATE_BYTES = 1 << 24
-MAX_NESTED = 200_000
-"""Objects and lists in a state, or in any short text. They are what makes JSON slow to read: many fit in few bytes."""
 MAX_HEADER_BYTES = 1 << 24
 MAX_NAME_LENGTH = 1024
 
@@ -51,13 +51,25 @@ DTYPES: dict[str, torch.dtype] = {
 """Every dtype a checkpoint can hold, by the name the manifest uses."""
 
 
-def _file_name(name: str) -> str:
+def step_name(step: int) -> str:
+    """Return the name of the folder that holds the checkpoint of `step`."""
+    return f"step-{step:08d}"
+
+
+def parse_step(name: str) -> int | None:
+    """Return the step whose checkpoint a folder called `name` holds; None for any other name."""
+    match = FOLDER_NAME.fullmatch(name)
+    # More than eight digits are fine for steps that need them; "step-000000120" is not the name of step 120.
+    return int(match[1]) if match and step_name(int(match[1])) == name else None
+
+
+def _check_file_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,128}", name) or name.startswith("."):
         raise ValueError("a file is named with letters, digits, '.', '_' and '-' only, and stays in its own folder")
     return name
 
 
-def _dtype_name(name: str) -> str:
+def _check_dtype_name(name: str) -> str:
     if name not in DTYPES:
         raise ValueError("not a dtype that a checkpoint holds")
     return name
@@ -74,13 +86,8 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Dims = Annotated[list[Count], Field(max_length=32)]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 """CRC-32 as eight hexadecimal digits."""
-FileName = Annotated[str, AfterValidator(_file_name)]
+FileName = Annotated[str, AfterValidator(_check_file_name)]
 TensorName = Annotated[str, AfterValidator(check_tensor_name)]
-
-
-_PRIME = 2**127 - 1
-_MOST_COMPARED = 1_000_000
-"""Pairs of chunks that are compared to name two that overlap."""
 
 
 class Record(BaseModel):
@@ -103,7 +110,7 @@ class TensorRecord(Record):
     """A tensor of global `shape`, and the chunks that make it up."""
 
     name: TensorName
-    dtype: Annotated[str, AfterValidator(_dtype_name)]
+    dtype: Annotated[str, AfterValidator(_check_dtype_name)]
     shape: Dims
     chunks: list[Chunk]
 
@@ -142,13 +149,13 @@ class Manifest(Record):
     tensors: list[TensorRecord]
 
 
-def checksum(data: bytes | memoryview) -> str:
-    """CRC-32 of `data`, as eight hexadecimal digits."""
+def compute_checksum(data: bytes | memoryview) -> str:
+    """Return the CRC-32 of `data`, as eight hexadecimal digits."""
     return f"{zlib.crc32(data):08x}"
 
 
-def nbytes(sizes: Iterable[int], dtype: torch.dtype) -> int:
-    """Bytes that a box of `sizes` elements a dim takes."""
+def count_bytes(sizes: Iterable[int], dtype: torch.dtype) -> int:
+    """Return the bytes of a box of `sizes` elements a dim."""
     return math.prod(sizes) * dtype.itemsize
 
 
@@ -162,23 +169,24 @@ class TensorShape:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What one rank wrote: its files, and for each tensor the chunks in them, each already in its words of the manifest.
-
-    Every rank writes its own words, so that rank 0, whose training goes on meanwhile, has little to do for each chunk.
-    """
+class RankReport:
+    """What one rank wrote: its files, and the manifest's entries of the chunks in them."""
 
     files: list[FileRecord]
     chunks: dict[str, list[str]]
+    """Entries of each tensor's chunks as JSON text. Every rank renders its own, so that rank 0, whose training continues
+    meanwhile, has little to do for each chunk."""
 
 
 _TRAILER = re.compile(rb'"crc32": "([0-9a-f]{8})"\n\}\n\Z')
 
 
-def render_manifest(step: int, state: StateRecord, tensors: Sequence[TensorShape], reports: Sequence[Report]) -> bytes:
-    """The text of manifest.json: one line a file and a tensor, and at the end the checksum of all that precedes it.
+def render_manifest(
+    step: int, state: StateRecord, tensors: Sequence[TensorShape], reports: Sequence[RankReport]
+) -> bytes:
+    """Return the text of manifest.json: a line for each file and tensor, then the checksum of all that precedes it.
 
-    tensors: every tensor of the checkpoint. reports: one a rank.
+    tensors: every tensor of the checkpoint. reports: one for each rank, in rank order.
     """
     fields = {
         "format": FORMAT,
@@ -190,26 +198,26 @@ def render_manifest(step: int, state: StateRecord, tensors: Sequence[TensorShape
     files = [json.dumps(file.model_dump()) for report in reports for file in report.files]
     chunks: dict[str, list[str]] = {tensor.name: [] for tensor in tensors}
     for report in reports:
-        for name, words in report.chunks.items():
-            chunks[name] += words
+        for name, entries in report.chunks.items():
+            chunks[name] += entries
     lines = [
         json.dumps(asdict(tensor))[:-1] + f', "chunks": [{", ".join(chunks[tensor.name])}]}}' for tensor in tensors
     ]
     body = "{\n" + "".join(f'"{name}": {json.dumps(value)},\n' for name, value in fields.items())
     body += '"files": [\n' + ",\n".join(files) + '\n],\n"tensors": [\n' + ",\n".join(lines) + "\n],\n"
-    return body.encode() + f'"crc32": "{checksum(body.encode())}"\n}}\n'.encode()
+    return body.encode() + f'"crc32": "{compute_checksum(body.encode())}"\n}}\n'.encode()
 
 
 def parse_manifest(text: bytes) -> Manifest:
-    """The manifest that `text` holds. Raises ValueError with one line saying what is wrong with it."""
+    """Return the manifest that `text` holds. Raises ValueError with one line saying what is wrong with it."""
     trailer = _TRAILER.search(text[-64:])
     if trailer is None:
         raise ValueError("does not end with its checksum: truncated, or not a manifest")
     expected = trailer[1].decode()
-    found = checksum(memoryview(text)[: len(text) - len(trailer[0])])
+    found = compute_checksum(memoryview(text)[: len(text) - len(trailer[0])])
     if found != expected:
         raise ValueError(f"checksum expected {expected}, found {found}")
-    fields = parse_json(text, max_nested=nested_at_most(text))
+    fields = parse_json(text, max_nested=max_nested_of_table(text))
     if isinstance(fields, dict) and fields.get("format") == FORMAT and fields.get("version") != VERSION:
         raise ValueError(f"format version {fields.get('version')!r} is unknown; this program reads version {VERSION}")
     if isinstance(fields, dict):
@@ -224,43 +232,6 @@ def parse_manifest(text: bytes) -> Manifest:
     return manifest
 
 
-def parse_json(text: bytes, *, max_nested: int) -> Any:
-    """The JSON value that `text` holds. Raises ValueError for anything else, also for a key given twice and for NaN.
-
-    max_nested: objects and lists it may have; counted in the text, so that nothing is built of a text with more.
-    """
-    nested = count_nested(text)
-    if nested > max_nested:
-        raise ValueError(f"{nested:,} objects and lists, more than the {max_nested:,} it may have")
-    try:
-        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8 text") from None
-
-
-def count_nested(text: bytes) -> int:
-    """The most objects and lists that JSON `text` can hold."""
-    return text.count(b"{") + text.count(b"[")
-
-
-def nested_at_most(text: bytes | bytearray) -> int:
-    """Objects and lists that a table of contents of this length can have: each line of it says far more than brackets."""
-    return max(MAX_NESTED, len(text) // 8)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique = dict(pairs)
-    if len(unique) != len(pairs):
-        _refuse_repeats("key", (name for name, _ in pairs))
-    return unique
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(str(part) for part in problem["loc"])
@@ -268,25 +239,23 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def _check_files(manifest: Manifest) -> None:
+    """Refuse names given twice, and files whose length is not that of their header and chunks together."""
     _refuse_repeats("file", (file.name for file in manifest.files))
     _refuse_repeats("tensor", (tensor.name for tensor in manifest.tensors))
-    held: dict[str, int] = defaultdict(int)
+    chunk_bytes: dict[str, int] = defaultdict(int)
     keys: set[tuple[str, str]] = set()
-    for tensor, chunk in _chunks(manifest):
-        if (chunk.file, chunk.key) in keys:
-            raise ValueError(f"tensor {tensor.name!r}: key {chunk.key!r} of {chunk.file} is used twice")
-        keys.add((chunk.file, chunk.key))
-        held[chunk.file] += nbytes(chunk.sizes, tensor.torch_dtype)
+    for tensor in manifest.tensors:
+        for chunk in tensor.chunks:
+            if (chunk.file, chunk.key) in keys:
+                raise ValueError(f"tensor {tensor.name!r}: key {chunk.key!r} of {chunk.file} is used twice")
+            keys.add((chunk.file, chunk.key))
+            chunk_bytes[chunk.file] += count_bytes(chunk.sizes, tensor.torch_dtype)
     for file in manifest.files:
-        claimed = file.header_bytes + held.pop(file.name, 0)
+        claimed = file.header_bytes + chunk_bytes.pop(file.name, 0)
         if claimed != file.bytes:
             raise ValueError(f"{file.name} is {file.bytes} bytes, but header and chunks make {claimed}")
-    if held:
-        raise ValueError(f"chunks lie in {min(held)}, which is not listed under files")
-
-
-def _chunks(manifest: Manifest) -> Iterator[tuple[TensorRecord, Chunk]]:
-    return ((tensor, chunk) for tensor in manifest.tensors for chunk in tensor.chunks)
+    if chunk_bytes:
+        raise ValueError(f"chunks lie in {min(chunk_bytes)}, which is not listed under files")
 
 
 def _refuse_repeats(kind: str, names: Iterable[str]) -> None:
@@ -295,6 +264,12 @@ def _refuse_repeats(kind: str, names: Iterable[str]) -> None:
         if name in seen:
             raise ValueError(f"{kind} {name[:80]!r} appears twice")
         seen.add(name)
+
+
+MAX_COMPARED_PAIRS = 1_000_000
+"""Pairs of chunks compared to name two that overlap."""
+PRIME = 2**127 - 1
+"""Order of the field that `_holds_each_element_once` computes in, a Mersenne prime."""
 
 
 def _check_chunks(tensor: TensorRecord) -> None:
@@ -312,7 +287,7 @@ def _check_chunks(tensor: TensorRecord) -> None:
     if covered != math.prod(tensor.shape):
         raise ValueError(f"tensor {tensor.name!r}: chunks hold {covered} of {math.prod(tensor.shape)} elements")
     # PyTorch counts the strides of a tensor without elements as if each of its dims had one.
-    if nbytes((max(size, 1) for size in tensor.shape), tensor.torch_dtype) >= 1 << 63:
+    if count_bytes((max(size, 1) for size in tensor.shape), tensor.torch_dtype) >= 1 << 63:
         raise ValueError(f"tensor {tensor.name!r}: a tensor of shape {tensor.shape} is larger than any memory")
     _refuse_overlap(tensor)
 
@@ -320,57 +295,59 @@ def _check_chunks(tensor: TensorRecord) -> None:
 def _refuse_overlap(tensor: TensorRecord) -> None:
     """Refuse chunks of which two overlap, naming two where they are soon found.
 
-    Sweeps along the dim that tells most chunks apart and compares each chunk only with those it meets there.
+    Sweeps along the dim in which the chunks begin at the most places, comparing each chunk only with those still open.
     """
-    if len(tensor.chunks) < 2 or _holds_each_once(tensor):
+    if len(tensor.chunks) < 2 or _holds_each_element_once(tensor):
         return
     dims = range(len(tensor.shape))
     sweep = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in tensor.chunks}))
     open_chunks: list[tuple[int, int]] = []
     ordered = sorted(tensor.chunks, key=lambda chunk: chunk.offsets[sweep])
     compared = 0
+    # Sorted by where they end, so that those that the sweep has passed stand in front.
     for index, chunk in enumerate(ordered):
         while open_chunks and open_chunks[0][0] <= chunk.offsets[sweep]:
             open_chunks.pop(0)
         for _, other in open_chunks:
-            if _overlap(chunk, ordered[other]):
+            if _boxes_overlap(chunk, ordered[other]):
                 raise ValueError(
                     f"tensor {tensor.name!r}: chunks at {ordered[other].offsets} and {chunk.offsets} overlap"
                 )
         compared += len(open_chunks)
-        if compared > _MOST_COMPARED:
+        # A hostile manifest can make every chunk meet every other; that two overlap is known without naming them.
+        if compared > MAX_COMPARED_PAIRS:
             break
         insort(open_chunks, (chunk.offsets[sweep] + chunk.sizes[sweep], index))
     raise ValueError(f"tensor {tensor.name!r}: two of its {len(tensor.chunks):,} chunks overlap")
 
 
-def _holds_each_once(tensor: TensorRecord) -> bool:
-    """Whether chunks that lie in the tensor, and hold as many elements as it has, hold each of them once.
+def _holds_each_element_once(tensor: TensorRecord) -> bool:
+    """Return whether chunks that lie in the tensor, and hold as many elements as it has, hold each element once.
 
-    An element at (i, j, ...) stands for the product x^i y^j ...; of a box these add up to a product of differences of two
-    powers. Both sums, over the chunks and over the tensor, are polynomials that are equal only if each element is held once.
-    They are compared at a random point of a prime field, where others differ but for a chance of under 1e-18 (Schwartz and
-    Zippel). The time grows with the number of chunks, not with its square.
+    The element at (i, j, ...) stands for the monomial x^i y^j ...; the monomials of a box add up to a product of differences
+    of two powers. The sum over the chunks and the sum over the tensor are the same polynomial only if each element is held
+    once. Both are evaluated at a random point of a prime field, where different polynomials agree with a probability under
+    1e-18 (Schwartz and Zippel). The time grows with the number of chunks, not with its square.
     """
-    points = [secrets.randbelow(_PRIME - 2) + 2 for _ in tensor.shape]
+    points = [secrets.randbelow(PRIME - 2) + 2 for _ in tensor.shape]
     powers: dict[tuple[int, int], int] = {}
 
-    def power(dim: int, exponent: int) -> int:
+    def power_of(dim: int, exponent: int) -> int:
         if (dim, exponent) not in powers:
-            powers[dim, exponent] = pow(points[dim], exponent, _PRIME)
+            powers[dim, exponent] = pow(points[dim], exponent, PRIME)
         return powers[dim, exponent]
 
-    def box(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+    def sum_box(offsets: Sequence[int], sizes: Sequence[int]) -> int:
         product = 1
         for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
-            product = product * (power(dim, start) - power(dim, start + size)) % _PRIME
+            product = product * (power_of(dim, start) - power_of(dim, start + size)) % PRIME
         return product
 
-    held = sum(box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks)
-    return (held - box([0] * len(tensor.shape), tensor.shape)) % _PRIME == 0
+    held = sum(sum_box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks)
+    return (held - sum_box([0] * len(tensor.shape), tensor.shape)) % PRIME == 0
 
 
-def _overlap(one: Chunk, other: Chunk) -> bool:
+def _boxes_overlap(one: Chunk, other: Chunk) -> bool:
     return all(
         start < other_start + other_size and other_start < start + size
         for start, size, other_start, other_size in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)

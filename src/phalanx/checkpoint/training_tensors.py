@@ -20,7 +20,7 @@ from phalanx.torch_compat.common import full_name
 
 
 def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
-    """The tensors of `model` and `optimizer` themselves, not copies: loading into them changes model and optimizer.
+    """Return the tensors of `model` and `optimizer` themselves, not copies: loading into them changes model and optimizer.
 
     A tensor that the model has under several names (a tied head) comes once, under the first. Raises CheckpointError for
     state that is not a tensor, and for a parameter of the optimizer that is not the model's.
@@ -56,14 +56,13 @@ def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
 def materialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Make `optimizer` allocate the state it otherwise allocates in its first step, all zero, as a place to load into.
 
-    Takes one step with zero gradients and a learning rate of zero for the parameters that have no state yet, so that any
-    optimizer builds its own state in its own way. Parameters keep their values, gradients and hyper-parameters; state
-    that exists is left alone.
+    Parameters keep their values, gradients and hyper-parameters; state that exists is left alone.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     fresh = [p for p in parameters if p.requires_grad and not optimizer.state.get(p)]
     if not fresh:
         return
+    # One step with zero gradients and a learning rate of zero, so that any optimizer builds its own state in its own way.
     gradients = [p.grad for p in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:
@@ -86,8 +85,10 @@ def materialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 def placed_tensors(
     parameters: Mapping[str, nn.Parameter], splits: TensorSplits, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Place]:
-    """As `collect_tensors`, for a model in any layout: parameters by their names in the whole model, with this rank's
-    part of each and of the optimizer state that is shaped like it."""
+    """Return the tensors of a model in any layout, by names in the whole model, as `collect_tensors` does for one rank.
+
+    Each comes as this rank's part and its place in the whole; so does optimizer state that is shaped like its parameter.
+    """
     placed = {f"model.{name}": place_of(parameter, splits.get(name)) for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         state = {} if optimizer is None else optimizer.state.get(parameter, {})

@@ -16,13 +16,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from phalanx.errors import CheckpointError
 
-_POSITIONS = 624
+_TWISTER_WORDS = 624
 _WORDS = struct.Struct("<625I")
-"""State of a Mersenne Twister: 624 words and the position among them."""
+"""State of a Mersenne Twister: 624 words of 32 bits and the position among them."""
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of the global generators of Python, NumPy, PyTorch on the CPU and on this rank's accelerator."""
+    """Return the state of the global generators of Python, NumPy, PyTorch on the CPU and on this rank's accelerator."""
     version, words, gauss = random.getstate()
     legacy = np.random.get_state(legacy=False)
     assert isinstance(legacy, dict)
@@ -44,7 +44,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put the generators back where `rng_state` found them.
+    """Set the generators to a state that `rng_state` returned.
 
     The state of an accelerator is left out on a machine whose accelerator is of another type or that has none. Raises
     CheckpointError for anything that `rng_state` cannot have returned.
@@ -66,12 +66,13 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 def _check_words(text: str) -> str:
     *_, position = _WORDS.unpack(bytes.fromhex(text))
-    if position > _POSITIONS:
-        raise ValueError(f"position {position} among {_POSITIONS} words")
+    if position > _TWISTER_WORDS:
+        raise ValueError(f"position {position} among {_TWISTER_WORDS} words")
     return text
 
 
 def _check_torch(text: str) -> str:
+    # PyTorch alone knows which bytes are a state: a generator that nobody uses tries them.
     try:
         torch.Generator().set_state(_from_hex(text))
     except (RuntimeError, TypeError) as error:

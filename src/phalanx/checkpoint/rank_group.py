@@ -1,7 +1,7 @@
 """The ranks that save and load together, and the few exchanges between them that saving and loading need.
 
-Every method is called by all ranks of the group, in the same order. Apart from `any`, nothing but rank 0 ever holds
-something of every rank.
+Every method is called by all ranks of the group, in the same order. Only rank 0 ever holds something of every rank (save for
+the flags of `any`), so that the memory of the other ranks does not grow with their number.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint.damage import CheckpointDamaged
+from phalanx.errors import CheckpointDamaged, CheckpointError
 
 T = TypeVar("T")
 
@@ -29,24 +28,26 @@ class RankGroup:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.first = self.rank == 0
+        """Whether this process is rank 0."""
 
     @classmethod
     def default(cls) -> RankGroup:
-        """The ranks of the default process group, through that group itself."""
-        return cls(dist.group.WORLD if _distributed() else None)
+        """Return the ranks of the default process group, which exchange through that group itself."""
+        return cls(dist.group.WORLD if _several_ranks() else None)
 
     @classmethod
     def own(cls, timeout_s: float) -> RankGroup:
-        """The same ranks through a gloo group of their own, so that a background thread never meets training's traffic.
+        """Return the same ranks in a gloo group of their own.
 
+        So exchanges of a background thread and those of training, which run at the same time, cannot meet each other.
         timeout_s: seconds that the fastest rank waits for the slowest, within one exchange.
         """
-        if not _distributed():
+        if not _several_ranks():
             return cls(None)
         return cls(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value`, in rank order, on rank 0; an empty list elsewhere."""
+        """Return every rank's `value`, in rank order, on rank 0; an empty list elsewhere."""
         if self._group is None:
             return [value]
         values: list[T] | None = [value] * self.size if self.first else None
@@ -55,7 +56,7 @@ class RankGroup:
         return values or []
 
     def scatter(self, values: list[T]) -> T:
-        """The entry for this rank of rank 0's `values`."""
+        """Return the entry for this rank of rank 0's `values`."""
         if self._group is None:
             return values[0]
         received: list[T | None] = [None]
@@ -65,40 +66,40 @@ class RankGroup:
         return value  # type: ignore[return-value]
 
     def any(self, flags: Tensor) -> Tensor:
-        """Element-wise maximum of `flags` (uint8, any shape, the same on all ranks) over the ranks."""
+        """Return the element-wise maximum of `flags` (uint8, any shape, the same on all ranks) over the ranks."""
         if self._group is not None:
             with _exchange():
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         return flags
 
     def on_first(self, work: Callable[[], T]) -> T | None:
-        """Have rank 0 do `work`, and get its result on rank 0 (None elsewhere); where it raises, all ranks raise."""
+        """Have rank 0 do `work`; return its result on rank 0 and None elsewhere. Where it raises, all ranks raise."""
+        # Through a list of rank 0's: a result such as a tensor of bytes need not travel to the other ranks.
         results: list[T] = []
         self.from_first(lambda: results.append(work()))
         return results[0] if self.first else None
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """Have rank 0 do `work`, and get its result on every rank; where it raises, all ranks raise."""
+        """Have rank 0 do `work`; return its result on every rank. Where it raises, all ranks raise a CheckpointError."""
         outcome: tuple[T | None, CheckpointError | None] = (None, None)
         if self.first:
             try:
                 outcome = (work(), None)
             except Exception as error:
-                said = as_checkpoint_error(error)
-                self._broadcast((None, said))
-                if said is error:
+                failure = as_checkpoint_error(error)
+                # The others wait for an answer: they hear of the failure before this rank raises it.
+                self._broadcast((None, failure))
+                if failure is error:
                     raise
-                raise said from error
+                raise failure from error
         value, refusal = self._broadcast(outcome)
         if refusal is not None:
             raise refusal
         return value  # type: ignore[return-value]
 
     def agree(self, error: Exception | None) -> None:
-        """Raise the same error on every rank if any rank has one: the lowest rank's, and damage only if there is no other.
-
-        A damaged checkpoint makes the ranks go on with an older one, which is right only if nothing else is wrong.
-        """
+        """Raise one error on every rank if any rank has one: the lowest rank's, and damage only if there is no other."""
+        # Damage makes the ranks resume from an older checkpoint, which is right only if nothing else is wrong.
         failed = self.any(torch.tensor([error is not None], dtype=torch.uint8))
         if not failed.item():
             return
@@ -120,7 +121,7 @@ class RankGroup:
 
 
 def as_checkpoint_error(error: Exception) -> CheckpointError:
-    """`error` itself if it is meant for the user, else a CheckpointError that says what happened."""
+    """Return `error` itself if it is meant for the user, else a CheckpointError that says what happened."""
     if isinstance(error, CheckpointError):
         return error
     if isinstance(error, OSError) and error.strerror:
@@ -130,6 +131,7 @@ def as_checkpoint_error(error: Exception) -> CheckpointError:
 
 @contextmanager
 def _exchange() -> Iterator[None]:
+    # Gloo says with a RuntimeError that a peer is gone or silent.
     try:
         yield
     except RuntimeError as error:
@@ -138,13 +140,13 @@ def _exchange() -> Iterator[None]:
 
 def _raise_worst(found: list[CheckpointError | None]) -> None:
     errors = [(rank, error) for rank, error in enumerate(found) if error is not None]
-    sound_but_refused = [entry for entry in errors if not isinstance(entry[1], CheckpointDamaged)]
-    rank, worst = (sound_but_refused or errors)[0]
+    not_damage = [entry for entry in errors if not isinstance(entry[1], CheckpointDamaged)]
+    rank, worst = (not_damage or errors)[0]
     if len(found) == 1:
         raise worst
     others = f" ({len(errors) - 1} more ranks failed)" if len(errors) > 1 else ""
     raise type(worst)(f"rank {rank}: {worst}{others}")
 
 
-def _distributed() -> bool:
+def _several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

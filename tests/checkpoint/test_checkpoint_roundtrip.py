@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint import (
+from phalanx.checkpoint import (
     CheckpointStore,
     collect_tensors,
     materialise_optimizer_state,
-    plan,
     read_state,
     read_tensors,
     rng_state,
+    saver,
     set_rng_state,
-    writer,
+    shard_plan,
 )
+from phalanx.errors import CheckpointError
 from saved_states import assert_same_bits, bits, every_dtype, small_state, trained_model, zeros_like
 
 
@@ -68,8 +68,8 @@ def test_loads_into_strided_tensors_and_parameters(store):
 
 
 def test_large_shards_are_cut_into_pieces_and_files(store, monkeypatch):
-    monkeypatch.setattr(plan, "MAX_CHUNK_BYTES", 1000)
-    monkeypatch.setattr(writer, "MAX_FILE_BYTES", 4096)
+    monkeypatch.setattr(shard_plan, "MAX_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(saver, "MAX_FILE_BYTES", 4096)
     tensors = small_state(0) | {"one_row": torch.randn(1, 7, 90), "vector": torch.randn(777)}
     store.save(3, tensors, {})
     path = store.newest().path

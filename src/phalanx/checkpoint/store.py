@@ -10,20 +10,44 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from phalanx.checkpoint import folders
+from phalanx.checkpoint.folders import NONFINITE, Checkpoint
+from phalanx.checkpoint.rank_group import RankGroup
+from phalanx.checkpoint.reader import CheckpointReader
+from phalanx.checkpoint.saver import NO_MEMORY, Save, SaveHandle, Saver
+from phalanx.checkpoint.shard_plan import Piece, SavedTensors
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint import folders
-from phalanx.train.checkpoint.handle import SaveHandle
-from phalanx.train.checkpoint.lock import RunLock
-from phalanx.train.checkpoint.names import NONFINITE, Checkpoint
-from phalanx.train.checkpoint.plan import Piece, SavedTensors
-from phalanx.train.checkpoint.rank_group import RankGroup
-from phalanx.train.checkpoint.saver import NO_MEMORY, Save, Saver
-from phalanx.train.checkpoint.source import CheckpointSource
+from phalanx.locks import FolderLock
+
+LOCK_NAME = "run.lock"
 
 logger = logging.getLogger(__name__)
 
 
-class CheckpointStore(CheckpointSource):
+class RunLock(FolderLock):
+    """Holds a run directory for one trainer while the `with` block runs, on rank 0 for all ranks.
+
+    run.lock in it says which process on which host has it (see phalanx.locks). heartbeat_s: seconds between signs of life,
+    and between a newcomer's looks at a lock from another host.
+
+    Entering raises CheckpointError on all ranks when another process has the directory, naming its host and pid. A lock
+    whose owner is dead is taken over.
+    """
+
+    def __init__(self, run_dir: Path, *, heartbeat_s: float = 10.0) -> None:
+        super().__init__(run_dir / LOCK_NAME, CheckpointError, "--run-dir", heartbeat_s=heartbeat_s)
+
+    def __enter__(self) -> Self:
+        RankGroup.default().on_first(self.acquire)
+        return self
+
+    @staticmethod
+    def held(run_dir: Path) -> bool:
+        """Return whether this process holds the lock of `run_dir`."""
+        return FolderLock.is_held(run_dir / LOCK_NAME)
+
+
+class CheckpointStore(CheckpointReader):
     """The checkpoints under `root`, which is `<run directory>/checkpoints`.
 
     keep_last: newest checkpoints to keep, at least 1. keep_every: also keep for good each one whose step is a multiple
@@ -63,11 +87,6 @@ class CheckpointStore(CheckpointSource):
         self._closed = False
         self._ranks.on_first(self._take_over_directory)
 
-    @staticmethod
-    def open(path: Path, *, warn: Callable[[str], None] = logger.warning) -> CheckpointSource:
-        """What `path` holds, for reading only: a run directory, its checkpoints/ folder, or one checkpoint."""
-        return CheckpointSource.at(path, warn=warn)
-
     def __enter__(self) -> Self:
         return self
 
@@ -104,12 +123,12 @@ class CheckpointStore(CheckpointSource):
         return save.handle
 
     def reserve(self, tensors: SavedTensors) -> None:
-        """Get ready, in the background, to save such tensors in the background. Optional.
+        """Have host memory ready, allocated in the background, for background saves of such tensors. Optional.
 
         Without it the first background save stalls for several times as long as later ones, for fresh host memory.
         """
-        self._let_finish()
-        files = self._saver.plan(tensors)
+        self._let_save_end()
+        files = self._saver.plan_files(tensors)
         self._reserved = self._thread.submit(self._reserve, files)
 
     def wait(self) -> None:
@@ -135,23 +154,23 @@ class CheckpointStore(CheckpointSource):
                 self._lock = None
 
     def list(self) -> Sequence[Checkpoint]:
-        """Whole checkpoints, newest first: manifest sound, every file there and as long as it should be."""
-        self._let_finish()
+        """Return whole checkpoints, newest first: manifest sound, every file there and as long as it should be."""
+        self._let_save_end()
         return super().list()
 
     def newest(self) -> Checkpoint | None:
-        """The newest whole checkpoint, if there is one."""
-        self._let_finish()
+        """Return the newest whole checkpoint, if there is one."""
+        self._let_save_end()
         return super().newest()
 
     def set_aside(self, checkpoints: Sequence[Checkpoint]) -> Sequence[str]:
-        """Take checkpoints out of the listing whose weights give no finite step; returns their new names."""
-        self._let_finish()
+        """Take checkpoints out of the listing whose weights give no finite step; return their new names."""
+        self._let_save_end()
         return self._ranks.from_first(lambda: [folders.unlist(one, NONFINITE).name for one in checkpoints])
 
     def load(self, checkpoint: Checkpoint, tensors: SavedTensors, *, prefix: str = "") -> dict[str, Any]:
-        """As `CheckpointSource.load`."""
-        self._let_finish()
+        """Fill `tensors` and return the state, as `CheckpointReader.load` does."""
+        self._let_save_end()
         return super().load(checkpoint, tensors, prefix=prefix)
 
     def load_newest_usable(
@@ -161,8 +180,8 @@ class CheckpointStore(CheckpointSource):
         prefix: str = "",
         check: Callable[[Checkpoint, dict[str, Any]], None] | None = None,
     ) -> tuple[Checkpoint, dict[str, Any]] | None:
-        """As `CheckpointSource.load_newest_usable`."""
-        self._let_finish()
+        """Load the newest checkpoint that is not damaged, as `CheckpointReader.load_newest_usable` does."""
+        self._let_save_end()
         return super().load_newest_usable(tensors, prefix=prefix, check=check)
 
     def _take_over_directory(self) -> None:
@@ -178,8 +197,9 @@ class CheckpointStore(CheckpointSource):
             size = sum(piece.bytes for pieces in files for piece in pieces)
             self._warn(f"{size / 2**30:.1f} GiB of host memory for background checkpoints cannot be had: {error}")
 
-    def _let_finish(self) -> None:
-        """Let a running save end, as it uses the same rank group; its failure stays for the next save, wait or close."""
+    def _let_save_end(self) -> None:
+        """Return when no save is running; its failure stays for the next save, wait or close."""
+        # A save in the background exchanges through the same rank group: two exchanges at once would meet each other.
         if self._running is not None:
             self._running.join()
 
@@ -192,16 +212,16 @@ class CheckpointStore(CheckpointSource):
         error = self._saver.complete(save)
         try:
             if error is None and self._ranks.first:
-                self._tidy(save.handle.step)
+                self._keep_wanted(save.handle.step)
         finally:
             # Whoever waits must not wait for ever, even where a warning could not be written.
             save.handle.finish(error)
         return error
 
-    def _tidy(self, step: int) -> None:
+    def _keep_wanted(self, step: int) -> None:
         """Leave only the checkpoints to keep. A failure here is no failure of the save, which is on disk."""
         try:
-            folders.supersede(self.root, step, self._warn)
-            folders.retire(self.root, keep_last=self._keep_last, keep_every=self._keep_every)
+            folders.supersede_later(self.root, step, self._warn)
+            folders.delete_old(self.root, keep_last=self._keep_last, keep_every=self._keep_every)
         except OSError as error:
             self._warn(f"{self.root}: an old checkpoint could not be removed: {error.strerror} ({error.filename})")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.checkpoint import CheckpointDamaged, CheckpointStore, open_checkpoints, read_state, read_tensors
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint import CheckpointDamaged, CheckpointStore, read_state, read_tensors
 from saved_states import assert_same_bits, every_dtype, saved_runs, small_state, zeros_like
 
 DATA = "rank-00000-000.safetensors"
@@ -18,7 +18,7 @@ DATA = "rank-00000-000.safetensors"
 
 def damaged(path: Path, tensors: dict[str, torch.Tensor]) -> str:
     """The message that loading the checkpoint at `path` is refused with."""
-    source = CheckpointStore.open(path)
+    source = open_checkpoints(path)
     with pytest.raises(CheckpointDamaged) as refusal:
         source.load(source._published()[0], zeros_like(tensors))
     return str(refusal.value)
@@ -54,7 +54,7 @@ def test_every_flipped_bit_is_found_and_named(checkpoint):
                 f"tensor '{tensor}', chunk at" in message for tensor in tensors
             )
     loaded = zeros_like(tensors)
-    source = CheckpointStore.open(path)
+    source = open_checkpoints(path)
     source.load(source.newest(), loaded)
     assert_same_bits(loaded, tensors)
 
@@ -117,7 +117,7 @@ def test_files_of_another_step_are_found(tmp_path):
 
 
 def test_exchanged_and_duplicated_files_are_found(tmp_path, monkeypatch):
-    monkeypatch.setattr("phalanx.train.checkpoint.writer.MAX_FILE_BYTES", 100_000)
+    monkeypatch.setattr("phalanx.checkpoint.saver.MAX_FILE_BYTES", 100_000)
     tensors = {f"t{index}": torch.full((20_000,), float(index)) for index in range(4)}
     with CheckpointStore(tmp_path / "checkpoints", keep_last=1) as store:
         path = store.save(5, tensors, {}).path
@@ -161,7 +161,7 @@ def test_all_damaged_is_an_error_and_not_a_fresh_start(tmp_path):
     saved_runs(tmp_path, [1, 2]).close()
     for step in (1, 2):
         (tmp_path / "checkpoints" / f"step-0000000{step}" / "state.json").unlink()
-    source = CheckpointStore.open(tmp_path, warn=lambda _: None)
+    source = open_checkpoints(tmp_path, warn=lambda _: None)
     with pytest.raises(
         CheckpointError, match=r"none of the 2 checkpoints in .* is usable; newest: .*state\.json is missing"
     ):
@@ -171,7 +171,7 @@ def test_all_damaged_is_an_error_and_not_a_fresh_start(tmp_path):
 def test_another_model_is_an_error_and_no_reason_to_fall_back(tmp_path):
     saved_runs(tmp_path, [1, 2]).close()
     warnings: list[str] = []
-    source = CheckpointStore.open(tmp_path, warn=warnings.append)
+    source = open_checkpoints(tmp_path, warn=warnings.append)
     with pytest.raises(CheckpointError, match="step-00000002 does not fit this model") as refusal:
         source.load_newest_usable({"model.other": torch.zeros(1)})
     assert not isinstance(refusal.value, CheckpointDamaged) and warnings == []

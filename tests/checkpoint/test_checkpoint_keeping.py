@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.checkpoint import CheckpointStore, RunLock, open_checkpoints, read_state, read_tensors
 from phalanx.errors import CheckpointError
-from phalanx.train.checkpoint import CheckpointStore, RunLock, read_state, read_tensors
 from saved_states import assert_same_bits, saved_runs, small_state, zeros_like
 
 X = {"x": torch.ones(2)}
@@ -106,7 +106,7 @@ def test_the_folders_of_a_living_process_are_left_alone(tmp_path):
     root = tmp_path / "checkpoints"
     with CheckpointStore(root, keep_last=1):
         (root / "step-00000004.writing").mkdir(parents=True)
-        CheckpointStore.open(tmp_path).list()
+        open_checkpoints(tmp_path).list()
         assert names(root) == ["step-00000004.writing"]
 
 
@@ -137,10 +137,10 @@ def test_reading_a_run_a_folder_or_one_checkpoint(tmp_path):
     link = tmp_path / "chosen"
     link.symlink_to(root / "step-00000002")
     for path, found in ((tmp_path, [3, 2, 1]), (root, [3, 2, 1]), (root / "step-00000002", [2]), (link, [2])):
-        assert [checkpoint.step for checkpoint in CheckpointStore.open(path).list()] == found
+        assert [checkpoint.step for checkpoint in open_checkpoints(path).list()] == found
     tensors = zeros_like(small_state(0))
-    checkpoint, state = CheckpointStore.open(root / "step-00000001").load_newest_usable(tensors)
+    checkpoint, state = open_checkpoints(root / "step-00000001").load_newest_usable(tensors)
     assert checkpoint.step == 1 and state == {"step": 1}
     assert_same_bits(tensors, small_state(1))
-    assert CheckpointStore.open(root / "step-00000009").newest() is None
+    assert open_checkpoints(root / "step-00000009").newest() is None
     assert not (tmp_path / "run.lock").exists()
