@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.report.scale import Scale, position_ticks, value_scale, value_ticks
+from phalanx.report.drawing import Scale, choose_position_ticks, choose_value_ticks, fit_scale
 
 FINITE = st.floats(min_value=-1e30, max_value=1e30, allow_subnormal=False)
 
@@ -26,7 +26,7 @@ def test_what_has_no_place_is_nan() -> None:
 @given(st.lists(FINITE | st.sampled_from([np.nan, np.inf, -np.inf]), min_size=1, max_size=20), st.booleans())
 def test_a_value_scale_holds_every_value_it_can_show(values: list[float], logarithmic: bool) -> None:
     array = np.array(values)
-    scale = value_scale(array, logarithmic=logarithmic, from_zero=False)
+    scale = fit_scale(array, logarithmic=logarithmic, from_zero=False)
     assert scale.low < scale.high
     shares = scale.share(array)
     shown = np.isfinite(array) & ((array > 0) | (not logarithmic))
@@ -35,13 +35,13 @@ def test_a_value_scale_holds_every_value_it_can_show(values: list[float], logari
 
 
 def test_from_zero_starts_at_zero_unless_a_value_is_below() -> None:
-    assert value_scale(np.array([3.0, 4.0]), logarithmic=False, from_zero=True).low == 0
-    assert value_scale(np.array([-3.0, 4.0]), logarithmic=False, from_zero=True).low < -3
+    assert fit_scale(np.array([3.0, 4.0]), logarithmic=False, from_zero=True).low == 0
+    assert fit_scale(np.array([-3.0, 4.0]), logarithmic=False, from_zero=True).low < -3
 
 
 @given(st.floats(1e-6, 1e12), st.floats(1.5, 1e12), st.booleans())
 def test_value_ticks_are_few_in_order_and_distinct(low: float, ratio: float, logarithmic: bool) -> None:
-    ticks = value_ticks(Scale(low, low * ratio, logarithmic))
+    ticks = choose_value_ticks(Scale(low, low * ratio, logarithmic))
     assert 2 <= len(ticks) <= 12
     shares = [tick.share for tick in ticks]
     assert shares == sorted(shares) and shares[0] > -1e-6 and shares[-1] < 1 + 1e-6
@@ -58,7 +58,7 @@ def test_value_ticks_are_few_in_order_and_distinct(low: float, ratio: float, log
     ],
 )
 def test_value_tick_labels(scale: Scale, labels: list[str]) -> None:
-    assert [tick.label for tick in value_ticks(scale)] == labels
+    assert [tick.label for tick in choose_value_ticks(scale)] == labels
 
 
 @pytest.mark.parametrize(
@@ -75,4 +75,4 @@ def test_value_tick_labels(scale: Scale, labels: list[str]) -> None:
     ],
 )
 def test_position_tick_labels(axis: str, high: float, labels: list[str]) -> None:
-    assert [tick.label for tick in position_ticks(Scale(0, high), axis)] == labels
+    assert [tick.label for tick in choose_position_ticks(Scale(0, high), axis)] == labels

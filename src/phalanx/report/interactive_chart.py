@@ -1,26 +1,27 @@
-"""A chart of one quantity over a run, drawn as SVG paths for each choice of axes the page offers.
+"""Charts of a quantity over a run whose axes the reader of the page chooses: one SVG path for each choice.
 
-The drawing is stretched to the width of the page, so shapes are in shares of the plot and text stays outside the SVG.
-This module must not know what the quantities are.
+The drawing is stretched to the width of the page, so text stays outside the SVG. What the quantities are is not known here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
+from phalanx.report.drawing import Scale, Tick, choose_position_ticks, choose_value_ticks, fit_scale
 from phalanx.report.run_log import FloatArray, IntArray
-from phalanx.report.scale import Scale, Tick, position_ticks, value_scale, value_ticks
 
 AXES = ("step", "tokens", "time")
 PLOT_WIDTH, PLOT_HEIGHT = 1000, 400
 """The SVG's own units; the page stretches them."""
 
 MOST_POINTS_UNREDUCED = 1500
+"""Points of the longest curve that is drawn with all of them."""
 BUCKETS = 350
+"""Parts of a longer curve, each drawn by its lowest and its highest point: less than three units wide."""
 MOST_MARKS = 100
 MOST_SPANS = 500
 
@@ -35,17 +36,17 @@ class Positions:
     """Training time: seconds of all steps so far."""
 
     def on(self, axis: str) -> FloatArray:
-        """The positions on one of `AXES`."""
+        """Return the positions on one of `AXES`."""
         positions: FloatArray = getattr(self, axis)
         return positions
 
     def at_steps(self, steps: FloatArray) -> Positions:
-        """Positions of the given steps, shape (points,), by interpolation; 0 tokens and seconds before the first."""
+        """Return positions of the given steps, shape (points,), by interpolation; 0 tokens and seconds before the first."""
         tokens, time = (np.interp(steps, self.step, self.on(axis), left=0.0) for axis in ("tokens", "time"))
         return Positions(steps, tokens, time)
 
     def take(self, index: IntArray) -> Positions:
-        """The points of the given indices."""
+        """Return the points of the given indices."""
         return Positions(self.step[index], self.tokens[index], self.time[index])
 
 
@@ -116,7 +117,7 @@ class AxisTicks:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class ChartDrawing:
     """Everything the page needs to show a chart."""
 
     paths: list[Path]
@@ -125,13 +126,15 @@ class Drawing:
 
 
 def reduce_points(values: FloatArray) -> IntArray:
-    """Indices of at most 2 * `BUCKETS` + 2 points that keep the outline of a long curve: each bucket's lowest and
-    highest finite value, and the first and last point. A short curve keeps all its points."""
+    """Return indices of at most 2 * `BUCKETS` + 2 points that keep the outline of a long curve.
+
+    These are each bucket's lowest and highest finite value, and the first and last point. A short curve keeps all points.
+    """
     n = len(values)
     if n <= MOST_POINTS_UNREDUCED:
         return np.arange(n)
     kept = {0, n - 1}
-    for start, stop in _spans(np.linspace(0, n, BUCKETS + 1).astype(np.int64)):
+    for start, stop in pairwise(np.linspace(0, n, BUCKETS + 1).astype(np.int64).tolist()):
         bucket = values[start:stop]
         finite = np.flatnonzero(np.isfinite(bucket))
         if finite.size:
@@ -140,7 +143,7 @@ def reduce_points(values: FloatArray) -> IntArray:
     return np.asarray(sorted(kept), dtype=np.int64)
 
 
-def draw(chart: Chart, domains: dict[str, Scale], marks: Marks) -> Drawing:
+def draw_chart(chart: Chart, domains: dict[str, Scale], marks: Marks) -> ChartDrawing:
     """Draw a chart on every pair of horizontal axis and vertical scale it offers.
 
     Args:
@@ -149,37 +152,38 @@ def draw(chart: Chart, domains: dict[str, Scale], marks: Marks) -> Drawing:
         marks: resumes and checkpoints.
     """
     values = np.concatenate([series.values[series.kept] for series in chart.series])
-    scales = {name: value_scale(values, logarithmic=name == "log", from_zero=chart.from_zero) for name in chart.scales}
+    scales = {name: fit_scale(values, logarithmic=name == "log", from_zero=chart.from_zero) for name in chart.scales}
     paths: list[Path] = []
     for axis in AXES:
-        paths += _mark_paths(chart, axis, domains[axis], marks)
+        paths += _draw_marks(chart, axis, domains[axis], marks)
         for name, scale in scales.items():
-            shown = _shown_for(axis, name, chart.scales)
+            shown = _name_choice(axis, name, chart.scales)
             for series in chart.series:
                 x = domains[axis].share(series.positions.on(axis)) * PLOT_WIDTH
                 y = (1 - scale.share(series.values)) * PLOT_HEIGHT
-                paths += _series_paths(series, x, y, f"colour-{series.colour} {shown}")
-    return Drawing(
+                style = f"colour-{series.colour} {shown}"
+                line, lone = _draw_curve(x, y, series.kept)
+                paths.append(Path(f"curve {series.look} {style}", line))
+                paths.append(Path(f"lone dots {series.look} {style}", _draw_dots(x, y, lone)))
+                if series.look == "dotted":
+                    finite = series.kept[np.isfinite(y[series.kept])]
+                    paths.append(Path(f"dots {style}", _draw_dots(x, y, finite)))
+    return ChartDrawing(
         paths=[path for path in paths if path.d],
-        value_ticks=[AxisTicks(_shown_for(None, name, chart.scales), value_ticks(scales[name])) for name in scales],
-        position_ticks=[AxisTicks(f"x-{axis}", position_ticks(domains[axis], axis)) for axis in AXES],
+        value_ticks=[
+            AxisTicks(_name_choice(None, name, chart.scales), choose_value_ticks(scales[name])) for name in scales
+        ],
+        position_ticks=[AxisTicks(f"x-{axis}", choose_position_ticks(domains[axis], axis)) for axis in AXES],
     )
 
 
-def _shown_for(axis: str | None, scale: str, scales: tuple[str, ...]) -> str:
+def _name_choice(axis: str | None, scale: str, scales: tuple[str, ...]) -> str:
+    """Return the classes of what is shown for one choice of axis and scale; the style sheet hides what is not chosen."""
     return " ".join([f"x-{axis}"] * (axis is not None) + [f"y-{scale}"] * (len(scales) > 1))
 
 
-def _series_paths(series: Series, x: FloatArray, y: FloatArray, style: str) -> Iterator[Path]:
-    line, lone = _curve(x, y, series.kept)
-    yield Path(f"curve {series.look} {style}", line)
-    yield Path(f"lone dots {series.look} {style}", _dots(x, y, lone))
-    if series.look == "dotted":
-        yield Path(f"dots {style}", _dots(x, y, series.kept[np.isfinite(y[series.kept])]))
-
-
-def _curve(x: FloatArray, y: FloatArray, kept: IntArray) -> tuple[str, list[int]]:
-    """The line through the kept points, in SVG units, broken at gaps; and the points that no line reaches."""
+def _draw_curve(x: FloatArray, y: FloatArray, kept: IntArray) -> tuple[str, list[int]]:
+    """Return the line through the kept points, in SVG units, broken at gaps; and the points that no line reaches."""
     # a gap between two kept points breaks the line even where the gap itself was not kept
     gaps_before = np.cumsum(~np.isfinite(y))
     pieces: list[str] = []
@@ -198,30 +202,30 @@ def _curve(x: FloatArray, y: FloatArray, kept: IntArray) -> tuple[str, list[int]
     return "".join(pieces), lone
 
 
-def _dots(x: FloatArray, y: FloatArray, index: Iterable[int]) -> str:
+def _draw_dots(x: FloatArray, y: FloatArray, index: Iterable[int]) -> str:
     # a line of no length shows its round caps: a dot that the stretched drawing does not flatten
     return "".join(f"M{x[i]:.1f} {y[i]:.1f}h0" for i in index)
 
 
-def _mark_paths(chart: Chart, axis: str, domain: Scale, marks: Marks) -> Iterator[Path]:
-    checkpoints = _distinct(domain.share(marks.checkpoints.on(axis)) * PLOT_WIDTH)
-    resumes = _distinct(domain.share(marks.resumes.on(axis)) * PLOT_WIDTH)
+def _draw_marks(chart: Chart, axis: str, domain: Scale, marks: Marks) -> Iterator[Path]:
+    checkpoints = _thin_marks(domain.share(marks.checkpoints.on(axis)) * PLOT_WIDTH)
+    resumes = _thin_marks(domain.share(marks.resumes.on(axis)) * PLOT_WIDTH)
     yield Path(f"checkpoints x-{axis}", "".join(f"M{x:.1f} {PLOT_HEIGHT}v-12" for x in checkpoints))
     yield Path(f"resumes x-{axis}", "".join(f"M{x:.1f} 0V{PLOT_HEIGHT}" for x in resumes))
     if chart.nonfinite is not None:
         first, last = (domain.share(end.on(axis)) * PLOT_WIDTH for end in chart.nonfinite)
-        shape = "".join(f"M{a:.1f} 0H{b:.1f}V{PLOT_HEIGHT}H{a:.1f}Z" for a, b in _merged(first, last))
+        shape = "".join(f"M{a:.1f} 0H{b:.1f}V{PLOT_HEIGHT}H{a:.1f}Z" for a, b in _merge_spans(first, last))
         yield Path(f"nonfinite x-{axis}", shape)
 
 
-def _distinct(positions: FloatArray) -> FloatArray:
-    """The positions without those that would fall on the same hair's breadth."""
+def _thin_marks(positions: FloatArray) -> FloatArray:
+    """Return the positions without those that would fall on the same hair's breadth."""
     cells = np.unique(np.round(positions * MOST_MARKS / PLOT_WIDTH), return_index=True)[1]
     return positions[np.sort(cells)]
 
 
-def _merged(first: FloatArray, last: FloatArray) -> Iterator[tuple[float, float]]:
-    """Spans in order, joined where the eye could not tell them apart."""
+def _merge_spans(first: FloatArray, last: FloatArray) -> Iterator[tuple[float, float]]:
+    """Yield spans in order, joined where the eye could not tell them apart."""
     hair = PLOT_WIDTH / MOST_SPANS
     start = end = float("nan")
     for a, b in zip(first, last, strict=True):
@@ -233,7 +237,3 @@ def _merged(first: FloatArray, last: FloatArray) -> Iterator[tuple[float, float]
         start, end = float(a), float(b)
     if np.isfinite(end):
         yield start, end
-
-
-def _spans(edges: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    yield from zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)

@@ -9,22 +9,22 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.report.chart import (
+from phalanx.report.drawing import Scale
+from phalanx.report.interactive_chart import (
     AXES,
     BUCKETS,
     MOST_MARKS,
     MOST_POINTS_UNREDUCED,
     PLOT_HEIGHT,
     Chart,
-    Drawing,
+    ChartDrawing,
     Marks,
     Positions,
     Series,
-    draw,
+    draw_chart,
     reduce_points,
 )
 from phalanx.report.run_log import FloatArray
-from phalanx.report.scale import Scale
 
 
 def _positions(steps: FloatArray) -> Positions:
@@ -34,15 +34,15 @@ def _positions(steps: FloatArray) -> Positions:
 NO_MARKS = Marks(_positions(np.array([])), _positions(np.array([])))
 
 
-def _draw(values: list[float] | FloatArray, marks: Marks = NO_MARKS, look: str = "line") -> Drawing:
+def _draw(values: list[float] | FloatArray, marks: Marks = NO_MARKS, look: str = "line") -> ChartDrawing:
     array = np.asarray(values, dtype=np.float64)
     positions = _positions(np.arange(len(array), dtype=np.float64))
     series = Series("key", "label", 1, positions, array, reduce_points(array), look)
     domains = {axis: Scale(0.0, max(1.0, float(positions.on(axis)[-1]))) for axis in AXES}
-    return draw(Chart("key", "Title", "", "", (series,)), domains, marks)
+    return draw_chart(Chart("key", "Title", "", "", (series,)), domains, marks)
 
 
-def _shape(drawing: Drawing, *classes: str) -> str:
+def _shape(drawing: ChartDrawing, *classes: str) -> str:
     return "".join(path.d for path in drawing.paths if set(classes) <= set(path.classes.split()))
 
 
@@ -138,7 +138,7 @@ def test_spans_without_finite_values_are_shaded_and_joined_where_they_touch() ->
     first, last = _positions(np.array([100.0, 301.0, 700.0])), _positions(np.array([300.0, 400.0, 700.0]))
     chart = Chart("key", "Title", "", "", (series,), nonfinite=(first, last))
     domains = {axis: Scale(0.0, float(positions.on(axis)[-1])) for axis in AXES}
-    shape = _shape(draw(chart, domains, NO_MARKS), "nonfinite", "x-time")
+    shape = _shape(draw_chart(chart, domains, NO_MARKS), "nonfinite", "x-time")
     assert shape == "M100.0 0H400.0V400H100.0ZM700.0 0H700.0V400H700.0Z"
 
 

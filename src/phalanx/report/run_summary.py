@@ -19,13 +19,13 @@ class Summary:
     records: int
     """Steps with a record in `metrics.jsonl`."""
     finished: bool
-    """Whether the last event but samples and warnings is the end of the run."""
+    """Whether the last event, samples and warnings aside, is the end of the run."""
     family: str
-    """Of the model."""
+    """The model's family."""
     unit: str
     """What `tokens` counts, in the plural."""
     tokens: int
-    """Trained on, the largest count recorded."""
+    """Tokens or structures trained on: the largest count recorded."""
     final_loss: float
     """Training loss of the last step: a mean over targets, of tokens in nats."""
     lowest_loss: float
@@ -65,8 +65,8 @@ class Summary:
     resumes: int
 
 
-def summarise(log: RunLog) -> Summary:
-    """The headline figures of a run."""
+def summarise_run(log: RunLog) -> Summary:
+    """Return the headline figures of a run."""
     loss, seconds = log.columns["loss"], log.columns["step_seconds"]
     finite = loss[np.isfinite(loss)]
     evaluations = log.of_kind("evaluation")
@@ -88,42 +88,42 @@ def summarise(log: RunLog) -> Summary:
         validation_loss=last.number("loss") if last else math.nan,
         perplexity=last.number("perplexity") if last else math.nan,
         bits_per_byte=last.number("bits_per_byte") if last else math.nan,
-        median_step_seconds=_median(seconds),
-        median_tokens_per_second=_median(log.tokens_per_second),
-        median_mfu=_median(log.column("mfu")),
-        median_mfu_measured=_median(log.column("mfu_measured")),
+        median_step_seconds=_median_of_finite(seconds),
+        median_tokens_per_second=_median_of_finite(log.tokens_per_second),
+        median_mfu=_median_of_finite(log.column("mfu")),
+        median_mfu_measured=_median_of_finite(log.column("mfu_measured")),
         flops_convention=str(convention) if convention is not None else None,
-        wall_seconds=_wall_seconds(log),
-        step_seconds=_total(seconds),
-        data_wait_share=_share(log.column("data_wait_seconds"), seconds),
-        checkpoint_stall_share=_share(log.column("checkpoint_stall_seconds"), seconds),
-        rank_wait_share=_share(log.column("rank_wait_seconds"), seconds),
+        wall_seconds=_measure_wall_time(log),
+        step_seconds=_sum_finite(seconds),
+        data_wait_share=_share_of(log.column("data_wait_seconds"), seconds),
+        checkpoint_stall_share=_share_of(log.column("checkpoint_stall_seconds"), seconds),
+        rank_wait_share=_share_of(log.column("rank_wait_seconds"), seconds),
         resumes=len(log.of_kind("resume")),
     )
 
 
-def _wall_seconds(log: RunLog) -> float:
+def _measure_wall_time(log: RunLog) -> float:
     seconds = log.columns["step_seconds"]
-    in_steps = _total(seconds)
+    in_steps = _sum_finite(seconds)
     if not log.events:
         return in_steps
     first: Event = min(log.events, key=lambda event: event.time)
     last: Event = max(log.events, key=lambda event: event.time)
     # a killed run trains on after its last event; those steps are only known by their length
-    after = _total(seconds[log.steps > last.step])
+    after = _sum_finite(seconds[log.steps > last.step])
     return max(in_steps, (last.time - first.time).total_seconds() + after)
 
 
-def _total(values: FloatArray) -> float:
+def _sum_finite(values: FloatArray) -> float:
     return float(values[np.isfinite(values)].sum())
 
 
-def _median(values: FloatArray) -> float:
+def _median_of_finite(values: FloatArray) -> float:
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if finite.size else math.nan
 
 
-def _share(part: FloatArray, whole: FloatArray) -> float:
+def _share_of(part: FloatArray, whole: FloatArray) -> float:
     """Sum of `part` over the sum of `whole`, over the records that have both."""
     both = np.isfinite(part) & np.isfinite(whole)
     total = float(whole[both].sum())

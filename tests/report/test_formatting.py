@@ -6,15 +6,15 @@ import math
 
 import pytest
 
-from phalanx.report.text import (
-    count,
-    duration,
-    duration_with_interval,
-    number,
-    percent,
-    short,
+from phalanx.report.formatting import (
+    format_count,
+    format_difference,
+    format_duration,
+    format_interval,
+    format_number,
+    format_percent,
+    format_tick,
     shorten_blank_lines,
-    signed_duration,
 )
 
 
@@ -35,7 +35,7 @@ from phalanx.report.text import (
     ],
 )
 def test_number(value: float, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_number(value: float, text: str) -> None:
     [(0, "0"), (950, "950"), (52_341, "52.3k"), (999_999, "1M"), (1_048_576_000, "1.05B"), (2.1e12, "2.1T")],
 )
 def test_count(value: float, text: str) -> None:
-    assert count(value) == text
+    assert format_count(value) == text
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_count(value: float, text: str) -> None:
     [(0, "0"), (0.5, "0.5"), (2500, "2500"), (12_500, "12.5k"), (3e-4, "3e−4"), (2.5e-5, "2.5e−5"), (1e9, "1B")],
 )
 def test_short(value: float, text: str) -> None:
-    assert short(value) == text
+    assert format_tick(value) == text
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_short(value: float, text: str) -> None:
     [(0, "0.00 %"), (1e-6, "< 0.01 %"), (0.0012, "0.12 %"), (0.4179, "41.8 %"), (1, "100.0 %"), (math.nan, "NaN")],
 )
 def test_percent(share: float, text: str) -> None:
-    assert percent(share) == text
+    assert format_percent(share) == text
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_percent(share: float, text: str) -> None:
     ],
 )
 def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,11 @@ def test_duration(seconds: float, text: str) -> None:
     ],
 )
 def test_a_time_and_its_interval_share_a_unit(times: tuple[float, float, float], text: str) -> None:
-    assert duration_with_interval(*times) == text
+    assert format_interval(*times) == text
 
 
 def test_differences_of_times() -> None:
-    assert [signed_duration(one) for one in (0.0236, -0.00795, 90.0)] == ["+23.6 ms", "−7.95 ms", "+1 min 30 s"]
+    assert [format_difference(one) for one in (0.0236, -0.00795, 90.0)] == ["+23.6 ms", "−7.95 ms", "+1 min 30 s"]
 
 
 def test_blank_lines_of_a_sample_are_shortened() -> None:

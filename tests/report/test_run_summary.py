@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from phalanx.report.run_log import RunLog
-from phalanx.report.summary import Summary, summarise
+from phalanx.report.run_summary import Summary, summarise_run
 from report.run_dirs import EVENTS, TOKENS_A_STEP, event, write_run
 
 
 def _summary(run_dir: Path) -> Summary:
-    return summarise(RunLog.read(run_dir))
+    return summarise_run(RunLog.read(run_dir))
 
 
 def test_figures_of_a_whole_run(tmp_path: Path) -> None:
