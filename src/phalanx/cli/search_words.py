@@ -69,7 +69,11 @@ def _order(trial: dict[str, Any]) -> tuple[bool, float]:
 
 def _row(trial: dict[str, Any]) -> str:
     memory = "" if trial["memory_bytes"] is None else f"{trial['memory_bytes'] / _GIB:.1f} GiB"
-    result = format_duration(trial["step_s"]) if trial["step_s"] is not None else FAILURES.get(trial["state"], trial["state"])
+    result = (
+        format_duration(trial["step_s"])
+        if trial["step_s"] is not None
+        else FAILURES.get(trial["state"], trial["state"])
+    )
     return f"{trial['number']:4}  {result:>10}  {memory:>9}  {trial['words']}"
 
 

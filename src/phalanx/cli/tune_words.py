@@ -109,7 +109,9 @@ def _devices(facts: dict[str, Any]) -> list[str]:
             f"  one trial a device, first come first served: {format_percent(without['idle'])} of {format_duration(without['seconds'])} "
             "(simulated from the times of these trials)"
         )
-    lines += [f"  {row['device']:>20} |{row['bar']}| idle {format_percent(row['idle'])}" for row in each[:_MOST_DEVICES]]
+    lines += [
+        f"  {row['device']:>20} |{row['bar']}| idle {format_percent(row['idle'])}" for row in each[:_MOST_DEVICES]
+    ]
     if len(each) > _MOST_DEVICES:
         lines.append(f"  and {len(each) - _MOST_DEVICES} more devices")
     return lines
