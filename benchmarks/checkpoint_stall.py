@@ -30,7 +30,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from phalanx.train.checkpoint import CheckpointStore, collect_tensors, materialise_optimizer_state
+from phalanx.checkpoint import CheckpointStore, collect_tensors, materialise_optimizer_state
 
 LAYERS, WIDTH = 7, 640
 

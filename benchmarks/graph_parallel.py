@@ -37,7 +37,7 @@ from phalanx.families.materials.graph_parallel import exchange as graph_parallel
 from phalanx.families.materials.graph_parallel.batch import GraphShare
 from phalanx.families.materials.model.traffic import numbers_for_atoms, numbers_for_edges
 from phalanx.hardware.device import choose_device, device_name
-from phalanx.launch.ranks import run_ranks
+from phalanx.launch.fork_server import run_ranks
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor

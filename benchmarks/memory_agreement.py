@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from phalanx.checkpoint import materialise_optimizer_state
 from phalanx.config.schema import LanguageRun, Run
 from phalanx.files import write_atomically
 from phalanx.layout.apply import ParallelModel
@@ -28,7 +29,6 @@ from phalanx.planner.dryrun.run import dry_run
 from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.layouts.enumerate import Limits, legal_candidates
 from phalanx.planner.memory.model import Kernels, rank_memory
-from phalanx.train.checkpoint import materialise_optimizer_state
 from phalanx.train.step import TrainStep, build_step
 
 WORLD = 8

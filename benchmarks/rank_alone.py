@@ -29,8 +29,8 @@ from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionShape, choose_attention
 from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import build_mesh
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
+from phalanx.precision import PRECISIONS
 from phalanx.torch_compat.fake import fake_process_group, silent_neighbours
 from phalanx.train.step import build_step
 
@@ -44,7 +44,10 @@ def measure(run_file: Path, words: list[str], world: int, rank: int, steps: int)
         layout = resolve_layout(run, world, world)
         device = choose_device(run.cluster.device, 0)
         shape = AttentionShape(
-            run.layout.microbatch, run.data.sequence_length, PRECISIONS[run.layout.precision], documents=False
+            run.layout.microbatch,
+            run.data.sequence_length,
+            PRECISIONS[run.layout.precision].compute_dtype,
+            documents=False,
         )
         attention = choose_attention(run.training.attention, run.model, shape, device)
         applied = apply_layout(run, layout, build_mesh(layout, device), device, attention)

@@ -11,7 +11,6 @@ from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.hardware.device import device_facts
 from phalanx.hardware.machine import Machine
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.explain.break_even import break_even
@@ -23,6 +22,7 @@ from phalanx.planner.time.step_time import StepCause
 from phalanx.planner.time.timing import our_software, step_times
 from phalanx.planner.trace.family import Kernel, likely_kernel, setting_of
 from phalanx.planner.trace.streamed import chain_sizes
+from phalanx.precision import PRECISIONS
 
 RUN_FILE = ROOT / "examples/orbit-1b.yaml"
 Words = list[str]
@@ -171,7 +171,7 @@ def gathered_weights(run: Run, layout: ResolvedLayout, kernel: Kernel) -> Row:
     """
     if layout.shards == 1:
         return {"peak": 0}
-    width = PRECISIONS[run.layout.precision].itemsize
+    width = PRECISIONS[run.layout.precision].compute_dtype.itemsize
     streamed = run.model_copy(update={"layout": run.layout.model_copy(update={"gather": "stream"})})
     setting = setting_of(streamed, resolve_layout(streamed, layout.world_size), attention=kernel, compiled=False)
     chains = chain_sizes(setting)

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from exposed_communication import communication
+from phalanx.checkpoint import materialise_optimizer_state
 from phalanx.config.families import WeatherRun
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
@@ -57,7 +58,6 @@ from phalanx.layout.streamed_weights.sharding import StreamedSharding
 from phalanx.layout.streamed_weights.stream_pairs import Streamed
 from phalanx.planner.trace.memory_trace import StepTrace
 from phalanx.torch_compat import common as compat
-from phalanx.train.checkpoint import materialise_optimizer_state
 from phalanx.train.step import TrainStep, build_step
 
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""`phalanx.launch.ranks` with the modules that tests import loaded in advance as well.
+"""`phalanx.launch.fork_server` with the modules that tests import loaded in advance as well.
 
 A process has one fork server, and what is loaded there in advance is decided when it starts. So there is one list, with all
 that ranks of any test use: else each of them would load it again.
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from phalanx.launch import ranks as local_ranks
+from phalanx.launch import fork_server as local_ranks
 
 PRELOADED = (
     "pytest",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from layout_runs import run_with
+from phalanx.checkpoint import materialise_optimizer_state
 from phalanx.config.schema import LanguageRun, Run
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
@@ -15,7 +16,6 @@ from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.dryrun.report import group_axes
 from phalanx.planner.dryrun.run import WatchedExecutor, measured_step
 from phalanx.planner.trace.memory_trace import StepTrace
-from phalanx.train.checkpoint import materialise_optimizer_state
 from phalanx.train.step import TrainStep, build_step
 
 WORLD = 4

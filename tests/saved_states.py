@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from phalanx.train.checkpoint import CheckpointStore
-from phalanx.train.checkpoint.manifest import DTYPES
+from phalanx.checkpoint import CheckpointStore
+from phalanx.checkpoint.manifest import DTYPES
 
 
 def every_dtype(seed: int = 0) -> dict[str, Tensor]:

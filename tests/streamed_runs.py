@@ -32,6 +32,7 @@ from phalanx.layout.streamed_weights.ring_transport import Ring
 from phalanx.layout.streamed_weights.sharding import StreamedSharding
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
 from phalanx.nn.initial import InitRule
+from phalanx.precision import PRECISIONS
 from whole_model import CPU, Box, box, place_of
 
 _SIZE = {"n_layers": 2, "d_model": 24, "vocab_size": 31, "max_positions": 32}
@@ -124,19 +125,20 @@ def lay_out(
 ) -> Laid:
     """`model` in `layout` on this rank, with the initial values of every layout, and none of them all equal."""
     mesh = ONE_RANK if layout.world_size == 1 else build_mesh(layout, CPU, made)
+    precision = next(one for one in PRECISIONS.values() if one.compute_dtype == dtype)
     streams, sharding = None, WholeParameters()
     if mesh.data is not None:
-        sharding = FullySharded(mesh.data, ShardingOptions(dtype))
+        sharding = FullySharded(mesh.data, ShardingOptions(precision))
     if stream and mesh.shards.size > 1:
         streams = Stream(mesh.shards, mesh.replicas, mesh.cp, ring(mesh.shards))
-        sharding = StreamedSharding(mesh, CPU, ShardingOptions(dtype))
+        sharding = StreamedSharding(mesh, CPU, ShardingOptions(precision))
         sharding.stream = streams
     share = SequenceShare(mesh.cp, mesh.tp, "ring")
     with torch.device("meta"):
         decoder = Decoder(model, dtype=dtype, chunk_tokens=64)
     splits = stream_matrices(decoder, tensor_splits(model), mesh.tp, streams, chunks=chunks)
     split_context(decoder, share)
-    decoder.to(torch.promote_types(dtype, torch.float32))
+    decoder.to(precision.main_dtype)
     stage = StreamedStage(decoder, share)
     for block in decoder.blocks:
         recompute_block(block, recompute)

@@ -42,6 +42,14 @@ class CheckpointError(PhalanxError):
     """A checkpoint is missing, incomplete, altered, hostile, or does not belong to this model."""
 
 
+class CheckpointDamaged(CheckpointError):
+    """What is on disk is not what was written: altered, truncated, missing, unreadable or made up.
+
+    The one error that makes a run fall back to an older checkpoint. A checkpoint that is sound but belongs to another model
+    raises a plain CheckpointError: an older one would not help either.
+    """
+
+
 class CheckFailed(PhalanxError):
     """A check (verify, doctor) ran to its end and did not pass."""
 

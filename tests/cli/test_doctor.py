@@ -16,8 +16,8 @@ import torch.distributed as dist
 from command_line import Call
 from phalanx.cli.main import main
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.hardware.doctor import rates
-from phalanx.hardware.doctor.examine import examine
+from phalanx.hardware.doctor import device_rates
+from phalanx.hardware.doctor.examine import examine_ranks
 from phalanx.layout.mesh import Ranks
 from phalanx_processes import free_port, start
 
@@ -30,8 +30,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # Rates are not what is looked at here.
-    monkeypatch.setattr(rates, "_CPU_SIDE", 64)
-    monkeypatch.setattr(rates, "_CPU_COPIED", 2**16)
+    monkeypatch.setattr(device_rates, "_CPU_SIDE", 64)
+    monkeypatch.setattr(device_rates, "_CPU_COPIED", 2**16)
 
 
 def test_one_rank_passes(call: Call) -> None:
@@ -110,7 +110,7 @@ def test_ranks_that_say_nothing_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
     with pytest.raises(PhalanxError) as failure:
-        examine(Ranks(0, 3, 0, 3), torch.device("cpu"), None, patience_s=0.2)
+        examine_ranks(Ranks(0, 3, 0, 3), torch.device("cpu"), None, patience_s=0.2)
     first, own = str(failure.value).splitlines()
     assert first.startswith("ranks 1-2 of 3 did not say their state within 0 s")
     assert own.startswith("failed: GLOO_SOCKET_IFNAME=nowhere names no network interface")
@@ -119,4 +119,4 @@ def test_ranks_that_say_nothing_are_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_several_ranks_need_a_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT are not set"):
-        examine(Ranks(1, 2, 1, 2), torch.device("cpu"), None)
+        examine_ranks(Ranks(1, 2, 1, 2), torch.device("cpu"), None)

@@ -17,7 +17,7 @@ from command_line import Call
 from phalanx.cli.search_words import search_lines
 from phalanx.config.load import load_run
 from phalanx.layout.resolve import resolve_layout
-from phalanx.report.search_page import render_search
+from phalanx.report.study_page import render_search
 from report.pages import Page
 from token_data import write_run_file, write_token_folder
 from trial_processes import trial_processes, wait_for

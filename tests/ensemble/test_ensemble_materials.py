@@ -28,7 +28,7 @@ from phalanx.families.materials.ensemble.loaded import LoadedEnsemble
 from phalanx.families.materials.ensemble.residuals import member_residuals, untrained_elements
 from phalanx.families.materials.evaluation.network import split_errors
 from phalanx.families.materials.inputs import columns_of
-from phalanx.launch.ranks import run_ranks
+from phalanx.launch.fork_server import run_ranks
 from phalanx.train.start import train
 
 CPU = torch.device("cpu")

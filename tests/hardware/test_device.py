@@ -109,7 +109,7 @@ def test_a_slow_processor_multiplies_smaller_matrices(monkeypatch: pytest.Monkey
         # As by an AVX2 processor: two seconds for 1024 x 1024.
         return [2.0 * (size / 1024) ** 3 if dtype == torch.bfloat16 else 1e-3] * count
 
-    monkeypatch.setattr(devices, "_product_seconds", product_seconds)
+    monkeypatch.setattr(devices, "time_products", product_seconds)
     assert measure_matmul_tflops(torch.device("cpu"), torch.bfloat16) == pytest.approx(2 * 1024**3 / 2.0 / 1e12)
     assert sizes == [1024, 512, 256, 256]
     sizes.clear()

@@ -14,7 +14,7 @@ from phalanx.hardware.collectives import default_constants
 from phalanx.hardware.device import device_facts
 from phalanx.hardware.machine import described_names, load_machine, machine_names, parse_machine
 from phalanx.hardware.topology import place
-from phalanx.launch.scripts import Job, launch_script
+from phalanx.launch.job_script import Job, launch_script
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "clusters.md"
 

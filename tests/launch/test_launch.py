@@ -13,7 +13,7 @@ from fake_slurm import JOB_ID, FakeSlurm
 from phalanx.errors import ConfigError, Interrupted
 from phalanx.hardware.device import known_devices
 from phalanx.hardware.machine import Machine, cores_of, load_machine, machine_names, parse_machine
-from phalanx.launch.scripts import (
+from phalanx.launch.job_script import (
     REQUEUED,
     STOPPED,
     UNFIT,

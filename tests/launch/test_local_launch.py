@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from listening import listening_at
-from phalanx.hardware.host_memory import KillCount
-from phalanx.launch.local import launch_ranks
+from phalanx.hardware.host import KillCount
+from phalanx.launch.local_launch import launch_ranks
 from phalanx.launch.parent import STOP_SIGNALS
 
 PROBE = """#!{python} -SE
@@ -53,7 +53,7 @@ while True:
 """
 LAUNCH = """
 import sys
-from phalanx.launch.local import launch_ranks
+from phalanx.launch.local_launch import launch_ranks
 sys.executable = sys.argv[1]
 sys.exit(launch_ranks(sys.argv[3:], 2, grace_s=float(sys.argv[2])))
 """
@@ -149,7 +149,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_others(
     probe.write_text(PROBE.format(python=sys.executable))
     probe.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(probe))
-    monkeypatch.setattr(KillCount, "_count", lambda count: counted * (tmp_path / "ready-1").exists())
+    monkeypatch.setattr(KillCount, "_read_count", lambda count: counted * (tmp_path / "ready-1").exists())
     assert launch_ranks(["killed", str(tmp_path)], 2) == 128 + signal.SIGKILL
     assert said in capfd.readouterr().err
 

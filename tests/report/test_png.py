@@ -7,7 +7,7 @@ import zlib
 
 import numpy as np
 
-from phalanx.report.png import DIVERGING, SEQUENTIAL, colours, png
+from phalanx.report.png import DIVERGING, SEQUENTIAL, encode_png, paint_values
 
 
 def decoded(content: bytes) -> np.ndarray:
@@ -30,18 +30,18 @@ def decoded(content: bytes) -> np.ndarray:
 
 def test_a_picture_comes_back() -> None:
     pixels = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
-    np.testing.assert_array_equal(decoded(png(pixels)), pixels)
+    np.testing.assert_array_equal(decoded(encode_png(pixels)), pixels)
 
 
 def test_values_have_the_colours_of_their_places() -> None:
     values = np.array([[0.0, 10.0, 5.0], [-99.0, 99.0, np.nan]])
-    found = colours(values, 0.0, 10.0, DIVERGING)
+    found = paint_values(values, 0.0, 10.0, DIVERGING)
     assert found[0].tolist() == [list(DIVERGING[0]), list(DIVERGING[-1]), list(DIVERGING[3])]
     assert found[1].tolist() == [list(DIVERGING[0]), list(DIVERGING[-1]), [160, 160, 160]]
     # A field that is the same everywhere divides by nothing.
-    assert colours(np.ones((1, 1)), 1.0, 1.0, SEQUENTIAL)[0, 0].tolist() == list(SEQUENTIAL[0])
+    assert paint_values(np.ones((1, 1)), 1.0, 1.0, SEQUENTIAL)[0, 0].tolist() == list(SEQUENTIAL[0])
 
 
 def test_brightness_follows_the_value() -> None:
-    found = colours(np.linspace(0, 1, 50)[None], 0.0, 1.0, SEQUENTIAL)[0] @ np.array([0.2126, 0.7152, 0.0722])
+    found = paint_values(np.linspace(0, 1, 50)[None], 0.0, 1.0, SEQUENTIAL)[0] @ np.array([0.2126, 0.7152, 0.0722])
     assert (np.diff(found) > 0).all()

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from phalanx.config.load import load_run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.language.sizes import parameter_count
-from phalanx.report.page_parts import LONGEST_SAMPLE, MOST_EVENTS, MOST_SAMPLES
-from phalanx.report.run_page import script_json, write_report
-from phalanx.report.template import asset
-from phalanx.report.text import count
+from phalanx.report.formatting import format_count
+from phalanx.report.page import read_template, write_script_json
+from phalanx.report.run_page import write_report
+from phalanx.report.run_sections import LONGEST_SAMPLE, MOST_EVENTS, MOST_SAMPLES
 from report.pages import Page, points
 from report.run_dirs import EVENTS, event, metric, write_lines, write_run
 
@@ -183,7 +183,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
 
 
 def test_json_inside_a_script_element_cannot_end_it() -> None:
-    text = script_json({HOSTILE: [HOSTILE]})
+    text = write_script_json({HOSTILE: [HOSTILE]})
     assert json.loads(text) == {HOSTILE: [HOSTILE]}
     assert not set("<>&\u2028") & set(text)
 
@@ -389,7 +389,7 @@ def test_the_head_names_parameters_layout_and_data(tmp_path: Path) -> None:
     folder = write_run(tmp_path)
     (folder / "run.yaml").write_text(WHOLE_RUN)
     (status,) = _page(folder).all("p", "status")
-    parameters = count(parameter_count(load_run(folder / "run.yaml").model))  # type: ignore[arg-type]
+    parameters = format_count(parameter_count(load_run(folder / "run.yaml").model))  # type: ignore[arg-type]
     assert f"{parameters} parameters · 8 × Accelerator 9000 · dp_shard=4 tp=2, global batch 16, bf16" in status.text
     assert "data data/books, data/code" in status.text
 
@@ -413,6 +413,6 @@ def test_line_ends_of_a_sample_are_shortened(tmp_path: Path) -> None:
 
 def test_the_legend_shows_curves_as_they_are_drawn() -> None:
     """Thin and pale for what was recorded, thicker for what is smoothed."""
-    style = asset("page.css")
+    style = read_template("page.css")
     widths = {name: float(width) for name, width in re.findall(r"^\.curve(\S*) \{ stroke-width: ([\d.]+)", style, re.M)}
     assert widths[".faint"] < widths[""] and not re.search(r"\.legend \.curve", style)

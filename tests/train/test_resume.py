@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import phalanx_processes
-from phalanx.train.checkpoint import CheckpointStore, read_tensors
+from phalanx.checkpoint import open_checkpoints, read_tensors
 from phalanx_processes import Command
 from token_data import write_run_file, write_token_folder
 
@@ -58,7 +58,7 @@ def kill_after(process: Command, run_dir: Path, step: int, signal_number: int) -
 
 
 def final_weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    newest = CheckpointStore.open(run_dir).newest()
+    newest = open_checkpoints(run_dir).newest()
     assert newest is not None
     assert newest.step == STEPS
     return read_tensors(newest.path, "")
@@ -92,7 +92,7 @@ def test_ctrl_c_leaves_a_checkpoint_of_the_last_step_and_says_how_to_go_on(run_f
     process = start(run_file, run_dir, "checkpoint.every=null")
     code, errors = kill_after(process, run_dir, 12, signal.SIGINT)
     assert code == 130, errors
-    newest = CheckpointStore.open(run_dir).newest()
+    newest = open_checkpoints(run_dir).newest()
     assert newest is not None
     assert newest.step == len(rows(run_dir)) >= 12
     assert f"stopped by signal 2 after step {newest.step}, checkpoint written; the same command goes on" in errors
@@ -107,7 +107,7 @@ def test_a_schedulers_warning_leaves_a_checkpoint(run_file: Path) -> None:
     process = start(run_file, run_dir, "checkpoint.every=null")
     code, errors = kill_after(process, run_dir, 3, signal.SIGUSR1)
     assert code == 128 + signal.SIGUSR1, errors
-    newest = CheckpointStore.open(run_dir).newest()
+    newest = open_checkpoints(run_dir).newest()
     assert newest is not None and newest.step == len(rows(run_dir)) < STEPS
 
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 import phalanx_processes
 from materials_runs import write_materials_run
+from phalanx.checkpoint import open_checkpoints, read_tensors
 from phalanx.cli.main import main
 from phalanx.config.load import load_run
 from phalanx.families.materials.data.prepare import prepare_graphs
 from phalanx.hardware.device import HostCopy
 from phalanx.train import trainer
-from phalanx.train.checkpoint import CheckpointStore, read_tensors
 from phalanx.train.run_ahead import SHORT_S, RunAhead
 from token_data import write_run_file, write_token_folder
 
@@ -139,7 +139,7 @@ def test_the_run_is_the_same_to_the_bit(run_dir: Path, straight: Path) -> None:
     for kind in ("evaluation", "checkpoint"):
         assert events(run_dir, kind) == events(straight, kind) and events(run_dir, kind), kind
     assert all(row["step_seconds"] > 0.0 for row in rows(run_dir))
-    one, other = (CheckpointStore.open(folder).newest() for folder in (run_dir, straight))
+    one, other = (open_checkpoints(folder).newest() for folder in (run_dir, straight))
     assert one is not None and other is not None and one.step == other.step == STEPS
     ours, expected = read_tensors(one.path, ""), read_tensors(other.path, "")
     assert ours.keys() == expected.keys() and all(torch.equal(ours[name], value) for name, value in expected.items())
@@ -186,7 +186,7 @@ def test_ctrl_c_leaves_a_checkpoint_of_the_last_step_launched(run_file: Path, st
     process.send_signal(signal.SIGINT)
     code, errors = process.finish()
     assert code == 130, errors
-    newest = CheckpointStore.open(run_dir).newest()
+    newest = open_checkpoints(run_dir).newest()
     assert newest is not None and newest.step == len(rows(run_dir)) >= 5
     assert order(run_dir)[-1] == ("read", newest.step)
     assert f"stopped by signal 2 after step {newest.step}, checkpoint written" in errors

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from phalanx.checkpoint import CheckpointStore, open_checkpoints, read_state, read_tensors
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
 from phalanx.layout.place import as_place
-from phalanx.train.checkpoint import CheckpointStore, read_state, read_tensors
 from phalanx.train.nonfinite import GradientSpikes, all_finite
 from phalanx.train.start import train
 from phalanx.train.step import TrainStep, build_step
@@ -49,7 +49,7 @@ SKIPS = "training.on_nonfinite=skip"
 
 
 def steps_kept(run_dir: Path) -> list[int]:
-    return [checkpoint.step for checkpoint in CheckpointStore.open(run_dir).list()]
+    return [checkpoint.step for checkpoint in open_checkpoints(run_dir).list()]
 
 
 def train_until_stopped(run_file: Path, run_dir: Path, *words: str) -> str:
@@ -160,7 +160,7 @@ def test_a_loss_scale_that_falls_for_ever_ends_the_run(
 def test_a_checkpoint_of_weights_that_are_no_numbers_is_not_gone_on_from(run_file: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     train(load_run(run_file, ["training.steps=6"]), run_dir)
-    newest = CheckpointStore.open(run_dir).newest()
+    newest = open_checkpoints(run_dir).newest()
     assert newest is not None
     tensors = read_tensors(newest.path)
     next(tensor for name, tensor in tensors.items() if "norm" in name)[3] = torch.inf

@@ -13,8 +13,8 @@ from phalanx.cli.console import output, print_json
 from phalanx.cli.ranks import start_again
 from phalanx.errors import CheckFailed
 from phalanx.hardware.device import choose_device
-from phalanx.hardware.doctor.examine import Examination, examine
-from phalanx.hardware.doctor.finding import Finding, rank_words
+from phalanx.hardware.doctor.examine import Examination, examine_ranks
+from phalanx.hardware.doctor.finding import Finding, format_ranks
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.mesh import leave_process_group, ranks_from_environment
 
@@ -34,7 +34,9 @@ def doctor(
     if nproc is not None:
         start_again(ranks, nproc)
         return
-    found = examine(ranks, choose_device(device, ranks.local_rank), machine, measured=not quick, patience_s=patience)
+    found = examine_ranks(
+        ranks, choose_device(device, ranks.local_rank), machine, measured=not quick, patience_s=patience
+    )
     leave_process_group()
     if not ranks.first:
         return
@@ -110,5 +112,5 @@ def _finding_words(finding: Finding, world_size: int) -> Text:
     style = "bold red" if finding.level == "failed" else "yellow"
     all_of_them = len(finding.ranks) in (0, world_size)
     # Findings of one rank name it with its host.
-    whose = "" if all_of_them or len(finding.ranks) == 1 else f" ({rank_words(finding.ranks)})"
+    whose = "" if all_of_them or len(finding.ranks) == 1 else f" ({format_ranks(finding.ranks)})"
     return Text.assemble((f"{finding.level:7}", style), f"  {finding.check}: {finding.message}{whose}; {finding.fix}")

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from phalanx.checkpoint import materialise_optimizer_state
 from phalanx.cli.console import output, print_json
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
@@ -22,7 +23,6 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.dryrun.report import RankReport
 from phalanx.planner.dryrun.run import dry_run
 from phalanx.planner.trace.memory_trace import CATEGORIES, Moment
-from phalanx.train.checkpoint import materialise_optimizer_state
 from phalanx.train.step import TrainStep, build_step
 
 _SILENCE_S = 10.0

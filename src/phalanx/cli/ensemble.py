@@ -26,9 +26,9 @@ from phalanx.ensemble.share import Share
 from phalanx.ensemble.training import Recipe, train_side_by_side
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.language.ensemble import LanguageEnsemble, build_language
-from phalanx.hardware.cores import available_cores
 from phalanx.hardware.device import choose_device
-from phalanx.launch.local import launch_ranks
+from phalanx.hardware.host import available_cores
+from phalanx.launch.local_launch import launch_ranks
 from phalanx.layout.mesh import Ranks, join_process_group, leave_process_group, ranks_from_environment
 from phalanx.report.ensemble_page import render_ensemble
 

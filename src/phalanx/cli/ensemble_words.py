@@ -6,7 +6,7 @@ from typing import Any
 
 from phalanx.cli.console import output
 from phalanx.families.materials.data.trained_elements import untrained_in_words
-from phalanx.report.text import number, percent
+from phalanx.report.formatting import format_number, format_percent
 
 Row = dict[str, Any]
 
@@ -53,11 +53,11 @@ def _line(label: Row) -> str:
     conformal = label["conformal"]["0.9"]["coverage"]
     saved = 1.0 - scores["mae"] / best if best else 0.0
     return (
-        f"  {label['source'] + ' ' + label['quantity']:<24}{number(scale * scores['mae']):>10}"
-        f"{number(scale * best):>10}{saved:>+8.1%}{number(scale * scores['sharpness']):>11}"
-        f"{number(scale * scores['crps']):>10}"
-        f"{percent(scores['coverage']['0.5']):>8}{percent(scores['coverage']['0.9']):>8}"
-        f"{'-' if conformal is None else percent(conformal):>11}{scores['rank_correlation']:>7.2f}"
+        f"  {label['source'] + ' ' + label['quantity']:<24}{format_number(scale * scores['mae']):>10}"
+        f"{format_number(scale * best):>10}{saved:>+8.1%}{format_number(scale * scores['sharpness']):>11}"
+        f"{format_number(scale * scores['crps']):>10}"
+        f"{format_percent(scores['coverage']['0.5']):>8}{format_percent(scores['coverage']['0.9']):>8}"
+        f"{'-' if conformal is None else format_percent(conformal):>11}{scores['rank_correlation']:>7.2f}"
         f"  {label['calibration']['kind']}; {unit}"
     )
 
@@ -75,8 +75,8 @@ def _print_forecasts(facts: Row) -> None:
         raw, scores, best = row["raw"], row["scores"], row["best_member_rmse"]
         saved = 1.0 - scores["rmse"] / best if best else 0.0
         console.print(
-            f"  {row['variable']:<28}{row['lead_hours']:>6}{number(scores['rmse']):>12}{number(best):>12}{saved:>+8.1%}"
-            f"{number(scores['crps']):>12}{number(raw['crps']):>12}{scores['spread_skill']:>14.2f}"
+            f"  {row['variable']:<28}{row['lead_hours']:>6}{format_number(scores['rmse']):>12}{format_number(best):>12}{saved:>+8.1%}"
+            f"{format_number(scores['crps']):>12}{format_number(raw['crps']):>12}{scores['spread_skill']:>14.2f}"
             f"{raw['spread_skill']:>8.2f}"
         )
 
@@ -87,7 +87,7 @@ def _print_losses(facts: Row) -> None:
     for member in facts["members"]:
         console.print(f"  loss {member['loss']:.4f}  {member['checkpoint']}", soft_wrap=True)
     console.print(
-        f"  loss {facts['loss']:.4f}  their mean (perplexity {number(facts['perplexity'])}), "
+        f"  loss {facts['loss']:.4f}  their mean (perplexity {format_number(facts['perplexity'])}), "
         f"{compared_with_best(facts['loss'], facts['best_member_loss'])}"
     )
 

@@ -13,7 +13,7 @@ from phalanx.families.weather.evaluation.table import skill_in_words
 from phalanx.files import write_atomically
 from phalanx.hardware.device import choose_device
 from phalanx.report.forecast_page import render_forecasts
-from phalanx.report.text import number
+from phalanx.report.formatting import format_number
 
 
 def forecast(
@@ -60,10 +60,10 @@ def _print_scores(loaded: LoadedForecaster, found: Forecasts, page: Path) -> Non
         f"  {'variable':<28}{'hours':>6}{'RMSE':>12}{'persistence':>13}{'climatology':>13}{'saved':>8}{'ACC':>8}"
     )
     for row in found.rows:
-        usual = "-" if row.climatology_rmse is None else number(row.climatology_rmse)
+        usual = "-" if row.climatology_rmse is None else format_number(row.climatology_rmse)
         acc = "-" if row.acc is None else f"{row.acc:.3f}"
         console.print(
-            f"  {row.variable:<28}{row.lead_hours:>6}{number(row.rmse):>12}{number(row.persistence_rmse):>13}{usual:>13}"
+            f"  {row.variable:<28}{row.lead_hours:>6}{format_number(row.rmse):>12}{format_number(row.persistence_rmse):>13}{usual:>13}"
             f"{row.skill:>+8.0%}{acc:>8}"
         )
     if found.without_climatology is not None:

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from phalanx.errors import ConfigError
 from phalanx.families.language.evaluation.load import LoadedModel, load_for_inference
 from phalanx.hardware.device import choose_device
-from phalanx.layout.precision import PRECISIONS
+from phalanx.precision import PRECISIONS
 from phalanx.printable_console import plain_console
 
 
@@ -24,7 +24,7 @@ def precision_named(name: str, option: str) -> torch.dtype:
     """The number format called `name`. Raises ConfigError naming the option and what is allowed."""
     if name not in PRECISIONS:
         raise ConfigError(f"{option}={name} must be {', '.join(PRECISIONS)}")
-    return PRECISIONS[name]
+    return PRECISIONS[name].compute_dtype
 
 
 def progress_bar() -> Progress:

@@ -12,7 +12,7 @@ from phalanx.cli.console import output, print_json, write_file
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
 from phalanx.hardware.machine import described_names, load_machine
-from phalanx.launch.scripts import Job, complete_job, format_walltime, launch_script, parse_walltime
+from phalanx.launch.job_script import Job, complete_job, format_walltime, launch_script, parse_walltime
 from phalanx.layout.resolve import resolve_layout
 
 

@@ -27,7 +27,7 @@ from phalanx.cli.arguments import examples
 from phalanx.cli.console import print_error, print_note
 from phalanx.config.fields import nearest_names
 from phalanx.errors import Interrupted, PhalanxError
-from phalanx.hardware.cores import passive_waits
+from phalanx.hardware.host import passive_waits
 from phalanx.launch.parent import die_with_parent
 
 

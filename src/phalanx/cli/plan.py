@@ -27,7 +27,7 @@ from phalanx.planner.rank.summary import plan_facts
 from phalanx.planner.rank.write import planned_text, planned_words
 from phalanx.planner.time.profile import choose_profile
 from phalanx.planner.trace.family import require_planned
-from phalanx.report.text import duration
+from phalanx.report.formatting import format_duration
 
 _UNITS = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -161,5 +161,5 @@ def _page(made: Plan, command: list[str]) -> str:
 
 def _run_file(made: Plan) -> str:
     seconds, task = float(made.best.times.total[0]), made.task
-    note = f"Planned for {task.devices} devices of {made.planner.machine.name}: {duration(seconds)} a step expected.\n"
+    note = f"Planned for {task.devices} devices of {made.planner.machine.name}: {format_duration(seconds)} a step expected.\n"
     return planned_text(task.run, made.best.candidates, note)

@@ -12,8 +12,9 @@ from phalanx.cli.console import wrapped
 from phalanx.planner.explain.budget import COMPUTING_SHARE, WAITING_SHARE, Budget
 from phalanx.planner.rank.plan import Plan
 from phalanx.planner.rank.summary import Row, hybrid_words, plan_facts
-from phalanx.report.plan_cells import gather_cell, gathers_differ, schedule_cell, step_cell, zero_cell
-from phalanx.report.text import count, duration, percent, signed_duration
+from phalanx.report.formatting import format_count, format_difference, format_duration, format_percent
+from phalanx.report.plan_page import FITS, PARALLELISM_COLUMNS, RATE, STEP, layout_columns
+from phalanx.report.table import write_text_table
 
 _GIB = 2**30
 _PROSE = 120
@@ -22,24 +23,7 @@ _LEAST_BAR = 8
 """Columns of the shortest chart; narrower terminals get none."""
 
 
-_COLUMNS: tuple[tuple[str, Callable[[Row], str], int], ...] = (
-    ("tp", lambda row: str(row["tp"]), 0),
-    ("pp", lambda row: str(row["pp"]), 0),
-    ("cp", lambda row: str(row["cp"]), 4),
-    ("dp_shard", lambda row: str(row["dp_shard"]), 1),
-    ("dp_rep", lambda row: str(row["dp_replicate"]), 2),
-    ("mbs", lambda row: str(row["microbatch"]), 1),
-    ("zero", zero_cell, 3),
-    ("gather", gather_cell, 3),
-    ("schedule", schedule_cell, 2),
-    ("recompute", lambda row: str(row["recompute"]), 2),
-    ("memory", lambda row: f"{row['memory_bytes'] / _GIB:.1f}", 0),
-    ("step, 90% interval", step_cell, 4),
-    ("step", lambda row: duration(row["step_s"]), 0),
-    ("TFLOP/s", lambda row: f"{row['tflops_per_device']:.1f}", 1),
-    ("P(fits)", lambda row: f"{row['p_fits']:.2f}", 3),
-)
-"""Head, cell, and how soon a column gives way on a narrow terminal: 0 never."""
+_COLUMNS = (*PARALLELISM_COLUMNS, STEP, RATE, FITS)
 
 
 def plan_lines(plan: Plan, width: int) -> Iterator[str]:
@@ -51,13 +35,13 @@ def plan_lines(plan: Plan, width: int) -> Iterator[str]:
         f"with a probability of at least {facts['least_p_fits']:g}; the best of each choice of tp, cp and pp:",
         width,
     )
-    yield from _table(facts["layouts"], width)
+    yield from _write_layouts(facts["layouts"], width)
     first = facts["layouts"][0]
-    yield from _wrapped(f"time of 1: {_parts(first['time_by_cause_s'], duration)}", width)
+    yield from _wrapped(f"time of 1: {_parts(first['time_by_cause_s'], format_duration)}", width)
     yield from _wrapped(f"memory of 1: {_parts(first['memory_by_cause_bytes'], _gib)}", width)
     yield ""
     yield from _wrapped("nothing beats these in time, memory and energy at once:", width)
-    yield from _table(facts["pareto"], width)
+    yield from _write_layouts(facts["pareto"], width)
     if facts["hybrid_break_even"]:
         yield ""
         yield from _wrapped(hybrid_words(facts), width)
@@ -88,24 +72,8 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _table(rows: list[Row], width: int) -> Iterator[str]:
-    """The columns that find room; those that matter least go first."""
-    every = [column for column in _COLUMNS if column[0] != "gather" or gathers_differ(rows)]
-    chosen = [column for column in every if column[0] != "step"]
-    lines = _cells(chosen, rows)
-    for worth in (4, 3, 2, 1):
-        if max(len(line) for line in lines) <= width:
-            break
-        chosen = [column for column in every if column[2] < worth]
-        lines = _cells(chosen, rows)
-    yield from lines
-
-
-def _cells(columns: list[tuple[str, Callable[[Row], str], int]], rows: list[Row]) -> list[str]:
-    table = [["", *(head if head != "memory" else "GiB" for head, _, _ in columns)]]
-    table += [[str(number), *(cell(row) for _, cell, _ in columns)] for number, row in enumerate(rows, 1)]
-    widths = [max(len(line[place]) for line in table) for place in range(len(table[0]))]
-    return ["  ".join(text.rjust(size) for text, size in zip(line, widths, strict=True)) for line in table]
+def _write_layouts(rows: list[Row], width: int) -> list[str]:
+    return write_text_table(layout_columns(rows, _COLUMNS), rows, width=width, numbered=True)
 
 
 def _parts(causes: dict[str, float], show: Callable[[float], str]) -> str:
@@ -113,7 +81,7 @@ def _parts(causes: dict[str, float], show: Callable[[float], str]) -> str:
     total = sum(causes.values())
     ordered = sorted(causes.items(), key=lambda item: -item[1])
     return " | ".join(
-        f"{name} {show(value)} ({percent(value / total)})" for name, value in ordered if value > 0.005 * total
+        f"{name} {show(value)} ({format_percent(value / total)})" for name, value in ordered if value > 0.005 * total
     )
 
 
@@ -131,12 +99,12 @@ def _why(why: Row) -> str:
     if slower <= 0:
         return asked + "the best layout has it"
     causes = [
-        f"{name} {signed_duration(value)}" for name, value in why["by_cause_s"].items() if abs(value) > 0.02 * slower
+        f"{name} {format_difference(value)}" for name, value in why["by_cause_s"].items() if abs(value) > 0.02 * slower
     ]
     share = slower / (row["step_s"] - slower)
     names = ("pp", "dp_shard", "microbatch", "recompute", *(("gather",) if row["gather"] != "layer" else ()))
     best = " ".join(f"{name}={row[name]}" for name in names)
-    return asked + f"{duration(slower)} a step more ({percent(share)}), with {best}: {', '.join(causes)}"
+    return asked + f"{format_duration(slower)} a step more ({format_percent(share)}), with {best}: {', '.join(causes)}"
 
 
 def _scaling(points: list[Row], unit: str, width: int) -> Iterator[str]:
@@ -149,7 +117,7 @@ def _scaling(points: list[Row], unit: str, width: int) -> Iterator[str]:
             yield from _wrapped(f"{head:>{wide}}  {point['why_not']}", width)
             continue
         row, share = point["layout"], point["efficiency"]
-        text = f"{head:>{wide}}  {percent(share):>7}  {count(point[f'{unit}_per_s']):>6} {unit}/s"
+        text = f"{head:>{wide}}  {format_percent(share):>7}  {format_count(point[f'{unit}_per_s']):>6} {unit}/s"
         text += f"  {row['tflops_per_device']:6.1f} TFLOP/s"
         longer = f"{text}  tp={row['tp']} pp={row['pp']} dp_shard={row['dp_shard']} dp_replicate={row['dp_replicate']}"
         text = longer if len(longer) + _LEAST_BAR + 2 <= width else text
@@ -164,12 +132,12 @@ def _budget(found: Budget, devices: int) -> str:
         f", {found.energy_mwh:,.3g} MWh (a device draws {COMPUTING_SHARE:g} of its board power while it works and "
         f"{WAITING_SHARE:g} while it waits: an assumption)"
     )  # fmt: skip
-    every = f"{duration(losses.interval_s)}" if isfinite(losses.interval_s) else "never"
+    every = f"{format_duration(losses.interval_s)}" if isfinite(losses.interval_s) else "never"
     return (
-        f"{count(found.amount)} {found.unit}: {found.steps:,} steps, {duration(found.seconds)} of steps; with failures and "
-        f"checkpoints {duration(found.elapsed_s)}, {count(found.device_hours)} device-hours{energy}. Goodput "
-        f"{percent(losses.share)}: a job of {devices:,} devices fails every {duration(losses.failure_s)} on average; a "
-        f"checkpoint every {every} (each {duration(losses.checkpoint_s)}) loses least."
+        f"{format_count(found.amount)} {found.unit}: {found.steps:,} steps, {format_duration(found.seconds)} of steps; with failures and "
+        f"checkpoints {format_duration(found.elapsed_s)}, {format_count(found.device_hours)} device-hours{energy}. Goodput "
+        f"{format_percent(losses.share)}: a job of {devices:,} devices fails every {format_duration(losses.failure_s)} on average; a "
+        f"checkpoint every {every} (each {format_duration(losses.checkpoint_s)}) loses least."
     )
 
 

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from phalanx.errors import ConfigError
-from phalanx.launch.local import launch_ranks
+from phalanx.launch.local_launch import launch_ranks
 from phalanx.layout.mesh import Ranks
 
 

@@ -9,7 +9,7 @@ from phalanx.cli.console import print_json
 from phalanx.printable import printable
 from phalanx.report.run_log import RunLog
 from phalanx.report.run_page import write_page
-from phalanx.report.summary import summarise
+from phalanx.report.run_summary import summarise_run
 
 
 def report(
@@ -22,6 +22,6 @@ def report(
     log = RunLog.read(run_dir)
     page = write_page(log, out)
     if json_output:
-        print_json({"report": str(page), **asdict(summarise(log)), "notes": log.notes})
+        print_json({"report": str(page), **asdict(summarise_run(log)), "notes": log.notes})
     else:
         print(printable(str(page)))

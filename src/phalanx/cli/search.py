@@ -17,7 +17,7 @@ from phalanx.hardware.machine import load_machine
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.judge import Planner, Task, fixed_fields
 from phalanx.planner.time.profile import choose_profile
-from phalanx.report.search_page import render_search
+from phalanx.report.study_page import render_search
 
 
 def search(

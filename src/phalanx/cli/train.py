@@ -10,7 +10,7 @@ from phalanx.config.load import load_run
 from phalanx.config.override import parse_overrides
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.launch.local import launch_ranks
+from phalanx.launch.local_launch import launch_ranks
 from phalanx.layout.mesh import ranks_from_environment
 from phalanx.layout.resolve import resolve_layout
 from phalanx.train.start import train as start_training

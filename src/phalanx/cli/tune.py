@@ -87,7 +87,7 @@ def _write_files(folder: Path, facts: dict[str, Any], write: Path | None, html: 
         write_file(write, best_run_text(folder, facts))
         written["run"] = str(write)
     if html is not None:
-        from phalanx.report.tune_page import render_tune  # noqa: PLC0415
+        from phalanx.report.study_page import render_tune  # noqa: PLC0415
 
         write_file(html, render_tune(facts))
         written["html"] = str(html)

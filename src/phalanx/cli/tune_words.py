@@ -7,7 +7,7 @@ from typing import Any
 
 from phalanx.cli.console import wrapped
 from phalanx.printable import printable
-from phalanx.report.text import duration, number, percent
+from phalanx.report.formatting import format_duration, format_number, format_percent
 from phalanx.study.trials.trial import FAILURES, INTERRUPTED, Trial
 
 _CLIP = 150
@@ -23,7 +23,7 @@ def progress(part: Trial, configuration: int) -> None:
         values = " ".join(f"{name.partition('.')[2]}={_short(value)}" for name, value in part.values.items())
         expected = part.note.get("expected_s")
         text = f"to step {steps}: {values or 'the run file as it stands'}" + (
-            "" if expected is None else f", expected {duration(expected)}"
+            "" if expected is None else f", expected {format_duration(expected)}"
         )
     else:
         text = f"step {steps}: {_ended(part)}"
@@ -34,7 +34,7 @@ def _ended(part: Trial) -> str:
     assert part.outcome is not None
     cause, said = part.outcome.cause, " ".join(part.outcome.words.split())
     if part.outcome.value is not None:
-        return f"{number(part.outcome.value)} in {duration(part.outcome.seconds)}"
+        return f"{format_number(part.outcome.value)} in {format_duration(part.outcome.seconds)}"
     words = FAILURES.get(cause, "interrupted, may be repeated" if cause == INTERRUPTED else cause)
     return f"{words}: {said[:_CLIP]}" if said else words
 
@@ -73,18 +73,18 @@ def _best(facts: dict[str, Any]) -> list[str]:
     if best is None:
         return [f"no trial has a score; logs are in {facts['study']}/jobs"]
     steps = f"{best['steps']} of {facts['rungs'][-1]} steps"
-    lines = [f"best: trial {best['number']}, {number(best['score'])} after {steps}, {best['run_dir']}"]
+    lines = [f"best: trial {best['number']}, {format_number(best['score'])} after {steps}, {best['run_dir']}"]
     lines += [f"      {name} = {_short(value)}" for name, value in best["values"].items()]
     if facts["unfinished"]:
         lines.append(f"note: {facts['unfinished']}")
     if default is not None:
-        lines.append(f"the run file as it stands: {number(default['score'])} after {default['steps']} steps")
+        lines.append(f"the run file as it stands: {format_number(default['score'])} after {default['steps']} steps")
     return lines
 
 
 def _row(row: dict[str, Any]) -> str:
     values = " ".join(f"{name.partition('.')[2]}={_short(value)}" for name, value in row["values"].items())
-    return f"{row['number']:5}  {number(row['score']):>10}  step {row['steps']:<7} {values}"
+    return f"{row['number']:5}  {format_number(row['score']):>10}  step {row['steps']:<7} {values}"
 
 
 def _matters(facts: dict[str, Any]) -> list[str]:
@@ -100,16 +100,18 @@ def _matters(facts: dict[str, Any]) -> list[str]:
 def _devices(facts: dict[str, Any]) -> list[str]:
     devices = facts["devices"]
     lines = [
-        f"devices were idle {percent(devices['idle'])} of the time (nothing in a training loop), over "
-        f"{duration(devices['seconds'])} in {devices['sessions']} sessions"
+        f"devices were idle {format_percent(devices['idle'])} of the time (nothing in a training loop), over "
+        f"{format_duration(devices['seconds'])} in {devices['sessions']} sessions"
     ]
     without, each = facts["without_packing"], devices["each"]
     if without is not None and any(devices["packing"]):
         lines.append(
-            f"  one trial a device, first come first served: {percent(without['idle'])} of {duration(without['seconds'])} "
+            f"  one trial a device, first come first served: {format_percent(without['idle'])} of {format_duration(without['seconds'])} "
             "(simulated from the times of these trials)"
         )
-    lines += [f"  {row['device']:>20} |{row['bar']}| idle {percent(row['idle'])}" for row in each[:_MOST_DEVICES]]
+    lines += [
+        f"  {row['device']:>20} |{row['bar']}| idle {format_percent(row['idle'])}" for row in each[:_MOST_DEVICES]
+    ]
     if len(each) > _MOST_DEVICES:
         lines.append(f"  and {len(each) - _MOST_DEVICES} more devices")
     return lines

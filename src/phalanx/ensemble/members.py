@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.checkpoint import open_checkpoints, read_state
 from phalanx.config.families import MaterialsRun
 from phalanx.config.graph_data import GraphData
 from phalanx.config.load import parse_run
@@ -13,7 +14,6 @@ from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.families.materials.data.manifest import read_manifest
 from phalanx.families.materials.errors import quantities
-from phalanx.train.checkpoint import CheckpointStore, read_state
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def open_member(path: Path, overrides: Sequence[str] = (), score: float | None =
 
     Raises CheckpointError where there is none.
     """
-    newest = CheckpointStore.open(path).newest()
+    newest = open_checkpoints(path).newest()
     if newest is None:
         raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
     text = str(read_state(newest.path).get("run"))

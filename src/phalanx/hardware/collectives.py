@@ -1,13 +1,15 @@
-"""How long collectives take: a few constants, the bytes, and where the group lies. Everything is vectorised over arrays.
+"""Time of collectives from the bytes, the placement of the group and a few constants; all of it vectorised over arrays.
 
-Each function takes bytes and a `Placement` whose shapes broadcast, and gives seconds as float64 of the joint shape. A group
-of one member, and no bytes, take no time. Times grow with the bytes, and on a switch with the members; on a mesh more
-members may have more links, and take less.
+Each function takes bytes and a `Placement` whose shapes broadcast, and returns seconds as float64 of the joint
+shape. A group
+of one member, or no bytes, takes no time. Times grow with the bytes, and on a switch with the members; on a mesh more
+members may have more links and take less.
 
-One transfer takes launch + L + T + 2 ramp sqrt(L T). L is the latency of its steps, one after the other. T is the longer of
-two times, as data goes through in chunks that keep both busy at once: what the bytes need between nodes; and what they need
-within a node, with one pass of every device over its own data. The root is what filling the chunks costs: with chunks of the
-best size a pipeline of k steps takes (sqrt(L) + sqrt(T))^2, ramp = 1; libraries come nearer to L + T.
+A transfer takes launch + L + T + 2 ramp sqrt(L T). L is the latency of its steps, which follow one another. T is the
+longer of
+the time between nodes and the time within a node, since data goes through in chunks that keep both busy; the time within a
+node includes one pass of every device over its own data. The root is the cost of filling the pipeline of chunks: with chunks
+of the best size a pipeline of k steps takes (sqrt(L) + sqrt(T))^2, which is ramp = 1; libraries come nearer to L + T.
 """
 
 from __future__ import annotations
@@ -28,18 +30,18 @@ from phalanx.hardware.topology import Floats, Placement
 
 @dataclass(frozen=True)
 class Constants:
-    """How a machine's links and collective library behave; `constants.yaml` has the defaults and where they are from."""
+    """Constants of a machine's links and collective library; `constants.yaml` has the defaults and their sources."""
 
     launch_s: float
-    """What any collective takes at least, seconds."""
+    """Least time of any collective, seconds."""
     step_s: float
     """Latency of one step between devices of a node, seconds."""
     efficiency: float
     """Share of the links' nominal bandwidth that large messages reach within a node."""
     pass_b_s: float
-    """Bytes a second at which a device passes once over its own data, to reduce and copy it."""
+    """Bytes per second of one pass of a device over its own data, which reduces and copies it."""
     ramp: float
-    """How much of the time to fill a pipeline of chunks is lost, 0 to 1."""
+    """Share of the time to fill a pipeline of chunks that is lost, 0 to 1."""
     multicast: float = 0.0
     """Share of a device's nominal bandwidth at which the switches of a node reduce; 0 where they cannot."""
     step_across_s: float = 0.0
@@ -57,87 +59,94 @@ class Constants:
 
 
 def default_constants(machine: Machine) -> Constants:
-    """The constants for the links and the network of `machine`. Raises ConfigError for kinds that are not in the table.
+    """Return the constants for the links and the network of `machine`. Raises ConfigError for kinds not in the table.
 
-    A machine without links in its nodes, or without a network, gets harmless values for what it does not have.
+    A machine without links in its nodes, or without a network, gets neutral values for what it lacks.
     """
     inside = {"launch_s": 0.0, "step_s": 0.0, "efficiency": 1.0, "pass_b_s": 1e12, "ramp": 0.0}
     if machine.links is not None:
-        inside = _row("links", machine.links.kind, machine.name)
-    across = {} if machine.network is None else _row("network", machine.network.kind, machine.name)
+        inside = _read_row("links", machine.links.kind, machine.name)
+    across = {} if machine.network is None else _read_row("network", machine.network.kind, machine.name)
     return Constants(**inside, **across)
 
 
 def all_reduce(size: npt.ArrayLike, place: Placement, constants: Constants) -> Floats:
-    """Seconds to sum a tensor of `size` bytes, that each member has, on every member.
+    """Return the seconds to sum a tensor of `size` bytes of each member on every member.
 
-    The fastest of rings, trees between nodes, and switches that reduce.
+    Libraries take the fastest of rings, trees between nodes, and switches that reduce; so does this model.
     """
-    data, n = _bytes(size, place), place.size
-    inside = 2 * _rest(place.per_node) * data / (place.ring_b_s * constants.efficiency) + data / constants.pass_b_s
+    data, n = _broadcast_bytes(size, place), place.size
+    inside = (
+        2 * _others_share(place.per_node) * data / (place.ring_b_s * constants.efficiency) + data / constants.pass_b_s
+    )
     nic = place.nic_b_s * constants.efficiency_across
     steps = 2 * (place.per_node - 1) * constants.step_s
     across = constants.step_across_s + place.hop_s
-    # Every byte of a ring leaves the node once for each lap, whatever the number of members there.
-    ring = np.maximum(inside, 2 * _rest(n) * data / (nic * place.ring_taper))
-    time = _time(steps + 2 * (place.nodes - 1) * across, ring, constants)
+    # Every byte of a ring leaves the node once per lap, however many members the node has.
+    ring = np.maximum(inside, 2 * _others_share(n) * data / (nic * place.ring_taper))
+    time = _transfer_seconds(steps + 2 * (place.nodes - 1) * across, ring, constants)
     tree = np.maximum(inside, 2 * data / (nic * place.ring_taper * constants.tree))
-    time = np.minimum(time, _time(steps + 2 * _levels(place) * across, tree, constants))
+    time = np.minimum(time, _transfer_seconds(steps + 2 * _tree_levels(place) * across, tree, constants))
     if constants.multicast > 0:
-        switched = _time(np.asarray(2 * constants.step_s), data / (place.ring_b_s * constants.multicast), constants)
+        switched = _transfer_seconds(
+            np.asarray(2 * constants.step_s), data / (place.ring_b_s * constants.multicast), constants
+        )
         time = np.where(place.multicast, np.minimum(time, switched), time)
-    return _nothing_for_one(time, data, place)
+    return _zero_where_alone(time, data, place)
 
 
 def all_gather(size: npt.ArrayLike, place: Placement, constants: Constants) -> Floats:
-    """Seconds until every member has the whole of `size` bytes, of which each had an equal part. By rings."""
-    data = _bytes(size, place)
-    inside = _rest(place.per_node) * data / (place.ring_b_s * constants.efficiency) + data / 2 / constants.pass_b_s
-    across = _rest(place.size) * data / (place.nic_b_s * constants.efficiency_across * place.ring_taper)
+    """Return the seconds in which rings gather `size` bytes, of which each member has an equal part, on every member."""
+    data = _broadcast_bytes(size, place)
+    inside = (
+        _others_share(place.per_node) * data / (place.ring_b_s * constants.efficiency) + data / 2 / constants.pass_b_s
+    )
+    across = _others_share(place.size) * data / (place.nic_b_s * constants.efficiency_across * place.ring_taper)
     steps = (place.per_node - 1) * constants.step_s + (place.nodes - 1) * (constants.step_across_s + place.hop_s)
-    return _nothing_for_one(_time(steps, np.maximum(inside, across), constants), data, place)
+    return _zero_where_alone(_transfer_seconds(steps, np.maximum(inside, across), constants), data, place)
 
 
 def reduce_scatter(size: npt.ArrayLike, place: Placement, constants: Constants) -> Floats:
-    """Seconds to sum a tensor of `size` bytes, that each member has whole, and leave each an equal part. By rings."""
+    """Return the seconds in which rings sum a tensor of `size` bytes of each member and leave each an equal part."""
+    # A reduce-scatter is an all-gather run backwards.
     return all_gather(size, place, constants)
 
 
 def all_to_all(size: npt.ArrayLike, place: Placement, constants: Constants) -> Floats:
-    """Seconds for each member to send `size` bytes in all, an equal part to every member, itself included.
+    """Return the seconds in which each member sends `size` bytes in all, an equal part to every member, itself included.
 
-    Unlike in rings, everything for other nodes goes through the interfaces at once, and through the tiers above the node.
+    Unlike rings, an all-to-all sends everything for other nodes through the interfaces and the tiers at once.
     """
-    data, n = _bytes(size, place), place.size
+    data, n = _broadcast_bytes(size, place), place.size
     inside = (place.per_node - 1) / n * data / (place.ring_b_s * constants.efficiency) + data / constants.pass_b_s
     away = place.per_node * (n - place.per_node) / n * data
     across = away / (place.nic_b_s * constants.efficiency_across * place.all_taper)
     steps = (place.per_node - 1) * constants.step_s
     steps = steps + (n - place.per_node) * (constants.step_across_s + place.hop_s)
-    return _nothing_for_one(_time(steps, np.maximum(inside, across), constants), data, place)
+    return _zero_where_alone(_transfer_seconds(steps, np.maximum(inside, across), constants), data, place)
 
 
 def broadcast(size: npt.ArrayLike, place: Placement, constants: Constants) -> Floats:
-    """Seconds until every member has the `size` bytes that one of them had. Through trees between nodes, chains within."""
-    data = _bytes(size, place)
+    """Return the seconds in which one member's `size` bytes reach all, through trees between nodes and chains within."""
+    data = _broadcast_bytes(size, place)
     inside = np.where(place.per_node > 1, data, 0.0) / (place.ring_b_s * constants.efficiency)
     inside = inside + data / 2 / constants.pass_b_s
     across = np.where(place.nodes > 1, data, 0.0)
     across = across / (place.nic_b_s * constants.efficiency_across * place.ring_taper)
-    steps = (place.per_node - 1) * constants.step_s + _levels(place) * (constants.step_across_s + place.hop_s)
-    return _nothing_for_one(_time(steps, np.maximum(inside, across), constants), data, place)
+    steps = (place.per_node - 1) * constants.step_s + _tree_levels(place) * (constants.step_across_s + place.hop_s)
+    return _zero_where_alone(_transfer_seconds(steps, np.maximum(inside, across), constants), data, place)
 
 
 def send(size: npt.ArrayLike, place: Placement, constants: Constants) -> Floats:
-    """Seconds for `size` bytes from each member to the next one of its group, all at once.
+    """Return the seconds in which each member sends `size` bytes to the next one of its group, all at once.
 
-    Over interfaces where any two neighbours of the group are on different nodes: a pipeline waits for its slowest pair.
+    Where any two neighbours lie on different nodes, the interfaces decide: a pipeline waits for its slowest pair.
     """
-    data, apart = _bytes(size, place), place.nodes > 1
+    data, apart = _broadcast_bytes(size, place), place.nodes > 1
     inside = data / (place.pair_b_s * constants.efficiency)
     across = data / (place.nic_b_s * constants.efficiency_across * place.ring_taper)
     step = np.where(apart, constants.step_across_s + place.hop_s, constants.step_s)
-    return _nothing_for_one(_time(step, np.where(apart, across, inside), constants), data, place)
+    return _zero_where_alone(_transfer_seconds(step, np.where(apart, across, inside), constants), data, place)
 
 
 COLLECTIVES: dict[str, Callable[[npt.ArrayLike, Placement, Constants], Floats]] = {
@@ -148,54 +157,54 @@ COLLECTIVES: dict[str, Callable[[npt.ArrayLike, Placement, Constants], Floats]] 
     "broadcast": broadcast,
     "send": send,
 }
-"""By name, as measured points have them."""
+"""Collectives by the names that measured points have."""
 
 
 def bus_bandwidth(collective: str, size: npt.ArrayLike, members: npt.ArrayLike, seconds: npt.ArrayLike) -> Floats:
-    """B/s as nccl-tests count them: bytes a second, times what a ring has to send of each byte."""
+    """Return the bus bandwidth of nccl-tests, B/s: bytes per second times the share of each byte that a ring sends."""
     n = np.asarray(members, np.float64)
     ring = (n - 1) / n
     factor = {"all_reduce": 2 * ring, "all_gather": ring, "reduce_scatter": ring, "all_to_all": ring}
     return np.asarray(size, np.float64) / np.asarray(seconds, np.float64) * factor.get(collective, 1.0)
 
 
-def _time(steps: Floats, transfer: Floats, constants: Constants) -> Floats:
-    """Seconds of a pipelined transfer: `steps` seconds of latency and `transfer` seconds of bytes."""
+def _transfer_seconds(steps: Floats, transfer: Floats, constants: Constants) -> Floats:
+    """Return the seconds of a pipelined transfer with `steps` seconds of latency and `transfer` seconds of bytes."""
     time: Floats = constants.launch_s + steps + transfer + 2 * constants.ramp * np.sqrt(steps * transfer)
     return time
 
 
-def _bytes(size: npt.ArrayLike, place: Placement) -> Floats:
+def _broadcast_bytes(size: npt.ArrayLike, place: Placement) -> Floats:
     data = np.asarray(size, np.float64)
     assert np.all(data >= 0)
     return np.broadcast_to(data, np.broadcast_shapes(data.shape, place.size.shape))
 
 
-def _nothing_for_one(time: Floats, data: Floats, place: Placement) -> Floats:
+def _zero_where_alone(time: Floats, data: Floats, place: Placement) -> Floats:
     return np.where((place.size > 1) & (data > 0), time, 0.0)
 
 
-def _rest(members: npt.NDArray[np.int64]) -> Floats:
-    """The share of the data that is not a member's own."""
+def _others_share(members: npt.NDArray[np.int64]) -> Floats:
+    """Return the share of the data that is not a member's own."""
     return (members - 1) / members
 
 
-def _levels(place: Placement) -> Floats:
-    """Levels of a tree over the nodes."""
+def _tree_levels(place: Placement) -> Floats:
+    """Return the levels of a tree over the nodes."""
     levels: Floats = np.ceil(np.log2(place.nodes))
     return levels
 
 
 @cache
-def _table() -> dict[str, dict[str, dict[str, float | str]]]:
+def _read_table() -> dict[str, dict[str, dict[str, float | str]]]:
     table: dict[str, dict[str, dict[str, float | str]]] = yaml.safe_load(
         files("phalanx.hardware").joinpath("constants.yaml").read_text("utf-8")
     )
     return table
 
 
-def _row(part: str, kind: str, name: str) -> dict[str, float]:
-    rows = _table()[part]
+def _read_row(part: str, kind: str, name: str) -> dict[str, float]:
+    rows = _read_table()[part]
     if kind not in rows:
         raise ConfigError(f"{name}: {part}.kind={kind} is not in constants.yaml; it knows {', '.join(rows)}")
     return {key: float(value) for key, value in rows[kind].items() if key != "source"}

@@ -1,6 +1,7 @@
-"""Number formats that a CPU says it has and cannot compute in.
+"""Number formats that a CPU reports and cannot compute in.
 
-Virtual machines may report an instruction that they do not execute; the process that tries ends by SIGILL, without a word.
+Virtual machines may report an instruction that they do not execute. A process that tries it ends by SIGILL, without a
+message, so a copy of this process tries first.
 """
 
 from __future__ import annotations
@@ -16,15 +17,11 @@ import torch
 
 from phalanx.errors import ConfigError
 
-_SIZE = 256
-"""Rows and columns of the products: enough for the kernels of real models."""
-_PATIENCE_S = 60
-
 
 def require_cpu_format(dtype: torch.dtype, device: torch.device, option: str = "layout.precision") -> None:
     """Raise ConfigError where `device` is a CPU that ends a process which multiplies in `dtype`.
 
-    option: what the user chose the format by.
+    option: the field or option by which the user chose the format, for the message.
     """
     if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) and not survives_products(dtype):
         name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
@@ -36,27 +33,26 @@ def require_cpu_format(dtype: torch.dtype, device: torch.device, option: str = "
 
 @cache
 def survives_products(dtype: torch.dtype) -> bool:
-    """Return whether a process survives matrix products in `dtype` on this CPU; a copy of this one tries."""
+    """Return whether a forked copy of this process survives a matrix product in `dtype` on this CPU."""
     if sys.platform != "linux":
         return True
     with warnings.catch_warnings():
-        # The copy runs on one thread and asks nothing of the others, which it lacks.
+        # Python warns of forking a process with threads. The copy runs on one thread and needs none of the others.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
-        _multiply(dtype)
+        try:
+            # The parent's handler would write a traceback of a crash that is expected.
+            faulthandler.disable()
+            signal.signal(signal.SIGILL, signal.SIG_DFL)
+            # A copy that hangs in a lock of another thread must end all the same: by SIGALRM, after a minute.
+            signal.alarm(60)
+            torch.set_num_threads(1)
+            # Large enough that the library takes the kernel that real models take.
+            factor = torch.ones(256, 256, dtype=dtype)
+            torch.mm(factor, factor.T)
+        finally:
+            # The copy must not run the parent's exit handlers or return into its code.
+            os._exit(0)
     _, status = os.waitpid(child, 0)
     return not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGILL)
-
-
-def _multiply(dtype: torch.dtype) -> None:
-    """Multiply, and end this process."""
-    try:
-        faulthandler.disable()
-        signal.signal(signal.SIGILL, signal.SIG_DFL)
-        signal.alarm(_PATIENCE_S)
-        torch.set_num_threads(1)
-        factor = torch.ones(_SIZE, _SIZE, dtype=dtype)
-        torch.mm(factor, factor.T)
-    finally:
-        os._exit(0)

@@ -1,4 +1,4 @@
-"""The device this process runs on: which one, what it can do at most, and how fast its matmuls really are."""
+"""The device this process runs on: which one it is, what its vendor says of it, and how fast its matmuls really are."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 
-_SMALLEST, _LONG_S = 128, 0.1
-"""Of the products that tell a CPU's rate: rows and columns that no fewer are tried of, and seconds that are too many."""
-
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """Facts of a device type from `devices.yaml`, which says where they are from; None and {} where they are not known."""
+    """Vendor facts of a device type, from `devices.yaml`, which names the sources; None and {} where they are not known."""
 
     name: str
     peak_tflops: dict[str, float]
@@ -31,21 +28,21 @@ class DeviceFacts:
     """Nominal memory bandwidth, GB/s."""
     source: str = ""
     matmul_tflops: dict[str, float] = field(default_factory=dict)
-    """Highest TFLOP/s that anybody reports for a large matrix product, by precision name."""
+    """Highest published TFLOP/s of a large matrix product, by precision name."""
     power_w: float | None = None
     """Board power in watts, of one device."""
     cache_mb: float | None = None
-    """Last cache that all of the device shares, in units of 2^20 bytes."""
+    """Last-level cache shared by the whole device, in units of 2^20 bytes."""
 
     @property
     def memory_bytes(self) -> int | None:
-        """Device memory in bytes. The driver keeps about a hundredth of it for itself."""
+        """Device memory in bytes; the driver keeps about 1% of it for itself."""
         return None if self.memory_gb is None else round(self.memory_gb * 2**30)
 
 
 @cache
 def known_devices() -> tuple[tuple[tuple[str, ...], DeviceFacts], ...]:
-    """The table of devices: for each the lower-case name parts it matches, and its facts."""
+    """Return the table of devices: for each row the lower-case name parts it matches, and its facts."""
     text = files("phalanx.hardware").joinpath("devices.yaml").read_text()
     rows = []
     for row in yaml.safe_load(text):
@@ -55,7 +52,8 @@ def known_devices() -> tuple[tuple[tuple[str, ...], DeviceFacts], ...]:
 
 
 def find_facts(reported_name: str) -> DeviceFacts | None:
-    """Facts of the device PyTorch calls `reported_name`, or None when the table has no entry: a guess would lie."""
+    """Return the facts of the device PyTorch calls `reported_name`; None where the table has no row, as a guess
+    would lie."""
     lower = reported_name.lower()
     for match, facts in known_devices():
         if any(part in lower for part in match):
@@ -64,8 +62,10 @@ def find_facts(reported_name: str) -> DeviceFacts | None:
 
 
 def device_kind(reported_name: str) -> str:
-    """What the device that `device_name` calls `reported_name` is called in machine descriptions: its name in
-    `devices.yaml`, CPU, or the driver's name where the table has no entry."""
+    """Return the name that machine descriptions use for the device the driver calls `reported_name`.
+
+    That is its name in `devices.yaml`, "CPU", or the driver's own name where the table has no row.
+    """
     if reported_name == "cpu":
         return "CPU"
     facts = find_facts(reported_name)
@@ -73,7 +73,7 @@ def device_kind(reported_name: str) -> str:
 
 
 def device_facts(name: str) -> DeviceFacts:
-    """Facts of the device that `devices.yaml` calls `name`, as a machine's description does. Raises ConfigError."""
+    """Return the facts of the device that machine descriptions call `name`. Raises ConfigError for an unknown name."""
     rows = {facts.name: facts for _, facts in known_devices()}
     if name not in rows:
         raise ConfigError(f"device {name} is not in devices.yaml; it knows {', '.join(rows)}")
@@ -81,10 +81,10 @@ def device_facts(name: str) -> DeviceFacts:
 
 
 def choose_device(requested: str, local_rank: int = 0) -> torch.device:
-    """The device of this rank: `auto` is the accelerator PyTorch finds, else the CPU.
+    """Return the device of this rank; `auto` takes the accelerator PyTorch finds, else the CPU.
 
-    A process that sees fewer devices than ranks on its node (one visible device a task, as under Slurm's
-    --gpus-per-task=1) takes the only one it sees. Raises ConfigError for a device type PyTorch cannot use here.
+    requested: `auto`, `cpu` or an accelerator type. local_rank: number of the rank on its node. Raises ConfigError for a
+    device type PyTorch cannot use here, and for more ranks than devices.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if requested == "cpu" or (requested == "auto" and accelerator is None):
@@ -100,11 +100,12 @@ def choose_device(requested: str, local_rank: int = 0) -> torch.device:
         raise ConfigError(
             f"local rank {local_rank} has no device: this node shows {count}; start at most {count} ranks"
         )
+    # Slurm's --gpus-per-task=1 shows each task one device, whose number is 0 whatever the local rank.
     return torch.device(accelerator.type, local_rank if count > 1 else 0)
 
 
 def device_name(device: torch.device) -> str:
-    """The name the driver reports for an accelerator, or "cpu"."""
+    """Return the name the driver reports for an accelerator, or "cpu"."""
     if device.type == "cpu":
         return "cpu"
     return str(torch.get_device_module(device).get_device_name(device))
@@ -118,13 +119,16 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work queued on `device`; nothing to wait for on the CPU."""
+    """Wait for all work queued on `device`; the CPU queues none."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 class Moment:
-    """When a device is through with what has been launched on its current stream so far. The CPU is when it is asked."""
+    """The time at which a device has finished everything launched on its current stream so far.
+
+    On an accelerator this is an event; on the CPU, which launches nothing, the time at which the object was made.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._at: float | None = None
@@ -136,54 +140,58 @@ class Moment:
             self._event.record()
 
     def wait(self) -> None:
-        """Until it is past."""
+        """Wait until the moment has passed."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_since(self, earlier: Moment) -> float:
-        """Between two moments of one device, both past."""
+        """Return the seconds between two moments of one device; both must have passed."""
         if self._at is not None:
             assert earlier._at is not None
             return self._at - earlier._at
+        # Events count in milliseconds.
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class HostCopy:
-    """Numbers of a device on their way to the host: they can be read when they are there, whatever was launched since.
+    """An asynchronous copy of device numbers to the host.
 
-    A plain copy would be made when it is asked for, behind all that.
+    The copy is queued at once, so reading it later does not wait for work launched since; a plain `.tolist()` would queue
+    behind that work.
     """
 
     def __init__(self, values: Tensor) -> None:
         self._values = values
         if values.device.type != "cpu":
+            # Only copies into pinned memory are asynchronous.
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
         self.made = Moment(values.device)
 
     def read(self) -> list[Any]:
-        """The numbers, once they are there."""
+        """Wait for the copy and return the numbers."""
         self.made.wait()
         found: list[Any] = self._values.tolist()
         return found
 
 
 def measure_matmul_tflops(device: torch.device, dtype: torch.dtype, *, size: int | None = None) -> float:
-    """TFLOP/s of a square matmul on random data: the fastest of single timed products. Whatever else the machine does at the
-    time makes products slower, and none faster.
+    """Return the TFLOP/s of the fastest of ten timed square matmuls on random data.
 
-    size: rows and columns; by default 8192 on an accelerator; on the CPU 1024, or a power of two below of which a product
-    takes less than a tenth of a second: without instructions for it, 16-bit numbers are multiplied a thousand times slower.
+    size: rows and columns; by default 8192 on an accelerator, and on the CPU at most 1024.
     """
     if size is None:
         size = 8192 if device.type != "cpu" else 1024
-        while device.type == "cpu" and size > _SMALLEST and _product_seconds(device, dtype, size, 1)[0] > _LONG_S:
+        # A CPU without 16-bit instructions multiplies these formats a thousand times slower: 0.1 s a product is enough.
+        while device.type == "cpu" and size > 128 and time_products(device, dtype, size, 1)[0] > 0.1:
             size //= 2
-    return 2 * size**3 / min(_product_seconds(device, dtype, size, 10)) / 1e12
+    # Other work on the machine makes products slower and never faster, so the fastest tells most.
+    return 2 * size**3 / min(time_products(device, dtype, size, 10)) / 1e12
 
 
-def _product_seconds(device: torch.device, dtype: torch.dtype, size: int, count: int) -> list[float]:
-    # How many numbers are drawn depends on how fast the device is: they are none of the run's.
+def time_products(device: torch.device, dtype: torch.dtype, size: int, count: int) -> list[float]:
+    """Return the seconds of `count` products of two random [size, size] matrices."""
+    # A generator of its own leaves the run's random numbers as they are, however many products are timed.
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     seconds = []

@@ -1,6 +1,6 @@
-"""A machine as data: its nodes, links and network, its Slurm, and the environment its documents ask for, with sources.
+"""Machine descriptions: nodes, links, network, Slurm, and the environment that a machine's documents ask for, with sources.
 
-The shipped descriptions are the files in `machines/`; a description of one's own is a file of the same form.
+The shipped descriptions are the files in `machines/`; users write their own in the same form.
 """
 
 from __future__ import annotations
@@ -17,64 +17,59 @@ import yaml
 from pydantic import Field, PositiveInt, StringConstraints, ValidationError, model_validator
 
 from phalanx.errors import ConfigError
-from phalanx.hardware.description import Name, OneLine, Part, Text
-from phalanx.hardware.network import Links, Network
+from phalanx.hardware.network import Links, Name, Network, OneLine, Section, Text
 
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Flag = Annotated[str, StringConstraints(pattern=r"^--[a-z][^\s]*$")]
 Mask = Annotated[str, StringConstraints(pattern=r"^0x[0-9a-f]+$")]
 
 
-# The names are part of a command's help, for which parsing every description would take too long.
-_SLURM_NULL = re.compile(r"^slurm: null$", re.MULTILINE)
-
-
-class _Setting(Part):
-    """Anything a machine asks for says why, and who says so."""
+class Setting(Section):
+    """Something that a machine asks for, with its reason and its source."""
 
     reason: Text
     source: Text
 
 
-class Option(_Setting):
+class Option(Setting):
     """An option of sbatch or srun."""
 
     option: Flag
 
 
-class Line(_Setting):
+class Line(Setting):
     """A line of shell."""
 
     line: OneLine
 
 
-class Variable(_Setting):
+class Variable(Setting):
     """An environment variable of the ranks."""
 
     name: VariableName
     value: OneLine
-    """$NAME and ${NAME} stand for variables of the job's first shell; all else is taken literally."""
+    """The value; $NAME and ${NAME} stand for variables of the job's first shell, all else is literal."""
     nodes: Literal["any", "one", "several"] = "any"
-    """Jobs that get it: all, those on one node, or those on several."""
+    """Jobs that get the variable: all, those on one node, or those on several."""
     directory: bool = False
     """Whether the value is a folder that has to be made on every node."""
 
 
-class Node(Part):
-    """What one node has."""
+class Node(Section):
+    """One node."""
 
     source: Text
-    """Where the figures are from."""
+    """Source of the figures."""
     devices: PositiveInt
-    """Devices, which is ranks, on a node."""
+    """Devices of a node; each has one rank."""
     device: OneLine
-    """What one device is, as in `devices.yaml`."""
+    """Name of the device in `devices.yaml`."""
     cores_per_task: PositiveInt
     """CPU cores of one rank."""
     reserved_cores: tuple[int, ...] = ()
     """Cores that jobs may not use."""
     cpu_masks: tuple[Mask, ...] = ()
-    """For each device, in order, the cores that are nearest to it; empty leaves the choice to Slurm."""
+    """Mask of the nearest cores for each device, in order; empty leaves the binding to Slurm."""
 
     @model_validator(mode="after")
     def _check_masks(self) -> Node:
@@ -96,15 +91,15 @@ class Node(Part):
         return self
 
 
-class TimeLimit(Part):
+class TimeLimit(Section):
     """The longest run of jobs of a size."""
 
     nodes: PositiveInt
-    """The largest number of nodes this is for."""
+    """Largest number of nodes that this limit holds for."""
     hours: Annotated[float, Field(gt=0.0)]
 
 
-class Partition(Part):
+class Partition(Section):
     """A partition, with its limits from small jobs to large."""
 
     name: Name
@@ -119,60 +114,60 @@ class Partition(Part):
         return self
 
 
-class Slurm(Part):
-    """How jobs are asked for."""
+class Slurm(Section):
+    """Slurm options of the machine's jobs."""
 
     account_needed: bool = False
     """Whether every job names the project that pays for it."""
     partitions: tuple[Partition, ...] = ()
-    """Known partitions, the usual one first; with none, Slurm's own default is taken."""
+    """Known partitions, the usual one first; with none, jobs go to Slurm's default."""
     sbatch: tuple[Option, ...] = ()
     """Options of the job."""
     srun: tuple[Option, ...] = ()
     """Options of the step that trains."""
 
 
-class Stop(Part):
-    """How a run ends before its job does, and what happens then."""
+class Stop(Section):
+    """How a run is stopped before its job ends."""
 
     seconds_before_end: PositiveInt = 300
-    """Time for the step at hand and a checkpoint."""
+    """Seconds for the step at hand and a checkpoint."""
     requeue: bool = True
-    """Whether a run that was stopped in good order waits in the queue again."""
+    """Whether a run that saved and stopped is queued again."""
 
 
-class Container(Part):
-    """How a container image is started, for jobs that name one."""
+class Container(Section):
+    """How a container image is started."""
 
     command: Annotated[tuple[OneLine, ...], Field(min_length=1)]
-    """Words before the image."""
+    """Words of the command before the image."""
     setup: tuple[Line, ...] = ()
     """Lines that only jobs with a container need."""
 
 
-class Machine(Part):
-    """A whole description."""
+class Machine(Section):
+    """A machine: the whole description."""
 
     name: Name
     about: Text
     documents: dict[Name, OneLine]
-    """The documents that a `[name]` in a source stands for."""
+    """Titles of the documents that a `[name]` in a source stands for."""
     node: Node
     links: Links | None = None
-    """How the devices of a node are joined; plans of more than one device need it."""
+    """Links between the devices of a node; plans of more than one device need them."""
     network: Network | None = None
-    """How nodes are joined; plans of more than one node need it."""
+    """Network between nodes; plans of more than one node need it."""
     slurm: Slurm | None = Slurm()
-    """null where jobs are not asked for through Slurm: such a machine is for plans only."""
+    """Slurm of the machine; null for a machine without Slurm, which is for plans only."""
     stop: Stop = Stop()
     setup: tuple[Line, ...] = ()
-    """Lines before everything else, such as modules."""
+    """Lines of shell before everything else, such as `module load`."""
     environment: tuple[Variable, ...] = ()
     container: Container | None = None
 
     @property
     def job_slurm(self) -> Slurm:
-        """How jobs are asked for. Raises ConfigError for a machine that is for plans only."""
+        """The Slurm section. Raises ConfigError for a machine that is for plans only."""
         if self.slurm is None:
             raise ConfigError(
                 f"{self.name} is described for plans only, without Slurm: start training on it with phalanx train "
@@ -182,7 +177,7 @@ class Machine(Part):
 
     @property
     def most_devices(self) -> int | None:
-        """Devices of all its nodes; None where nobody says how many nodes there are."""
+        """Devices of all nodes; None where nobody says how many nodes there are."""
         known = None if self.network is None else self.network.nodes
         return None if known is None else known * self.node.devices
 
@@ -210,31 +205,32 @@ class Machine(Part):
 
 
 def cores_of(mask: str) -> list[int]:
-    """The cores in a hexadecimal CPU mask, ascending."""
+    """Return the cores in a hexadecimal CPU mask, ascending."""
     bits = int(mask, 16)
     return [core for core in range(bits.bit_length()) if bits >> core & 1]
 
 
 @cache
 def machine_names() -> tuple[str, ...]:
-    """The shipped descriptions of machines that jobs are started on."""
-    return tuple(name for name in described_names() if _SLURM_NULL.search(_shipped(name)) is None)
+    """Return the names of shipped machines that jobs can be started on."""
+    # These names stand in `--help`, so they are read off the text: parsing every description would take too long there.
+    return tuple(name for name in described_names() if re.search("^slurm: null$", _read_shipped(name), re.M) is None)
 
 
 @cache
 def described_names() -> tuple[str, ...]:
-    """All shipped descriptions, those for plans only too."""
+    """Return the names of all shipped machines, those for plans only included."""
     folder = resources.files("phalanx.hardware").joinpath("machines")
     return tuple(sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")))
 
 
 def load_machine(cluster: str) -> Machine:
-    """The machine of a shipped name, or of a description's path (anything with a slash or ending in .yaml or .yml).
+    """Return the machine that `cluster` names: a shipped name, or the path of a description (with a slash, .yaml or .yml).
 
     Raises ConfigError for an unknown name, an unreadable file, and anything wrong in it.
     """
     if "/" in cluster or cluster.endswith((".yaml", ".yml")):
-        return parse_machine(_read(Path(cluster)), cluster)
+        return parse_machine(_read_text(Path(cluster)), cluster)
     if cluster not in described_names():
         near = get_close_matches(cluster.lower(), described_names(), n=1)
         nearest = f"\nnearest: {near[0]}" if near else ""
@@ -244,11 +240,11 @@ def load_machine(cluster: str) -> Machine:
             f"--cluster {cluster} is not known; give one of {known}, or the path of a .yaml file{nearest}\n"
             f"for plans only: {planned}"
         )
-    return parse_machine(_shipped(cluster), f"{cluster}.yaml")
+    return parse_machine(_read_shipped(cluster), f"{cluster}.yaml")
 
 
 def parse_machine(text: str, name: str) -> Machine:
-    """The machine that `text` describes; `name` stands for it in messages. Raises ConfigError."""
+    """Return the machine that the YAML `text` describes. name: of the file, for messages. Raises ConfigError."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -261,14 +257,14 @@ def parse_machine(text: str, name: str) -> Machine:
         # Dates as keys, and anchors that contain themselves.
         raise ConfigError(f"{name} holds what no field of a description can be: {error}") from None
     try:
-        # JSON mode: strict, yet a list may become a tuple
+        # JSON mode is strict about types and still lets a list become a tuple.
         return Machine.model_validate_json(text)
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors(include_url=False)]
+        lines = [_explain_problem(item) for item in error.errors(include_url=False)]
         raise ConfigError("\n".join(f"{name}: {line}" for line in lines)) from None
 
 
-def _explain(item: Any) -> str:
+def _explain_problem(item: Any) -> str:
     field = ".".join(str(part) for part in item["loc"]) or "the description"
     message = re.sub("^Value error, ", "", item["msg"])
     if item["type"] == "extra_forbidden":
@@ -278,11 +274,11 @@ def _explain(item: Any) -> str:
     return f"{field}={json.dumps(item['input'])}: {message[:1].lower()}{message[1:]}"
 
 
-def _shipped(name: str) -> str:
+def _read_shipped(name: str) -> str:
     return resources.files("phalanx.hardware").joinpath("machines", f"{name}.yaml").read_text("utf-8")
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

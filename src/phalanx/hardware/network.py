@@ -1,31 +1,50 @@
-"""Links inside a node and the network between nodes, as parts of a machine's description.
+"""Links inside a node and the network between nodes, as sections of a machine's description.
 
-Bandwidths are nominal, in GB/s (10^9 bytes) in one direction. What of it collectives really reach is in `constants.yaml`.
+Bandwidths are nominal, in GB/s (10^9 bytes) in one direction; `constants.yaml` says which share of them collectives reach.
 """
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    StringConstraints,
+    model_validator,
+)
 
-from phalanx.hardware.description import Name, OneLine, Part, Text
+Text = Annotated[str, StringConstraints(min_length=1)]
+OneLine = Annotated[str, StringConstraints(pattern=r"^[^\r\n]+$")]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 MESH_DEVICES = 8
-"""Devices of the largest mesh: its rings are found by trying all of them."""
+"""Devices of the largest mesh; rings are found by trying all orders of its devices, of which there are 5,040."""
 
 
-class Switch(Part):
-    """Every device reaches every other through switches, at the full bandwidth of its own links (NVSwitch)."""
+class Section(BaseModel):
+    """A section of a machine's description; it refuses unknown fields and silent conversions, and cannot change."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Switch(Section):
+    """Switches that join every device to every other at the full bandwidth of its own links, such as NVSwitch."""
 
     gb_s: PositiveFloat
     """GB/s of one device in one direction."""
     multicast: bool = False
-    """Whether the switches add up and multiply data themselves (NVLink SHARP, multicast), and it is switched on."""
+    """Whether the switches reduce and multicast by themselves (NVLink SHARP), and this is switched on."""
 
 
-class Mesh(Part):
-    """Devices are wired to one another, with different numbers of links or none."""
+class Mesh(Section):
+    """Direct links between devices: some pairs have several, some none."""
 
     gb_s: PositiveFloat
     """GB/s of one link in one direction."""
@@ -55,7 +74,7 @@ class Mesh(Part):
         return self
 
 
-class Links(Part):
+class Links(Section):
     """How the devices of a node are joined: by a switch or by a mesh."""
 
     source: Text
@@ -71,7 +90,7 @@ class Links(Part):
         return self
 
 
-class Nic(Part):
+class Nic(Section):
     """A network interface of a node and the devices nearest to it, which share it."""
 
     gb_s: PositiveFloat
@@ -79,26 +98,26 @@ class Nic(Part):
     devices: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)]
 
 
-class Tier(Part):
-    """A part of the network that holds many nodes: a leaf of a fat tree, a group of a dragonfly."""
+class Tier(Section):
+    """A group of nodes in the network: a leaf of a fat tree, a group of a dragonfly."""
 
     name: OneLine
     nodes: PositiveInt
-    """Nodes of one such part; neighbouring ones in the numbering of the job."""
+    """Nodes of one such group, which neighbour one another in the numbering of the job."""
     taper: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Bandwidth out of the part over the bandwidth of all its nodes together."""
+    """Bandwidth out of the group over the bandwidth of all its nodes together."""
     latency_us: Annotated[float, Field(ge=0.0)] = 0.0
-    """What a message that leaves the part takes longer, in microseconds."""
+    """Added latency of a message that leaves the group, microseconds."""
 
 
-class Network(Part):
-    """What joins the nodes."""
+class Network(Section):
+    """The network that joins the nodes."""
 
     source: Text
     kind: Name
     """A row of `network` in `constants.yaml`."""
     nodes: PositiveInt | None = None
-    """Nodes of the machine, where there is a known number of them."""
+    """Nodes of the machine; None where nobody says how many there are."""
     nics: Annotated[tuple[Nic, ...], Field(min_length=1)]
     """Network interfaces of one node."""
     tiers: tuple[Tier, ...] = ()

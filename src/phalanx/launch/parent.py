@@ -1,6 +1,6 @@
-"""Parents and children among processes: children that do not outlive their parent, and one wish that comes several times.
+"""Signals between a launcher and its ranks, and children that do not outlive their parent.
 
-Loads nothing that takes time.
+This module imports nothing that takes time.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ import time
 from phalanx.errors import ConfigError
 
 PARENT = "PHALANX_PARENT"
-"""Variable of a process: the number of the parent it must not outlive; empty stands for whoever that is."""
+"""Environment variable with the process number of the parent that a process must not outlive; empty for any parent."""
 
 ONE_WISH_S = 1.0
-"""Seconds within which a signal that comes again is the same wish. `timeout` sends it to the process and to its group, and
-the end of a parent is told once for each of its threads."""
+"""Seconds within which a repeated signal counts as one request. `timeout` signals both the process and its group, and Linux
+signals the end of a parent once for each of its threads."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that ask training to save and stop: Ctrl-C, whoever ends jobs, a terminal that closes, and the two by which
+"""Signals that ask training to save and stop: Ctrl-C, the end of a job, a terminal that closes, and the two by which
 schedulers warn of the end of a job (Slurm's `--signal=USR1@300`)."""
 
 GRACE_S = 600.0
-"""Seconds that ranks have to save and stop once they were told to: one of them may still write the checkpoint."""
+"""Seconds in which ranks may save and stop before they are killed: one of them may still write a checkpoint."""
 
 _PR_SET_PDEATHSIG = 1
 _WATCH_S = 0.2
 
 
-def ignored(number: signal.Signals) -> bool:
-    """Return whether this process was started with SIGHUP ignored, as by nohup; the other signals ask all the same."""
+def is_ignored(number: signal.Signals) -> bool:
+    """Return whether `number` is SIGHUP and this process was started with it ignored, as by nohup."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have this process get the signal `number` when its parent, which PARENT names, is gone. Nothing without PARENT.
+    """Arrange that this process gets the signal `number` when its parent, which the variable PARENT names, ends.
 
-    Raises ConfigError where PARENT is no number.
+    Without PARENT nothing happens. Raises ConfigError where PARENT is no number.
     """
-    # For this process alone, not for those that it starts.
+    # Processes that this one starts must not take its parent for theirs.
     named = os.environ.pop(PARENT, None)
     if named is None:
         return
@@ -53,7 +53,7 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     else:
         threading.Thread(target=_watch, args=(parent, number), name="watch-parent", daemon=True).start()
-    # It may have gone before the system was asked.
+    # The parent may have ended before the request was made.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -33,11 +33,11 @@ from phalanx.layout.mesh import Mesh
 from phalanx.layout.pipeline.runner import Pipeline
 from phalanx.layout.pipeline.stage_assignment import model_chunks
 from phalanx.layout.place import TensorSplits
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.recompute import recompute_stage
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage, named_parameters, whole_name
 from phalanx.nn.layers import separate_gradients
+from phalanx.precision import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,9 @@ def apply_layout(
     fill: whether parameters get their initial values, for which a dry run has no memory. All ranks of `mesh` call it
     together. Raises ConfigError where layout.peer_copies=true and ranks cannot read each other's memory.
     """
-    compute_dtype = PRECISIONS[run.layout.precision]
-    main_dtype = torch.promote_types(compute_dtype, torch.float32)
+    precision = PRECISIONS[run.layout.precision]
     # Sharded parameters are cast as they are gathered; whole ones have a copy in the format of the arithmetic.
-    low_precision = mesh.data is None and compute_dtype != main_dtype
+    low_precision = mesh.data is None and precision.copies_parameters
     family = family_of(run)
     sharding = choose_sharding(run, layout, mesh, device)
     context = make_context(run, layout, mesh, device, attention, sharding)
@@ -113,14 +112,15 @@ def apply_layout(
     for index, chunk in model_chunks(layout, mesh.pp.rank, run.model.n_layers, family.block_costs(run)).items():
         model, kept = family_layout(run).build(context, chunk)
         splits |= {whole_name(name, names): split for name, split in kept.items()}
-        stage = family_layout(run).stage(context, model.to(compute_dtype if low_precision else main_dtype), index)
+        model.to(precision.compute_dtype if low_precision else precision.main_dtype)
+        stage = family_layout(run).stage(context, model, index)
         recompute_stage(stage, run.layout.recompute)
         if layout.splits_backward:
             separate_gradients(model)
         if compiled:
             compile_stage(stage)
         sharding.shard_stage(stage)
-        main = family_layout(run).build(context, chunk)[0].to(main_dtype) if low_precision else model
+        main = family_layout(run).build(context, chunk)[0].to(precision.main_dtype) if low_precision else model
         named = named_parameters(main.to_empty(device=device), names)
         if fill:
             initialise_parameters(named, family.initial_rules(run), run.training.seed, splits)

@@ -13,6 +13,7 @@ from phalanx.config.schema import Run
 from phalanx.families.registry import family_of
 from phalanx.layout.data_parallel import task_heads
 from phalanx.layout.spec import DEGREES, SINGLE_STAGE, ResolvedLayout
+from phalanx.precision import PRECISIONS
 
 Fix = dict[str, int | str | bool]
 """Fields of the run file, as `section.field`, with other values."""
@@ -102,10 +103,10 @@ def _gather(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
             "asks for them apart",
             ({"layout.schedule": "interleaved_1f1b"}, whole),
         )
-    if run.layout.precision == "fp16":
+    if PRECISIONS[run.layout.precision].scales_loss:
         yield Reason(
             "layout.gather=stream leaves some gradients plain and some sharded, which the loss scaling of "
-            "layout.precision=fp16 cannot undo together",
+            f"layout.precision={run.layout.precision} cannot undo together",
             ({"layout.precision": "bf16"}, whole),
         )
     if run.training.compile is True:

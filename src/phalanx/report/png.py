@@ -29,8 +29,8 @@ DIVERGING: Anchors = (
 _MISSING = (160, 160, 160)
 
 
-def colours(values: FloatArray, low: float, high: float, anchors: Anchors) -> Pixels:
-    """[H, W] -> [H, W, 3]: colours from `low` to `high`, ends held; grey where a value is not finite."""
+def paint_values(values: FloatArray, low: float, high: float, anchors: Anchors) -> Pixels:
+    """Return colours [H, W, 3] of values [H, W] from `low` to `high`, ends held; grey where a value is not finite."""
     share = np.clip((values - low) / ((high - low) or 1.0), 0.0, 1.0)
     known = np.isfinite(share)
     places = np.linspace(0.0, 1.0, len(anchors))
@@ -40,20 +40,18 @@ def colours(values: FloatArray, low: float, high: float, anchors: Anchors) -> Pi
     return np.where(known[..., None], pixels, np.array(_MISSING, dtype=np.uint8))
 
 
-def png(pixels: Pixels) -> bytes:
-    """An RGB picture [H, W, 3] as a PNG file (ISO/IEC 15948), its first row on top."""
+def encode_png(pixels: Pixels) -> bytes:
+    """Return an RGB picture [H, W, 3] as a PNG file (ISO/IEC 15948), its first row on top."""
     height, width, _ = pixels.shape
-    # Each row begins with the number of its filter, 0 for none.
+    # each row begins with the number of its filter, 0 for none
     rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)], axis=1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 9)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, content) for kind, content in chunks)
+    content = b"\x89PNG\r\n\x1a\n"
+    for kind, body in ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 9)), (b"IEND", b"")):
+        content += struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+    return content
 
 
-def data_address(pixels: Pixels) -> str:
-    """The picture as the address of an image element."""
-    return "data:image/png;base64," + base64.b64encode(png(pixels)).decode()
-
-
-def _chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+def encode_address(pixels: Pixels) -> str:
+    """Return the picture as the address of an image element."""
+    return "data:image/png;base64," + base64.b64encode(encode_png(pixels)).decode()

@@ -1,14 +1,13 @@
 """The HTML report of a run: one file that loads nothing and needs no library.
 
-Words and markup are in `page.html`, looks in `page.css`, the read-out under the pointer in `page.js`. The axis choices
-work without a script; a content security policy lets no other script than ours run, whatever the run's text holds.
+The markup is in `templates/run.html`, the read-out under the pointer in `run.js`. The axis choices work without a script; a
+content security policy lets no other script than ours run, whatever the run's text holds.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +15,13 @@ from markupsafe import Markup
 
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import require_replaceable, write_atomically
-from phalanx.report import page_parts
-from phalanx.report.chart import PLOT_HEIGHT, PLOT_WIDTH, Chart, draw
-from phalanx.report.run_charts import FORMATS, Readout, readout, run_charts
+from phalanx.report import run_sections
+from phalanx.report.formatting import format_count, format_duration, format_number
+from phalanx.report.interactive_chart import PLOT_HEIGHT, PLOT_WIDTH, Chart, draw_chart
+from phalanx.report.page import read_template, render_page, write_script_json
+from phalanx.report.run_charts import chart_run, format_value, read_out
 from phalanx.report.run_log import RunLog
-from phalanx.report.summary import Summary, summarise
-from phalanx.report.template import asset, render
-from phalanx.report.text import count, duration, number
+from phalanx.report.run_summary import summarise_run
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
@@ -44,63 +43,61 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
 
 
 def write_page(log: RunLog, out: Path | None = None) -> Path:
-    """`write_report` for a log that has been read."""
+    """Write the report of a log that has been read, as `write_report` does."""
     page = log.run_dir / "report.html" if out is None else out
     if page.is_dir():
         raise ConfigError(f"{page} is a directory: name the file to write, for example {page / 'report.html'}")
     require_replaceable(page)
     try:
-        write_atomically(page, render_page(log, summarise(log)))
+        write_atomically(page, render_run(log))
     except OSError as error:
         raise PhalanxError(f"cannot write {page}: {error.strerror}; name another file with --out") from error
     return page
 
 
-def render_page(log: RunLog, summary: Summary) -> str:
-    """The page as text."""
-    run = run_charts(log)
-    script = asset("page.js")
-    state, label = page_parts.status(log, summary)
-    figures = readout(run)
-    return render(
-        "page.html",
-        ("page.css",),
+def render_run(log: RunLog) -> str:
+    """Return the page as text."""
+    run, summary = chart_run(log), summarise_run(log)
+    script, figures = read_template("run.js"), read_out(run)
+    headline = [f"loss {format_number(summary.final_loss)}"]
+    if summary.validation_step is not None:
+        headline.append(f"validation {format_number(summary.validation_loss)}")
+    headline.append(f"{format_count(summary.tokens)} {summary.unit}")
+    state, label = run_sections.describe_status(log, summary)
+    # one text a column is half the size of a list of texts
+    columns = {name: "|".join(texts) for name, texts in figures.columns.items()}
+    return render_page(
+        "run.html",
         name=log.run_dir.resolve().name,
-        headline=_headline(summary),
+        headline=", ".join(headline),
         state={"name": state, "label": label},
-        facts=page_parts.facts(log, summary),
-        tiles=page_parts.tiles(summary),
-        notes=page_parts.notes(log, summary),
-        charts=[(chart, draw(chart, run.domains, run.marks)) for chart in run.charts],
-        describe=_describe,
+        facts=run_sections.list_facts(log, summary),
+        tiles=run_sections.make_headline(summary),
+        notes=run_sections.list_notes(log, summary),
+        charts=[(chart, draw_chart(chart, run.domains, run.marks)) for chart in run.charts],
+        describe=_describe_chart,
         marks={name: len(log.of_kind(kind)) for name, kind in (("resumes", "resume"), ("checkpoints", "checkpoint"))},
         last=figures.last,
-        median_step=duration(summary.median_step_seconds),
-        time_split=page_parts.time_split(log, summary),
-        samples=page_parts.samples(log),
-        events=page_parts.event_table(log),
-        machine=page_parts.machine_table(log),
-        config=page_parts.config_text(log),
+        median_step=format_duration(summary.median_step_seconds),
+        time_split=run_sections.split_time(log, summary),
+        samples=run_sections.pick_samples(log),
+        events=run_sections.pick_events(log),
+        event_columns=run_sections.EVENT_COLUMNS,
+        event_style=run_sections.style_event,
+        machine=run_sections.list_machine(log),
+        config=run_sections.clip_config(log),
         summary=summary,
         event_count=len(log.events),
         plot_width=PLOT_WIDTH,
         plot_height=PLOT_HEIGHT,
-        readout=script_json(_readout_value(figures)),
+        readout=write_script_json({"domains": figures.domains, "positions": figures.positions, "columns": columns}),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
 
 
-def _headline(summary: Summary) -> str:
-    parts = [f"loss {number(summary.final_loss)}"]
-    if summary.validation_step is not None:
-        parts.append(f"validation {number(summary.validation_loss)}")
-    return ", ".join([*parts, f"{count(summary.tokens)} {summary.unit}"])
-
-
-def _describe(chart: Chart) -> str:
-    """A chart in words, for those who do not see it."""
-    show = FORMATS[chart.key]
+def _describe_chart(chart: Chart) -> str:
+    """Return a chart in words, for those who do not see it."""
     sentences = []
     for series in (one for one in chart.series if one.label):
         finite = np.flatnonzero(np.isfinite(series.values))
@@ -109,7 +106,7 @@ def _describe(chart: Chart) -> str:
             continue
         values, steps = series.values[finite], series.positions.step[finite]
         ends = " ".join(
-            f"{word} {show(float(values[i]))} at step {steps[i]:,.0f}{stop}"
+            f"{word} {format_value(chart.key, float(values[i]))} at step {steps[i]:,.0f}{stop}"
             for word, i, stop in (
                 ("from", 0, ""),
                 ("to", -1, ";"),
@@ -119,17 +116,3 @@ def _describe(chart: Chart) -> str:
         )
         sentences.append(f"{series.label} {ends}")
     return " ".join(sentences)
-
-
-def _readout_value(figures: Readout) -> dict[str, object]:
-    columns = {name: "|".join(texts) for name, texts in figures.columns.items()}
-    return {"domains": figures.domains, "positions": figures.positions, "columns": columns}
-
-
-def script_json(value: object) -> Markup:
-    """JSON that is safe inside a script element: no character in it can end the element or open a comment.
-
-    Raises ValueError for numbers that JSON cannot hold.
-    """
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))

@@ -12,7 +12,7 @@ import torch
 
 from phalanx.errors import PhalanxError
 from phalanx.files import write_atomically
-from phalanx.hardware.host_memory import LESS_MEMORY
+from phalanx.hardware.host import LESS_MEMORY
 from phalanx.layout.mesh import Ranks
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc")

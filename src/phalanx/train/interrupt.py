@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.launch.parent import ONE_WISH_S, STOP_SIGNALS, ignored
+from phalanx.launch.parent import ONE_WISH_S, STOP_SIGNALS, is_ignored
 
 DIRECTORY_GONE = 1000
 """In place of a signal's number: the run directory is gone, and no step more can be kept. Outranks signals."""
@@ -31,7 +31,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
-                if not ignored(number):
+                if not is_ignored(number):
                     self._previous[number] = signal.signal(number, self._ask)
         return self
 

@@ -2,7 +2,7 @@
 
     run.yaml        resolved run file          metrics.jsonl   one object a step
     machine.json    where it ran               events.jsonl    starts, resumes, checkpoints, evaluations, samples
-    checkpoints/    see train.checkpoint       tokenizer/      of the data, where it has one
+    checkpoints/    see phalanx.checkpoint     tokenizer/      of the data, where it has one
     tensorboard/  profile/  memory/            when asked for
     trackers.json   who it is to W&B and MLflow, where it logs to them
     statistics.json, elements.json, balance.json   what a family says of its data, see `Inputs.write`
@@ -30,8 +30,8 @@ import torch
 from phalanx import __version__
 from phalanx.errors import PhalanxError
 from phalanx.files import replacing, require_own
-from phalanx.hardware.cores import available_cores
 from phalanx.hardware.device import device_kind, device_name
+from phalanx.hardware.host import available_cores
 from phalanx.json_lines import read_json_lines, require_step
 from phalanx.train.metrics import GIB, Peaks
 

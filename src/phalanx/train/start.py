@@ -12,6 +12,16 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
+from phalanx.checkpoint import (
+    Checkpoint,
+    CheckpointDamaged,
+    CheckpointStore,
+    RunLock,
+    materialise_optimizer_state,
+    open_checkpoints,
+    placed_tensors,
+    set_rng_state,
+)
 from phalanx.config.document import Value, parse_document, show_value
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
@@ -34,21 +44,12 @@ from phalanx.layout.mesh import (
     leave_process_group,
     ranks_from_environment,
 )
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.layouts.microbatch import memory_fits
+from phalanx.precision import PRECISIONS
 from phalanx.printable import printable
 from phalanx.torch_compat.common import is_rocm
-from phalanx.train.checkpoint import (
-    Checkpoint,
-    CheckpointDamaged,
-    CheckpointStore,
-    RunLock,
-    materialise_optimizer_state,
-    placed_tensors,
-    set_rng_state,
-)
 from phalanx.train.failures import explain_failures
 from phalanx.train.inputs import Inputs, open_inputs
 from phalanx.train.logs import check_trackers, open_sinks
@@ -72,7 +73,7 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
     ranks = ranks_from_environment()
     layout = resolve_layout(run, ranks.world_size, ranks.ranks_per_node)
     device = choose_device(run.cluster.device, ranks.local_rank)
-    require_cpu_format(PRECISIONS[run.layout.precision], device)
+    require_cpu_format(PRECISIONS[run.layout.precision].compute_dtype, device)
     check_attention(run.training.attention, device)
     check_trackers(run)
     if run.training.deterministic:
@@ -123,14 +124,14 @@ def _require_checkpoint(run: Run, run_dir: Path) -> None:
     training = run.training
     if training.resume in ("auto", "never") and training.init_from is None:
         return
-    if CheckpointStore.open(run_dir).newest() is not None:
+    if open_checkpoints(run_dir).newest() is not None:
         return
     if training.resume not in ("auto", "must", "never"):
-        if CheckpointStore.open(Path(training.resume)).newest() is None:
+        if open_checkpoints(Path(training.resume)).newest() is None:
             raise _nothing_to_resume(training.resume, Path(training.resume))
     elif training.resume == "must":
         raise _nothing_to_resume(training.resume, RunDirectory(run_dir).checkpoints)
-    elif training.init_from is not None and CheckpointStore.open(Path(training.init_from)).newest() is None:
+    elif training.init_from is not None and open_checkpoints(Path(training.init_from)).newest() is None:
         raise _no_weights(training.init_from)
 
 
@@ -164,7 +165,7 @@ def _train(
         step = build_step(run, applied, device)
         first_step = _begin(run, store, applied, step.optimizer, step.scaler, inputs, device)
         applied.refresh()
-        peaks = find_peaks(run, device, PRECISIONS[run.layout.precision])
+        peaks = find_peaks(run, device, PRECISIONS[run.layout.precision].compute_dtype)
         machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
 
         def describe() -> None:
@@ -264,7 +265,7 @@ def _begin(
             f"training.resume=never, but {store.root} holds checkpoints; choose another --run-dir or training.resume=auto"
         )
     elsewhere = resume not in ("auto", "must", "never") and not present
-    source = CheckpointStore.open(Path(resume)) if elsewhere else store
+    source = open_checkpoints(Path(resume)) if elsewhere else store
     materialise_optimizer_state(optimizer)
     tensors = placed_tensors(applied.parameters, applied.splits, optimizer)
     if run.checkpoint.asynchronous and run.checkpoint.every is not None:
@@ -347,7 +348,7 @@ def _flat(value: Value, name: str = "") -> dict[str, Value]:
 
 def load_weights(path: Path, applied: ParallelModel) -> None:
     """Fill the model's parameters with those of the newest checkpoint at `path`, whatever else it holds."""
-    store = CheckpointStore.open(path)
+    store = open_checkpoints(path)
     newest = store.newest()
     if newest is None:
         raise _no_weights(str(path))

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from phalanx.train.checkpoint import Checkpoint, CheckpointDamaged, RngState
+from phalanx.checkpoint import Checkpoint, CheckpointDamaged, RngState
 
 _Number = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=0, lt=2**53)]

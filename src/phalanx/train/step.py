@@ -16,6 +16,7 @@ from phalanx.data.batch import Batch
 from phalanx.families.registry import family_of
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import Executor
+from phalanx.precision import PRECISIONS
 from phalanx.torch_compat import common as compat
 from phalanx.train.adamw import AdamW
 from phalanx.train.optimizer import build_optimizer, clipped_update, global_gradient_norm
@@ -46,7 +47,7 @@ def build_step(run: Run, applied: ParallelModel, device: torch.device) -> TrainS
         build_optimizer(applied.parameters, run.optimizer, family_of(run).parameter_kind, applied.compute_parameters),
         device=device,
         grad_clip=run.optimizer.grad_clip,
-        scaler=GradScaler(device.type) if run.layout.precision == "fp16" else None,
+        scaler=GradScaler(device.type) if PRECISIONS[run.layout.precision].scales_loss else None,
     )
 
 

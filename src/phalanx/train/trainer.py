@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from phalanx import __version__
+from phalanx.checkpoint import CheckpointStore, RankGroup, placed_tensors, rng_state
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, Interrupted, PhalanxError
@@ -20,8 +21,6 @@ from phalanx.layout.apply import ParallelModel
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Ranks
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.train.checkpoint import CheckpointStore, placed_tensors, rng_state
-from phalanx.train.checkpoint.rank_group import RankGroup
 from phalanx.train.inputs import Inputs
 from phalanx.train.interrupt import DIRECTORY_GONE, StopRequest
 from phalanx.train.logs import Sink, format_duration

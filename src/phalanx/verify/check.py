@@ -13,9 +13,9 @@ from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Run
 from phalanx.families.registry import family_of
 from phalanx.layout.mesh import ONE_RANK, Groups, build_mesh
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.precision import PRECISIONS
 from phalanx.verify.bound import Bound
 from phalanx.verify.compare import Check, compare, from_first
 from phalanx.verify.family import family_verification
@@ -101,4 +101,4 @@ class Verifier:
         batch = global_batch_samples(self.run)
         samples = family_verification(self.run).samples(self.run, 1, 0, batch, batch)
         targets = int(samples.target_counts().max())
-        return Bound(PRECISIONS[self.run.layout.precision], self.run.model.n_layers, targets)
+        return Bound(PRECISIONS[self.run.layout.precision].compute_dtype, self.run.model.n_layers, targets)

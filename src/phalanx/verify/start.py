@@ -13,11 +13,11 @@ from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.hardware.cpu_formats import require_cpu_format
 from phalanx.hardware.device import choose_device
-from phalanx.launch.ranks import RanksFailed, run_ranks
+from phalanx.launch.fork_server import RanksFailed, run_ranks
 from phalanx.layout.mesh import Ranks, join_process_group, leave_process_group, ranks_from_environment
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import every_layout, resolve_layout, stated_ranks
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.precision import PRECISIONS
 from phalanx.verify.check import Verdict, Verifier
 from phalanx.verify.family import family_verification
 from phalanx.verify.reduced import full_run, reduced_run, with_small_batch
@@ -77,7 +77,7 @@ def verify_run(run: Run, options: Options) -> Outcome:
     small = change(run, options.precision, options.steps, world)
     own_ranks = ranks.world_size == 1 and world > 1
     device = _CPU if own_ranks else choose_device(run.cluster.device, ranks.local_rank)
-    require_cpu_format(PRECISIONS[small.layout.precision], device)
+    require_cpu_format(PRECISIONS[small.layout.precision].compute_dtype, device)
     if ranks.world_size > 1:
         verdicts = _under_a_launcher(small, layouts, options, ranks)
     elif world == 1:

@@ -17,7 +17,7 @@ from materials_cases import LAYOUTS, cases, run_of
 from phalanx.errors import ConfigError
 from phalanx.families.materials.layout import MaterialsStage
 from phalanx.families.materials.verification import VERIFICATION
-from phalanx.launch.ranks import RanksFailed
+from phalanx.launch.fork_server import RanksFailed
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import every_layout, resolve_layout
 from phalanx.train.step import TrainStep

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.hardware.doctor.environment import Place, environment_findings
+from phalanx.hardware.doctor.environment import Surroundings, environment_findings
 from phalanx.hardware.doctor.finding import Finding
 from phalanx.hardware.machine import described_names, load_machine
 
-HERE = Place(
+HERE = Surroundings(
     world_size=8,
     nodes=1,
     cores=7,
@@ -22,7 +22,7 @@ HERE = Place(
 )
 
 
-def found(environment: dict[str, str], place: Place = HERE, *, first: bool = True) -> list[Finding]:
+def found(environment: dict[str, str], place: Surroundings = HERE, *, first: bool = True) -> list[Finding]:
     return environment_findings(environment, place, first)
 
 

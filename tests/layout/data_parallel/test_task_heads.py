@@ -18,6 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed_ranks import run_ranks
+from phalanx.checkpoint import (
+    CheckpointStore,
+    materialise_optimizer_state,
+    open_checkpoints,
+    placed_tensors,
+    read_tensors,
+)
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import parse_run
 from phalanx.errors import ConfigError
@@ -28,7 +35,6 @@ from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Axis, Groups, build_mesh
 from phalanx.layout.resolve import every_layout, resolve_layout
-from phalanx.train.checkpoint import CheckpointStore, materialise_optimizer_state, placed_tensors, read_tensors
 from phalanx.train.step import TrainStep, build_step
 from phalanx.verify.check import Verdict, Verifier
 from phalanx.verify.reduced import reduced_run
@@ -162,7 +168,7 @@ def resave_in_other_layouts(folder: Path, groups: Groups, applied: ParallelModel
             for parameter in fresh.parameters.values():
                 parameter.fill_(torch.nan)
         materialise_optimizer_state(fresh_step.optimizer)
-        reader = CheckpointStore.open(folder / source)
+        reader = open_checkpoints(folder / source)
         reader.load_newest_usable(placed_tensors(fresh.parameters, fresh.splits, fresh_step.optimizer))
         save(folder / target, fresh, fresh_step)
 

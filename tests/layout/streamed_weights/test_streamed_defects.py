@@ -17,14 +17,13 @@ from torch import Tensor
 
 import streamed_runs
 from distributed_ranks import run_ranks
+from phalanx.checkpoint import CheckpointStore, placed_tensors
 from phalanx.counter_random import DropoutContext
 from phalanx.layout.mesh import Groups
 from phalanx.layout.place import TensorSplit
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.streamed_weights.projection_pair import Chain
 from phalanx.layout.streamed_weights.ring_transport import Arrivals
-from phalanx.train.checkpoint import CheckpointStore
-from phalanx.train.checkpoint.tensors import placed_tensors
 from streamed_runs import GPT, LLAMA, lay_out
 from whole_model import joined, values_of
 

@@ -20,7 +20,7 @@ import pytest
 from phalanx.cli.tune_words import tune_lines
 from phalanx.config.load import parse_run
 from phalanx.errors import Interrupted
-from phalanx.report.tune_page import render_tune
+from phalanx.report.study_page import render_tune
 from phalanx.study.hyperparameters.asha import rung_steps
 from phalanx.study.hyperparameters.cost import CostModel, size_of
 from phalanx.study.hyperparameters.loop import Settings, Tuner

@@ -15,7 +15,6 @@ from phalanx.families.language.layout import LanguageStage, loss_chunk_tokens
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.context_parallel.split_context import split_context
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.stream_pairs import Stream, Streamed, stream_matrices
@@ -26,6 +25,7 @@ from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.accelerator import core_attention, fused_rms_norm
 from phalanx.planner.trace.family import MODEL_PARTS, Kernel, PartName, Setting, sdpa_choice
 from phalanx.planner.trace.recorder import Recorder
+from phalanx.precision import PRECISIONS
 
 
 def setting_of(run: LanguageRun, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
@@ -58,7 +58,7 @@ def likely_kernel(run: LanguageRun, *, rocm: bool) -> Kernel:
 
 def build_stage(name: PartName, setting: Setting, share: SequenceShare, stream: Stream | None) -> Stage:
     """See `family.CostFamily`."""
-    model, dtype = _model(setting), PRECISIONS[setting.precision]
+    model, dtype = _model(setting), PRECISIONS[setting.precision].compute_dtype
     with torch.device("meta"):
         part = Decoder(
             model, dtype=dtype, chunk_tokens=setting.chunk_tokens, z_loss=setting.z_loss, part=MODEL_PARTS[name]

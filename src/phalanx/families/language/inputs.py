@@ -21,7 +21,7 @@ from phalanx.families.language.model.sampling import generate_tokens
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.report.text import shorten_blank_lines
+from phalanx.report.formatting import shorten_blank_lines
 from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, Verification
 
 

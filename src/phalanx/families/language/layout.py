@@ -17,10 +17,10 @@ from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.context_parallel.split_context import split_context
 from phalanx.layout.family import BuildContext
 from phalanx.layout.place import TensorSplits
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage, TrainingPass
 from phalanx.nn.splits import ModelChunk
+from phalanx.precision import PRECISIONS
 from phalanx.torch_compat import common as compat
 
 
@@ -73,7 +73,7 @@ class LanguageLayout:
         with torch.device("meta"):
             model = Decoder(
                 run.model,
-                dtype=PRECISIONS[run.layout.precision],
+                dtype=PRECISIONS[run.layout.precision].compute_dtype,
                 kernel=building.attention.kernel,
                 chunk_tokens=loss_chunk_tokens(run, building.device, building.share.tp.size),
                 z_loss=run.training.z_loss,
@@ -98,7 +98,7 @@ class LanguageLayout:
 
     def choose_attention(self, run: Any, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
         """The kernel that the run file names, or the fastest."""
-        dtype = PRECISIONS[run.layout.precision]
+        dtype = PRECISIONS[run.layout.precision].compute_dtype
         shape = AttentionShape(layout.microbatch, run.data.sequence_length, dtype, run.data.document_mask)
         return choose_attention(run.training.attention, run.model, shape, device)
 

@@ -24,10 +24,10 @@ from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.family import BuildContext
 from phalanx.layout.place import TensorSplits
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage, TrainingPass
 from phalanx.nn.splits import ModelChunk
+from phalanx.precision import PRECISIONS
 
 _EDGE_CHUNK = 2**16
 """Edges whose messages are held at once under recompute: about 0.5 GB of PaiNN's at 128 channels."""
@@ -130,7 +130,9 @@ class MaterialsLayout:
         run: MaterialsRun = building.run
         chunk = None if run.layout.recompute == "none" else _EDGE_CHUNK
         with torch.device("meta"):
-            model = MaterialsNetwork(run.model, dtype=PRECISIONS[run.layout.precision], edge_chunk=chunk, part=part)
+            model = MaterialsNetwork(
+                run.model, dtype=PRECISIONS[run.layout.precision].compute_dtype, edge_chunk=chunk, part=part
+            )
         if building.branches is not None:
             model.head.keep(building.branches)
         return model, {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from phalanx.checkpoint import RankGroup, open_checkpoints, read_state
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import parse_run
 from phalanx.config.schema import Run
@@ -17,9 +18,6 @@ from phalanx.families.materials.data.fitting import (
     with_units,
 )
 from phalanx.families.materials.data.shards import open_prepared
-from phalanx.train.checkpoint import read_state
-from phalanx.train.checkpoint.rank_group import RankGroup
-from phalanx.train.checkpoint.source import CheckpointSource
 
 _TIMEOUT_S = 1800.0
 """Seconds that ranks wait for the first, which may read the energies of all structures."""
@@ -67,7 +65,7 @@ def _trained_model_units(run: MaterialsRun, path: Path) -> Units | None:
     if not path.is_dir():
         return None
     # Only the first rank is here.
-    newest = CheckpointSource.at(path, alone=True).newest()
+    newest = open_checkpoints(path, one_rank=True).newest()
     if newest is None:
         return None
     trained = parse_run(str(read_state(newest.path).get("run")), f"{newest.path}/state.json: run")

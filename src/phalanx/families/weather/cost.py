@@ -18,7 +18,6 @@ from phalanx.families.weather.layout import WeatherStage, share_embedding
 from phalanx.families.weather.model.block import Attention, AttentionCore
 from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
@@ -26,6 +25,7 @@ from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.family import MODEL_PARTS, Kernel, PartName, Setting, sdpa_choice
 from phalanx.planner.trace.recorder import Recorder
+from phalanx.precision import PRECISIONS
 
 
 def setting_of(run: WeatherRun, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
@@ -64,7 +64,7 @@ def sample_bytes(run: WeatherRun) -> int:
 
 def build_stage(name: PartName, setting: Setting, share: SequenceShare, stream: Stream | None) -> Stage:
     """See `family.CostFamily`."""
-    model, dtype = _model(setting), PRECISIONS[setting.precision]
+    model, dtype = _model(setting), PRECISIONS[setting.precision].compute_dtype
     with torch.device("meta"):
         part = Forecaster(model, dtype=dtype, part=MODEL_PARTS[name])
     stream_matrices(part, tensor_splits(model), share.tp, stream)

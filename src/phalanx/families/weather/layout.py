@@ -19,12 +19,12 @@ from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.family import BuildContext
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplits
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage, TrainingPass
 from phalanx.layout.tensor_parallel.collectives import gather
 from phalanx.nn.positions import Positions
 from phalanx.nn.splits import ModelChunk
+from phalanx.precision import PRECISIONS
 
 _LOCATIONS = 1
 """The dim of locations in [B, L, V, P]."""
@@ -123,7 +123,7 @@ class WeatherLayout:
         """A part of the forecaster."""
         run: WeatherRun = building.run
         with torch.device("meta"):
-            model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision], part=part)
+            model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision].compute_dtype, part=part)
         splits = building.sharding.split_parameters(model, tensor_splits(run.model), building.share.tp)
         share_embedding(model, building.share.tp)
         return model, splits
@@ -153,7 +153,7 @@ class WeatherLayout:
             return AttentionChoice(run.training.attention)
         model = run.model
         shape = (layout.microbatch, model.n_tokens, model.n_heads // layout.tp, model.head_size)
-        return choose_whole_attention(shape, PRECISIONS[run.layout.precision], device)
+        return choose_whole_attention(shape, PRECISIONS[run.layout.precision].compute_dtype, device)
 
 
 LAYOUT = WeatherLayout()

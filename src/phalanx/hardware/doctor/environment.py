@@ -1,4 +1,4 @@
-"""What is wrong with a rank's environment: variables and limits, held against the machine it runs on. Pure functions."""
+"""Checks of a rank's environment: variables and limits, compared with the machine it runs on. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,57 +15,61 @@ from phalanx.hardware.doctor.finding import Finding
 from phalanx.hardware.machine import Machine
 
 _ALIKE = 0.9
-"""From which on one name is taken for another misspelt."""
+"""Similarity (0 to 1) from which on a name is taken for a misspelt other one."""
 _VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _CACHES = {
     "TRITON_CACHE_DIR": "$HOME/.triton",
     "TORCHINDUCTOR_CACHE_DIR": "",
 }
-"""Folders of compiled kernels, and where they are by default; PyTorch's own default is a folder in /tmp."""
+"""Variables of the folders of compiled kernels, and the default folders; PyTorch's own is in /tmp, on each node."""
 _MANY_RANKS = 512
-"""From which on reading a Python environment from a shared file system is slow: OLCF advises a packed one."""
+"""Ranks from which on Python starts slowly from a shared file system: OLCF advises a packed environment."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank runs, as far as its environment has to fit."""
+class Surroundings:
+    """The job, host and file systems around a rank, which its environment has to fit."""
 
     world_size: int
     nodes: int
     cores: int
-    """That this rank may run on."""
+    """Cores that this rank may run on."""
     interfaces: frozenset[str]
     """Names of the host's network interfaces."""
     open_files: int
-    """That a process may have, sockets too."""
+    """Most files and sockets that a process may have open."""
     python: str
     """Folder of the Python environment."""
     rocm: bool
     """Whether PyTorch is built for ROCm."""
     shared: Callable[[str], str | None]
-    """The type of the shared file system that a path lies on; None where it is a file system of this host."""
+    """Returns the type of the shared file system of a path; None for a file system of this host."""
 
 
 def environment_findings(
-    environment: Mapping[str, str], place: Place, first: bool, machine: Machine | None = None
+    environment: Mapping[str, str], around: Surroundings, first: bool, machine: Machine | None = None
 ) -> list[Finding]:
-    """Everything found. first: whether this is rank 0, which all others connect to. machine: whose settings are wanted."""
+    """Return all findings about `environment`.
+
+    first: whether this is rank 0, to which all others connect. machine: whose documented settings the environment
+    should have.
+    """
     findings = [
-        *_misspelt(environment),
-        *_known_values(environment),
-        *_devices_shown(environment),
-        *_interfaces(environment, place),
-        *_threads(environment, place),
-        *_folders(environment, place),
-        *([] if machine is None else _asked_for(environment, place, machine)),
+        *_find_misspelt(environment),
+        *_find_bad_values(environment),
+        *_check_visible_devices(environment),
+        *_check_interfaces(environment, around),
+        *_check_threads(environment, around),
+        *_check_folders(environment, around),
+        *([] if machine is None else _check_machine_settings(environment, around, machine)),
     ]
-    if first and place.open_files < (wanted := place.world_size + 256):
+    if first and around.open_files < (wanted := around.world_size + 256):
         findings.append(
             Finding(
                 "failed",
                 "open-files",
-                f"rank 0 may have {place.open_files:,} files open, and {place.world_size:,} ranks connect to it",
+                f"rank 0 may have {around.open_files:,} files open, and {around.world_size:,} ranks connect to it",
                 f"ulimit -n {wanted}",
             )
         )
@@ -73,24 +77,24 @@ def environment_findings(
 
 
 @cache
-def _table() -> dict[str, Any]:
+def _read_table() -> dict[str, Any]:
     text = files("phalanx.hardware.doctor").joinpath("variables.yaml").read_text("utf-8")
     found: dict[str, Any] = yaml.safe_load(text)
     return found
 
 
 @cache
-def _known() -> dict[str, frozenset[str]]:
-    """Full names, by what they begin with; the longest beginnings first."""
-    known = _table()["known"]
+def _known_names() -> dict[str, frozenset[str]]:
+    """Return the known variables by prefix, longest prefixes first, so that the first match is the most specific."""
+    known = _read_table()["known"]
     starts = sorted(known, key=lambda start: -len(start))
     return {start: frozenset(start + name for name in known[start].split()) for start in starts}
 
 
-def _misspelt(environment: Mapping[str, str]) -> Iterator[Finding]:
+def _find_misspelt(environment: Mapping[str, str]) -> Iterator[Finding]:
     for name in sorted(environment):
-        start = next((start for start in _known() if name.startswith(start)), None)
-        meant = None if start is None or name in _known()[start] else _nearest(name, _known()[start])
+        start = next((start for start in _known_names() if name.startswith(start)), None)
+        meant = None if start is None or name in _known_names()[start] else _nearest_name(name, _known_names()[start])
         if meant is not None and meant not in environment:
             yield Finding(
                 "warning",
@@ -100,7 +104,7 @@ def _misspelt(environment: Mapping[str, str]) -> Iterator[Finding]:
             )
 
 
-def _nearest(name: str, known: frozenset[str]) -> str | None:
+def _nearest_name(name: str, known: frozenset[str]) -> str | None:
     longer = sorted(one for one in known if one.startswith(f"{name}_"))
     if longer:
         return longer[0]
@@ -109,14 +113,14 @@ def _nearest(name: str, known: frozenset[str]) -> str | None:
     return best if alike[best] >= _ALIKE else None
 
 
-def _known_values(environment: Mapping[str, str]) -> Iterator[Finding]:
-    for row in _table()["values"]:
+def _find_bad_values(environment: Mapping[str, str]) -> Iterator[Finding]:
+    for row in _read_table()["values"]:
         if environment.get(row["name"]) == row["value"]:
             message = f"{row['name']}={row['value']}: {row['message']} ({row['source']})"
             yield Finding(row["level"], "setting", message, row["fix"])
 
 
-def _devices_shown(environment: Mapping[str, str]) -> Iterator[Finding]:
+def _check_visible_devices(environment: Mapping[str, str]) -> Iterator[Finding]:
     given = [name for name in _VISIBLE if environment.get(name) is not None]
     if _VISIBLE[0] in given and len(given) > 1:
         values = " and ".join(f"{name}={environment[name]}" for name in given)
@@ -128,39 +132,41 @@ def _devices_shown(environment: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
-def _interfaces(environment: Mapping[str, str], place: Place) -> Iterator[Finding]:
+def _check_interfaces(environment: Mapping[str, str], around: Surroundings) -> Iterator[Finding]:
     for name in _INTERFACES:
         value = environment.get(name, "")
         wanted = [] if value.startswith("^") else [word for word in value.removeprefix("=").split(",") if word]
         exact = value.startswith("=") or name.startswith("GLOO")
         found = [
-            w for w in wanted if any(one == w if exact else one.startswith(w.split(":")[0]) for one in place.interfaces)
+            w
+            for w in wanted
+            if any(one == w if exact else one.startswith(w.split(":")[0]) for one in around.interfaces)
         ]
         if wanted and not found:
             yield Finding(
                 "failed",
                 "interfaces",
-                f"{name}={value} names no network interface of this host: {', '.join(sorted(place.interfaces))}",
+                f"{name}={value} names no network interface of this host: {', '.join(sorted(around.interfaces))}",
                 f"export {name}= one of them that reaches the other nodes, or unset it",
             )
 
 
-def _threads(environment: Mapping[str, str], place: Place) -> Iterator[Finding]:
+def _check_threads(environment: Mapping[str, str], around: Surroundings) -> Iterator[Finding]:
     text = environment.get("OMP_NUM_THREADS", "")
-    if text.isdecimal() and int(text) > place.cores:
+    if text.isdecimal() and int(text) > around.cores:
         yield Finding(
             "warning",
             "threads",
-            f"OMP_NUM_THREADS={text}, and the rank may run on {place.cores} core{'s' if place.cores > 1 else ''}",
-            f"export OMP_NUM_THREADS={place.cores}, or give each rank more cores",
+            f"OMP_NUM_THREADS={text}, and the rank may run on {around.cores} core{'s' if around.cores > 1 else ''}",
+            f"export OMP_NUM_THREADS={around.cores}, or give each rank more cores",
         )
 
 
-def _folders(environment: Mapping[str, str], place: Place) -> Iterator[Finding]:
+def _check_folders(environment: Mapping[str, str], around: Surroundings) -> Iterator[Finding]:
     home = environment.get("HOME", "/")
-    if place.rocm:
+    if around.rocm:
         database = environment.get("MIOPEN_USER_DB_PATH") or f"{home}/.config/miopen"
-        if kind := place.shared(database):
+        if kind := around.shared(database):
             yield Finding(
                 "failed",
                 "miopen-database",
@@ -169,29 +175,31 @@ def _folders(environment: Mapping[str, str], place: Place) -> Iterator[Finding]:
             )
     for name, default in _CACHES.items():
         folder = environment.get(name) or default.replace("$HOME", home)
-        if place.nodes > 1 and folder and (kind := place.shared(folder)):
+        if around.nodes > 1 and folder and (kind := around.shared(folder)):
             yield Finding(
                 "warning",
                 "compile-cache",
-                f"{name}: compiled kernels are kept in {folder} on {kind}, which {place.nodes:,} nodes write at once",
+                f"{name}: compiled kernels are kept in {folder} on {kind}, which {around.nodes:,} nodes write at once",
                 f"export {name} as a folder of each node's own, in /tmp say",
             )
-    if place.world_size > _MANY_RANKS and (kind := place.shared(place.python)):
+    if around.world_size > _MANY_RANKS and (kind := around.shared(around.python)):
         yield Finding(
             "warning",
             "python-environment",
-            f"Python is read from {place.python} on {kind} by {place.world_size:,} ranks at once",
+            f"Python is read from {around.python} on {kind} by {around.world_size:,} ranks at once",
             "send a packed environment to each node first (sbcast), or use a container",
         )
 
 
-def _asked_for(environment: Mapping[str, str], place: Place, machine: Machine) -> Iterator[Finding]:
-    """Settings that the machine's own documents ask for."""
+def _check_machine_settings(
+    environment: Mapping[str, str], around: Surroundings, machine: Machine
+) -> Iterator[Finding]:
+    """Find settings that the machine's documents ask for and the environment lacks."""
     for variable in machine.environment:
-        if variable.nodes != "any" and (variable.nodes == "one") != (place.nodes == 1):
+        if variable.nodes != "any" and (variable.nodes == "one") != (around.nodes == 1):
             continue
         found = environment.get(variable.name)
-        # Values that name the job's own variables are another folder in each job.
+        # A value with a job's variable in it, such as a folder named after the job, differs in every job.
         if found is None or (found != variable.value and "$" not in variable.value):
             is_so = "is not set" if found is None else f"is {found}"
             yield Finding(

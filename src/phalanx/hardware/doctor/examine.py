@@ -1,5 +1,8 @@
-"""An examination, in an order in which nothing hangs unnoticed: first what each rank knows by itself, then what the ranks
-tell each other through a store, where whoever is missing is named, and only then what they exchange."""
+"""Examines a job's ranks in an order in which nothing hangs unnoticed.
+
+Each rank first looks at itself. Then ranks report through a store, where missing ranks are named. Only then do they run
+collectives, which would hang on a missing rank.
+"""
 
 from __future__ import annotations
 
@@ -7,42 +10,38 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.hardware.cpu_formats import survives_products
-from phalanx.hardware.doctor.compare import binding_findings, rate_findings
+from phalanx.hardware.doctor.device_rates import DeviceRates, measure_all_reduce, measure_device
 from phalanx.hardware.doctor.environment import environment_findings
-from phalanx.hardware.doctor.finding import PATIENCE_S, Finding, together
-from phalanx.hardware.doctor.host import RankFacts, name_seconds, place_of, rank_facts
-from phalanx.hardware.doctor.rates import Rates, device_rates, exchange_rate
-from phalanx.hardware.doctor.told import Told
+from phalanx.hardware.doctor.finding import PATIENCE_S, Finding, merge_findings
+from phalanx.hardware.doctor.rank_comparison import compare_binding, compare_rates
+from phalanx.hardware.doctor.rank_facts import RankFacts, collect_facts, describe_surroundings, time_lookup
+from phalanx.hardware.doctor.rank_reports import RankReports
 from phalanx.hardware.machine import Machine
 from phalanx.layout.mesh import Ranks, join_process_group, meet
 from phalanx.torch_compat.groups import new_group
 
-_SLOW_NAME_S = 0.5
-"""From which on looking up a host's name holds up every connection that ranks make."""
-
 
 @dataclass(frozen=True)
 class Examination:
-    """What there is and what is wrong with it; of all ranks on rank 0, elsewhere of that rank alone."""
+    """Facts, rates and findings; of all ranks on rank 0, elsewhere of that rank alone."""
 
     facts: list[RankFacts]
-    rates: list[Rates]
-    """None where nothing was measured."""
+    rates: list[DeviceRates]
+    """Empty where nothing was measured."""
     findings: list[Finding]
 
     @property
     def passed(self) -> bool:
-        """Whether training may start: warnings do not keep it from that."""
+        """Whether training may start; warnings do not prevent it."""
         return all(finding.level != "failed" for finding in self.findings)
 
 
-def examine(
+def examine_ranks(
     ranks: Ranks,
     device: torch.device,
     machine: Machine | None,
@@ -50,72 +49,61 @@ def examine(
     measured: bool = True,
     patience_s: float = PATIENCE_S,
 ) -> Examination:
-    """Examine this rank, and with the others what is between them. Every rank of the job calls this.
+    """Examine this rank and, with the others, the connections between ranks. Every rank of the job calls this function.
 
-    machine: whose settings and binding are wanted. measured: whether rates are. Raises PhalanxError where ranks do not
-    answer or reach each other within `patience_s` seconds, with what this rank found by itself.
+    machine: whose documented settings and binding the ranks should have. measured: whether to measure rates. Raises
+    PhalanxError, with this rank's own findings, where ranks do not report or connect within `patience_s` seconds.
     """
-    mine = rank_facts(ranks, device)
-    findings = _own_findings(ranks, mine, machine)
+    mine = collect_facts(ranks, device)
+    findings = _examine_self(ranks, mine, machine)
     if ranks.world_size == 1:
-        rates = [device_rates(0, device)] if measured else []
-        found = [*findings, *binding_findings([mine], machine), *(rate_findings([mine], rates) if measured else [])]
-        return Examination([mine], rates, together(found))
-    with _or_said(mine, findings):
+        rates = [measure_device(0, device)] if measured else []
+        found = [*findings, *compare_binding([mine], machine), *(compare_rates([mine], rates) if measured else [])]
+        return Examination([mine], rates, merge_findings(found))
+    with _keep_own_findings(mine, findings):
         store = meet(ranks, timeout_s=patience_s)
-        told = Told(store, ranks, patience_s)
-        said = {"facts": asdict(mine), "findings": [asdict(finding) for finding in findings]}
-        every = [_read(one) for one in told.all("state", said)]
-    facts, found = [one for one, _ in every], [finding for _, of_one in every for finding in of_one]
-    found += binding_findings(facts, machine) if ranks.first else []
+        reports = RankReports(store, ranks, patience_s)
+        report = {"facts": asdict(mine), "findings": [asdict(finding) for finding in findings]}
+        gathered = reports.gather("state", report)
+    facts = [RankFacts.of_json(one["facts"]) for one in gathered]
+    found = [Finding.of_json(finding) for one in gathered for finding in one["findings"]]
+    found += compare_binding(facts, machine) if ranks.first else []
     rates = []
     if measured:
-        alone = device_rates(ranks.rank, device)
-        with _or_said(mine, findings):
+        # The device is measured before any collective: a rank whose device is slow must not be waited for unnoticed.
+        alone = measure_device(ranks.rank, device)
+        with _keep_own_findings(mine, findings):
             join_process_group(ranks, device, timeout_s=patience_s, store=store)
-            rates = [Rates(**one) for one in told.all("rates", asdict(_exchanged(ranks, device, alone)))]
-        found += rate_findings(facts, rates) if ranks.first else []
-    told.end()
-    return Examination(facts, rates, together(found))
+            mine_measured = _measure_links(ranks, device, alone)
+            rates = [DeviceRates(**one) for one in reports.gather("rates", asdict(mine_measured))]
+        found += compare_rates(facts, rates) if ranks.first else []
+    reports.end()
+    return Examination(facts, rates, merge_findings(found))
 
 
-def _own_findings(ranks: Ranks, mine: RankFacts, machine: Machine | None) -> list[Finding]:
-    """What this rank finds by itself."""
+def _examine_self(ranks: Ranks, mine: RankFacts, machine: Machine | None) -> list[Finding]:
+    """Return the findings of this rank about itself: its environment, the lookup of rank 0's host, its number formats."""
     nodes = -(-ranks.world_size // (ranks.ranks_per_node or ranks.world_size))
-    found = environment_findings(os.environ, place_of(ranks, mine, nodes), ranks.first, machine)
-    return [replace(finding, ranks=(ranks.rank,)) for finding in [*found, *_names(ranks), *_formats(mine)]]
-
-
-def _formats(mine: RankFacts) -> list[Finding]:
-    """Whether the default format of activations can be computed in, where ranks compute on the CPU."""
-    if mine.device != "cpu" or survives_products(torch.bfloat16):
-        return []
-    message = "bf16 products end a process here: the CPU reports an instruction that it does not execute"
-    return [Finding("failed", "cpu-formats", message, "set layout.precision=fp32 in run files for this machine")]
-
-
-def _names(ranks: Ranks) -> list[Finding]:
-    """How long the meeting point's name takes: PyTorch asks for it with every connection (pytorch#159596)."""
+    found = environment_findings(os.environ, describe_surroundings(ranks, mine, nodes), ranks.first, machine)
     address = os.environ.get("MASTER_ADDR", "")
-    if ranks.world_size == 1 or not address:
-        return []
-    seconds = name_seconds(address)
-    if seconds < _SLOW_NAME_S:
-        return []
-    # Rounded to whole seconds, so that ranks say alike.
-    message = f"looking up MASTER_ADDR={address} takes about {max(1, round(seconds))} s, and each connection does it"
-    return [
-        Finding("warning", "host-names", message, f"enter {address} and its address in /etc/hosts or the name server")
-    ]
+    # PyTorch looks the name up for every connection (pytorch#159596), so that half a second adds up to minutes.
+    if ranks.world_size > 1 and address and (seconds := time_lookup(address)) >= 0.5:
+        # Whole seconds: ranks then report the same finding, which is merged into one.
+        message = (
+            f"looking up MASTER_ADDR={address} takes about {max(1, round(seconds))} s, and each connection does it"
+        )
+        fix = f"enter {address} and its address in /etc/hosts or the name server"
+        found.append(Finding("warning", "host-names", message, fix))
+    if mine.device == "cpu" and not survives_products(torch.bfloat16):
+        message = "bf16 products end a process here: the CPU reports an instruction that it does not execute"
+        fix = "set layout.precision=fp32 in run files for this machine"
+        found.append(Finding("failed", "cpu-formats", message, fix))
+    return [replace(finding, ranks=(ranks.rank,)) for finding in found]
 
 
-def _read(said: dict[str, Any]) -> tuple[RankFacts, list[Finding]]:
-    return RankFacts.of_json(said["facts"]), [Finding.of_json(finding) for finding in said["findings"]]
-
-
-def _exchanged(ranks: Ranks, device: torch.device, alone: Rates) -> Rates:
-    """`alone`, with what this rank's node and all ranks exchange."""
-    world, right = exchange_rate(device, None)
+def _measure_links(ranks: Ranks, device: torch.device, alone: DeviceRates) -> DeviceRates:
+    """Return `alone` with the rates of all-reduces within this rank's node and among all ranks."""
+    world, right = measure_all_reduce(device, None)
     per_node = ranks.ranks_per_node or ranks.world_size
     first = ranks.rank // per_node * per_node
     node = list(range(first, min(first + per_node, ranks.world_size)))
@@ -123,13 +111,13 @@ def _exchanged(ranks: Ranks, device: torch.device, alone: Rates) -> Rates:
         return replace(alone, node_gb_s=world, world_gb_s=world, sums_right=right)
     if len(node) == 1:
         return replace(alone, world_gb_s=world, sums_right=right)
-    within, also_right = exchange_rate(device, new_group(node, "doctor"))
+    within, also_right = measure_all_reduce(device, new_group(node, "doctor"))
     return replace(alone, node_gb_s=within, world_gb_s=world, sums_right=right and also_right)
 
 
 @contextmanager
-def _or_said(mine: RankFacts, findings: Sequence[Finding]) -> Iterator[None]:
-    """Where ranks do not come together, this rank says what it knows: nobody else will. Raises PhalanxError."""
+def _keep_own_findings(mine: RankFacts, findings: Sequence[Finding]) -> Iterator[None]:
+    """Add this rank's findings to the PhalanxError of ranks that do not come together: nobody else would report them."""
     try:
         yield
     except ConfigError:

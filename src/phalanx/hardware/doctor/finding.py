@@ -1,4 +1,4 @@
-"""What an examination found: one line each, with what to do about it. Knows nothing of how it was found."""
+"""Findings of an examination: what is wrong and how to mend it. This module does not know how they are found."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Level = Literal["failed", "warning"]
-"""failed: training would not start, would stop, or would compute something wrong. warning: it would be slow, or at risk."""
+"""failed: training would not start, would stop, or would compute something wrong. warning: training would be slow or
+at risk."""
 
 PATIENCE_S = 120.0
-"""Seconds in which another rank has to say something."""
+"""Seconds that rank 0 waits for the reports of the others, by default."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be."""
+    """One thing that is wrong, and its fix."""
 
     level: Level
     check: str
-    """Short name of what was looked at, as `docs/doctor.md` lists it."""
+    """Short name of the check, as `docs/doctor.md` lists it."""
     message: str
     fix: str
     ranks: tuple[int, ...] = ()
-    """Who it is about, ascending; all ranks where it is empty."""
+    """Ranks that the finding is about, ascending; empty for all ranks."""
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> Finding:
-        """From what `dataclasses.asdict` made and JSON carried."""
+        """Return the finding that `dataclasses.asdict` turned into `values`."""
         return cls(**{**values, "ranks": tuple(values["ranks"])})
 
 
-def together(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings that several ranks have alike as one, failures first, else in the order in which they came."""
+def merge_findings(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings with those that several ranks share merged into one; failures first, else in the given order."""
     ranks: dict[Finding, set[int]] = {}
     for finding in findings:
         ranks.setdefault(replace(finding, ranks=()), set()).update(finding.ranks)
@@ -40,8 +41,8 @@ def together(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(joined, key=lambda finding: finding.level != "failed")
 
 
-def rank_words(ranks: Iterable[int]) -> str:
-    """`ranks 0-3 and 8`: neighbours as ranges."""
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks in words, neighbours as ranges: `ranks 0-3 and 8`."""
     numbers = sorted(ranks)
     spans: list[list[int]] = []
     for number in numbers:

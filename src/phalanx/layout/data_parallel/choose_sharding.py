@@ -9,9 +9,9 @@ from phalanx.layout.data_parallel.copy_engine.exchanges import choose_copy_engin
 from phalanx.layout.data_parallel.fully_sharded import FullySharded, ShardingOptions
 from phalanx.layout.data_parallel.sharding import WholeParameters
 from phalanx.layout.mesh import Mesh
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.streamed_weights.sharding import StreamedSharding
+from phalanx.precision import PRECISIONS
 
 
 def choose_sharding(run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device) -> WholeParameters:
@@ -21,10 +21,10 @@ def choose_sharding(run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.
     """
     if mesh.data is None:
         return WholeParameters()
-    dtype = PRECISIONS[run.layout.precision]
-    copy_engine = choose_copy_engine(run.layout.peer_copies, mesh.shards.group, device, dtype)
+    precision = PRECISIONS[run.layout.precision]
+    copy_engine = choose_copy_engine(run.layout.peer_copies, mesh.shards.group, device, precision.compute_dtype)
     options = ShardingOptions(
-        dtype,
+        precision,
         zero=layout.zero,
         reshard_after_forward=layout.reshard_after_forward,
         blocks_per_unit=run.layout.gather_blocks,

@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -34,6 +33,7 @@ from phalanx.kernels.parts_sum import added_up
 from phalanx.layout.data_parallel.copy_engine.exchanges import CopyEngine
 from phalanx.layout.data_parallel.sharding import WholeParameters
 from phalanx.layout.stage import Stage
+from phalanx.precision import Precision
 from phalanx.torch_compat import fsdp as compat_fsdp
 
 
@@ -41,8 +41,8 @@ from phalanx.torch_compat import fsdp as compat_fsdp
 class ShardingOptions:
     """What a layout chooses about FSDP2."""
 
-    dtype: torch.dtype
-    """Format in which parameters are gathered and used; gradients are reduced in at least float32."""
+    precision: Precision
+    """Formats in which parameters are gathered and used, and gradients reduced."""
     zero: int = 3
     """ZeRO level, as above."""
     reshard_after_forward: bool = True
@@ -51,6 +51,8 @@ class ShardingOptions:
     """FSDP wrapping granularity: neighbouring blocks that are gathered together."""
     prefetch_depth: int = 1
     """Units that are gathered while one computes."""
+    cast_inputs: bool = False
+    """Whether inputs of units are cast to the format of parameters; layers of this package do so themselves."""
 
 
 class FullySharded(WholeParameters):
@@ -93,10 +95,12 @@ class FullySharded(WholeParameters):
 
     def _shard(self, modules: list[nn.Module], apart: set[nn.Parameter], *, reshard_after_forward: bool) -> None:
         """Make `modules` one unit of FSDP2, except their parameters in `apart`."""
-        dtype = self.options.dtype
+        precision = self.options.precision
         # Sums lose more digits than products: gradients are reduced in float32 even if they were computed in bfloat16.
         policy = MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32), cast_forward_inputs=False
+            param_dtype=precision.compute_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            cast_forward_inputs=self.options.cast_inputs,
         )
         own = {parameter for module in modules for parameter in module.parameters()}
         fully_shard(

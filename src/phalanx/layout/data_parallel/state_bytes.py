@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from phalanx.config.schema import Run
 from phalanx.families.registry import family_of
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.precision import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,14 @@ def state_bytes(run: Run, layout: ResolvedLayout) -> StateBytes:
 
     Sharding pads a parameter whose first dim `dp_shard` does not divide; that padding is not counted.
     """
-    width = 8 if run.layout.precision == "fp64" else 4
+    precision = PRECISIONS[run.layout.precision]
+    width = precision.main_dtype.itemsize
     count = family_of(run).parameter_count(run)
     share = -(-count * width // layout.dp_shard)
-    copied = run.layout.precision in ("bf16", "fp16") and layout.dp_shard * layout.dp_replicate == 1
-    return StateBytes(parameters=share, working_copy=2 * count * copied, gradients=share, optimizer=2 * share)
+    copied = precision.copies_parameters and layout.dp_shard * layout.dp_replicate == 1
+    return StateBytes(
+        parameters=share,
+        working_copy=precision.compute_dtype.itemsize * count * copied,
+        gradients=share,
+        optimizer=2 * share,
+    )

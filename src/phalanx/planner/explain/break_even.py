@@ -16,13 +16,13 @@ import numpy as np
 from phalanx.config.schema import Run
 from phalanx.families.registry import family_of
 from phalanx.hardware.machine import Machine
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.recompute import Recompute
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.time.timing import our_software
 from phalanx.planner.trace.family import likely_kernel, planned_model, setting_of
 from phalanx.planner.trace.parts import PartCosts, part_costs
+from phalanx.precision import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def break_evens(run: Run, legal: Candidates, recompute: Recompute, machine: Mach
 def break_even(run: Run, tp: int, shards: int, recompute: Recompute, *, peer_copies: bool) -> BreakEven:
     """Of `tp` x `shards` devices against FSDP over all of them. peer_copies: whether gradients are sent as computed."""
     model, positions = planned_model(run), family_of(run).positions(run).count
-    dtype = PRECISIONS[run.layout.precision]
+    dtype = PRECISIONS[run.layout.precision].compute_dtype
     each = 2 * dtype.itemsize + (dtype.itemsize if peer_copies else max(4, dtype.itemsize))
     whole, part = (_block(run, degree, recompute) for degree in (1, tp))
     saved = each * (whole.parameter_count * (1 - 1 / (tp * shards)) - part.parameter_count * (1 - 1 / shards))

@@ -29,6 +29,7 @@ from phalanx.planner.layouts.candidates import (
     Candidates,
     Ints,
 )
+from phalanx.precision import PRECISIONS
 
 Fixed = Mapping[str, Any]
 """Fields of the run file's `layout` with the only value they may have."""
@@ -222,7 +223,11 @@ def _gathers(run: Run, rows: Columns, fixed: Fixed, limits: Limits) -> Columns:
     able = (rows["zero"] == 3) & (rows["recompute"] != RECOMPUTES.index("selective"))
     able &= ~((rows["cp"] > 1) & (rows["context"] == _EXCHANGE))
     able &= ~(piped & np.isin(rows["schedule"], ZERO_BUBBLE_SCHEDULES))
-    able &= (run.layout.precision != "fp16") & (run.training.compile is not True) & ("tp" in family_of(run).axes)
+    able &= (
+        (not PRECISIONS[run.layout.precision].scales_loss)
+        & (run.training.compile is not True)
+        & ("tp" in family_of(run).axes)
+    )
     # Of one rank, the one kind stands for both, as with other fields that have no effect.
     able = np.where(ranks > 1, able, "gather" in fixed)
     if "gather" not in fixed:

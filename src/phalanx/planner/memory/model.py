@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from phalanx.config.schema import Run
 from phalanx.families.registry import family_of
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.recompute import Recompute
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.layouts.candidates import SCHEDULES, Candidates, Ints
@@ -28,6 +27,7 @@ from phalanx.planner.memory.stages import holdings, holdings_at, rank_holdings
 from phalanx.planner.memory.state import Exchanges, Held, Rank, Situation
 from phalanx.planner.memory.weights import beside, causes_of, heaviest, together, weights
 from phalanx.planner.trace.family import Kernel, cost_family, likely_kernel
+from phalanx.precision import PRECISIONS
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -236,12 +236,12 @@ def _parts(run: Run, candidates: Candidates, kernels: Kernels, peer_copies: bool
 
 
 def _situation(run: Run, candidates: Candidates, parts: ModelBytes, kernels: Kernels, peer_copies: bool) -> Situation:
-    dtype = PRECISIONS[run.layout.precision]
+    precision = PRECISIONS[run.layout.precision]
     piped = candidates.pp > 1
     return Situation(
         sizes=parts,
-        width=dtype.itemsize,
-        master=max(4, dtype.itemsize),
+        width=precision.compute_dtype.itemsize,
+        master=precision.main_dtype.itemsize,
         sharded=candidates.data_ranks * candidates.cp > 1,
         piped=piped,
         zero=candidates.zero,

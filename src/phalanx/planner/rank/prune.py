@@ -9,11 +9,11 @@ import numpy as np
 
 from phalanx.config.schema import Run
 from phalanx.families.registry import family_of
-from phalanx.layout.precision import PRECISIONS
 from phalanx.planner.layouts.candidates import SCHEDULES, Candidates
 from phalanx.planner.rank.models import Floats
 from phalanx.planner.schedule.bubble import in_flight
 from phalanx.planner.trace.family import planned_model
+from phalanx.precision import PRECISIONS
 
 _MASTER, _MOMENTS = 4, 8
 
@@ -31,7 +31,7 @@ def least_bytes(run: Run, candidates: Candidates) -> Floats:
     gradients = held * _MASTER / np.where(candidates.zero > 0, shards, 1)
     blocks = np.maximum(1, model.n_layers // candidates.n_stages)
     positions = candidates.microbatch * (length // candidates.cp // candidates.tp)
-    width = PRECISIONS[run.layout.precision].itemsize
+    width = PRECISIONS[run.layout.precision].compute_dtype.itemsize
     inputs = blocks * _in_flight(candidates) * positions * model.d_model * width
     return np.asarray(states + np.maximum(gradients, inputs))
 
@@ -41,7 +41,7 @@ def gathered_bytes(run: Run, candidates: Candidates) -> Floats:
 
     Two blocks' parameters, and one's gradients as they are computed and as they are sent; `tp` alone shares them out.
     """
-    width = PRECISIONS[run.layout.precision].itemsize
+    width = PRECISIONS[run.layout.precision].compute_dtype.itemsize
     block = family_of(run).parameter_count(run) / planned_model(run).n_layers / candidates.tp
     return np.asarray(block * (3 * width + _MASTER))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from phalanx.layout.precision import PRECISIONS
+from phalanx.precision import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Software:
     def computing_in(self, precision: str) -> Software:
         """The same with numbers of `precision`: what is gathered and reduced has no less than their bytes. Of 32 bits and
         more there is no copy beside the master."""
-        width = PRECISIONS[precision].itemsize
+        width = PRECISIONS[precision].compute_dtype.itemsize
         if width <= self.gather_bytes:
             return self
         return replace(

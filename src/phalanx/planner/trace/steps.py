@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.topology import Placement, join, place
-from phalanx.layout.precision import PRECISIONS
 from phalanx.planner.layouts.candidates import CONTEXTS, RECOMPUTES, SCHEDULES, Candidates
 from phalanx.planner.layouts.stage_layers import split
 from phalanx.planner.time.operation_time import Floats, Ints
@@ -24,6 +23,7 @@ from phalanx.planner.time.part_time import Parts, at, parts_of
 from phalanx.planner.time.software import Software
 from phalanx.planner.trace.family import PartName, Setting, cost_family
 from phalanx.planner.trace.parts import PartCosts, part_costs
+from phalanx.precision import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def steps_of(
     unit = np.minimum(gather_blocks, np.ceil(layers.most / layouts.stages_per_rank).astype(np.int64))
     samples, positions = layouts.microbatch, setting.length // layouts.cp
     split = layouts.tp if software.sequence_parallel else 1
-    width = setting.model.d_model * PRECISIONS[setting.precision].itemsize
+    width = setting.model.d_model * PRECISIONS[setting.precision].compute_dtype.itemsize
     shards = layouts.shards
     world = layouts.world_size
     shards_lie, like_shards = _placed(machine, shards, layouts.tp)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.layout.mesh import Axis
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.chunk_plan import ChainPlan, Matrix
 from phalanx.layout.streamed_weights.ring_transport import Ring, Transfer
@@ -28,6 +27,7 @@ from phalanx.planner.schedule.timeline import Costs, Timeline
 from phalanx.planner.trace.family import Setting, build_stage
 from phalanx.planner.trace.operations import Scale
 from phalanx.planner.trace.recorder import Recorder
+from phalanx.precision import PRECISIONS
 
 _PRIMES = (2003, 2011, 2017, 2027, 2029, 2039, 2053, 2063, 2069, 2081)
 """Units of a traced chunk."""
@@ -179,8 +179,8 @@ def _resize(module: Streamed, matrix: Matrix, rows: int, precision: str) -> None
     owner = module.get_submodule(path)
     dims = owner.get_parameter(name).dim()
     shape = (matrix.width, rows) if matrix.dim == 1 else (rows, matrix.width)[:dims]
-    master = torch.promote_types(PRECISIONS[precision], torch.float32)
-    setattr(owner, name, nn.Parameter(torch.empty(shape, dtype=master, device="meta")))
+    main_dtype = PRECISIONS[precision].main_dtype
+    setattr(owner, name, nn.Parameter(torch.empty(shape, dtype=main_dtype, device="meta")))
 
 
 @dataclass(frozen=True)

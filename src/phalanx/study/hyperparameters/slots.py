@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.hardware.cores import available_cores
 from phalanx.hardware.device import device_facts
+from phalanx.hardware.host import available_cores
 from phalanx.hardware.machine import Machine
 from phalanx.study.trials.launchers import AROUND_S, MODULE, allocated_hosts, machine_env
 from phalanx.study.trials.process import guarded

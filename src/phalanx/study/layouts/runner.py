@@ -21,7 +21,7 @@ from phalanx.config.search import Search
 from phalanx.errors import ConfigError
 from phalanx.files import write_atomically
 from phalanx.json_lines import read_json_lines
-from phalanx.layout.precision import PRECISIONS
+from phalanx.precision import PRECISIONS
 from phalanx.report.run_log import metrics_problem
 from phalanx.study.layouts.space import Space
 from phalanx.study.trials.causes import failure, log_tail, rank_reports
@@ -116,7 +116,7 @@ def loss_bound(run: Run) -> float:
     """Relative difference that losses and gradient norms of a first step may have between layouts: rounding."""
     targets = global_batch_samples(run) * int(getattr(run.data, "sequence_length", 1))
     layers = int(getattr(run.model, "n_layers", 1))
-    return Bound(PRECISIONS[run.layout.precision], layers, targets).loss
+    return Bound(PRECISIONS[run.layout.precision].compute_dtype, layers, targets).loss
 
 
 def judge_losses(outcome: Outcome, before: Sequence[Trial], bound: float) -> Outcome:

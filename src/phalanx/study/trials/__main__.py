@@ -10,8 +10,7 @@ import os
 import sys
 from importlib import import_module
 
-from phalanx.hardware.cores import passive_waits
-from phalanx.hardware.host_memory import prefer_to_be_killed
+from phalanx.hardware.host import passive_waits, prefer_to_be_killed
 from phalanx.launch.parent import die_with_parent
 
 if __name__ == "__main__":
@@ -21,6 +20,6 @@ if __name__ == "__main__":
     os.environ.update(passive_waits(os.environ))
     what, folder, *ranks = sys.argv[1:]
     if what == "launch":
-        launch_ranks = import_module("phalanx.launch.local").launch_ranks
+        launch_ranks = import_module("phalanx.launch.local_launch").launch_ranks
         sys.exit(launch_ranks(["rank", folder], int(*ranks), module="phalanx.study.trials"))
     sys.exit(import_module("phalanx.study.trials.rank").main(folder))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.hardware.host_memory import KILLED_FOR_MEMORY
+from phalanx.hardware.host import KILLED_FOR_MEMORY
 from phalanx.study.trials.process import Ended
 from phalanx.study.trials.trial import INTERRUPTED, Outcome
 

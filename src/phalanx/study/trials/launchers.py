@@ -13,7 +13,7 @@ from typing import Protocol
 
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.hardware.machine import Machine
-from phalanx.launch.scripts import srun_command
+from phalanx.launch.job_script import srun_command
 from phalanx.study.trials.process import guarded
 from phalanx.study.trials.trial import Trial
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.hardware.host_memory import KillCount
+from phalanx.hardware.host import KillCount
 from phalanx.launch.parent import PARENT, die_with_parent
 from phalanx.locks import process_exists
 

@@ -12,12 +12,12 @@ import transformers
 import yaml
 from safetensors.torch import load_file
 
+from phalanx.checkpoint import open_checkpoints, read_state
 from phalanx.config.model import LanguageModel
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.families.language.evaluation.convert import convert
 from phalanx.families.language.evaluation.load import load_for_inference
 from phalanx.families.language.evaluation.weights import open_weights
-from phalanx.train.checkpoint import CheckpointStore, read_state
 from small_models import (
     FAMILIES,
     LLAMA,
@@ -71,7 +71,7 @@ def test_an_import_computes_the_same_and_exports_the_same_bytes(name: str, tmp_p
 def test_an_import_is_a_checkpoint_that_training_can_start_from(tmp_path: Path) -> None:
     save_huggingface(tmp_path / "hf", huggingface_config("llama", bos_token_id=5, eos_token_id=[7, 8]))
     convert(tmp_path / "hf", tmp_path / "ours")
-    newest = CheckpointStore.open(tmp_path / "ours").newest()
+    newest = open_checkpoints(tmp_path / "ours").newest()
     assert newest is not None and newest.step == 0
     state = read_state(newest.path)
     assert state["step"] == 0
@@ -81,7 +81,7 @@ def test_an_import_is_a_checkpoint_that_training_can_start_from(tmp_path: Path) 
     model = LanguageModel.model_validate(section)
     decoder = random_decoder(model)
     tensors = {f"model.{name}": parameter.data for name, parameter in decoder.named_parameters()}
-    CheckpointStore.open(tmp_path / "ours").load(newest, tensors)
+    open_checkpoints(tmp_path / "ours").load(newest, tensors)
     with open_weights(tmp_path / "hf") as weights:
         assert all(torch.equal(weights.read(name), parameter) for name, parameter in decoder.named_parameters())
     assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == ["checkpoints", "model.yaml"]

@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from tokenizers import Tokenizer
 
-from phalanx.hardware.cores import available_cores
+from phalanx.hardware.host import available_cores
 from phalanx.data.file_record import file_record
 from phalanx.families.language.data.documents import (
     MAX_DOCUMENT_BYTES,

@@ -17,6 +17,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from phalanx.checkpoint import CheckpointStore
 from phalanx.config.model import LanguageModel
 from phalanx.families.language.evaluation.tokenizer import tokenizer_files
 from phalanx.families.language.evaluation.weights import PREFIX, Weights, imported_state, open_weights
@@ -25,8 +26,7 @@ from phalanx.families.language.huggingface.folder import DEFAULT_SHARD_BYTES
 from phalanx.families.language.huggingface.tokens import TOKENIZER, TOKENIZER_FOLDER, TokenizerFiles
 from phalanx.families.language.huggingface.write import Export, new_folder, refuse_used, write_folder
 from phalanx.families.language.sizes import parameter_count
-from phalanx.layout.precision import PRECISIONS
-from phalanx.train.checkpoint import CheckpointStore
+from phalanx.precision import PRECISIONS
 
 Form = Literal["huggingface", "phalanx"]
 
@@ -88,7 +88,7 @@ def convert(
         form=form,
         architecture=architecture.name if architecture else None,
         parameters=parameter_count(weights.model),
-        dtype=next(name for name, value in PRECISIONS.items() if value == chosen),
+        dtype=next(name for name, value in PRECISIONS.items() if value.compute_dtype == chosen),
         tokenizer=TOKENIZER in files.files,
     )
 

@@ -13,7 +13,7 @@ from phalanx.families.language.evaluation.tokenizer import tokenizer_files
 from phalanx.families.language.evaluation.weights import Weights, open_weights
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.hardware.cpu_formats import require_cpu_format
-from phalanx.layout.precision import PRECISIONS
+from phalanx.precision import PRECISIONS
 
 _CHUNK_LOGITS = 2**24
 """Logits that the loss holds at once, unless a single chunk of 128 tokens has more."""
@@ -68,5 +68,5 @@ def _build(weights: Weights, device: torch.device, dtype: torch.dtype) -> Decode
 
 def _usual_dtype(run: LanguageRun | None, device: torch.device) -> torch.dtype:
     if run is not None:
-        return PRECISIONS[run.layout.precision]
+        return PRECISIONS[run.layout.precision].compute_dtype
     return torch.float32 if device.type == "cpu" else torch.bfloat16

@@ -14,6 +14,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from phalanx.checkpoint import open_checkpoints, read_manifest, read_state, read_tensors
 from phalanx.config.load import parse_run
 from phalanx.config.model import LanguageModel
 from phalanx.config.schema import LanguageRun
@@ -22,8 +23,6 @@ from phalanx.families.language.huggingface.folder import is_huggingface_folder
 from phalanx.families.language.huggingface.read import HuggingFaceFolder
 from phalanx.families.language.huggingface.tokens import TOKENIZER_FOLDER, SpecialTokens, TokenizerFiles
 from phalanx.families.language.model.decoder import Decoder
-from phalanx.train.checkpoint import CheckpointStore, read_state, read_tensors
-from phalanx.train.checkpoint.files import CheckpointFolder
 
 PREFIX = "model."
 """What the names of a checkpoint's model tensors begin with."""
@@ -116,7 +115,7 @@ class PhalanxWeights(Weights):
     kind = "phalanx"
 
     def __init__(self, path: Path) -> None:
-        newest = CheckpointStore.open(path).newest()
+        newest = open_checkpoints(path).newest()
         if newest is None:
             raise CheckpointError(
                 f"{path} holds neither a whole checkpoint of Phalanx nor the config.json of a Hugging Face folder"
@@ -125,8 +124,7 @@ class PhalanxWeights(Weights):
         self.step = newest.step
         state = read_state(newest.path)
         self.run, self.model = _described(state, newest.path)
-        with CheckpointFolder(newest.path) as folder:
-            records = folder.read_contents().manifest().tensors
+        records = read_manifest(newest.path).tensors
         stored = {r.name.removeprefix(PREFIX): r for r in records if r.name.startswith(PREFIX)}
         self._formats = {name: record.torch_dtype for name, record in stored.items()}
         self._check_shapes({name: tuple(record.shape) for name, record in stored.items()})

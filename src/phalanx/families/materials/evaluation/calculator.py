@@ -28,7 +28,7 @@ from phalanx.families.materials.ensemble.loaded import LoadedEnsemble
 from phalanx.families.materials.evaluation.network import load_network
 from phalanx.families.materials.model.losses import Predictions
 from phalanx.hardware.device import choose_device
-from phalanx.layout.precision import PRECISIONS
+from phalanx.precision import PRECISIONS
 
 try:
     from ase import Atoms
@@ -83,7 +83,7 @@ class PhalanxCalculator(Calculator):
         if precision is not None and precision not in PRECISIONS:
             raise ConfigError(f"precision={precision} is none of {', '.join(PRECISIONS)}")
         self.device = choose_device(device)
-        dtype = None if precision is None else PRECISIONS[precision]
+        dtype = None if precision is None else PRECISIONS[precision].compute_dtype
         self.ensemble: LoadedEnsemble | None = None
         if is_ensemble(Path(checkpoint)):
             self.ensemble = LoadedEnsemble(Path(checkpoint), self.device, dtype)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from phalanx.checkpoint import Checkpoint, open_checkpoints, read_state, read_tensors
 from phalanx.config.check_graphs import learned
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import parse_run
@@ -22,10 +23,8 @@ from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK
-from phalanx.layout.precision import PRECISIONS
 from phalanx.layout.resolve import resolve_layout
-from phalanx.train.checkpoint import CheckpointStore, read_state, read_tensors
-from phalanx.train.checkpoint.names import Checkpoint
+from phalanx.precision import PRECISIONS
 from phalanx.train.start import load_weights
 
 _PREFIX = "model."
@@ -89,7 +88,7 @@ def load_network(path: Path, device: torch.device, dtype: torch.dtype | None = N
     """
     newest, run = _open(path)
     if dtype is None:
-        dtype = torch.promote_types(PRECISIONS[run.layout.precision], torch.float32)
+        dtype = PRECISIONS[run.layout.precision].main_dtype
     with torch.device("meta"):
         model = MaterialsNetwork(run.model, dtype=dtype).to(dtype)
     model.to_empty(device=device)
@@ -146,7 +145,7 @@ def _untrained(evaluator: GraphEvaluator, checkpoint: Path) -> dict[str, dict[in
 
 
 def _open(path: Path, overrides: Sequence[str] = ()) -> tuple[Checkpoint, MaterialsRun]:
-    newest = CheckpointStore.open(path).newest()
+    newest = open_checkpoints(path).newest()
     if newest is None:
         raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
     state = read_state(newest.path)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint import open_checkpoints, read_state, read_tensors
 from phalanx.config.families import WeatherRun
 from phalanx.config.load import parse_run
 from phalanx.data.order import Int64Array
@@ -24,8 +25,7 @@ from phalanx.families.weather.evaluation.table import Comparison, ScoreRow, know
 from phalanx.families.weather.inputs import STATISTICS, require_grid
 from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.hardware.cpu_formats import require_cpu_format
-from phalanx.layout.precision import PRECISIONS
-from phalanx.train.checkpoint import CheckpointStore, read_state, read_tensors
+from phalanx.precision import PRECISIONS
 
 _PREFIX = "model."
 _BATCH = 16
@@ -93,7 +93,7 @@ def load_forecaster(path: Path, device: torch.device, overrides: Sequence[str] =
     overrides: fields of its run file to change, as `section.field=value`. Fields are normalised as in training unless
     `data.statistics` says otherwise. Raises CheckpointError where there is no sound checkpoint of a weather model.
     """
-    newest = CheckpointStore.open(path).newest()
+    newest = open_checkpoints(path).newest()
     if newest is None:
         raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
     state = read_state(newest.path)
@@ -105,9 +105,9 @@ def load_forecaster(path: Path, device: torch.device, overrides: Sequence[str] =
     statistics = newest.path.parent.parent / STATISTICS
     if run.data.statistics is None and statistics.exists():
         run = run.model_copy(update={"data": run.data.model_copy(update={"statistics": str(statistics)})})
-    require_cpu_format(PRECISIONS[run.layout.precision], device)
+    require_cpu_format(PRECISIONS[run.layout.precision].compute_dtype, device)
     with torch.device("meta"):
-        model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision])
+        model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision].compute_dtype)
     model.to_empty(device=device)
     stored = read_tensors(newest.path, _PREFIX)
     with torch.no_grad():

@@ -1,0 +1,39 @@
+"""Checkpoints: whole or absent, verified when read, loadable in any sharding, and free of pickle.
+
+Knows tensors, names and files; knows nothing of models, run files or the training loop.
+"""
+
+from phalanx.checkpoint.folders import Checkpoint
+from phalanx.checkpoint.random_state import RngState, rng_state, set_rng_state
+from phalanx.checkpoint.rank_group import RankGroup
+from phalanx.checkpoint.reader import (
+    CheckpointReader,
+    open_checkpoints,
+    read_manifest,
+    read_state,
+    read_tensors,
+)
+from phalanx.checkpoint.saver import SaveHandle
+from phalanx.checkpoint.store import CheckpointStore, RunLock
+from phalanx.checkpoint.training_tensors import collect_tensors, materialise_optimizer_state, placed_tensors
+from phalanx.errors import CheckpointDamaged
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointDamaged",
+    "CheckpointReader",
+    "CheckpointStore",
+    "RankGroup",
+    "RngState",
+    "RunLock",
+    "SaveHandle",
+    "collect_tensors",
+    "materialise_optimizer_state",
+    "open_checkpoints",
+    "placed_tensors",
+    "read_manifest",
+    "read_state",
+    "read_tensors",
+    "rng_state",
+    "set_rng_state",
+]

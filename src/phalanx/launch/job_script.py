@@ -1,0 +1,333 @@
+"""Writes the text of the sbatch script that trains a job on a machine. Pure functions: nothing is run or stored here.
+
+A script and the program must agree: ranks read their numbers from Slurm's variables of the training step, and the
+rendezvous from MASTER_ADDR and MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from phalanx.errors import ConfigError
+from phalanx.hardware.machine import Line, Machine, Option, Partition
+
+STOPPED = 143
+"""Exit code of `phalanx train` after SIGTERM, once its checkpoint is written: 128 + the signal's number."""
+REQUEUED = (STOPPED, 128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
+"""Exit codes of `phalanx train` after the signals by which a scheduler warns of a job's end."""
+
+UNFIT = 3
+"""Exit code of `phalanx doctor` where training would fail or compute something wrong."""
+
+_PREFLIGHT_MINUTES = 10
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# Below the ports that Linux hands out by itself (32768 and up), above those that need privileges.
+_FIRST_PORT, _PORTS = 10_000, 20_000
+_NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,-]*")
+_EXPANDED = re.compile(r"\$(?:[A-Za-z_][A-Za-z0-9_]*|\{[A-Za-z_][A-Za-z0-9_]*\})")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to train, and the nodes and time to ask for."""
+
+    run: Path
+    """Run file or run folder, relative to `directory` or absolute."""
+    nodes: int
+    directory: Path
+    """Absolute folder in which training starts."""
+    overrides: tuple[str, ...] = ()
+    """`section.field=value` words for `phalanx train`."""
+    seconds: int | None = None
+    """Wall time; None takes the longest that the partition allows."""
+    account: str | None = None
+    partition: str | None = None
+    """None takes the machine's usual one."""
+    setup: tuple[str, ...] = ()
+    """Shell lines of the user, run before training, inside the container if there is one."""
+    image: str | None = None
+    """Container image."""
+    examined_as: str | None = None
+    """Machine name for `phalanx doctor`, which examines all ranks before they train; None leaves the examination out."""
+
+
+def parse_walltime(text: str) -> int:
+    """Return the seconds of a wall time written H:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS, or as minutes.
+
+    Raises ConfigError for anything else, and for H:MM, which Slurm would read as minutes and seconds.
+    """
+    if re.fullmatch(r"[0-9]{1,6}", text):
+        seconds = int(text) * 60
+    elif match := re.fullmatch(r"(?:([0-9]{1,3})-)?([0-9]{1,4})(?::([0-9]{1,2}))?(?::([0-9]{1,2}))?", text):
+        days, hours, minutes, rest = (None if part is None else int(part) for part in match.groups())
+        if days is None and rest is None:
+            raise ConfigError(f"--time {text} would be minutes and seconds to Slurm; write {text}:00 or 0:{text}")
+        if (minutes or 0) > 59 or (rest or 0) > 59:
+            raise ConfigError(f"--time {text} has more than 59 minutes or seconds; write H:MM:SS")
+        assert hours is not None
+        seconds = (((days or 0) * 24 + hours) * 60 + (minutes or 0)) * 60 + (rest or 0)
+    else:
+        raise ConfigError(f"--time {text} is not a wall time; write H:MM:SS, D-HH:MM:SS or a number of minutes")
+    if not seconds:
+        raise ConfigError(f"--time {text} is no time at all")
+    return seconds
+
+
+def format_walltime(seconds: int) -> str:
+    """Return seconds as HH:MM:SS; the hours may exceed 24."""
+    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def complete_job(machine: Machine, job: Job) -> Job:
+    """Return `job` with partition and wall time filled in. Raises ConfigError where `machine` cannot run it."""
+    if job.nodes < 1:
+        raise ConfigError(f"--nodes {job.nodes}: a job has at least 1 node")
+    for option, value in (("--account", job.account), ("--partition", job.partition)):
+        if value is not None and not _NAMES.fullmatch(value):
+            raise ConfigError(f"{option} {value} is not a name: letters, digits and . _ - only")
+    if job.account is None and machine.job_slurm.account_needed:
+        raise ConfigError(f"{machine.name} runs no job without an account: give --account PROJECT")
+    if job.image is not None and machine.container is None:
+        raise ConfigError(f"--image {job.image}: the description of {machine.name} has no container section")
+    for line in job.setup:
+        if "\n" in line or "\r" in line:
+            raise ConfigError("--setup takes one line of shell; give it once for each line")
+    partition = _partition(machine, job)
+    longest = None if partition is None else _longest(partition, job.nodes)
+    seconds = job.seconds if job.seconds is not None else longest
+    if seconds is None:
+        where = f"partition {job.partition}" if job.partition else machine.name
+        raise ConfigError(f"the limits of {where} are not known: give --time H:MM:SS")
+    if longest is not None and seconds > longest:
+        assert partition is not None
+        raise ConfigError(
+            f"--time {format_walltime(seconds)} is more than {partition.name} allows {job.nodes} nodes\n"
+            f"nearest legal: --time {format_walltime(longest)} ({partition.source})"
+        )
+    if seconds <= machine.stop.seconds_before_end:
+        raise ConfigError(
+            f"--time {format_walltime(seconds)} leaves no time to train: the run is told to stop "
+            f"{machine.stop.seconds_before_end} s before the end"
+        )
+    name = job.partition if partition is None else partition.name
+    return replace(job, partition=name, seconds=seconds)
+
+
+def launch_script(machine: Machine, job: Job) -> str:
+    """Return the sbatch script that trains `job` on `machine`. Raises ConfigError as `complete_job` does."""
+    job = complete_job(machine, job)
+    parts = (
+        _header(machine, job),
+        _begin(job),
+        _settings(machine, job),
+        _environment(machine, job),
+        _meeting_point(),
+        _folders(machine, job),
+        _training(machine, job),
+        _preflight(job),
+        _end(machine),
+    )
+    return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part))) + "\n"
+
+
+def _partition(machine: Machine, job: Job) -> Partition | None:
+    """Return the described partition that the job goes to; None where the description does not know it."""
+    known = machine.job_slurm.partitions
+    if job.partition is None:
+        return known[0] if known else None
+    return next((partition for partition in known if partition.name == job.partition), None)
+
+
+def _longest(partition: Partition, nodes: int) -> int:
+    for limit in partition.limits:
+        if nodes <= limit.nodes:
+            return round(limit.hours * 3600)
+    most = partition.limits[-1].nodes
+    raise ConfigError(
+        f"--nodes {nodes} is more than partition {partition.name} has for a job\n"
+        f"nearest legal: --nodes {most} ({partition.source})"
+    )
+
+
+def _header(machine: Machine, job: Job) -> Iterator[str]:
+    devices, stop = machine.node.devices, machine.stop
+    yield "#!/bin/bash"
+    yield _comment(f"Training on {machine.about}: {job.nodes * devices} ranks, one for each {machine.node.device}.")
+    yield "# Written by phalanx launch. Reasons name their sources:"
+    for name, title in machine.documents.items():
+        yield _comment(f"[{name}] {title}")
+    assert job.seconds is not None
+    yield f"#SBATCH --job-name={_job_name(job.run)}"
+    yield f"#SBATCH --nodes={job.nodes}"
+    yield f"#SBATCH --ntasks-per-node={devices}"
+    yield f"#SBATCH --cpus-per-task={machine.node.cores_per_task}"
+    yield f"#SBATCH --time={format_walltime(job.seconds)}"
+    if job.partition is not None:
+        yield f"#SBATCH --partition={job.partition}"
+    if job.account is not None:
+        yield f"#SBATCH --account={job.account}"
+    yield from _options(machine.job_slurm.sbatch, "#SBATCH ")
+    yield "# One log for all attempts: a job that starts again goes on writing where it was."
+    yield "#SBATCH --output=%x-%j.log"
+    yield "#SBATCH --open-mode=append"
+    yield f"#SBATCH --{'' if stop.requeue else 'no-'}requeue"
+    yield f"# {stop.seconds_before_end} s before the end the ranks are told to save and stop (USR1 and USR2 do the same)."
+    yield "# The signal goes to the ranks, not to this shell (no B:), which could hand it to srun alone, and srun ends them"
+    yield "# at once."
+    yield f"#SBATCH --signal=TERM@{stop.seconds_before_end}"
+
+
+def _begin(job: Job) -> Iterator[str]:
+    yield "set -eo pipefail"
+    yield f"cd -- {shlex.quote(str(job.directory))}"
+
+
+def _settings(machine: Machine, job: Job) -> Iterator[str]:
+    """Yield the first lines of shell: the machine's, and the user's unless they run inside a container."""
+    yield from _lines(machine.setup)
+    if job.image is None:
+        yield from job.setup
+    elif machine.container is not None:
+        yield from _lines(machine.container.setup)
+
+
+def _environment(machine: Machine, job: Job) -> Iterator[str]:
+    yield "# One thread for each core of a rank."
+    yield f"export OMP_NUM_THREADS={machine.node.cores_per_task}"
+    for variable in machine.environment:
+        if variable.nodes == "any" or (variable.nodes == "one") == (job.nodes == 1):
+            yield _comment(f"{variable.reason} ({variable.source})")
+            yield f"export {variable.name}={_quote_value(variable.value)}"
+
+
+def _meeting_point() -> Iterator[str]:
+    yield "# Ranks take their numbers from Slurm; what torchrun may have left in the submitting shell would come first."
+    yield f"unset {' '.join(_TORCHRUN)}"
+    yield "# All ranks meet on the first host of the job, at a port that other jobs there are unlikely to have."
+    yield 'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
+    yield 'export MASTER_ADDR="${hosts[0]:?scontrol names no host of this job}"'
+    yield f"export MASTER_PORT=$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))"
+    yield "# Names of what they tell each other there begin with this: nobody outside the job knows them."
+    yield "export TORCHELASTIC_RUN_ID=\"$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')\""
+
+
+def _folders(machine: Machine, job: Job) -> Iterator[str]:
+    names = [variable.name for variable in machine.environment if variable.directory]
+    if names:
+        yield "# Folders of each node's own."
+        paths = " ".join(f'"${name}"' for name in names)
+        yield f"srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1 --cpus-per-task=1 mkdir -p -- {paths}"
+
+
+def _training(machine: Machine, job: Job) -> Iterator[str]:
+    yield from _command(machine, job, "train", ["phalanx", "train", str(job.run), *job.overrides])
+    if job.examined_as is not None:
+        yield from _command(machine, job, "doctor", ["phalanx", "doctor", "--cluster", job.examined_as])
+    yield "step=("
+    for line in _step_lines(machine, job.nodes):
+        yield "    " + line
+    yield ")"
+
+
+def srun_command(machine: Machine, nodes: int, command: Iterable[str], seconds: int | None = None) -> list[str]:
+    """Return the words that run `command` as one rank per device of `nodes` nodes, inside an allocation of `machine`.
+
+    The ranks have nothing to save: when one fails, Slurm kills the others. seconds: time after which Slurm ends the
+    step, even if this process is gone; Slurm counts whole minutes, so it is rounded up.
+    """
+    options = shlex.split("\n".join(_step_lines(machine, nodes)), comments=True)
+    limit = [] if seconds is None else [f"--time={-(-seconds // 60)}"]
+    # Where an option is given twice, srun takes the last: this --kill-on-bad-exit overrides that of training.
+    return ["srun", *options, "--kill-on-bad-exit=1", *limit, *command]
+
+
+def _step_lines(machine: Machine, nodes: int) -> Iterator[str]:
+    """Yield the options of srun for one rank per device, with their reasons as comments of the shell."""
+    node = machine.node
+    yield f"--nodes={nodes} --ntasks={nodes * node.devices} --ntasks-per-node={node.devices}"
+    yield f"--cpus-per-task={node.cores_per_task}"
+    yield "# Neighbouring ranks on one node: they share the axes that talk most."
+    yield "--distribution=block"
+    if node.cpu_masks:
+        yield "# For each rank of a node the cores nearest to its device, in the order of the devices."
+        yield f"--cpu-bind=mask_cpu:{','.join(node.cpu_masks)}"
+    else:
+        yield "--cpu-bind=cores"
+    yield from _options(machine.job_slurm.srun, "")
+    yield "# A rank that ends must not have the others killed while they save, nor leave them waiting for ever."
+    yield f"--kill-on-bad-exit=0 --wait={machine.stop.seconds_before_end}"
+
+
+def _command(machine: Machine, job: Job, name: str, words: Iterable[str]) -> Iterator[str]:
+    """Yield the command of every rank as an array of the shell, inside the container if there is one."""
+    yield f"{name}=({shlex.join(words)})"
+    if job.image is None:
+        return
+    assert machine.container is not None
+    # exec: the training process replaces the shell, which would not pass a signal on
+    inside = "; ".join(["set -e", *job.setup, 'exec "$@"'])
+    around = [*machine.container.command, job.image, "bash", "-c", inside, "rank"]
+    yield f'{name}=({shlex.join(around)} "${{{name}[@]}}")'
+
+
+def _preflight(job: Job) -> Iterator[str]:
+    if job.examined_as is None:
+        return
+    yield "# Before the first step: settings, binding, devices and links of all ranks. What is slow or far from its cores is"
+    yield f"# named in the log; what training would fail of, or compute wrong with, ends the job ({UNFIT})."
+    yield "code=0"
+    yield f'srun "${{step[@]}}" --time={_PREFLIGHT_MINUTES} "${{doctor[@]}}" || code=$?'
+    yield f'if [ "$code" -eq {UNFIT} ]; then'
+    yield f"    exit {UNFIT}"
+    yield 'elif [ "$code" -ne 0 ]; then'
+    yield '    echo "phalanx doctor could not look at all ranks (exit code $code); training starts all the same" >&2'
+    yield "fi"
+
+
+def _end(machine: Machine) -> Iterator[str]:
+    yield "# Slurm tells this shell of a cancelled or preempted job. It notes that and waits for the ranks, which save and"
+    yield "# stop: if it ended at once, the job would end with it."
+    yield "ended_by_slurm="
+    yield "trap 'ended_by_slurm=1' TERM"
+    yield "code=0"
+    yield 'srun "${step[@]}" "${train[@]}" || code=$?'
+    if machine.stop.requeue:
+        yield "# Time was up, the ranks have saved and stopped (128 + TERM, USR1 or USR2). The job is queued again and"
+        yield "# goes on from there. A cancelled job stays cancelled, and a preempted one Slurm puts back by itself."
+        yield f'case "$code:$ended_by_slurm" in {" | ".join(f"{code}:" for code in REQUEUED)})'
+        yield '    scontrol requeue "$SLURM_JOB_ID"'
+        yield "esac"
+    yield 'exit "$code"'
+
+
+def _options(options: Iterable[Option], before: str) -> Iterator[str]:
+    margin = " " * (len(before) - len(before.lstrip()))
+    for option in options:
+        yield margin + _comment(f"{option.reason} ({option.source})")
+        yield before + shlex.quote(option.option)
+
+
+def _lines(lines: Iterable[Line]) -> Iterator[str]:
+    for line in lines:
+        yield _comment(f"{line.reason} ({line.source})")
+        yield line.line
+
+
+def _comment(text: str) -> str:
+    return "# " + " ".join(text.split())
+
+
+def _job_name(run: Path) -> str:
+    return "phalanx-" + (re.sub(r"[^A-Za-z0-9_.-]+", "-", run.name.removesuffix(".yaml")) or "run")
+
+
+def _quote_value(value: str) -> str:
+    """Return `value` in double quotes, where $NAME and ${NAME} stay variables and everything else is literal."""
+    literal = [re.sub(r'([\\"`$])', r"\\\1", part) for part in _EXPANDED.split(value)]
+    variables = [*_EXPANDED.findall(value), ""]
+    return '"' + "".join(part + variable for part, variable in zip(literal, variables, strict=True)) + '"'

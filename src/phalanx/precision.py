@@ -1,0 +1,45 @@
+"""Number formats of a run, by the names that run files give them (`layout.precision`), and what each of them is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The formats that a run computes, keeps and reduces numbers in.
+
+    Layers cast their parameters to the format of the activations where they use them, so that one rank and sharded ranks run
+    the same model code; which format that is stands here, and nowhere else.
+    """
+
+    name: str
+    """As run files have it."""
+    compute_dtype: torch.dtype
+    """Of activations, of matmuls and of parameters while they are used."""
+    main_dtype: torch.dtype
+    """Of main parameters, which the optimizer updates, and of the optimizer's state."""
+    reduce_dtype: torch.dtype
+    """Of gradients as they are summed over micro-batches and ranks."""
+    scales_loss: bool = False
+    """Whether the loss is scaled, because small gradients would be zero in the compute format (Micikevicius et al. 2018)."""
+
+    @property
+    def copies_parameters(self) -> bool:
+        """Whether parameters are computed with in another format than they are kept in."""
+        return self.compute_dtype != self.main_dtype
+
+
+PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        Precision("fp64", torch.float64, torch.float64, torch.float64),
+        Precision("fp32", torch.float32, torch.float32, torch.float32),
+        Precision("bf16", torch.bfloat16, torch.float32, torch.float32),
+        # float16 has five bits of exponent: gradients below 6e-8 vanish unless the loss is scaled.
+        Precision("fp16", torch.float16, torch.float32, torch.float32, scales_loss=True),
+    )
+}
+"""Every precision that `layout.precision` may name."""

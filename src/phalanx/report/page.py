@@ -1,0 +1,54 @@
+"""Makes pages from `templates/`, where `base.html`, `pieces.html` and `page.css` hold what all pages share."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
+
+from phalanx import __version__
+from phalanx.printable import printable
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One headline figure."""
+
+    key: str
+    label: str
+    value: str
+    unit: str = ""
+    note: str = ""
+
+
+def read_template(name: str) -> str:
+    """Return the text of a template, style sheet or script."""
+    return resources.files("phalanx.report").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def render_page(template: str, *styles: str, **values: Any) -> str:
+    """Return the page that `template` makes of `values`, with these style sheets after the common one.
+
+    Every value is escaped and made printable: names of runs, texts of models and logs of others stand on these pages.
+    """
+    environment = Environment(
+        loader=FunctionLoader(read_template),
+        autoescape=True,
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    style = Markup("".join(map(read_template, ("page.css", *styles))))
+    return printable(environment.get_template(template).render(version=__version__, style=style, **values))
+
+
+def write_script_json(value: object) -> Markup:
+    """Return JSON that is safe inside a script element: no character in it can end the element or open a comment.
+
+    Raises ValueError for numbers that JSON cannot hold.
+    """
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))

@@ -1,0 +1,77 @@
+"""Tables: columns are declared once, and written as text for a terminal, as Markdown or, by `pieces.html`, as HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+RowT = TypeVar("RowT")
+
+
+@dataclass(frozen=True)
+class Column(Generic[RowT]):
+    """A column of a table: its head, and what stands below it for each row."""
+
+    head: str
+    cell: Callable[[RowT], object]
+    align: Literal["left", "right"] = "right"
+    gives_way: int = 0
+    """How soon the column is left out on a narrow terminal: those of the highest number first, those of 0 never."""
+    narrow: Column[RowT] | None = None
+    """What takes its place once it is left out."""
+    style: Callable[[RowT], str] | None = None
+    """Class of a cell on a page, by the row."""
+
+    def classes(self, row: RowT) -> str:
+        """Return the classes of the cell of a row on a page."""
+        return " ".join(filter(None, (self.align, self.style(row) if self.style is not None else "")))
+
+
+def write_text_table(
+    columns: Sequence[Column[RowT]],
+    rows: Sequence[RowT],
+    *,
+    width: int | None = None,
+    indent: str = "",
+    heads: bool = True,
+    numbered: bool = False,
+) -> list[str]:
+    """Return the lines of a table for a terminal, the heads first.
+
+    Args:
+        columns: what is written of a row.
+        rows: the rows, in order.
+        width: columns of the terminal; those of the table that matter least give way until it fits. None leaves all.
+        indent: what each line begins with.
+        heads: whether the first line names the columns.
+        numbered: whether rows are numbered from 1.
+    """
+    first = [["", *(str(number + 1) for number in range(len(rows)))]] if numbered else []
+    for limit in sorted({column.gives_way for column in columns}, reverse=True):
+        shown = [shrunk for column in columns if (shrunk := _shrink(column, limit)) is not None]
+        texts = [[column.head, *(str(column.cell(row)) for row in rows)] for column in shown]
+        sides = [*("right" for _ in first), *(column.align for column in shown)]
+        padded = [_pad(text, side) for text, side in zip([*first, *texts], sides, strict=True)]
+        lines = [(indent + "  ".join(parts)).rstrip() for parts in zip(*padded, strict=True)]
+        if width is None or max(map(len, lines)) <= width:
+            break
+    return lines if heads else lines[1:]
+
+
+def _shrink(column: Column[RowT], limit: int) -> Column[RowT] | None:
+    """Return the column if it may be shown when all above `limit` have given way, else what replaces it."""
+    return column if column.gives_way <= limit else column.narrow
+
+
+def _pad(texts: list[str], align: str) -> list[str]:
+    size = max(map(len, texts))
+    return [text.ljust(size) if align == "left" else text.rjust(size) for text in texts]
+
+
+def write_markdown_table(columns: Sequence[Column[RowT]], rows: Sequence[RowT]) -> Iterator[str]:
+    """Yield the lines of a Markdown table, the heads first."""
+    yield f"| {' | '.join(column.head for column in columns)} |"
+    yield f"| {' | '.join('---:' if column.align == 'right' else '---' for column in columns)} |"
+    for row in rows:
+        yield f"| {' | '.join(str(column.cell(row)) for column in columns)} |"
