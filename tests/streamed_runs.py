@@ -20,8 +20,8 @@ from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.context_parallel.split_context import split_context
 from phalanx.layout.data_parallel.fully_sharded import FullySharded, ShardingOptions
+from phalanx.layout.data_parallel.gradients import sum_gradients
 from phalanx.layout.data_parallel.sharding import WholeParameters
-from phalanx.layout.execute import sum_gradients
 from phalanx.layout.initial_values import fill, initialise_parameters
 from phalanx.layout.mesh import ONE_RANK, Axis, Groups, Mesh, build_mesh
 from phalanx.layout.place import TensorSplits

@@ -22,7 +22,6 @@ from layout_runs import Fields, refusal, run_with
 from phalanx.layout.mesh import Groups
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.torch_compat import common as compat
-from phalanx.train.optimizer import global_gradient_norm
 from whole_model import GPT, Box, backward, gradients_of, joined, laid_out, values_of, whole_run
 
 LAYOUTS: dict[str, tuple[Fields, ResolvedLayout]] = {
@@ -72,7 +71,7 @@ def norm_of(changes: Fields, layout: ResolvedLayout, made: Groups) -> float:
     run = whole_run(changes)
     applied = laid_out(run, layout, made)
     backward(run, applied)
-    return float(global_gradient_norm(applied))
+    return float(applied.gradient_norm())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

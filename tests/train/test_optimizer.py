@@ -6,7 +6,8 @@ from torch import nn
 
 from phalanx.config.schema import Optimizer
 from phalanx.families.language.declare import parameter_kind
-from phalanx.train.optimizer import build_optimizer, clipped_update, gradient_norm, set_learning_rate
+from phalanx.layout.data_parallel.gradients import gradient_norm
+from phalanx.train.optimizer import build_optimizer, clipped_update, set_learning_rate
 
 
 class Named(nn.Module):

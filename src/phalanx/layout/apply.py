@@ -24,6 +24,7 @@ from phalanx.layout.compile import compile_stage, compiles_blocks
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.data_parallel.choose_sharding import choose_sharding
+from phalanx.layout.data_parallel.gradients import gradient_norm_over_ranks
 from phalanx.layout.data_parallel.low_precision import LowPrecisionParameters
 from phalanx.layout.data_parallel.sharding import WholeParameters
 from phalanx.layout.data_parallel.task_heads import branch_groups
@@ -72,6 +73,10 @@ class ParallelModel:
     def gradients_followed(self) -> bool:
         """Whether something follows each gradient as autograd forms it: a reduction, or a copy into a main parameter's."""
         return self.mesh.data is not None or any(stage.low_precision is not None for stage in self.stages)
+
+    def gradient_norm(self) -> Tensor:
+        """Return the 2-norm of the gradients of the whole model, equal on every rank."""
+        return gradient_norm_over_ranks(self.mesh, self.parameters, self.splits, self.tied, self.branch)
 
     def refresh(self, written: Collection[Tensor] = ()) -> None:
         """Let the stages compute with the present main parameters; to be called whenever these have changed.

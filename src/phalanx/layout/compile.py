@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import nn
 
 from phalanx.config.schema import Run
 from phalanx.layout.family import family_layout
@@ -27,8 +30,13 @@ def compiles_blocks(run: Run, layout: ResolvedLayout, device: torch.device) -> b
 
 def compile_stage(stage: Stage) -> None:
     """Compile each block of `stage` by itself, and its loss if it has one; equal blocks share one compiled program."""
-    compat.keep_float32_products()
-    for block in stage.part.blocks:
-        block.compile(options=compat.compile_options(stage.part.dtype))
+    compile_blocks(stage.part.blocks, stage.part.dtype)
     if stage.part.part.last:
         stage.compile_loss()
+
+
+def compile_blocks(blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Compile each block by itself when it first runs. dtype: of its activations."""
+    compat.keep_float32_products()
+    for block in blocks:
+        block.compile(options=compat.compile_options(dtype))

@@ -8,13 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from phalanx.data.batch import Batch
 from phalanx.layout.apply import ParallelModel
-from phalanx.layout.mesh import Axis
+from phalanx.layout.data_parallel.gradients import sum_gradients
 from phalanx.layout.stage import TrainingPass
 
 
@@ -119,21 +117,3 @@ class Executor:
         sum_gradients(self.mesh.tp, [p for name, p in applied.parameters.items() if name not in applied.splits])
         sum_gradients(self.mesh.tie, [p for name, p in applied.parameters.items() if name in applied.tied])
         sum_gradients(self.mesh.branch, [p for name, p in applied.parameters.items() if name in applied.branch])
-
-
-def sum_gradients(axis: Axis, parameters: list[nn.Parameter]) -> None:
-    """Sum the gradients of `parameters` over the ranks of `axis`, in place and in one exchange."""
-    grads = [local_gradient(p) for p in parameters]
-    found = [grad for grad in grads if grad is not None and grad.numel()]
-    if axis.group is None or not found:
-        return
-    flat = torch.cat([grad.flatten() for grad in found])
-    dist.all_reduce(flat, group=axis.group)
-    parts = flat.split([grad.numel() for grad in found])
-    torch._foreach_copy_(found, [part.view_as(grad) for part, grad in zip(parts, found, strict=True)])
-
-
-def local_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return this rank's elements of the gradient: the memory itself, not a copy."""
-    grad = parameter.grad
-    return grad.to_local() if isinstance(grad, DTensor) else grad

@@ -64,8 +64,8 @@ def _recomputed(kind: Any, mode: Recompute) -> Any:
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
 
-    def forward(self: nn.Module, *args: Any) -> Any:
-        return checkpoint(kind.forward, self, *args, **options)
+    def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
+        return checkpoint(kind.forward, self, *args, **options, **named)
 
     return type(f"Recomputed{kind.__name__}", (kind,), {"forward": forward})
 

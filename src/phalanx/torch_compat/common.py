@@ -172,6 +172,13 @@ def reduce_scatter(parts: Tensor, group: str, size: int) -> Tensor:
     return result
 
 
+def all_reduce(x: Tensor, group: str) -> Tensor:
+    """The sum of every rank's `x` over the named group; traceable by the compiler, no gradient."""
+    functional = torch.ops._c10d_functional
+    total: Tensor = functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
+    return total
+
+
 def all_to_all(parts: Tensor, group: str, size: int) -> Tensor:
     """Send `parts[i]` to rank i; what comes back is what each rank sent here. [size, ...]; traceable, no gradient."""
     functional = torch.ops._c10d_functional

@@ -19,7 +19,7 @@ from phalanx.layout.execute import Executor
 from phalanx.precision import PRECISIONS
 from phalanx.torch_compat import common as compat
 from phalanx.train.adamw import AdamW
-from phalanx.train.optimizer import build_optimizer, clipped_update, global_gradient_norm
+from phalanx.train.optimizer import build_optimizer, clipped_update
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class TrainStep:
             self.scaler.unscale_(self.optimizer)
             if self.applied.mesh.world is not None:
                 compat.share_overflow(self.scaler, self.optimizer, self.applied.mesh.world)
-        norm = global_gradient_norm(self.applied)
+        norm = self.applied.gradient_norm()
         if self.scaler is None:
             clipped_update(self.optimizer, loss, norm, self.grad_clip)
         else:

@@ -14,7 +14,7 @@ from phalanx.config.schema import Run
 from phalanx.families.registry import family_of
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.execute import local_gradient
+from phalanx.layout.data_parallel.gradients import local_gradient
 from phalanx.layout.initial_values import fill
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.place import Place, place_of

@@ -22,7 +22,7 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -70,30 +70,46 @@ class FullySharded(WholeParameters):
 
     def shard_stage(self, stage: Stage) -> None:
         """Shard blocks, the embedding, the head and then what is left; or all as one unit where the stage asks for that."""
-        part, options = stage.part, self.options
-        blocks: list[nn.Module] = [] if stage.one_unit else list(part.blocks)
-        size = options.blocks_per_unit
-        units = [blocks[start : start + size] for start in range(0, len(blocks), size)]
-        apart = self.parameters_apart(stage)
+        part = stage.part
         # A shared table stays with the root, which both ends of the model can reach.
         ends_apart = not (stage.shares_table or stage.one_unit)
-        first = [part.embedding] if ends_apart and part.part.first else []
-        last = [part.head] if ends_apart and part.part.last else []
-        for unit in units:
+        self.shard_module(
+            stage,
+            blocks=[] if stage.one_unit else list(part.blocks),
+            first=[part.embedding] if ends_apart and part.part.first else [],
+            last=[part.head] if ends_apart and part.part.last else [],
+            apart=self.parameters_apart(stage),
+        )
+
+    def shard_module(
+        self,
+        root: nn.Module,
+        blocks: Sequence[nn.Module],
+        *,
+        first: Sequence[nn.Module] = (),
+        last: Sequence[nn.Module] = (),
+        apart: Collection[nn.Parameter] = (),
+    ) -> None:
+        """Shard `blocks`, `first`, `last` and then what is left of `root`, in place.
+
+        blocks: in the order of use. first, last: at most one module each, before and behind the blocks. apart: parameters
+        that stay as they are.
+        """
+        options, size = self.options, self.options.blocks_per_unit
+        units = [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
+        for unit in (*units, *([one] for one in first)):
             self._shard(unit, apart, reshard_after_forward=options.reshard_after_forward)
-        for embedding in first:
-            self._shard([embedding], apart, reshard_after_forward=options.reshard_after_forward)
-        for head in last:
+        for one in last:
             # Used last in forward and first in backward: freeing it between is waste.
-            self._shard([head], apart, reshard_after_forward=False)
+            self._shard([one], apart, reshard_after_forward=False)
         # The backward pass of the root follows at once too: freeing it between would cost a gather and save nothing.
-        self._shard([stage], apart, reshard_after_forward=False)
-        sharded = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+        self._shard([root], apart, reshard_after_forward=False)
+        sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
         choose_exchanges(sharded, self.copy_engine)
         compat_fsdp.accumulate_by(sharded, added_up)
         _set_prefetching(_fsdp(first), _fsdp([unit[0] for unit in units]), _fsdp(last), options.prefetch_depth)
 
-    def _shard(self, modules: list[nn.Module], apart: set[nn.Parameter], *, reshard_after_forward: bool) -> None:
+    def _shard(self, modules: list[nn.Module], apart: Collection[nn.Parameter], *, reshard_after_forward: bool) -> None:
         """Make `modules` one unit of FSDP2, except their parameters in `apart`."""
         precision = self.options.precision
         # Sums lose more digits than products: gradients are reduced in float32 even if they were computed in bfloat16.
@@ -108,10 +124,10 @@ class FullySharded(WholeParameters):
             mesh=self.mesh,
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
-            ignored_params=own & apart,
+            ignored_params=own & set(apart),
         )
 
-    def prepare_microbatch(self, stage: Stage, *, last: bool) -> None:
+    def prepare_microbatch(self, stage: nn.Module, *, last: bool) -> None:
         """Reduce gradients and free parameters after this micro-batch, or not, as the ZeRO level says."""
         assert isinstance(stage, FSDPModule)
         stage.set_is_last_backward(last)

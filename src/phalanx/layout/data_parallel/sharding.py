@@ -31,7 +31,7 @@ class WholeParameters:
     def shard_stage(self, stage: Stage) -> None:
         """Shard the parameters of `stage` over the data-parallel ranks, in place; `stage` is on meta still."""
 
-    def prepare_microbatch(self, stage: Stage, *, last: bool) -> None:
+    def prepare_microbatch(self, stage: nn.Module, *, last: bool) -> None:
         """Say what `stage` communicates in the next micro-batch; `last`: of this optimizer step."""
 
     def finish_gradients(self) -> None:

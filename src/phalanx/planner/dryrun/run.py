@@ -22,7 +22,8 @@ from phalanx.data.batch import Batch
 from phalanx.families.language.layout import loss_chunk_tokens
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.execute import Executor, local_gradient
+from phalanx.layout.data_parallel.gradients import local_gradient
+from phalanx.layout.execute import Executor
 from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.pipeline.runner import Pipeline
