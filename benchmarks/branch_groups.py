@@ -30,7 +30,7 @@ from phalanx.families.materials.data.branches import BranchGroups, sizes_by_cost
 from phalanx.families.materials.data.shards import open_prepared
 from phalanx.families.materials.data.stream import GraphBatchStream, graph_columns, graph_order
 from phalanx.families.materials.model.network import MaterialsNetwork
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 
 RANKS = (4, 16, 64)
 STEPS = 100
@@ -147,7 +147,7 @@ def main() -> None:
     arguments = parser.parse_args()
     run = load_run(arguments.run, arguments.overrides)
     assert isinstance(run, MaterialsRun)
-    costs = family_of(run).branch_costs(run)
+    costs = bind(run).branch_costs()
     models = [(model_of(run.model, run.model.body), costs), (hydragnn_like(), [1.0] * 16)]
     content = {
         "cost_shares": {b.name: round(c / sum(costs), 4) for b, c in zip(run.model.branches, costs, strict=True)},

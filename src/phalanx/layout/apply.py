@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.layout.attention import AttentionChoice
-from phalanx.layout.family import Building, family_layout
+from phalanx.layout.family import Building, LayoutModel
 from phalanx.layout.hybrid_stop.copies import CopyRing
 from phalanx.layout.hybrid_stop.ring_transport import Ring
 from phalanx.layout.hybrid_stop.streamed_weights import Stream
@@ -102,7 +102,7 @@ def apply_layout(
     precision = PRECISIONS[run.layout.precision]
     dtype, master_dtype = precision.compute_dtype, precision.main_dtype
     copied = mesh.data is None and precision.copies_parameters
-    family = family_of(run)
+    bound = bind(run, LayoutModel)
     stream = None
     if layout.gather == "stream":
         ring = Ring(mesh.shards) if copies is None else CopyRing(mesh.shards, device)
@@ -111,15 +111,15 @@ def apply_layout(
     branches = None if groups is None else groups.of_rank(mesh.data_rank).branches
     share = SequenceShare(mesh.cp, mesh.tp, layout.context)
     gathered = layout.zero == 3 and mesh.shards.size > 1
-    building = Building(run, device, attention, share, branches, stream, gathered)
-    build = _Builder(building, family.tied(run))
+    building = Building(device, attention, share, branches, stream, gathered)
+    build = _Builder(bound, building, bound.tied())
     compiled = compiles(run, layout, device)
     stages: list[Stage] = []
     parameters: dict[str, nn.Parameter] = {}
     branch: set[str] = set()
-    for index, part in model_parts(layout, mesh.pp.rank, run.model.n_layers, family.block_costs(run)).items():
+    for index, part in model_parts(layout, mesh.pp.rank, run.model.n_layers, bound.block_costs()).items():
         model = build.part(part, dtype if copied else master_dtype)
-        stage = family_layout(run).stage(building, model, index)
+        stage = bound.stage(building, model, index)
         for block in () if stage.recomputes else model.blocks:
             recompute_block(block, run.layout.recompute)
         if layout.splits_backward:
@@ -140,7 +140,7 @@ def apply_layout(
         masters.to_empty(device=device)
         named = named_parameters(masters, build.tied)
         if fill:
-            initialise_parameters(named, family.initial_rules(run), run.training.seed, build.splits)
+            initialise_parameters(named, bound.initial_rules(), run.training.seed, build.splits)
         if copied:
             stage.working = WorkingCopy(masters, model.to_empty(device=device))
         stages.append(stage)
@@ -170,13 +170,14 @@ def apply_layout(
 class _Builder:
     """Builds parts of a run's model on meta, split over `tp` and `cp`."""
 
+    bound: LayoutModel
     building: Building
     tied: dict[str, str]
     splits: TensorSplits = field(default_factory=dict)
     """Of all parts built so far."""
 
     def part(self, part: ModelPart, parameter_dtype: torch.dtype) -> Any:
-        model, splits = family_layout(self.building.run).build(self.building, part)
+        model, splits = self.bound.build(self.building, part)
         self.splits.update({whole_name(name, self.tied): split for name, split in splits.items()})
         return model.to(parameter_dtype)
 
@@ -191,7 +192,7 @@ def _compile(stage: Stage) -> None:
 
 def compiles(run: Run, layout: ResolvedLayout, device: torch.device) -> bool:
     """Whether blocks are compiled: as the run file says, and for `auto` on accelerators wherever the schedule allows it."""
-    if not family_layout(run).compiles_blocks:
+    if not bind(run, LayoutModel).compiles_blocks:
         return False
     if run.training.compile == "auto":
         whole = layout.gather == "layer" and not layout.splits_backward

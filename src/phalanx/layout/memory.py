@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.precision import PRECISIONS
 
@@ -41,7 +41,7 @@ def state_bytes(run: Run, layout: ResolvedLayout) -> StateBytes:
     """
     precision = PRECISIONS[run.layout.precision]
     width = precision.main_dtype.itemsize
-    count = family_of(run).parameter_count(run)
+    count = bind(run).parameter_count()
     share = -(-count * width // layout.dp_shard)
     copied = precision.copies_parameters and layout.dp_shard * layout.dp_replicate == 1
     return StateBytes(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from phalanx.config.schema import Run
 from phalanx.families.materials.data.branches import BranchGroups, sizes_by_cost
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.layout.spec import ResolvedLayout
 
 
@@ -27,9 +27,9 @@ def branch_sizes(run: Run, data_ranks: int) -> tuple[int, ...]:
     chosen = run.layout.branch_groups
     if isinstance(chosen, list):
         return tuple(chosen)
-    if chosen == "off" or data_ranks == 1 or family_of(run).branches(run) == 1:
+    if chosen == "off" or data_ranks == 1 or bind(run).branches() == 1:
         return ()
-    return sizes_by_cost(family_of(run).branch_costs(run), data_ranks)
+    return sizes_by_cost(bind(run).branch_costs(), data_ranks)
 
 
 def branch_groups(layout: ResolvedLayout) -> BranchGroups | None:
@@ -41,7 +41,7 @@ def refusals(run: Run, layout: ResolvedLayout) -> Iterator[str]:
     """Why the sub-groups that `run` asks for cannot be."""
     if run.layout.branch_groups == "off" and not layout.branch_groups:
         return
-    branches, sizes = family_of(run).branches(run), layout.branch_groups
+    branches, sizes = bind(run).branches(), layout.branch_groups
     name = f"layout.branch_groups={list(sizes) if sizes else run.layout.branch_groups}"
     if branches == 1:
         yield f"{name} needs heads of several branches, of which this model of family {run.model.family} has none"

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from phalanx.config.schema import Run
 from phalanx.data.batch import Batch
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.layout.apply import Applied
 from phalanx.layout.execute import Executor
 from phalanx.precision import PRECISIONS
@@ -44,7 +44,7 @@ def build_step(run: Run, applied: Applied, device: torch.device) -> TrainStep:
     """The training step that `run` asks for, with a fresh optimizer."""
     return TrainStep(
         applied,
-        build_optimizer(applied.parameters, run.optimizer, family_of(run).parameter_kind, applied.working),
+        build_optimizer(applied.parameters, run.optimizer, bind(run).parameter_kind, applied.working),
         device=device,
         grad_clip=run.optimizer.grad_clip,
         scaler=GradScaler(device.type) if PRECISIONS[run.layout.precision].scales_loss else None,

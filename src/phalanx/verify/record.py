@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.layout.apply import Applied, apply_layout
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.execute import local_gradient
@@ -24,7 +24,7 @@ from phalanx.layout.stage import Stage
 from phalanx.nn.initial import InitRule
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.step import TrainStep
-from phalanx.verify.family import family_verification
+from phalanx.verify.family import VerifiableModel
 
 _SHAKE = 0.1
 """Standard deviation added to parameters that all start equal."""
@@ -66,10 +66,11 @@ def record(
     run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, steps: int, activations: bool
 ) -> Record:
     """Train `run` for `steps` steps in `layout`, on this rank of `mesh`, with the samples of its family's verification."""
+    model = bind(run, VerifiableModel)
     copies = choose_peer_copies(run, layout, mesh, device)
     applied = apply_layout(run, layout, mesh, device, AttentionChoice("sdpa"), copies)
     _shake(applied, run)
-    optimizer = build_optimizer(applied.parameters, run.optimizer, family_of(run).parameter_kind, applied.working)
+    optimizer = build_optimizer(applied.parameters, run.optimizer, model.parameter_kind, applied.working)
     step = _Recorded(applied, optimizer, device=device, grad_clip=run.optimizer.grad_clip)
     share = layout.samples_per_rank
     first = mesh.data_rank * share
@@ -77,13 +78,12 @@ def record(
     handles = []
     if activations:
         handles = [handle for stage in applied.stages for handle in _watch(stage, seen, first, layout.microbatch)]
-    family = family_verification(run)
     done = []
     for number in range(1, steps + 1):
         if layout.branch_groups:
-            batch = family.branch_samples(run, number, layout, mesh.data_rank)
+            batch = model.branch_samples(number, layout, mesh.data_rank)
         else:
-            batch = family.samples(run, number, first, share, layout.global_batch)
+            batch = model.samples(number, first, share, layout.global_batch)
         result = step.run(number, batch)
         done.append(StepRecord(result.loss, result.grad_norm, step.gradients))
         for handle in handles:
@@ -95,7 +95,7 @@ def record(
 @torch.no_grad()
 def _shake(applied: Applied, run: Run) -> None:
     """Move the parameters that all start equal (biases at 0, norms at 1): a mistake with them would not show else."""
-    rules = family_of(run).initial_rules(run)
+    rules = bind(run).initial_rules()
     for name, parameter in applied.parameters.items():
         rule = next(rule for pattern, rule in rules if fnmatchcase(name, pattern))
         if rule.kind == "constant":

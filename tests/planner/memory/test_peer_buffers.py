@@ -12,15 +12,16 @@ from distributed_ranks import run_ranks
 from layout_runs import Fields, run_with
 from phalanx.config.load import load_run
 from phalanx.config.schema import LanguageRun
+from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.attention import AttentionChoice
-from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.peer.copies import choose_peer_copies
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.memory.model import Kernels, memory
 from phalanx.planner.memory.probability import GIB
+from phalanx.planner.trace.family import TracedModel
 from phalanx.train.step import build_step
 from whole_model import CPU
 
@@ -63,7 +64,7 @@ def _found() -> list[int]:
         copies = choose_peer_copies(run, layout, mesh, CPU)
         assert copies is not None
         step = build_step(run, apply_layout(run, layout, mesh, CPU, AttentionChoice("sdpa"), copies), CPU)
-        batch = family_layout(run).example_batch(run, layout.samples_per_rank, CPU)
+        batch = bind(run, TracedModel).example_batch(layout.samples_per_rank, CPU)
         for number in range(1, 4):
             step.enqueue(number, batch)
         found.append(copies.bytes)

@@ -20,11 +20,9 @@ from phalanx.families.materials.model.exchange import ALONE
 from phalanx.families.materials.model.losses import Labels, summed_losses
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.recorded_step import StepRecorder
-from phalanx.layout.attention import AttentionChoice
-from phalanx.layout.family import Building
+from phalanx.layout.family import Building, LayoutModel
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.share import SequenceShare
-from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.nn.splits import ModelPart
 from phalanx.precision import PRECISIONS
@@ -118,8 +116,10 @@ class MaterialsStage(Stage):
         return torch.empty(samples, dtype=torch.int64)
 
 
-class MaterialsLayout:
-    """See `layout.family.FamilyLayout`."""
+class MaterialsLayout(LayoutModel):
+    """See `layout.family.LayoutModel`."""
+
+    run: MaterialsRun
 
     compiles_blocks = False
     """A compiled block has no second derivative; a step is recorded or compiled as a whole
@@ -127,7 +127,7 @@ class MaterialsLayout:
 
     def build(self, building: Building, part: ModelPart) -> tuple[nn.Module, TensorSplits]:
         """The whole network: nothing is split."""
-        run: MaterialsRun = building.run
+        run = self.run
         chunk = None if run.layout.recompute == "none" else _EDGE_CHUNK
         with torch.device("meta"):
             model = MaterialsNetwork(
@@ -140,11 +140,11 @@ class MaterialsLayout:
     def stage(self, building: Building, part: nn.Module, index: int) -> Stage:
         """Runs the network."""
         assert isinstance(part, MaterialsNetwork)
-        run: MaterialsRun = building.run
+        run = self.run
         cutting = cutting_of(run, building.share.cp)
         stage = MaterialsStage(part, index, building.share, run.training.seed, cutting)
         stage.keeps_branches = building.branches is not None
-        if _records(building):
+        if _records(run, building):
             stage.one_unit = True
             first = 0 if building.branches is None else building.branches.start
             stage.recorder = StepRecorder(
@@ -162,14 +162,9 @@ class MaterialsLayout:
         assert len(dtypes) == 1
         return twin.to(dtypes.pop()).to_empty(device=building.device)
 
-    def choose_attention(self, run: MaterialsRun, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
-        """Nothing to choose: attention among atoms is written out in operations that have second derivatives."""
-        return AttentionChoice("sdpa")
 
-
-def _records(building: Building) -> bool:
+def _records(run: MaterialsRun, building: Building) -> bool:
     """Whether training runs as recorded programs: as asked for, and by `auto` on accelerators wherever it can be."""
-    run: MaterialsRun = building.run
     if building.share.cp.size > 1 or one_program_obstacle(run) is not None:
         return False
     if run.training.compile == "auto":
@@ -177,6 +172,3 @@ def _records(building: Building) -> bool:
         sharded = building.gathered and run.model.energy is None
         return building.device.type != "cpu" and not (sharded or run.training.deterministic)
     return run.training.compile
-
-
-LAYOUT = MaterialsLayout()

@@ -8,7 +8,6 @@ from pathlib import Path
 from phalanx.checkpoint import RankGroup, open_checkpoints, read_state
 from phalanx.config.families import MaterialsRun
 from phalanx.config.load import parse_run
-from phalanx.config.schema import Run
 from phalanx.families.materials.data.fitting import (
     Units,
     fitting_units,
@@ -23,15 +22,13 @@ _TIMEOUT_S = 1800.0
 """Seconds that ranks wait for the first, which may read the energies of all structures."""
 
 
-def settle_units(run: Run, run_dir: Path) -> Run:
+def settle_units(run: MaterialsRun, run_dir: Path) -> MaterialsRun:
     """Return the run with a value for every unit of its model; every rank calls it, and the first one's values count.
 
     A run that goes on keeps the units that its checkpoint was trained in. One that begins with other weights
     (training.init_from) keeps their mean_neighbors and energy scales, and fits reference energies to its data, as a new run
     does with all of them. Raises DataError where data are not prepared, CheckpointError for a damaged checkpoint.
     """
-    if not isinstance(run, MaterialsRun):
-        return run
     unstated = unstated_units(run.model)
     if not unstated:
         return run

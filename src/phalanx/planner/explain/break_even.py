@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.hardware.machine import Machine
 from phalanx.layout.recompute import Recompute
 from phalanx.layout.spec import ResolvedLayout
@@ -48,7 +48,7 @@ def break_evens(run: Run, legal: Candidates, recompute: Recompute, machine: Mach
 
 def break_even(run: Run, tp: int, shards: int, recompute: Recompute, *, peer_copies: bool) -> BreakEven:
     """Of `tp` x `shards` devices against FSDP over all of them. peer_copies: whether gradients are sent as computed."""
-    model, positions = planned_model(run), family_of(run).positions(run).count
+    model, positions = planned_model(run), bind(run).positions().count
     dtype = PRECISIONS[run.layout.precision].compute_dtype
     each = 2 * dtype.itemsize + (dtype.itemsize if peer_copies else max(4, dtype.itemsize))
     whole, part = (_block(run, degree, recompute) for degree in (1, tp))

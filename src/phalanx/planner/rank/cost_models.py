@@ -10,7 +10,7 @@ import numpy as np
 
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.hardware.collectives import Constants, send
 from phalanx.hardware.device import device_facts
 from phalanx.hardware.machine import Machine
@@ -122,7 +122,7 @@ class CostModels:
         steps = steps_of_run(run, candidate, self.machine, our_software(run, self.machine))
         times = part_times(steps.parts, self.machine, constants, profile)
         both = times.seconds.sum(axis=2)
-        blocks = np.array(split(run.model.n_layers, layout.n_stages, *family_of(run).block_costs(run)), np.float64)
+        blocks = np.array(split(run.model.n_layers, layout.n_stages, *bind(run).block_costs()), np.float64)
         stages = []
         for column in (both[:, Way.FORWARD], both[:, Way.BACKWARD], times.weight):
             stage = blocks * column[steps.block[0]]

@@ -13,7 +13,7 @@ from phalanx.config.check import global_batch_samples
 from phalanx.config.override import parse_overrides
 from phalanx.config.schema import LanguageRun, Run
 from phalanx.errors import ConfigError
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.hardware.machine import Machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.explain.budget import power_w
@@ -256,7 +256,7 @@ def throughput(task: Task, seconds: npt.ArrayLike) -> Floats:
 
 def tflops(task: Task, seconds: npt.ArrayLike) -> Floats:
     """Model TFLOP/s of a device, in the convention that `training.flops` names."""
-    each = family_of(task.run).flops_per_sample(task.run)
+    each = bind(task.run).flops_per_sample()
     return np.asarray(task.samples * (each / 1e12) / (np.asarray(seconds, np.float64) * task.devices))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.planner.layouts.candidates import SCHEDULES, Candidates
 from phalanx.planner.rank.models import Floats
 from phalanx.planner.schedule.bubble import in_flight
@@ -24,8 +24,8 @@ def least_bytes(run: Run, candidates: Candidates) -> Floats:
     Master weights, moments and gradients as they are shared out; or, in place of gradients, the inputs of all blocks of the
     first pipeline rank for the micro-batches in flight, which every kind of recompute keeps.
     """
-    model, length = planned_model(run), family_of(run).positions(run).count
-    held = family_of(run).parameter_count(run) / (candidates.pp * candidates.tp)
+    model, length = planned_model(run), bind(run).positions().count
+    held = bind(run).parameter_count() / (candidates.pp * candidates.tp)
     shards = candidates.shards
     states = held / shards * (_MASTER + _MOMENTS)
     gradients = held * _MASTER / np.where(candidates.zero > 0, shards, 1)
@@ -42,7 +42,7 @@ def gathered_bytes(run: Run, candidates: Candidates) -> Floats:
     Two blocks' parameters, and one's gradients as they are computed and as they are sent; `tp` alone shares them out.
     """
     width = PRECISIONS[run.layout.precision].compute_dtype.itemsize
-    block = family_of(run).parameter_count(run) / planned_model(run).n_layers / candidates.tp
+    block = bind(run).parameter_count() / planned_model(run).n_layers / candidates.tp
     return np.asarray(block * (3 * width + _MASTER))
 
 

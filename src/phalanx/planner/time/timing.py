@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.hardware.collectives import Constants, default_constants, send
 from phalanx.hardware.machine import Machine
 from phalanx.layout.spec import ResolvedLayout
@@ -85,7 +85,7 @@ def with_simulated_pipelines(
     pipelines: list[_Pipelines] = []
     for rows in alike.values():
         layout = layouts.layout(rows[0])
-        blocks = split(run.model.n_layers, layout.n_stages, *family_of(run).block_costs(run))
+        blocks = split(run.model.n_layers, layout.n_stages, *bind(run).block_costs())
         forward, backward, weight = (_of_stages(steps, rows, column, blocks) for column in columns)
         pipelines.append(_Pipelines(layout, rows, forward, backward, weight, sent[rows]))
     for one, (ramp, transfer) in zip(pipelines, _simulated(pipelines), strict=True):

@@ -21,7 +21,7 @@ from phalanx.planner.layouts.stage_layers import split
 from phalanx.planner.time.operation_time import Floats, Ints
 from phalanx.planner.time.part_time import Parts, at, parts_of
 from phalanx.planner.time.software import Software
-from phalanx.planner.trace.family import PartName, Setting, cost_family
+from phalanx.planner.trace.family import PartName, Setting, part_tracer
 from phalanx.planner.trace.parts import PartCosts, part_costs
 from phalanx.precision import PRECISIONS
 
@@ -278,7 +278,7 @@ def _part_sizes(settings: Sequence[tuple[Setting, int]], software: Software) -> 
         traced = replace(one, recompute="none") if software.plain_recompute or one.streamed > 1 else one
         embedding, block, head = (part_costs(name, traced, microbatch) for name in _PARTS)
         blocks.append(block)
-        shared = head.largest_parameter.count if cost_family(one.model).tied(one.model) else 0
+        shared = head.largest_parameter.count if part_tracer(one).tied() else 0
         counts = [part.parameter_count for part in (embedding, block, head)]
         tensors = [sum(not parameter.streamed for parameter in part.parameters) for part in (embedding, block, head)]
         sizes.append((*counts, shared, *tensors))
@@ -299,7 +299,7 @@ def rank_layers(setting: Setting, layouts: Candidates, software: Software) -> tu
     schedule = np.where(layouts.pp > 1, layouts.schedule, 0)
     keys = [layouts.pp, layouts.stages_per_rank, schedule]
     rows, which = _distinct(keys)
-    extra = (0.0, 0.0) if software.even_stages else cost_family(setting.model).relative_block_costs(setting)
+    extra = (0.0, 0.0) if software.even_stages else part_tracer(setting).relative_block_costs()
     blocks = setting.model.n_layers
     distinct = zip(*(key[rows].tolist() for key in keys), strict=True)
     table = np.asarray([_layers_of(blocks, extra, pp, each, SCHEDULES[name] == "zbv") for pp, each, name in distinct])
