@@ -22,14 +22,14 @@ from pathlib import Path
 
 import torch
 
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
-from phalanx.config.materials import MaterialsModel
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.balance_report import report, step_balance
 from phalanx.families.materials.data.branches import BranchGroups, sizes_by_cost
 from phalanx.families.materials.data.shards import open_prepared
 from phalanx.families.materials.data.stream import GraphBatchStream, graph_columns, graph_order
 from phalanx.families.materials.model.network import MaterialsNetwork
+from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.families.registry import bind
 
 RANKS = (4, 16, 64)

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.config.families import MaterialsRun
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.batches import LABELS, GraphBatch
 from phalanx.families.materials.data.structures.device_neighbours import device_edges
 from phalanx.families.materials.graph_parallel import exchange as graph_parallel

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from phalanx.config.families import require_language
 from phalanx.config.load import load_run
+from phalanx.families.language.config import require_language
 from phalanx.families.registry import bind
 from phalanx.files import write_atomically
 from phalanx.hardware.device import choose_device, device_name, synchronize

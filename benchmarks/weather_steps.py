@@ -30,10 +30,10 @@ import torch.distributed as dist
 
 from exposed_communication import communication
 from phalanx.checkpoint import materialise_optimizer_state
-from phalanx.config.families import WeatherRun
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
+from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.batches import FieldBatch
 from phalanx.files import write_atomically
 from phalanx.hardware.device import Moment, choose_device, synchronize

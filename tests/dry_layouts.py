@@ -8,7 +8,8 @@ import torch
 
 from layout_runs import run_with
 from phalanx.checkpoint import materialise_optimizer_state
-from phalanx.config.schema import LanguageRun, Run
+from phalanx.config.schema import Run
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.registry import bind
 from phalanx.layout.apply import Applied, apply_layout
 from phalanx.layout.attention import AttentionChoice

@@ -13,7 +13,6 @@ import yaml
 
 from ensemble_members import train_members
 from phalanx.cli.ensemble_words import print_ensemble
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
 from phalanx.ensemble.build import Wanted, build_ensemble
 from phalanx.ensemble.document import ENSEMBLE, read_ensemble
@@ -21,6 +20,7 @@ from phalanx.ensemble.members import Member, open_member, require_alike
 from phalanx.ensemble.residuals import Residuals
 from phalanx.ensemble.share import Share
 from phalanx.errors import CheckpointError, ConfigError, DataError
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.prepare import prepare_graphs
 from phalanx.families.materials.data.shards import open_prepared
 from phalanx.families.materials.data.stream import GraphBatchStream, graph_order

@@ -25,9 +25,9 @@ from phalanx.checkpoint import (
     placed_tensors,
     read_tensors,
 )
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import parse_run
 from phalanx.errors import ConfigError
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.registry import bind
 from phalanx.layout import execute

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from materials_runs import SECTIONS, write_molecules
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
 from phalanx.errors import DataError
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.prepare import prepare_graphs
 from phalanx.families.registry import bind
 from phalanx.layout.multitask import branch_sizes

@@ -15,9 +15,10 @@ import yaml
 from phalanx.cli.arguments import Json, Overrides, RunFile
 from phalanx.cli.console import output, print_error, print_json
 from phalanx.cli.progress import progress
-from phalanx.config.families import MaterialsRun, WeatherRun
 from phalanx.config.load import load_run
 from phalanx.errors import ConfigError
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.weather.config import WeatherRun
 
 if TYPE_CHECKING:
     from phalanx.families.materials.data.manifest import Manifest, Statistics

@@ -6,15 +6,14 @@ A family's class is imported only when a run of it is bound: some families need 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
+from phalanx.config.families import find_family
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.family import BoundModel
 
 ModelT = TypeVar("ModelT", bound=BoundModel)
-
-_CLASSES = {name: f"phalanx.families.{name}.bound:Bound{name.title()}" for name in ("language", "weather", "materials")}
 
 
 @overload
@@ -32,8 +31,10 @@ def bind(run: Run, kind: type[BoundModel] = BoundModel) -> BoundModel:
 
 def bound_class(family: str, kind: type[ModelT]) -> type[ModelT]:
     """Return the class of bound models of `family`, as `bind` does."""
-    module, _, name = _CLASSES[family].partition(":")
-    found: type[BoundModel] = getattr(import_module(module), name)
+    found: Any = find_family(family).bound
+    if isinstance(found, str):
+        module, _, name = found.partition(":")
+        found = getattr(import_module(module), name)
     if not issubclass(found, kind):
         raise ConfigError(kind.absent.format(family=family))
-    return found
+    return cast("type[ModelT]", found)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.config.families import MaterialsRun
 from phalanx.families.materials import recorded_step
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.layout import MaterialsStage
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.recorded_step import StepRecorder

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.config.materials import Branch
 from phalanx.errors import DataError
+from phalanx.families.materials.model_config import Branch
 from phalanx.families.materials.units import BranchUnits, fit_reference_energies
 from small_networks import small_model
 

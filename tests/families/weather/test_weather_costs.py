@@ -9,9 +9,9 @@ import pytest
 
 from dry_layouts import train_step
 from layout_runs import run_with
-from phalanx.config.families import WeatherRun
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
+from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.sizes import block_flops_per_sample
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout

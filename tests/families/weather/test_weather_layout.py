@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from layout_runs import refusal
-from phalanx.config.families import WeatherRun
 from phalanx.config.load import load_run
 from phalanx.families.registry import bind
+from phalanx.families.weather.config import WeatherRun
 from phalanx.layout import attention
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.attention import AttentionChoice, fastest

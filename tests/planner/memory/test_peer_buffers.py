@@ -11,7 +11,7 @@ import pytest
 from distributed_ranks import run_ranks
 from layout_runs import Fields, run_with
 from phalanx.config.load import load_run
-from phalanx.config.schema import LanguageRun
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.attention import AttentionChoice

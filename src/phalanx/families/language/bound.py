@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.config.schema import LanguageRun
 from phalanx.families.language import declare, sizes
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.cost import LanguageTracing
 from phalanx.families.language.inputs import LanguageInputs
 from phalanx.families.language.layout import LanguageLayout

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.model import LanguageModel
-from phalanx.config.schema import LanguageRun
 from phalanx.families.language import declare
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.declare import tensor_splits
 from phalanx.families.language.layout import LanguageStage, loss_chunk_tokens
 from phalanx.families.language.model.decoder import Decoder

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.config.schema import LanguageRun
 from phalanx.errors import ConfigError
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.batches import SampleReader, TokenBatchStream
 from phalanx.families.language.data.open import open_source
 from phalanx.families.language.data.same_tokenizer import check_same_tokenizer

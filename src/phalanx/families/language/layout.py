@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.schema import LanguageRun
 from phalanx.counter_random import DropoutContext
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.batches import TokenBatch
 from phalanx.families.language.declare import tensor_splits
 from phalanx.families.language.model.decoder import Decoder

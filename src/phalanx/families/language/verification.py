@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from phalanx.config.model import LanguageModel
-from phalanx.config.schema import LanguageRun
 from phalanx.counter_random import random_bits, stream_key
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.batches import TokenBatch
 from phalanx.families.language.model.loss import IGNORED
 from phalanx.verify.family import VerifiableModel, most_stages

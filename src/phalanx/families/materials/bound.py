@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.config.families import MaterialsRun
 from phalanx.families.materials import declare, sizes
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.manifest import read_manifest
 from phalanx.families.materials.inputs import MaterialsInputs
 from phalanx.families.materials.layout import MaterialsLayout

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.config.materials import MaterialsModel
 from phalanx.families.materials.model.losses import Labels, Predictions
+from phalanx.families.materials.model_config import MaterialsModel
 
 SUMS = 3
 """Of each quantity: absolute errors, squared errors, and how many numbers these are sums of."""

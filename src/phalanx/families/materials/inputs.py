@@ -15,10 +15,10 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor
 
-from phalanx.config.families import MaterialsRun
 from phalanx.data.batch import BatchStream
 from phalanx.errors import DataError
 from phalanx.families.materials.balancing import Balancer, BalancerState
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.balance import Division, divide, divide_within, in_turn
 from phalanx.families.materials.data.balance_report import report, step_balance
 from phalanx.families.materials.data.batches import Collator, Columns, GraphBatch

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.check_graphs import one_program_obstacle
-from phalanx.config.families import MaterialsRun
 from phalanx.data.batch import Batch
+from phalanx.families.materials.config import MaterialsRun, one_program_obstacle
 from phalanx.families.materials.data.batches import GraphBatch
 from phalanx.families.materials.errors import error_sums
 from phalanx.families.materials.graph_parallel.batch import Cutting, GraphShare, cut_batch

@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.config.materials import MaterialsModel
 from phalanx.errors import DataError
 from phalanx.families.materials.model.layers import Constant
+from phalanx.families.materials.model_config import MaterialsModel
 
 
 class BranchUnits:

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from phalanx.checkpoint import RankGroup, open_checkpoints, read_state
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import parse_run
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.fitting import (
     Units,
     fitting_units,

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.config.families import MaterialsRun
-from phalanx.config.materials import MaterialsModel
 from phalanx.counter_random import normal_values, random_bits, stream_key
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.batches import LABELS, GraphBatch
 from phalanx.families.materials.data.structures.device_neighbours import device_edges
 from phalanx.families.materials.model.losses import tasks
+from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.families.materials.sizes import in_words
 from phalanx.layout.multitask import branch_groups
 from phalanx.layout.spec import ResolvedLayout

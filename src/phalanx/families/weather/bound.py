@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.config.families import WeatherRun
 from phalanx.families.weather import declare, sizes
+from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.cost import WeatherTracing
 from phalanx.families.weather.inputs import WeatherInputs
 from phalanx.families.weather.layout import WeatherLayout

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.config.families import WeatherRun
 from phalanx.errors import DataError
+from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.batches import FieldBatchStream
 from phalanx.families.weather.data.climatology import Climatology
 from phalanx.families.weather.data.open import require_fields

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.families import WeatherRun
 from phalanx.counter_random import DropoutContext
+from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.batches import FieldBatch
 from phalanx.families.weather.declare import tensor_splits
 from phalanx.families.weather.model.embedding import FieldEmbedding

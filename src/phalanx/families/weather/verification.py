@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.config.families import WeatherRun
-from phalanx.config.weather import WeatherModel
 from phalanx.counter_random import normal_values, random_bits, stream_key
+from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.batches import FieldBatch
+from phalanx.families.weather.model_config import WeatherModel
 from phalanx.families.weather.sizes import in_words
 from phalanx.verify.family import VerifiableModel, most_stages
 

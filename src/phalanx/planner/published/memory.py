@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.config.schema import Data, DataSource, LanguageRun, Layout, Optimizer, Training
+from phalanx.config.schema import Layout, Optimizer, Training
+from phalanx.families.language.config import Data, DataSource, LanguageRun
 from phalanx.families.language.declare import relative_block_costs
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.layouts.candidates import Candidates

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from phalanx.config.check import global_batch_samples
 from phalanx.config.override import parse_overrides
-from phalanx.config.schema import LanguageRun, Run
+from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
 from phalanx.hardware.machine import Machine
@@ -67,19 +67,19 @@ class Task:
     @property
     def unit(self) -> str:
         """What a person counts training in: tokens of text, samples of all else."""
-        return "tokens" if isinstance(self.run, LanguageRun) else "samples"
+        return "samples" if self.run.sample_tokens is None else "tokens"
 
     @property
     def amount(self) -> int:
         """Of these an optimizer step."""
-        return self.samples * (self.run.data.sequence_length if isinstance(self.run, LanguageRun) else 1)
+        return self.samples * (self.run.sample_tokens or 1)
 
     @property
     def batch(self) -> str:
         """The global batch in words."""
-        if not isinstance(self.run, LanguageRun):
+        if self.run.sample_tokens is None:
             return f"{self.samples:,} samples"
-        return f"{self.samples:,} x {self.run.data.sequence_length:,} tokens"
+        return f"{self.samples:,} x {self.run.sample_tokens:,} tokens"
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from phalanx.config.model import LanguageModel, Model
 from phalanx.config.schema import Run
-from phalanx.config.weather import WeatherModel
 from phalanx.data.batch import Batch
 from phalanx.families.family import BoundModel
 from phalanx.families.registry import bind, bound_class
 from phalanx.families.sizes import check_parameter_count
+from phalanx.families.weather.model_config import WeatherModel
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.family import LayoutModel
 from phalanx.layout.hybrid_stop.streamed_weights import Stream

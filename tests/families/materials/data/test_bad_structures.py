@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from graph_files import graph_data, write_set
 
-from phalanx.config.graph_data import GraphData
+from phalanx.families.materials.data_config import GraphData
 from phalanx.families.materials.data.prepare import prepare_graphs
 from phalanx.families.materials.data.shards import open_prepared
 from phalanx.errors import DataError

@@ -10,7 +10,7 @@ from graph_files import prepared_sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.config.graph_data import GraphData
+from phalanx.families.materials.data_config import GraphData
 from phalanx.families.materials.data.balance import divide, divide_within, longest_first
 from phalanx.families.materials.data.branches import BranchGroups, sizes_by_cost
 from phalanx.families.materials.data.shards import PreparedSource, open_prepared

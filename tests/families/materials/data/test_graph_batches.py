@@ -10,7 +10,7 @@ import pytest
 import torch
 from graph_files import graph_data, prepared_sources, write_set
 
-from phalanx.config.graph_data import GraphData
+from phalanx.families.materials.data_config import GraphData
 from phalanx.families.materials.data.batches import LABELS, GraphBatch
 from phalanx.families.materials.data.cost import CostModel
 from phalanx.families.materials.data.prepare import prepare_graphs

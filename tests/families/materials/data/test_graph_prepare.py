@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from graph_files import graph_data, prepared_sources, two_sources, write_set
 
-from phalanx.config.graph_data import GraphData
+from phalanx.families.materials.data_config import GraphData
 from phalanx.families.materials.data import pieces
 from phalanx.families.materials.data import prepare
 from phalanx.families.materials.data.structures.arrays import map_arrays, write_arrays

@@ -15,7 +15,7 @@ import numpy.lib.format as npy
 import pytest
 from graph_files import write_set
 
-from phalanx.config.graph_data import GraphSource
+from phalanx.families.materials.data_config import GraphSource
 from phalanx.families.materials.data.structures import ase_files
 from phalanx.families.materials.data.structures import npz
 from phalanx.families.materials.data.open import open_structures

@@ -9,7 +9,7 @@ import pytest
 import torch
 from graph_files import graph_data
 
-from phalanx.config.graph_data import GraphData
+from phalanx.families.materials.data_config import GraphData
 from phalanx.families.materials.data.prepare import prepare_graphs
 from phalanx.families.materials.data.shards import open_prepared
 from phalanx.families.materials.data.stream import GraphBatchStream, graph_columns, graph_order

@@ -13,7 +13,7 @@ import pytest
 from ase.calculators.singlepoint import SinglePointCalculator
 from graph_files import write_set
 
-from phalanx.config.graph_data import GraphSource
+from phalanx.families.materials.data_config import GraphSource
 from phalanx.families.materials.data.structures.files import StructureFile, find_files
 from phalanx.families.materials.data.structures.labels import labels_of
 from phalanx.families.materials.data.open import open_structures

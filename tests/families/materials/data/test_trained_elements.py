@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from graph_files import graph_data, write_set
 
-from phalanx.config.materials import Branch
+from phalanx.families.materials.model_config import Branch
 from phalanx.families.materials.data.manifest import Statistics
 from phalanx.families.materials.data.prepare import prepare_graphs
 from phalanx.families.materials.data.shards import open_prepared

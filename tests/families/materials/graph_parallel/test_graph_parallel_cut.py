@@ -12,15 +12,15 @@ import torch
 from atom_graphs import random_structure
 from graph_shares import crystal, cutting_for, graph_batch
 from materials_runs import write_materials_run
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
-from phalanx.config.materials import GlobalAttention
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.batches import GraphBatch
 from phalanx.families.materials.data.prepare import prepare_graphs
 from phalanx.families.materials.graph_parallel.batch import Cutting, GraphShare, SharePart, cut_batch, cut_microbatch
 from phalanx.families.materials.graph_parallel.exchange import Gathering, Sending
 from phalanx.families.materials.graph_parallel.order import hilbert_numbers, spatial_order
 from phalanx.families.materials.graph_parallel.stream import cutting_of
+from phalanx.families.materials.model_config import GlobalAttention
 from phalanx.families.registry import bind
 from phalanx.layout.mesh import ONE_RANK, Axis
 from phalanx.layout.resolve import resolve_layout

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from distributed_ranks import run_ranks
-from phalanx.config.families import MaterialsRun
 from phalanx.errors import ConfigError
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.attention import AttentionChoice

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.config.materials import EnergyHead, MaterialsModel, PropertyHead
 from phalanx.families.materials.errors import error_sums, quantities
 from phalanx.families.materials.model.losses import Labels, Predictions
+from phalanx.families.materials.model_config import EnergyHead, MaterialsModel, PropertyHead
 
 NAN = float("nan")
 MODEL = MaterialsModel(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from field_files import REAL
-from phalanx.config.field_data import FieldData
+from phalanx.families.weather.data_config import FieldData
 from phalanx.families.weather.data.batches import FieldBatchStream
 from phalanx.families.weather.data.stores.field_set import FieldSet
 from phalanx.families.weather.data.open import open_store

@@ -10,7 +10,7 @@ import pytest
 import xarray
 
 from field_files import dataset, field, field_data, write_climax
-from phalanx.config.field_data import FieldSource
+from phalanx.families.weather.data_config import FieldSource
 from phalanx.families.weather.data.stores import field_set
 from phalanx.families.weather.data.climatology import mean_by_day
 from phalanx.families.weather.data.stores.field_set import FieldSet

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from field_files import LATITUDES, LONGITUDES, dataset, field, write_climax, write_year
-from phalanx.config.field_data import FieldName, FieldSource
+from phalanx.families.weather.data_config import FieldName, FieldSource
 from phalanx.families.weather.data.open import open_store
 from phalanx.families.weather.data.prepare import prepare_fields
 from phalanx.families.weather.data.stores.store import BlockCache, FieldStore

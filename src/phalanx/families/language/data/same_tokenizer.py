@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from phalanx.config.schema import LanguageRun
+from phalanx.families.language.config import LanguageRun
 from phalanx.data.file_record import check_size
 from phalanx.families.language.data.manifest import MANIFEST, read_manifest
 from phalanx.families.language.data.tokenizer import load_tokenizer

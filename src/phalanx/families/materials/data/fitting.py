@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.config.families import MaterialsRun
-from phalanx.config.materials import Branch, MaterialsModel
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.model_config import Branch, MaterialsModel
 from phalanx.families.materials.data.manifest import Manifest, Statistics, read_manifest
 from phalanx.families.materials.data.shards import open_prepared
 from phalanx.families.materials.data.statistics import joint_statistics

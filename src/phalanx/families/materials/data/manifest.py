@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from phalanx.config.graph_data import GraphData, GraphSource
+from phalanx.families.materials.data_config import GraphData, GraphSource
 from phalanx.data.file_record import Count, FileRecord, Part
 from phalanx.errors import DataError
 from phalanx.files import write_atomically

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from phalanx.config.graph_data import GraphSource
+from phalanx.families.materials.data_config import GraphSource
 from phalanx.families.materials.data.structures.files import StructureFile, Wanted
 from phalanx.families.materials.data.structures.labels import labels_of
 from phalanx.errors import DataError

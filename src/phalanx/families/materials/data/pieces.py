@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.config.graph_data import GraphData, GraphSource
+from phalanx.families.materials.data_config import GraphData, GraphSource
 from phalanx.families.materials.data.structures.arrays import write_arrays
 from phalanx.families.materials.data.structures.checks import bond_ratios, check_lengths, check_structure
 from phalanx.families.materials.data.structures.labels import labels_of, length_factor

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.hardware.host import available_cores
-from phalanx.config.graph_data import GraphData, GraphSource
+from phalanx.families.materials.data_config import GraphData, GraphSource
 from phalanx.data.file_record import FileRecord, file_record
 from phalanx.families.materials.data.structures.arrays import Arrays, map_arrays, write_arrays
 from phalanx.families.materials.data.structures.files import find_files

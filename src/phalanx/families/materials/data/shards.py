@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.config.graph_data import GraphData, GraphSource
+from phalanx.families.materials.data_config import GraphData, GraphSource
 from phalanx.data.file_record import check_content, check_size, check_still_whole
 from phalanx.families.materials.data.structures.arrays import Arrays, map_arrays, smallest_integers
 from phalanx.families.materials.data.structures.edges import Edges

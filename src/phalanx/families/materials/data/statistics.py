@@ -9,7 +9,7 @@ from itertools import zip_longest
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.config.graph_data import GraphSource
+from phalanx.families.materials.data_config import GraphSource
 from phalanx.families.materials.data.structures.arrays import Arrays
 from phalanx.families.materials.data.structures.labels import KINDS, FloatArray, labels_of
 from phalanx.families.materials.data.manifest import SPLITS, LabelStatistics, Statistics

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from phalanx.config.graph_data import GraphData
+from phalanx.families.materials.data_config import GraphData
 from phalanx.families.materials.data.balance import Division, by_number, divide, divide_within, longest_first
 from phalanx.families.materials.data.batches import LABELS, Collator, Columns, GraphBatch
 from phalanx.families.materials.data.branches import BranchGroups

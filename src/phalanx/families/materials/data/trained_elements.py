@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.config.materials import Branch
+from phalanx.families.materials.model_config import Branch
 from phalanx.families.materials.data.manifest import Statistics
 from phalanx.families.materials.data.order import Located
 from phalanx.families.materials.data.structures.ragged import Int64Array, ragged_ranges

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.config.families import MaterialsRun
 from phalanx.ensemble.members import Member
 from phalanx.ensemble.residuals import Float32Array, Int64Array, Residuals
 from phalanx.ensemble.share import ALONE, Share
 from phalanx.errors import CheckpointError, DataError
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.balance import divide_within
 from phalanx.families.materials.data.batches import Collator, GraphBatch
 from phalanx.families.materials.data.cost import CostModel

@@ -9,16 +9,15 @@ from pathlib import Path
 import torch
 
 from phalanx.checkpoint import Checkpoint, open_checkpoints, read_state, read_tensors
-from phalanx.config.check_graphs import learned
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import parse_run
-from phalanx.config.materials import MaterialsModel
 from phalanx.errors import CheckpointError, ConfigError, DataError
+from phalanx.families.materials.config import MaterialsRun, learned
 from phalanx.families.materials.data.manifest import Split
 from phalanx.families.materials.data.shards import open_prepared
 from phalanx.families.materials.data.trained_elements import trained_elements, untrained_by_source
 from phalanx.families.materials.inputs import GraphErrors, GraphEvaluator, columns_of
 from phalanx.families.materials.model.network import MaterialsNetwork
+from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.attention import AttentionChoice
 from phalanx.layout.execute import Executor

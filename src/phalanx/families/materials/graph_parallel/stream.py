@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.config.families import MaterialsRun
 from phalanx.data.stream import SteppedStream
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.stream import GraphBatchStream
 from phalanx.families.materials.graph_parallel.batch import Cutting, GraphShare, cut_batch
 from phalanx.families.materials.model.pieces import block_piece

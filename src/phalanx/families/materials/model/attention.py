@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.config.materials import GlobalAttention, MaterialsModel
 from phalanx.families.materials.model.geometry import Geometry
 from phalanx.families.materials.model.layers import Mlp
+from phalanx.families.materials.model_config import GlobalAttention, MaterialsModel
 from phalanx.nn.layers import Linear, Norm
 
 

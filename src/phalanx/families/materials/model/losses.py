@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.config.materials import Loss, MaterialsModel
+from phalanx.families.materials.model_config import Loss, MaterialsModel
 from phalanx.families.materials.units import BranchUnits
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from itertools import combinations_with_replacement, pairwise
 from typing import Literal
 
-from phalanx.config.materials import MaterialsModel
+from phalanx.families.materials.model_config import MaterialsModel
 
 Row = Literal["atom", "edge", "triplet"]
 

@@ -5,8 +5,8 @@ Exact for `phalanx.families.materials.model.network`; a test compares the two. N
 
 from __future__ import annotations
 
-from phalanx.config.materials import MaterialsModel
 from phalanx.families.materials.model.pieces import block_piece, embedding_piece
+from phalanx.families.materials.model_config import MaterialsModel
 
 _SPACE = 3
 """Components of a vector."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.config.field_data import FieldSource
+from phalanx.families.weather.data_config import FieldSource
 from phalanx.families.weather.data.stores.npz_store import NpzStore, is_climax
 from phalanx.families.weather.data.packages import require_package
 from phalanx.families.weather.data.prepared import PreparedStore, is_prepared

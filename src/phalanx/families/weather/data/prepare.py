@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from phalanx.config.field_data import FieldSource
+from phalanx.families.weather.data_config import FieldSource
 from phalanx.families.weather.data.check import require_one_quantity, require_whole_axis
 from phalanx.families.weather.data.open import open_store
 from phalanx.families.weather.data.prepared import FIELDS, FieldsManifest, ShardRecord

@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from phalanx.config.field_data import FieldName, FieldSource
+from phalanx.families.weather.data_config import FieldName, FieldSource
 from phalanx.families.weather.data.stores.grid import Float32Array, Grid
 from phalanx.families.weather.data.stores.store import FieldStore, Naming, Segment, hash_of
 from phalanx.families.weather.data.survey import Survey

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from phalanx.config.field_data import FieldData, Period
+from phalanx.families.weather.data_config import FieldData, Period
 from phalanx.families.weather.data.stores.store import FieldStore
 from phalanx.families.weather.data.survey import Survey
 from phalanx.families.weather.data.stores.times import HOUR, moment_bounds

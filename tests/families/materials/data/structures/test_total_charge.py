@@ -10,7 +10,7 @@ import pytest
 from graph_files import graph_data, write_set
 
 from phalanx.cli.data_science import charges_in_words
-from phalanx.config.graph_data import GraphData
+from phalanx.families.materials.data_config import GraphData
 from phalanx.families.materials.data.batches import Collator
 from phalanx.families.materials.data.order import Located
 from phalanx.families.materials.data.prepare import prepare_graphs

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.config.graph_data import GraphSource
+from phalanx.families.materials.data_config import GraphSource
 from phalanx.families.materials.data.structures.edges import Edges
 from phalanx.families.materials.data.structures.structures import RawStructure, Structure
 from phalanx.families.materials.data.structures.total_charge import check_charges

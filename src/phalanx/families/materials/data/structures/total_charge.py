@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.config.graph_data import GraphSource
+from phalanx.families.materials.data_config import GraphSource
 from phalanx.families.materials.data.structures.ragged import Int64Array
 from phalanx.families.materials.data.structures.structures import Structure
 

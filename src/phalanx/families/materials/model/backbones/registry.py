@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from phalanx.config.materials import MaterialsModel
 from phalanx.errors import ConfigError
 from phalanx.families.materials.model.backbones.dimenet import DimeNetBlock, DimeNetEmbedding
 from phalanx.families.materials.model.backbones.egnn import EgnnBlock
@@ -18,6 +17,7 @@ from phalanx.families.materials.model.backbones.pna import PnaBlock
 from phalanx.families.materials.model.backbones.schnet import SchNetBlock
 from phalanx.families.materials.model.geometry import Geometry, triplets
 from phalanx.families.materials.model.layers import Atoms, ElementTable
+from phalanx.families.materials.model_config import MaterialsModel
 
 BuildBlock = Callable[[MaterialsModel, int], nn.Module]
 """From a model and the number of a block to a module (Atoms, Geometry) -> Atoms."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.config.field_data import FieldData, FieldSource
+from phalanx.families.weather.data_config import FieldData, FieldSource
 from phalanx.families.weather.data.check import require_one_quantity, require_whole_axis
 from phalanx.families.weather.data.climatology import Climatology, mean_by_day
 from phalanx.families.weather.data.consistency import Body, require_alike

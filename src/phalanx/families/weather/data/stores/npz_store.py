@@ -18,7 +18,7 @@ from typing import Any
 import cftime  # type: ignore[import-untyped]
 import numpy as np
 
-from phalanx.config.field_data import FieldSource
+from phalanx.families.weather.data_config import FieldSource
 from phalanx.families.weather.data.stores.grid import Float32Array, orient
 from phalanx.families.weather.data.stores.store import BlockCache, FieldStore, Naming, Segment, hash_of
 from phalanx.families.weather.data.stores.times import EPOCH, HOUR, TimeAxis, canonical

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.config.field_data import FieldName
+from phalanx.families.weather.data_config import FieldName
 from phalanx.families.weather.data.stores.grid import Float32Array, Grid
 from phalanx.families.weather.data.stores.times import HOUR, TimeAxis
 from phalanx.data.order import Int64Array

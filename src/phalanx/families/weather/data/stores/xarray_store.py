@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.config.field_data import FieldSource
+from phalanx.families.weather.data_config import FieldSource
 from phalanx.families.weather.data.stores.grid import Float32Array, Grid
 from phalanx.families.weather.data.stores.store import BlockCache, FieldStore, Naming, Segment, hash_of
 from phalanx.families.weather.data.stores.times import TimeAxis

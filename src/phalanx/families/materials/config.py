@@ -1,19 +1,26 @@
-"""Rules between sections of a materials run: what the model asks of its data, and what training it does not allow."""
+"""The run file of the materials family: what its sections are, what its model asks of its data, and what training it does
+not allow."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.config.families import MaterialsRun
-from phalanx.config.graph_data import GraphSource
-from phalanx.config.materials import MaterialsModel
 from phalanx.config.problems import Problem
+from phalanx.config.schema import Run
+from phalanx.families.materials.data_config import GraphData, GraphSource
+from phalanx.families.materials.model_config import MaterialsModel
 
 
-def materials_problems(run: MaterialsRun) -> Iterator[Problem]:
-    """Everything that does not fit together."""
-    for rule in (_cutoff, _branches, _labels, _training):
-        yield from rule(run)
+class MaterialsRun(Run):
+    """A run that trains a model of molecules and materials."""
+
+    model: MaterialsModel
+    data: GraphData
+
+    def find_problems(self) -> Iterator[Problem]:
+        """See `Run`."""
+        for rule in (_cutoff, _branches, _labels, _training):
+            yield from rule(self)
 
 
 def learned(model: MaterialsModel) -> dict[str, str]:
