@@ -22,7 +22,7 @@ from layout_runs import Fields, refusal, run_with
 from phalanx.layout.mesh import Groups
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.torch_compat import common as compat
-from phalanx.train.optimizer import global_gradient_norm
+from phalanx.train.gradients import global_gradient_norm
 from whole_model import GPT, Box, backward, gradients_of, joined, laid_out, values_of, whole_run
 
 LAYOUTS: dict[str, tuple[Fields, ResolvedLayout]] = {

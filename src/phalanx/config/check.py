@@ -85,7 +85,7 @@ def _schedule(run: Run) -> Iterator[Problem]:
     if optimizer.warmup_steps > steps:
         yield Problem(path, f"{stated} is more than training.steps={steps}", f"optimizer.warmup_steps={steps}")
     elif optimizer.schedule == "wsd":
-        # As train.schedule counts them: rounding up would add a step wherever the product is not exact.
+        # As optimizers.learning_rate counts them: rounding up would add a step wherever the product is not exact.
         decay = round(optimizer.decay_fraction * steps)
         if optimizer.warmup_steps + decay > steps:
             yield Problem(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Degree = Ranks | Literal["auto"]
 BranchSizes = Annotated[list[Annotated[int, Field(ge=0, le=10**7)]], Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Options = Annotated[dict[str, bool | int | float | str], Words("a mapping of names to numbers, words, true or false")]
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 GlobalBatch = Annotated[
     Samples | Annotated[str, Field(pattern=r"^[1-9][0-9_]{0,17} (samples|tokens)$")],
@@ -96,14 +97,18 @@ class Layout(Section):
 
 
 class Optimizer(Section):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    name: str = "adamw"
+    """Optimizer: adamw, or one that an installed package adds (entry points `phalanx.optimizers`)."""
+    options: Options = Field(default_factory=dict)
+    """Settings of an optimizer that a package adds, by the names that it gives them."""
     lr: Annotated[float, Field(gt=0.0)]
     """Peak learning rate."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
-    """Decay rates of the first and second moment."""
+    """Decay rates of AdamW's first and second moment."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
-    """Term added to the denominator."""
+    """Term added to AdamW's denominator."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Decoupled weight decay, applied to the parameters that `no_decay` does not name."""
     no_decay: tuple[Literal["norm", "bias", "embedding"], ...] = ("norm", "bias", "embedding")

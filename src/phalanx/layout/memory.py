@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.optimizers import find_optimizer
 from phalanx.precision import PRECISIONS
 
 
@@ -21,7 +22,7 @@ class StateBytes:
     gradients: int
     """Accumulated gradients; freed between steps."""
     optimizer: int
-    """Both AdamW moments."""
+    """State of the optimizer, such as AdamW's two moments."""
 
     @property
     def between_steps(self) -> int:
@@ -35,7 +36,7 @@ class StateBytes:
 
 
 def state_bytes(run: Run, layout: ResolvedLayout) -> StateBytes:
-    """Training state of one rank: masters, gradients and moments in float32, split evenly over `dp_shard` ranks.
+    """Return the training state of one rank: main parameters, gradients and optimizer state, sharded over `dp_shard` ranks.
 
     Sharding pads a parameter whose first dim `dp_shard` does not divide; that padding is not counted.
     """
@@ -48,5 +49,5 @@ def state_bytes(run: Run, layout: ResolvedLayout) -> StateBytes:
         parameters=share,
         working_copy=precision.compute_dtype.itemsize * count * copied,
         gradients=share,
-        optimizer=2 * share,
+        optimizer=find_optimizer(run.optimizer).state_values * share,
     )

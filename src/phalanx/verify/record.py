@@ -22,7 +22,7 @@ from phalanx.layout.place import Place, place_of
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.nn.initial import InitRule
-from phalanx.train.optimizer import build_optimizer
+from phalanx.optimizers import build_optimizer
 from phalanx.train.step import TrainStep
 from phalanx.verify.family import VerifiableModel
 
@@ -71,7 +71,7 @@ def record(
     applied = apply_layout(run, layout, mesh, device, AttentionChoice("sdpa"), copies)
     _shake(applied, run)
     optimizer = build_optimizer(applied.parameters, run.optimizer, model.parameter_kind, applied.working)
-    step = _Recorded(applied, optimizer, device=device, grad_clip=run.optimizer.grad_clip)
+    step = _Recorded(applied, optimizer, run.optimizer, device=device)
     share = layout.samples_per_rank
     first = mesh.data_rank * share
     seen: dict[str, list[Activation]] = {}
@@ -110,14 +110,15 @@ class _Recorded(TrainStep):
 
     gradients: dict[str, Place]
 
-    def _update(self, loss: Tensor) -> Any:
+    def update_parameters(self, loss: Tensor) -> Tensor:
+        """Keep the gradients, then update with them."""
         self.gradients = {}
         for name, parameter in self.applied.parameters.items():
             place = place_of(parameter, self.applied.splits.get(name))
             grad = local_gradient(parameter)
             local = torch.full_like(place.local, torch.nan) if grad is None else grad
             self.gradients[name] = _copied(place._replace(local=local))
-        return super()._update(loss)
+        return super().update_parameters(loss)
 
 
 def _copied(place: Place) -> Place:

@@ -18,6 +18,7 @@ from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.layout.recompute import Recompute
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.optimizers import find_optimizer
 from phalanx.planner.layouts.candidates import SCHEDULES, Candidates, Ints
 from phalanx.planner.memory.interleaved import Pipeline, cut_to_rounds, turns, turns_of_each
 from phalanx.planner.memory.parts import ModelBytes, distinct, model_bytes
@@ -242,6 +243,7 @@ def _situation(run: Run, candidates: Candidates, parts: ModelBytes, kernels: Ker
         sizes=parts,
         width=precision.compute_dtype.itemsize,
         master=precision.main_dtype.itemsize,
+        optimizer_values=find_optimizer(run.optimizer).state_values,
         sharded=candidates.data_ranks * candidates.cp > 1,
         piped=piped,
         zero=candidates.zero,

@@ -9,13 +9,14 @@ import numpy as np
 
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
+from phalanx.optimizers import find_optimizer
 from phalanx.planner.layouts.candidates import SCHEDULES, Candidates
 from phalanx.planner.rank.models import Floats
 from phalanx.planner.schedule.bubble import in_flight
 from phalanx.planner.trace.family import planned_model
 from phalanx.precision import PRECISIONS
 
-_MASTER, _MOMENTS = 4, 8
+_MASTER = 4
 
 
 def least_bytes(run: Run, candidates: Candidates) -> Floats:
@@ -27,7 +28,7 @@ def least_bytes(run: Run, candidates: Candidates) -> Floats:
     model, length = planned_model(run), bind(run).positions().count
     held = bind(run).parameter_count() / (candidates.pp * candidates.tp)
     shards = candidates.shards
-    states = held / shards * (_MASTER + _MOMENTS)
+    states = held / shards * _MASTER * (1 + find_optimizer(run.optimizer).state_values)
     gradients = held * _MASTER / np.where(candidates.zero > 0, shards, 1)
     blocks = np.maximum(1, model.n_layers // candidates.n_stages)
     positions = candidates.microbatch * (length // candidates.cp // candidates.tp)

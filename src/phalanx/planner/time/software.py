@@ -71,9 +71,14 @@ class Software:
             optimizer_bytes=self.optimizer_bytes - self.gather_bytes + _PASSES * (width - 4),
         )
 
+    def updating_with(self, value_passes: int) -> Software:
+        """The same with an optimizer that reads or writes so many values for each parameter."""
+        return replace(self, optimizer_bytes=self.optimizer_bytes + 4 * (value_passes - _PASSES))
+
 
 _PASSES = 7
-"""Master, moments and gradient read, and all but the gradient written."""
+"""Values that AdamW reads or writes for each parameter: main parameter, moments and gradient read, all but the gradient
+written."""
 
 
 OURS = Software(reshard=False)

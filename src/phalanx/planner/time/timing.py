@@ -12,6 +12,7 @@ from phalanx.families.registry import bind
 from phalanx.hardware.collectives import Constants, default_constants, send
 from phalanx.hardware.machine import Machine
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.optimizers import find_optimizer
 from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.layouts.stage_layers import split
 from phalanx.planner.schedule.simulate import StageTimes, makespans_together
@@ -56,6 +57,7 @@ def our_software(run: Run, machine: Machine) -> Software:
     switched = machine.links is not None and machine.links.switch is not None
     wanted = run.layout.peer_copies
     software = (OURS if run.training.compile is not False else EAGER).computing_in(run.layout.precision)
+    software = software.updating_with(find_optimizer(run.optimizer).value_passes)
     return replace(software, copy_engines=wanted is True or (wanted == "auto" and switched))
 
 

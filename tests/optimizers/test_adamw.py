@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ahead_of_time import ASSEMBLY, NARROW, WIDE, assembly_of, needs_triton, run_interpreted, threads
+from phalanx.optimizers.adamw import AdamW
 from phalanx.torch_compat import common as compat
-from phalanx.train.adamw import AdamW
 
 
 def test_what_is_not_large_is_pytorchs() -> None:
@@ -56,7 +56,7 @@ import torch
 from torch import nn
 from phalanx.torch_compat import common as compat
 from phalanx.kernels import adamw_triton, triton_modules
-from phalanx.train import adamw
+from phalanx.optimizers import adamw
 
 # The interpreter runs on the CPU, where PyTorch's own kernel would be chosen.
 class Large(adamw.AdamW):
@@ -72,7 +72,7 @@ options = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "fused": True}
 # The interpreter cuts bfloat16 off where devices round: float16 it rounds.
 copies = {p: p.detach().half() for p in ours}
 optimizers = Large(groups(ours), **options), torch.optim.AdamW(groups(theirs), **options)
-optimizers[0].copies = copies
+optimizers[0].compute_copies = copies
 for number, (scale, skip) in enumerate(((1.0, 0.0), (2.0, 0.0), (1.0, 1.0), (0.5, 0.0), (None, None))):
     for optimizer, parameters in zip(optimizers, (ours, theirs)):
         for p in parameters:

@@ -3,12 +3,13 @@ import math
 import pytest
 
 from phalanx.config.schema import Optimizer
-from phalanx.train.schedule import learning_rate
+from phalanx.optimizers import LearningRateSchedule
 
 
 def rates(total: int, **fields: object) -> list[float]:
     optimizer = Optimizer.model_validate({"lr": 1.0, "min_lr_ratio": 0.1, **fields})
-    return [learning_rate(optimizer, step, total) for step in range(1, total + 1)]
+    schedule = LearningRateSchedule(optimizer, total)
+    return [schedule.rate(step) for step in range(1, total + 1)]
 
 
 def test_warm_up_is_linear_and_reaches_the_peak() -> None:

@@ -3,13 +3,13 @@
 PyTorch's fused kernel writes the gradients that it scales back to memory, where nobody reads them again, and moves its bytes
 at three quarters of the speed of an H200's memory. Parameters of over a million elements on an accelerator have a kernel of
 our own (`kernels.adamw_triton`): 0.72 of the time, measured over 880 million parameters. All others are PyTorch's, as are
-state and options. Where a parameter has a copy in the format of the arithmetic, the kernel writes that too, instead of a
-pass that reads the parameter again.
+state and options. Where a parameter has a copy in the compute format, the kernel writes that too, instead of a pass that
+reads the parameter again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,16 +17,47 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from phalanx.config.schema import Optimizer
+from phalanx.errors import ConfigError
 from phalanx.kernels.triton_modules import LARGE, triton_module
+from phalanx.optimizers.registry import Group, OptimizerKind
+from phalanx.torch_compat import common as compat
+
+
+class AdamWKind(OptimizerKind):
+    """AdamW (Loshchilov & Hutter 2019), fused on every device type."""
+
+    state_values = 2
+    value_passes = 7
+
+    def build(self, groups: Sequence[Group], config: Optimizer, compute_copies: Mapping[Tensor, Tensor]) -> AdamW:
+        """Return AdamW over `groups`, with the rates and decays of the run file."""
+        if config.options:
+            raise ConfigError(f"optimizer.options={config.options}: adamw has none; leave them out")
+        optimizer = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        optimizer.compute_copies = compute_copies
+        return optimizer
+
+    def update(self, optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
+        """Update without waiting for the device: the kernels read `divisor` and `skip` for themselves."""
+        compat.update_scaled(optimizer, divisor, skip)
+
+    def written_copies(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
+        """Return the copies of the parameters that our own kernel updated."""
+        assert isinstance(optimizer, AdamW)
+        return optimizer.written
+
+
+ADAMW = AdamWKind()
 
 
 class AdamW(torch.optim.AdamW):
     """See `torch.optim.AdamW` with `fused=True`, whose gradient scale and skipped updates it knows."""
 
-    copies: Mapping[Tensor, Tensor] = MappingProxyType({})
-    """Of parameters, in other formats: each equals its parameter, rounded, whenever a step begins."""
+    compute_copies: Mapping[Tensor, Tensor] = MappingProxyType({})
+    """Of parameters, in the compute format: each equals its parameter, rounded, whenever a step begins."""
     written: tuple[Tensor, ...] = ()
-    """Those that the last step left equal to their parameters; the others are for the caller to renew."""
+    """Copies that the last step left equal to their parameters; the others are for the caller to renew."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -36,8 +67,9 @@ class AdamW(torch.optim.AdamW):
         gradients = {p: p.grad for _, parameters in large for p in parameters}
         for group, parameters in large:
             if parameters:
-                self._update(group, parameters)
+                self._update_large(group, parameters)
         self.written = tuple(copy for p in gradients if (copy := self._copy_of(p)) is not None)
+        # PyTorch's step leaves parameters without a gradient alone: ours are done, and hidden from it.
         for p in gradients:
             p.grad = None
         super().step()
@@ -45,18 +77,18 @@ class AdamW(torch.optim.AdamW):
             p.grad = gradient
 
     def _is_large(self, p: Tensor) -> bool:
-        """Whether its update is ours; the first one, which makes the state, never is."""
+        """Return whether our kernel updates `p`; the first update, which makes the state, is PyTorch's."""
         if p.grad is None or not p.is_cuda or p.dtype != torch.float32 or not self.state.get(p):
             return False
-        local, gradient = _local(p), _local(p.grad)
+        local, gradient = _local_part(p), _local_part(p.grad)
         even = local.is_contiguous() and gradient.is_contiguous()
         return local.numel() >= LARGE and even and triton_module("adamw_triton") is not None
 
     def _copy_of(self, p: Tensor) -> Tensor | None:
-        copy = self.copies.get(p)
+        copy = self.compute_copies.get(p)
         return copy if copy is not None and copy.is_contiguous() else None
 
-    def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _update_large(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         kernel = triton_module("adamw_triton")
         assert kernel is not None
         states = [self.state[p] for p in parameters]
@@ -71,9 +103,9 @@ class AdamW(torch.optim.AdamW):
         for p, state, correction in zip(parameters, states, corrections, strict=True):
             assert p.grad is not None
             kernel.run_adamw(
-                _local(p),
-                _local(p.grad),
-                (_local(state["exp_avg"]), _local(state["exp_avg_sq"])),
+                _local_part(p),
+                _local_part(p.grad),
+                (_local_part(state["exp_avg"]), _local_part(state["exp_avg_sq"])),
                 self._copy_of(p),
                 correction,
                 divisor,
@@ -83,10 +115,11 @@ class AdamW(torch.optim.AdamW):
                 betas=group["betas"],
                 eps=group["eps"],
             )
-        # An update that was left out does not count.
+        # A skipped update does not count towards the corrections of later ones.
         torch._foreach_sub_(steps, [skip] * len(steps))
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's elements of `tensor`."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
