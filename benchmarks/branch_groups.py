@@ -24,10 +24,9 @@ import torch
 
 from phalanx.config.load import load_run
 from phalanx.families.materials.config import MaterialsRun
-from phalanx.families.materials.data.balance_report import report, step_balance
-from phalanx.families.materials.data.branches import BranchGroups, sizes_by_cost
-from phalanx.families.materials.data.shards import open_prepared
-from phalanx.families.materials.data.stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.families.materials.data.balance import BranchGroups, report, sizes_by_cost, step_balance
+from phalanx.families.materials.data.graph_shards import open_prepared
+from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_columns, graph_order
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.families.registry import bind

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atom_graphs import CUTOFF, Structure, random_structure
-from phalanx.families.materials.data.batches import LABELS, GraphBatch
+from phalanx.families.materials.data.graph_batches import LABELS, GraphBatch
 from phalanx.families.materials.data.structures.device_neighbours import device_edges
 from phalanx.families.materials.graph_parallel import exchange as graph_parallel
 from phalanx.families.materials.graph_parallel.batch import Cutting, SharePart, cut_microbatch

@@ -13,7 +13,7 @@ from materials_runs import SECTIONS, write_molecules
 from phalanx.config.load import load_run
 from phalanx.errors import DataError
 from phalanx.families.materials.config import MaterialsRun
-from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.registry import bind
 from phalanx.layout.multitask import branch_sizes
 from phalanx.layout.resolve import resolve_layout

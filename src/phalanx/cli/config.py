@@ -189,7 +189,7 @@ def run_facts(run: Run) -> dict[str, Any]:
 
 def _units_from_data(run: MaterialsRun) -> dict[str, Any]:
     """Return what the run file leaves to the training data, in words: the values, where the data are prepared."""
-    fitting = import_module("phalanx.families.materials.data.fitting")
+    fitting = import_module("phalanx.families.materials.data.fitted_units")
     unstated = fitting.unstated_units(run.model)
     if not unstated:
         return {}

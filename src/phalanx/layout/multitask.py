@@ -6,7 +6,7 @@ Heads are plain tensors, alike on all ranks of their sub-group, and FSDP2 leaves
 sharded as `layout` says. Names, initial values and checkpoints are those of the whole model, and losses are divided by the
 targets of the whole global batch, so that nothing but places changes.
 
-This module turns `layout.branch_groups` into sizes of sub-groups (`families.materials.data.branches` says who reads what).
+This module turns `layout.branch_groups` into sizes of sub-groups (`families.materials.data.balance` says who reads what).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.config.schema import Run
-from phalanx.families.materials.data.branches import BranchGroups, sizes_by_cost
+from phalanx.families.materials.data.balance import BranchGroups, sizes_by_cost
 from phalanx.families.registry import bind
 from phalanx.layout.spec import ResolvedLayout
 

@@ -11,7 +11,7 @@ import torch
 from materials_runs import write_materials_run
 from phalanx.config.load import load_run
 from phalanx.errors import DataError
-from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.registry import bind
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout

@@ -11,7 +11,7 @@ import pytest
 from materials_runs import write_two_branches
 from phalanx.config.load import load_run
 from phalanx.errors import ConfigError, DataError
-from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.registry import bind
 from phalanx.json_lines import read_last_record
 from phalanx.study.hyperparameters.metric import check_metric, evaluation_at, events, figure, metrics, step_problem

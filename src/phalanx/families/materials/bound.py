@@ -6,7 +6,7 @@ from pathlib import Path
 
 from phalanx.families.materials import declare, sizes
 from phalanx.families.materials.config import MaterialsRun
-from phalanx.families.materials.data.manifest import read_manifest
+from phalanx.families.materials.data.graph_shards import read_manifest
 from phalanx.families.materials.inputs import MaterialsInputs
 from phalanx.families.materials.layout import MaterialsLayout
 from phalanx.families.materials.model.heads import head_outputs

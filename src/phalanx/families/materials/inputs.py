@@ -17,20 +17,19 @@ from torch import Tensor
 
 from phalanx.data.batch import BatchStream
 from phalanx.errors import DataError
-from phalanx.families.materials.balancing import Balancer, BalancerState
 from phalanx.families.materials.config import MaterialsRun
-from phalanx.families.materials.data.balance import Division, divide, divide_within, in_turn
-from phalanx.families.materials.data.balance_report import report, step_balance
-from phalanx.families.materials.data.batches import Collator, Columns, GraphBatch
-from phalanx.families.materials.data.cost import CostModel
-from phalanx.families.materials.data.order import Located
-from phalanx.families.materials.data.shards import PreparedSource, open_prepared
-from phalanx.families.materials.data.stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.families.materials.cost_fitting import Balancer, BalancerState
+from phalanx.families.materials.data.balance import Division, divide, divide_within, in_turn, report, step_balance
+from phalanx.families.materials.data.graph_batches import Collator, Columns, GraphBatch
+from phalanx.families.materials.data.graph_order import Located
+from phalanx.families.materials.data.graph_shards import PreparedSource, open_prepared
+from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.families.materials.data.structure_cost import CostModel
 from phalanx.families.materials.data.trained_elements import TrainedElements, elements_of, write_elements
-from phalanx.families.materials.errors import SUMS, Quantity, quantities
+from phalanx.families.materials.evaluation.error_sums import SUMS, Quantity, quantities
 from phalanx.families.materials.graph_parallel.stream import ShareStream, cutting_of
 from phalanx.families.materials.model.losses import tasks
-from phalanx.families.materials.units_from_data import settle_units
+from phalanx.families.materials.settled_units import settle_units
 from phalanx.files import write_atomically
 from phalanx.layout.apply import Applied
 from phalanx.layout.execute import Executor
@@ -388,7 +387,8 @@ class GraphEvaluator:
 
 
 def error_rows(run: MaterialsRun, errors: Tensor) -> list[ErrorRow]:
-    """Rows of the quantities that a data set has labels of. errors: [sources, Q, SUMS], see `families.materials.errors`."""
+    """Rows of the quantities that a data set has labels of. errors: [sources, Q, SUMS], see
+    `families.materials.evaluation.error_sums`."""
     rows = []
     for source, table in zip(run.data.sources, errors.tolist(), strict=True):
         for quantity, (absolute, squared, numbers) in zip(quantities(run.model), table, strict=True):

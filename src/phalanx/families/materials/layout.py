@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from phalanx.data.batch import Batch
 from phalanx.families.materials.config import MaterialsRun, one_program_obstacle
-from phalanx.families.materials.data.batches import GraphBatch
-from phalanx.families.materials.errors import error_sums
+from phalanx.families.materials.data.graph_batches import GraphBatch
+from phalanx.families.materials.evaluation.error_sums import error_sums
 from phalanx.families.materials.graph_parallel.batch import Cutting, GraphShare, cut_batch
 from phalanx.families.materials.graph_parallel.exchange import HaloExchange
 from phalanx.families.materials.graph_parallel.stream import cutting_of
-from phalanx.families.materials.model.exchange import ALONE
+from phalanx.families.materials.model.atom_exchange import ALONE
 from phalanx.families.materials.model.losses import Labels, summed_losses
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.recorded_step import StepRecorder
@@ -51,7 +51,8 @@ class MaterialsStage(Stage):
 
     def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Any) -> Tensor:
         """See `Stage`. x: int64 atomic numbers [N]. inputs: those of `MaterialsNetwork.forward`; and at will
-        `measured_sources`, how many data sets there are: errors by data set (`families.materials.errors`) then follow the
+        `measured_sources`, how many data sets there are: errors by data set
+        (`families.materials.evaluation.error_sums`) then follow the
         losses, in one row of numbers. `halo` of a share that `cut` gave."""
         halo = inputs.pop("halo", None)
         inputs["exchange"] = ALONE if halo is None else HaloExchange(halo, self.share.cp)

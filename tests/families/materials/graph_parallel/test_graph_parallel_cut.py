@@ -14,8 +14,8 @@ from graph_shares import crystal, cutting_for, graph_batch
 from materials_runs import write_materials_run
 from phalanx.config.load import load_run
 from phalanx.families.materials.config import MaterialsRun
-from phalanx.families.materials.data.batches import GraphBatch
-from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.families.materials.data.graph_batches import GraphBatch
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.materials.graph_parallel.batch import Cutting, GraphShare, SharePart, cut_batch, cut_microbatch
 from phalanx.families.materials.graph_parallel.exchange import Gathering, Sending
 from phalanx.families.materials.graph_parallel.order import hilbert_numbers, spatial_order

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.families.materials.model.exchange import ALONE, Exchange
+from phalanx.families.materials.model.atom_exchange import ALONE, Exchange
 from phalanx.families.materials.model_config import MaterialsModel
 
 

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from phalanx.families.materials.data.graph_order import Located
+from phalanx.families.materials.data.graph_shards import LABEL_DTYPES, PreparedSource
+from phalanx.families.materials.data.structures.arrays import Int64Array, offsets, ragged_ranges
 from phalanx.families.materials.data.structures.labels import KINDS
-from phalanx.families.materials.data.order import Located
-from phalanx.families.materials.data.structures.ragged import Int64Array, offsets, ragged_ranges
-from phalanx.families.materials.data.shards import LABEL_DTYPES, PreparedSource
-from phalanx.families.materials.data.structures.total_charge import total_charges
+from phalanx.families.materials.data.structures.structures import total_charges
 
 PER_ATOM = ("species_N", "positions_N3", "graph_N", "forces_N3", "charges_N", "atom_properties_NP")
 """Fields of a batch with a row for each atom; those of `edges_2E` and `_PER_EDGE` are edges', of others structures'."""

@@ -13,21 +13,24 @@ A shard holds G structures with N atoms and E edges in all (units eV, A, e):
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field, ValidationError
 
-from phalanx.families.materials.data_config import GraphData, GraphSource
-from phalanx.data.file_record import check_content, check_size, check_still_whole
-from phalanx.families.materials.data.structures.arrays import Arrays, map_arrays, smallest_integers
-from phalanx.families.materials.data.structures.edges import Edges
-from phalanx.families.materials.data.structures.labels import KINDS
-from phalanx.families.materials.data.manifest import INDEX, Split, check_settings, read_manifest
-from phalanx.families.materials.data.structures.ragged import Int64Array, offsets
-from phalanx.families.materials.data.structures.structures import Structure
+from phalanx.data.file_record import Count, FileRecord, Part, check_content, check_size, check_still_whole
 from phalanx.errors import DataError
+from phalanx.families.materials.data.structures.arrays import Arrays, Int64Array, map_arrays, offsets, smallest_integers
+from phalanx.families.materials.data.structures.labels import KINDS
+from phalanx.families.materials.data.structures.neighbours import Edges
+from phalanx.families.materials.data.structures.structures import Structure
+from phalanx.families.materials.data_config import GraphData, GraphSource
+from phalanx.files import write_atomically
 
 LABEL_DTYPES = {"energy": "f8", "forces": "f4", "stress": "f4", "charges": "f4", "dipole": "f4", "total_charge": "f4"}
 """Total energies keep float64: a float32 resolves one of 10^5 eV to 8 meV only."""
@@ -134,3 +137,128 @@ def open_prepared(data: GraphData, split: Split) -> list[PreparedSource]:
         check_settings(folder, read_manifest(folder), source, data)
         opened.append(PreparedSource(folder, split))
     return opened
+
+
+MANIFEST = "manifest.json"
+INDEX = "index.safetensors"
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+class Counts(Part):
+    """How much there is."""
+
+    structures: Count
+    atoms: Count
+    edges: Count
+    """Directed edges."""
+
+
+class ShardRecord(Part):
+    """One shard."""
+
+    counts: Counts
+    data: FileRecord
+
+
+class LabelStatistics(Part):
+    """One label or property over the training split, in eV, A and e."""
+
+    numbers: Count
+    """Numbers that are there: 3 a force."""
+    mean: float
+    std: float
+    """Population standard deviation; of the energy it includes the spread of sizes."""
+    largest: float
+    """Largest absolute value."""
+
+
+class Statistics(Part):
+    """What a model may want to know of the training split before it begins."""
+
+    elements: dict[int, int]
+    """Atoms of each atomic number."""
+    largest_atoms: Count
+    """Atoms of the largest structure, over all splits."""
+    largest_edges: Count
+    """Edges of the structure with most, over all splits."""
+    degrees: list[Count]
+    """Atoms with 0, 1, 2, ... incoming edges."""
+    labels: dict[str, LabelStatistics]
+    reference_energies: dict[int, float]
+    """Energy in eV of an atom of each element, by least squares over the energies; empty without energies."""
+    residual_std: float | None
+    """Standard deviation in eV an atom of energies minus the reference energies."""
+    total_charges: dict[int, int] = Field(default_factory=dict)
+    """Structures of each total charge, over all splits, of a source with charges or total charges; see `total_charge`."""
+    taken_for_neutral: Count = 0
+    """Structures of such a source that say nothing of their total charge."""
+
+
+class Manifest(Part):
+    """Everything a reader needs to know about a folder of prepared structures."""
+
+    format: Literal["phalanx-graphs"] = "phalanx-graphs"
+    version: Literal[1] = 1
+    source: str
+    settings: dict[str, Any]
+    """What the result depends on besides the files: see `settings_of`."""
+    inputs: list[str]
+    """Files read, in order."""
+    plan: str
+    """A hash of the settings and of the files' names, sizes and samples of their content."""
+    labels: list[str]
+    """Labels there are, in order."""
+    properties: list[str]
+    """Properties there are: the columns of the shards' `properties`."""
+    atom_properties: list[str]
+    """The columns of the shards' `atom_properties`."""
+    totals: Counts
+    splits: dict[Split, Counts]
+    index: FileRecord
+    shards: list[ShardRecord]
+    statistics: Statistics
+
+    def write(self, folder: Path) -> None:
+        """Write it into `folder`."""
+        write_atomically(folder / MANIFEST, self.model_dump_json(indent=1) + "\n")
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all data: equal exactly where a run would read the same."""
+        content = [self.index.sha256, *(shard.data.sha256 for shard in self.shards)]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def settings_of(source: GraphSource, data: GraphData) -> dict[str, Any]:
+    """What a prepared source depends on besides its files, as plain data."""
+    # What is only refused or not changes nothing of what is prepared.
+    kept = source.model_dump(mode="json", exclude={"name", "path", "weight", "charge_sum"})
+    shared = {"cutoff", "max_neighbours", "validation_fraction", "test_fraction"}
+    return kept | data.model_dump(mode="json", include=shared)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of `folder`. Raises DataError naming the file and what is wrong with it."""
+    path = folder / MANIFEST
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise DataError(
+            f"{path}: {error.strerror}; prepare the source first: phalanx data prepare-graphs RUN"
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "content"
+        raise DataError(f"{path}: {where}: {first['msg']}; prepare the source again") from None
+
+
+def check_settings(folder: Path, manifest: Manifest, source: GraphSource, data: GraphData) -> None:
+    """Refuse a folder prepared under other settings. Raises DataError naming the first that differs."""
+    wanted = settings_of(source, data)
+    for field in sorted(wanted.keys() | manifest.settings.keys()):
+        if wanted.get(field) != manifest.settings.get(field):
+            raise DataError(
+                f"{folder} was prepared with {field}={json.dumps(manifest.settings.get(field))}, source {source.name} now "
+                f"asks for {json.dumps(wanted.get(field))}; choose another data.prepared, or delete that folder"
+            )

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from phalanx.errors import DataError
+from phalanx.families.materials.model.head_units import BranchUnits, fit_reference_energies
 from phalanx.families.materials.model_config import Branch
-from phalanx.families.materials.units import BranchUnits, fit_reference_energies
 from small_networks import small_model
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from phalanx.checkpoint import RankGroup, open_checkpoints, read_state
 from phalanx.config.load import parse_run
 from phalanx.families.materials.config import MaterialsRun
-from phalanx.families.materials.data.fitting import (
+from phalanx.families.materials.data.fitted_units import (
     Units,
     fitting_units,
     units_in_words,
@@ -16,7 +16,7 @@ from phalanx.families.materials.data.fitting import (
     unstated_units,
     with_units,
 )
-from phalanx.families.materials.data.shards import open_prepared
+from phalanx.families.materials.data.graph_shards import open_prepared
 
 _TIMEOUT_S = 1800.0
 """Seconds that ranks wait for the first, which may read the energies of all structures."""

@@ -12,8 +12,7 @@ from phalanx.checkpoint import Checkpoint, open_checkpoints, read_state, read_te
 from phalanx.config.load import parse_run
 from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.families.materials.config import MaterialsRun, learned
-from phalanx.families.materials.data.manifest import Split
-from phalanx.families.materials.data.shards import open_prepared
+from phalanx.families.materials.data.graph_shards import Split, open_prepared
 from phalanx.families.materials.data.trained_elements import trained_elements, untrained_by_source
 from phalanx.families.materials.inputs import GraphErrors, GraphEvaluator, columns_of
 from phalanx.families.materials.model.network import MaterialsNetwork

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.families.materials.errors import error_sums, quantities
+from phalanx.families.materials.evaluation.error_sums import error_sums, quantities
 from phalanx.families.materials.model.losses import Labels, Predictions
 from phalanx.families.materials.model_config import EnergyHead, MaterialsModel, PropertyHead
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from phalanx.families.materials.data.cost import SUMS, CostFit, CostModel, measured
-from phalanx.families.materials.data.stream import GraphBatchStream
+from phalanx.families.materials.data.graph_stream import GraphBatchStream
+from phalanx.families.materials.data.structure_cost import SUMS, CostFit, CostModel, measured
 from phalanx.hardware.device import HostCopy
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.stage import Stage

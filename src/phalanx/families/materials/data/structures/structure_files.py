@@ -1,20 +1,41 @@
-"""A file of structures, whatever its format: how many there are, and a range of them.
-
-Formats: `npz` (ragged arrays), `ase_files` (extended XYZ, ASE databases), `qm9_csv`. Told apart by the ending or by name.
-"""
+"""Opening a file of structures by its format."""
 
 from __future__ import annotations
 
 import glob
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, AnyStr
 
-from phalanx.families.materials.data.structures.labels import Label
-from phalanx.families.materials.data.structures.structures import RawStructure
 from phalanx.errors import DataError
+from phalanx.families.materials.data.structures.labels import Label, labels_of
+from phalanx.families.materials.data.structures.structures import RawStructure
+from phalanx.families.materials.data_config import GraphSource
+
+_FORMATS = {
+    "npz": ("phalanx.families.materials.data.structures.npz_files", "NpzFile"),
+    "extxyz": ("phalanx.families.materials.data.structures.ase_files", "ExtendedXyzFile"),
+    "ase": ("phalanx.families.materials.data.structures.ase_files", "AseDatabase"),
+    "qm9_csv": ("phalanx.families.materials.data.structures.qm9_files", "Qm9Csv"),
+}
+"""Where each format is read; loaded on demand, since some need a package that others do not."""
+_ENDINGS = {".npz": "npz", ".xyz": "extxyz", ".extxyz": "extxyz", ".db": "ase", ".csv": "qm9_csv"}
+
+
+def open_structures(path: Path, source: GraphSource) -> StructureFile:
+    """Open `path` as a file of `source`. Raises DataError for an unknown ending or content of another format."""
+    kind = _ENDINGS.get(path.suffix) if source.format == "auto" else source.format
+    if kind is None:
+        raise DataError(
+            f"{path}: ending {path.suffix!r} tells no format; set format of source {source.name} to one of "
+            f"{', '.join(_FORMATS)}"
+        )
+    module, name = _FORMATS[kind]
+    reader: type[StructureFile] = getattr(importlib.import_module(module), name)
+    return reader(path, Wanted(tuple(labels_of(source)), source.group_by))
 
 
 @dataclass(frozen=True)
