@@ -1,4 +1,4 @@
-"""Fit the constants of each system in a table of published runs: `python benchmarks/published/calibrate.py RUNS.csv --out DIR`.
+"""Fit the constants of each system in a table: `python benchmarks/published/calibrate.py RUNS.csv --out DIR`.
 
 The files in `profiles/` were made by this.
 """

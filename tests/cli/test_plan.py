@@ -252,7 +252,7 @@ def test_check(call: Call, folder: Path) -> None:
 def test_check_leaves_runs_of_other_frameworks_to_a_benchmark(call: Call, folder: Path) -> None:
     written_table(folder, {}, {"row_id": "theirs", "framework": "Megatron-LM"})
     outcome = call("plan", "--check", "runs.csv")
-    assert outcome.code == 2 and outcome.out == ""
+    assert outcome.code == 1 and outcome.out == ""
     assert "line 3: framework: 'Megatron-LM' is not Phalanx" in outcome.err
     assert "benchmarks/published/check.py runs.csv" in outcome.err
 
