@@ -15,7 +15,7 @@ from phalanx.hardware.calibrate.shapes import Product, Shapes, model_of
 from phalanx.layout.attention import AttentionChoice, AttentionShape, choose_attention, choose_whole_attention
 from phalanx.nn.attention import attend, attention_context
 from phalanx.optimizers.adamw import AdamW
-from phalanx.planner.time.measured import Kind, TimedOperation
+from phalanx.planner.time.timed_operations import Kind, TimedOperation
 from phalanx.planner.trace.operations import Attention
 from phalanx.torch_compat import common as compat
 

@@ -19,7 +19,7 @@ from phalanx.hardware.machine import Machine
 from phalanx.layout.recompute import Recompute
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.layouts.candidates import Candidates
-from phalanx.planner.time.timing import our_software
+from phalanx.planner.time.timing import our_framework
 from phalanx.planner.trace.family import likely_kernel, planned_model, setting_of
 from phalanx.planner.trace.parts import PartCosts, part_costs
 from phalanx.precision import PRECISIONS
@@ -41,7 +41,7 @@ class BreakEven:
 def break_evens(run: Run, legal: Candidates, recompute: Recompute, machine: Machine) -> tuple[BreakEven, ...]:
     """For each tensor-parallel degree above 1 among `legal`. recompute: repeats exchanges of activations."""
     devices = int(legal.world_size[0])
-    copies = our_software(run, machine).copy_engines
+    copies = our_framework(run, machine).copy_engines
     degrees = np.unique(legal.tp[(legal.tp > 1) & (legal.cp == 1)]).tolist()
     return tuple(break_even(run, tp, devices // tp, recompute, peer_copies=copies) for tp in degrees)
 

@@ -11,14 +11,14 @@ from phalanx.config.presets import load_preset
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.layouts.candidates import Candidates
-from phalanx.planner.published.check import step_times_of
-from phalanx.planner.published.flops import megatron_hardware
-from phalanx.planner.published.steps import Group, System
-from phalanx.planner.published.studies import Study, calibrate_to_studies, predicted, studies
+from phalanx.planner.measured.groups import System
 from phalanx.planner.time.profile import default_profile, load_profile
-from phalanx.planner.time.software import software_of
+from phalanx.planner.time.step_parts import steps_of
 from phalanx.planner.trace.family import Setting
-from phalanx.planner.trace.steps import steps_of
+from published.flops import megatron_hardware
+from published.frameworks import framework_of
+from published.groups import PublishedGroup, steps_as_sent, with_whole_logits
+from published.studies import Study, calibrate_to_studies, predicted, studies
 
 PEAK = 191.5
 """TFLOP/s of a GCD, which shares of the peak are of."""
@@ -74,8 +74,8 @@ def test_lumi_ran_with_a_stage_for_every_layer() -> None:
     Megatron-DeepSpeed does. Of 56 layers over 8 ranks Megatron makes 1 or 7 stages a rank, and 1 does not explain it."""
     model, length = load_preset("lumi-140b").model(), 5120
     assert isinstance(model, LanguageModel)
-    software = software_of("Megatron-DeepSpeed", "flash2", True)
-    assert software is not None
+    framework = framework_of("Megatron-DeepSpeed", "flash2", True)
+    assert framework is not None
     shared = {"global_batch": 768, "tp": 8, "pp": 8, "zero": 1}
     layouts = [
         ResolvedLayout(**shared, dp_shard=shards, schedule=schedule, stages_per_rank=stages)
@@ -83,9 +83,11 @@ def test_lumi_ran_with_a_stage_for_every_layer() -> None:
         for shards in (6, 96)
     ]
     candidates = Candidates.of(layouts, ["full"] * len(layouts))
-    machine, setting = load_machine("lumi"), Setting(model, length, attention="flash")
-    group = Group(System("lumi", machine), software, (), steps_of(setting, candidates, machine, software))
-    seconds = step_times_of(group, default_profile("MI250X GCD")).total
+    machine = load_machine("lumi")
+    setting = with_whole_logits(Setting(model, length, attention="flash"), framework)
+    steps = steps_as_sent(steps_of(setting, candidates, machine, framework), framework)
+    group = PublishedGroup(System("lumi", machine), framework, (), steps)
+    seconds = group.step_times(default_profile("MI250X GCD")).total
     tokens = 768 * length / seconds / candidates.world_size
     rate = 2 * tokens[0] * megatron_hardware(model, length) / 1e12
     assert rate == pytest.approx(161.2, rel=0.05)

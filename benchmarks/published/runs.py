@@ -1,141 +1,84 @@
 """Published training runs from a table: what ran, in which layout, and how fast, in our own words and units.
 
 A row that cannot be compared with a plan says why in one sentence. Rates are tokens a second and device; a source's
-TFLOP/s become tokens by the source's own convention (`published_flops`). Rows recalled from memory are never used.
+TFLOP/s become tokens by the source's own convention (`published.flops`). Rows recalled from memory are never used.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
 
 from phalanx.config.model import LanguageModel
 from phalanx.hardware.device import known_devices
-from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.published.cells import (
-    Precision,
-    Recompute,
-    Row,
-    Unusable,
-    device_of,
-    devices_per_node,
-    memory_gib,
-    precision_of,
-    read_rows,
-    recompute_of,
-    replicas_of,
-    zero_of,
+from phalanx.planner.measured.cells import Precision, Row, Unusable, device_of, precision_of, read_rows
+from phalanx.planner.measured.runs import (
+    Attempts,
+    MeasuredRun,
+    Memory,
+    Rate,
+    check_microbatch_stated,
+    check_stages_hold_blocks,
+    device_count,
+    layout_of,
+    length_of,
+    status_of,
+    timed_rate,
 )
-from phalanx.planner.published.flops import Convention, convention_of
-from phalanx.planner.published.shapes import model_of
-
-Status = Literal["ok", "oom"]
-T = TypeVar("T")
+from published.cells import COLUMNS, devices_per_node, memory_gib, recompute_of, zero_of
+from published.flops import Convention, convention_of
+from published.models import published_model
 
 
 @dataclass(frozen=True)
-class Rate:
-    """How fast a run was."""
+class PublishedRun(MeasuredRun):
+    """A row of a table of published runs."""
 
-    tokens_per_s: float
-    """Tokens a second and device."""
-    source: str
-    """The column it is from; for one that counts operations, the convention too."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What one device held."""
-
-    gib: float
-    kind: str
-    """What was measured, in the source's words."""
-
-
-@dataclass(frozen=True)
-class PublishedRun:
-    """One row. What could not be read is None; a used row has all of model, layout, device and a rate, memory or `oom`."""
-
-    row_id: str
-    group: str
-    system: str
     tag: str
     """How the figures came into the table: read, digitized, derived, recalled."""
     confidence: str
-    framework: str
     attention: str
     """The kernel, in the source's words."""
     source: str
     notes: str
-    used: bool
-    reason: str
-    """Why the row is not used; empty for one that is."""
-    assumed: tuple[str, ...]
-    """What the source does not state and was filled in."""
-    device: str | None
-    """Our name of the device; one that `cluster.devices` may not hold."""
-    devices: int | None
-    """How many in all; GCDs of an MI250X are devices."""
     devices_per_node: int | None
-    model: LanguageModel | None
-    sequence_length: int | None
-    layout: ResolvedLayout | None
-    """With micro-batches of one sample where the source does not state them; such a row is not used."""
-    recompute: Recompute | None
-    precision: Precision | None
     sequence_parallel: bool | None
     """Whether activations between tensor-parallel blocks are split as well, as ours are; None where not stated."""
-    rate: Rate | None
-    memory: Memory | None
-    status: Status
-    """oom: it did not fit."""
     agreement: float | None
     """Operations a second by the convention and the measured tokens or time, over those stated; None where only one of
     the two is known."""
 
 
-def read_runs(path: Path) -> list[PublishedRun]:
-    """Every row of the table, used or not, in order.
+def read_published_runs(path: Path) -> list[PublishedRun]:
+    """Read every row of the table, used or not, in order.
 
     Raises DataError naming the file, and the line where there is one, for a table that cannot be read, lacks a column or
     holds a row twice. A row with a number that cannot be is one that is not used.
     """
-    return [_read_row(row) for row in read_rows(path)]
+    return [_read_row(row) for row in read_rows(path, COLUMNS)]
+
+
+_WORDS = ("row_id", "group", "system", "tag", "confidence", "framework", "attention", "source", "notes")
 
 
 def _read_row(row: Row) -> PublishedRun:
-    reasons: list[str] = []
-
-    def attempt(read: Callable[..., T], *arguments: object) -> T | None:
-        """What `read` gives, or None with its reason kept; None at once where an argument is missing."""
-        if any(argument is None for argument in arguments):
-            return None
-        try:
-            return read(row, *arguments)
-        except Unusable as error:
-            reasons.append(str(error))
-            return None
-
-    status = _status(row.text("status"))
+    attempt = Attempts(row)
+    status = status_of(row.text("status"))
     attempt(_trusted)
-    model = attempt(model_of)
-    precision = attempt(precision_of)
-    named = attempt(device_of)
-    device, per_unit = named or (None, 1)
-    devices = attempt(_device_count, per_unit)
-    layout = attempt(_layout, devices, status)
-    attempt(_microbatch_stated)
-    attempt(_stages_hold_blocks, model, layout)
-    recompute = attempt(recompute_of)
-    length = attempt(_length)
+    model, precision = attempt(published_model), attempt(precision_of)
+    device, per_unit = attempt(device_of) or (None, 1)
+    devices = attempt(device_count, per_unit)
+    layout = attempt(layout_of, devices, status, attempt(zero_of))
+    attempt(check_microbatch_stated)
+    attempt(check_stages_hold_blocks, model, layout)
+    recompute, length = attempt(recompute_of), attempt(length_of)
     memory, per_node = attempt(memory_gib, per_unit), attempt(devices_per_node, per_unit)
     counted = attempt(partial(_counted, device=device, precision=precision, per_unit=per_unit))
-    timed = attempt(_timed, devices, length, per_unit)
+    timed = attempt(timed_rate, devices, length, per_unit)
     rate = timed or attempt(_rate_by_convention, model, length, counted)
+    reasons = attempt.reasons
     if status == "ok" and rate is None and memory is None:
         reasons.append("the source states neither a rate that can be converted to tokens nor memory")
     return PublishedRun(
@@ -159,9 +102,6 @@ def _read_row(row: Row) -> PublishedRun:
     )
 
 
-_WORDS = ("row_id", "group", "system", "tag", "confidence", "framework", "attention", "source", "notes")
-
-
 def _trusted(row: Row) -> None:
     if row.text("tag") == "recalled":
         raise Unusable("it was recalled from memory, not seen")
@@ -171,77 +111,6 @@ def _trusted(row: Row) -> None:
         raise Unusable("it states the largest model that fits, not a run")
     if "analytic" in row.text("notes").lower():
         raise Unusable("its figures were calculated by the source, not measured")
-
-
-def _status(words: str) -> Status:
-    return "oom" if "oom" in words or "not fit" in words else "ok"
-
-
-def _device_count(row: Row, per_unit: int) -> int:
-    (count,) = row.wholes("n_gpus")
-    return count * per_unit
-
-
-def _length(row: Row) -> int | None:
-    return row.whole("seq")
-
-
-def _microbatch_stated(row: Row) -> None:
-    row.wholes("mbs")
-
-
-def _layout(row: Row, devices: int, status: Status) -> ResolvedLayout:
-    """The row's layout. Raises Unusable where degrees or the batch are not stated or do not fit together."""
-    tp, pp, global_batch = row.wholes("tp", "pp", "gbs")
-    microbatch, cp = row.whole("mbs") or 1, row.whole("cp") or 1
-    stages_per_rank = row.whole("vpp") or 1
-    if devices % (tp * pp * cp):
-        raise Unusable(f"tp={tp} x pp={pp} x cp={cp} does not divide its {devices} devices")
-    data_ranks = row.whole("dp") or devices // (tp * pp * cp)
-    if tp * pp * cp * data_ranks != devices:
-        raise Unusable(f"tp={tp} x pp={pp} x cp={cp} x dp={data_ranks} is not its {devices} devices")
-    if global_batch % (data_ranks * microbatch) and status == "oom":
-        # Memory does not depend on how many micro-batches were to follow.
-        global_batch = data_ranks * microbatch
-        row.assumed.append(f"global_batch={global_batch}")
-    if global_batch % (data_ranks * microbatch):
-        raise Unusable(f"its global batch of {global_batch} is not a multiple of mbs={microbatch} x dp={data_ranks}")
-    zero, replicas = zero_of(row), replicas_of(row, data_ranks)
-    layout = ResolvedLayout(
-        global_batch=global_batch,
-        microbatch=microbatch,
-        dp_replicate=data_ranks if zero == 0 else replicas,
-        dp_shard=1 if zero == 0 else data_ranks // replicas,
-        cp=cp,
-        tp=tp,
-        pp=pp,
-        zero=zero,
-        schedule="interleaved_1f1b" if stages_per_rank > 1 else "1f1b",
-        stages_per_rank=stages_per_rank if pp > 1 else 1,
-        reshard_after_forward=zero == 3 and pp == 1,
-    )
-    stated = row.whole("grad_accum")
-    if stated is not None and stated != layout.accumulation:
-        raise Unusable(f"it states {stated} micro-batches a step, but its batches make {layout.accumulation}")
-    return layout
-
-
-def _stages_hold_blocks(_row: Row, model: LanguageModel, layout: ResolvedLayout) -> None:
-    if layout.n_stages > model.n_layers:
-        stages = f"pp={layout.pp} x vpp={layout.stages_per_rank} = {layout.n_stages} pipeline stages"
-        raise Unusable(f"its {stages} are more than its {model.n_layers} layers")
-
-
-def _timed(row: Row, devices: int, length: int, per_unit: int) -> Rate | None:
-    """The rate from tokens, step time or samples a second, whichever the row has first; None where it has none."""
-    tokens = row.number("tokens_per_s_per_gpu")
-    if tokens is not None:
-        return Rate(tokens / per_unit, "tokens_per_s_per_gpu")
-    seconds, global_batch = row.number("step_time_s"), row.number("gbs")
-    if seconds is not None and global_batch is not None:
-        return Rate(global_batch * length / seconds / devices, "step_time_s")
-    samples = row.number("samples_per_s")
-    return None if samples is None else Rate(samples * length / devices, "samples_per_s")
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.planner.published.check import predict
-from phalanx.planner.published.runs import PublishedRun
-from phalanx.planner.published.steps import Group, grouped
+from phalanx.planner.measured.groups import MeasuredGroup
 from phalanx.planner.time.least_squares import jacobian, least_squares
 from phalanx.planner.time.operation_time import Floats
 from phalanx.planner.time.profile import CONSTANTS, NamedProfile, Profile, default_profile, spread_of
@@ -41,17 +39,17 @@ class Calibration:
     """Of all runs by the default profile."""
 
 
-def calibrate_from_runs(
-    runs: Sequence[PublishedRun], most: int = MOST_ROWS, prior: NamedProfile | None = None
+def calibrate_machines(
+    groups: Sequence[MeasuredGroup], most: int = MOST_ROWS, prior: NamedProfile | None = None
 ) -> list[Calibration]:
-    """A profile for each machine in `runs`, each fitted to at most `most` of its runs. prior: see `calibrate`."""
-    machines: dict[str, list[Group]] = {}
-    for group in grouped(runs):
+    """Fit a profile for each machine that `groups` ran on, to at most `most` of its runs. prior: see `calibrate`."""
+    machines: dict[str, list[MeasuredGroup]] = {}
+    for group in groups:
         machines.setdefault(group.system.profile, []).append(group)
-    return [calibrate(groups, most, prior) for groups in machines.values()]
+    return [calibrate(same, most, prior) for same in machines.values()]
 
 
-def calibrate(groups: Sequence[Group], most: int = MOST_ROWS, prior: NamedProfile | None = None) -> Calibration:
+def calibrate(groups: Sequence[MeasuredGroup], most: int = MOST_ROWS, prior: NamedProfile | None = None) -> Calibration:
     """A profile for the machine that all of `groups` ran on.
 
     prior: what the fit begins with and is held near, by default that of the device. One that was measured keeps what was
@@ -70,7 +68,7 @@ def calibrate(groups: Sequence[Group], most: int = MOST_ROWS, prior: NamedProfil
 
     def rates(shift: Floats) -> Floats:
         return np.asarray(
-            np.log(np.concatenate([predict(group, replace(known, profile=profile_at(shift))) for group in groups]))
+            np.log(np.concatenate([group.rates(replace(known, profile=profile_at(shift))) for group in groups]))
         )
 
     def fit(rows: list[int]) -> Floats:

@@ -14,9 +14,10 @@ from phalanx.config.presets import load_preset
 from phalanx.errors import DataError
 from phalanx.hardware.device import known_devices
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.published import flops as published_flops
-from phalanx.planner.published.cells import COLUMNS
-from phalanx.planner.published.runs import AGREEMENT, Memory, PublishedRun, Rate, read_runs, summarise
+from phalanx.planner.measured.runs import Memory, Rate
+from published import flops as published_flops
+from published.cells import COLUMNS
+from published.runs import AGREEMENT, PublishedRun, read_published_runs, summarise
 
 GPT = {
     "row_id": "group-1",
@@ -59,7 +60,7 @@ def written(folder: Path, *rows: dict[str, str], columns: Sequence[str] = COLUMN
 
 
 def read_one(folder: Path, **changes: str) -> PublishedRun:
-    (run,) = read_runs(written(folder, GPT | changes))
+    (run,) = read_published_runs(written(folder, GPT | changes))
     return run
 
 
@@ -294,7 +295,7 @@ def test_memory(cells: dict[str, str], memory: Memory | None, tmp_path: Path) ->
     ],
 )
 def test_a_number_that_cannot_be_costs_its_row_alone(cells: dict[str, str], reason: str, tmp_path: Path) -> None:
-    bad, good = read_runs(written(tmp_path, GPT | cells, GPT | {"row_id": "group-2"}))
+    bad, good = read_published_runs(written(tmp_path, GPT | cells, GPT | {"row_id": "group-2"}))
     assert not bad.used and bad.reason.startswith("line 2, ") and reason in bad.reason
     assert good.used
 
@@ -302,34 +303,34 @@ def test_a_number_that_cannot_be_costs_its_row_alone(cells: dict[str, str], reas
 def test_tables_of_spreadsheets_are_read(tmp_path: Path) -> None:
     path = written(tmp_path, GPT)
     path.write_text("\ufeff" + path.read_text() + "," * (len(COLUMNS) - 1) + "\n")
-    assert [run.row_id for run in read_runs(path)] == ["group-1"]
+    assert [run.row_id for run in read_published_runs(path)] == ["group-1"]
 
 
 def test_a_table_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     columns = [column for column in COLUMNS if column not in ("tp", "seq")]
     with pytest.raises(DataError, match=r"runs\.csv: the header lacks seq, tp; it must hold row_id, tag"):
-        read_runs(written(tmp_path, GPT, columns=columns))
+        read_published_runs(written(tmp_path, GPT, columns=columns))
     with pytest.raises(DataError, match=r"line 3: row_id 'group-1' stands twice"):
-        read_runs(written(tmp_path, GPT, GPT))
+        read_published_runs(written(tmp_path, GPT, GPT))
     with pytest.raises(DataError, match="line 2: row_id is blank; give every row a name of its own"):
         read_one(tmp_path, row_id="")
     path = written(tmp_path, GPT)
     path.write_text(path.read_text() + "one,two\n")
     with pytest.raises(DataError, match=f"line 3: 2 cells under {len(COLUMNS)} columns"):
-        read_runs(path)
+        read_published_runs(path)
     path.write_bytes(b"row_id,\xff\n")
-    with pytest.raises(DataError, match="cannot be read as a table of published runs"):
-        read_runs(path)
+    with pytest.raises(DataError, match="cannot be read as a table of measured runs"):
+        read_published_runs(path)
     with pytest.raises(DataError, match=r"nowhere\.csv: cannot be read"):
-        read_runs(tmp_path / "nowhere.csv")
+        read_published_runs(tmp_path / "nowhere.csv")
     path.write_text("")
     with pytest.raises(DataError, match="the header lacks row_id"):
-        read_runs(path)
+        read_published_runs(path)
 
 
 def test_columns_may_stand_in_any_order_and_others_beside_them(tmp_path: Path) -> None:
     path = written(tmp_path, GPT, columns=["more", *reversed(COLUMNS)])
-    assert read_runs(path)[0].rate == Rate(5120.0, "step_time_s")
+    assert read_published_runs(path)[0].rate == Rate(5120.0, "step_time_s")
 
 
 # --- conventions, with figures worked out by hand ------------------------------------------------------------------------
@@ -398,7 +399,7 @@ needs_table = pytest.mark.skipif(not TABLE.exists(), reason=f"{TABLE} is not the
 
 @pytest.fixture(scope="module")
 def runs() -> list[PublishedRun]:
-    return read_runs(TABLE)
+    return read_published_runs(TABLE)
 
 
 @needs_table

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from phalanx.config.schema import Layout, Optimizer, Training
+from phalanx.families.language.config import Data, DataSource, LanguageRun
 from phalanx.hardware.device import known_devices
 from phalanx.planner.layouts.candidates import Candidates
+from phalanx.planner.measured.groups import MeasuredGroup, grouped, refused
+from phalanx.planner.measured.runs import MeasuredRun
+from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.memory.probability import BESIDE, communicators, fits
-from phalanx.planner.published.memory import published_peak
-from phalanx.planner.published.runs import PublishedRun
-from phalanx.planner.published.steps import Group, grouped, refused
 from phalanx.planner.time.operation_time import Floats
-from phalanx.planner.time.part_time import part_times
-from phalanx.planner.time.profile import NamedProfile, default_profile, load_profile, shipped_profiles
-from phalanx.planner.time.step_time import StepTimes, closed_form
 
 
 @dataclass(frozen=True)
@@ -76,37 +75,55 @@ LIKELY = 0.9
 _GIB = 2**30
 
 
-def check(runs: Sequence[PublishedRun], *, calibrated: bool = True) -> list[CheckedRun]:
-    """Every run with its prediction, in the order given. calibrated: by fitted profiles, where there are such.
+def check(runs: Sequence[MeasuredRun], *, calibrated: bool = True) -> list[CheckedRun]:
+    """Predict every run, in the order given. calibrated: by fitted profiles, where there are such.
 
     Memory is predicted for runs whose memory was measured, and for those that had too little.
     """
+    return compare(runs, grouped(runs), refused, peak_bytes, calibrated=calibrated)
+
+
+R = TypeVar("R", bound=MeasuredRun)
+
+
+def compare(
+    runs: Sequence[R],
+    groups: Sequence[MeasuredGroup],
+    refuse: Callable[[R], str],
+    peak: Callable[[R], float | None],
+    *,
+    calibrated: bool,
+) -> list[CheckedRun]:
+    """Hold `runs` against what their `groups` and `peak` say of them.
+
+    refuse: says why the time of a run cannot be predicted. peak: predicts the bytes of live tensors on the worst rank.
+    """
     predicted: dict[str, float] = {}
-    for group in grouped(runs):
-        rates = predict(group, profile_of(group, calibrated=calibrated))
+    for group in groups:
+        rates = group.rates(group.profile(calibrated=calibrated))
         predicted |= {run.row_id: float(rate) for run, rate in zip(group.runs, rates, strict=True)}
-    return [_checked(run, predicted.get(run.row_id)) for run in runs]
+    checked = []
+    for run in runs:
+        row = CheckedRun(run.row_id, run.group, False, refuse(run), status=run.status)
+        rate = predicted.get(run.row_id)
+        if rate is not None and run.rate is not None:
+            measured = run.rate.tokens_per_s
+            row = replace(
+                row,
+                used=True,
+                reason="",
+                predicted_tokens_per_s=rate,
+                measured_tokens_per_s=measured,
+                error=rate / measured - 1,
+            )
+        wanted = run.used and (run.memory is not None or run.status == "oom")
+        checked.append(replace(row, **_memory(run, peak(run) if wanted else None)))
+    return checked
 
 
-def _checked(run: PublishedRun, rate: float | None) -> CheckedRun:
-    checked = CheckedRun(run.row_id, run.group, False, refused(run), status=run.status)
-    if rate is not None and run.rate is not None:
-        measured = run.rate.tokens_per_s
-        checked = replace(
-            checked,
-            used=True,
-            reason="",
-            predicted_tokens_per_s=rate,
-            measured_tokens_per_s=measured,
-            error=rate / measured - 1,
-        )
-    return replace(checked, **_memory(run))
-
-
-def _memory(run: PublishedRun) -> dict[str, Any]:
-    """What is known of a run's memory, and what is predicted of it."""
+def _memory(run: MeasuredRun, peak: float | None) -> dict[str, Any]:
+    """What is known of a run's memory, and what is predicted of it. peak: predicted bytes, None where there are none."""
     known: dict[str, Any] = {} if run.memory is None else {"measured_memory_gb": run.memory.gib}
-    peak = published_peak(run) if run.used and (run.memory is not None or run.status == "oom") else None
     if peak is None:
         return known
     known["predicted_memory_gb"] = peak / _GIB
@@ -120,29 +137,30 @@ def _memory(run: PublishedRun) -> dict[str, Any]:
     return known
 
 
-def profile_of(group: Group, *, calibrated: bool = True) -> NamedProfile:
-    """The fitted profile of a group's system if there is one, else the default of its device."""
-    if calibrated and group.system.profile in shipped_profiles():
-        return load_profile(group.system.profile)
-    return default_profile(group.system.machine.node.device)
+def peak_bytes(run: MeasuredRun) -> float | None:
+    """Predict the bytes of live tensors on the worst rank of a run; None where too little is known of it."""
+    language_run = run_of(run)
+    if run.layout is None or language_run is None:
+        return None
+    ranks = rank_memory(language_run, run.layout, language_run.layout.recompute, Kernels("flash", compiled=True))
+    return max(rank.allocated for rank in ranks)
 
 
-def step_times_of(group: Group, named: NamedProfile) -> StepTimes:
-    """The steps of a group by a profile."""
-    machine = group.system.machine
-    constants = named.collectives_on(machine)
-    times = part_times(group.steps.parts, machine, constants, named.profile)
-    return closed_form(group.steps, times, named.profile, constants, group.software)
+def run_of(run: MeasuredRun) -> LanguageRun | None:
+    """Return the contents of a run file for a measured run, None where its model, length or layout is not known."""
+    if run.layout is None or run.model is None or run.sequence_length is None:
+        return None
+    precision, recompute = run.precision or "bf16", run.recompute or "none"
+    return LanguageRun(
+        model=run.model,
+        data=Data(sources=[DataSource(path="measured")], sequence_length=run.sequence_length),
+        layout=Layout(global_batch=run.layout.global_batch, recompute=recompute, precision=precision),
+        optimizer=Optimizer(lr=1e-4),
+        training=Training(steps=1),
+    )
 
 
-def predict(group: Group, profile: NamedProfile) -> Floats:
-    """Tokens a second and device of each run of a group."""
-    layouts = group.steps.layouts
-    lengths = np.array([run.sequence_length for run in group.runs], np.float64)
-    return np.asarray(layouts.global_batch * lengths / step_times_of(group, profile).total / layouts.world_size)
-
-
-def summarise_check(rows: Sequence[CheckedRun], runs: Sequence[PublishedRun]) -> list[CheckedGroup]:
+def summarise_check(rows: Sequence[CheckedRun], runs: Sequence[MeasuredRun]) -> list[CheckedGroup]:
     """One line for each group with predicted times, in order of first appearance, and one for `all`."""
     pairs = list(zip(rows, runs, strict=True))
     names = dict.fromkeys(row.group for row in rows if row.used)
@@ -150,7 +168,7 @@ def summarise_check(rows: Sequence[CheckedRun], runs: Sequence[PublishedRun]) ->
     return [_summary(name, some) for name, some in ({**groups, "all": pairs} if names else {}).items()]
 
 
-def _summary(name: str, every: Sequence[tuple[CheckedRun, PublishedRun]]) -> CheckedGroup:
+def _summary(name: str, every: Sequence[tuple[CheckedRun, MeasuredRun]]) -> CheckedGroup:
     pairs = [(row, run) for row, run in every if row.used]
     memory = np.abs([row.memory_error for row, _ in every if row.memory_error is not None])
     fitting = [row for row, _ in every if row.p_fits is not None and row.p_fits >= LIKELY]
@@ -183,7 +201,7 @@ def _ranks(values: Floats) -> Floats:
     return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[which])
 
 
-def _regret(pairs: Sequence[tuple[CheckedRun, PublishedRun]]) -> float | None:
+def _regret(pairs: Sequence[tuple[CheckedRun, MeasuredRun]]) -> float | None:
     choices: dict[object, list[CheckedRun]] = {}
     for row, run in pairs:
         if run.layout is not None:

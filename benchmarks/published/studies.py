@@ -1,4 +1,4 @@
-"""Published figures of AMD machines, with what their sources leave out filled in (`profiles/studies.yaml`), and predictions.
+"""Published figures of AMD machines, with what their sources leave out filled in (`studies.yaml`), and predictions.
 
 A figure is a rate, or how much of a rate is left in another layout of the same model.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,16 +19,16 @@ from phalanx.hardware.machine import load_machine
 from phalanx.layout.recompute import Recompute
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.layouts.candidates import Candidates
-from phalanx.planner.published.check import step_times_of
-from phalanx.planner.published.flops import convention_of
-from phalanx.planner.published.steps import Group, System
-from phalanx.planner.time.calibration import NOISE
+from phalanx.planner.measured.calibration import NOISE
+from phalanx.planner.measured.groups import System
 from phalanx.planner.time.least_squares import least_squares
 from phalanx.planner.time.operation_time import Floats
 from phalanx.planner.time.profile import CONSTANTS, NamedProfile, default_profile, spread_of
-from phalanx.planner.time.software import software_of
+from phalanx.planner.time.step_parts import steps_of
 from phalanx.planner.trace.family import Setting
-from phalanx.planner.trace.steps import steps_of
+from published.flops import convention_of
+from published.frameworks import framework_of
+from published.groups import PublishedGroup, steps_as_sent, with_whole_logits
 
 
 @dataclass(frozen=True)
@@ -48,28 +48,33 @@ class Study:
     """Tokens a sample."""
     flops_per_token: float
     """As the source counts."""
-    steps: Group
+    steps: PublishedGroup
     """One layout, and of a share the one it is in relation to."""
 
 
 @cache
 def studies(profile: str) -> tuple[Study, ...]:
     """All figures of the machine with this profile."""
-    text = files("phalanx.planner.time").joinpath("profiles", "studies.yaml").read_text("utf-8")
+    text = Path(__file__).with_name("studies.yaml").read_text("utf-8")
     return tuple(_read(row) for row in yaml.safe_load(text) if row["profile"] == profile)
 
 
 def _read(row: dict[str, Any]) -> Study:
     model, length = load_preset(row["model"]["preset"]).model(), row["model"]["length"]
     assert isinstance(model, LanguageModel)
-    software = software_of(row["software"], "flash")
+    framework = framework_of(row["software"], "flash")
     convention = convention_of(row["row"].rpartition("-")[0], "")
-    assert software is not None and convention is not None
+    assert framework is not None and convention is not None
     recompute: Recompute = row.get("recompute", "full")
-    layouts = [ResolvedLayout(**layout) for layout in (row["layout"], row.get("of")) if layout]
-    setting = Setting(model, length, attention="flash", compile=software.compiled)
+    # These programs free what ZeRO-3 gathers between forward and backward.
+    layouts = [
+        ResolvedLayout(**layout, reshard_after_forward=layout.get("zero") == 3)
+        for layout in (row["layout"], row.get("of"))
+        if layout
+    ]
+    setting = with_whole_logits(Setting(model, length, attention="flash", compile=framework.compiled), framework)
     machine = load_machine(row["profile"])
-    steps = steps_of(setting, Candidates.of(layouts, [recompute] * len(layouts)), machine, software)
+    steps = steps_of(setting, Candidates.of(layouts, [recompute] * len(layouts)), machine, framework)
     return Study(
         row=row["row"],
         profile=row["profile"],
@@ -78,14 +83,14 @@ def _read(row: dict[str, Any]) -> Study:
         fitted=row.get("fitted", False),
         length=length,
         flops_per_token=convention(model, length),
-        steps=Group(System(row["profile"], machine), software, (), steps),
+        steps=PublishedGroup(System(row["profile"], machine), framework, (), steps_as_sent(steps, framework)),
     )
 
 
 def predicted(study: Study, named: NamedProfile) -> float:
     """The figure by a profile, in the units of `value`."""
     layouts = study.steps.steps.layouts
-    samples = layouts.global_batch / layouts.world_size / step_times_of(study.steps, named).total
+    samples = layouts.global_batch / layouts.world_size / study.steps.step_times(named).total
     if study.relative:
         return float(samples[0] / samples[1])
     return float(samples[0] * study.length * study.flops_per_token / 1e12)
@@ -111,9 +116,7 @@ def calibrate_to_studies(profile: str) -> NamedProfile:
     # How far a share of throughput is off says little of how far times are.
     others = [study for study in studies(profile) if not study.fitted and not study.relative]
     held_out = [abs(predicted(study, named) / study.value - 1) for study in others]
-    source = (
-        f"fitted to {len(fitted)} published figures (profiles/studies.yaml), from the default profile of the {device}"
-    )
+    source = f"fitted to {len(fitted)} published figures (benchmarks/published/studies.yaml), from the default profile of the {device}"
     return replace(
         named,
         name=profile,

@@ -1,5 +1,6 @@
 """The time model against published runs: the errors that docs/planning.md states, recomputed."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.planner.published.check import CheckedRun, check, summarise_check
-from phalanx.planner.published.runs import PublishedRun, Rate, read_runs
+from phalanx.planner.measured.check import CheckedRun, summarise_check
+from phalanx.planner.measured.runs import Rate
+from published.check import check_published, main
+from published.runs import PublishedRun, read_published_runs
 
 RUNS = Path(__file__).parents[4] / "shared" / "reference" / "published_runs.csv"
 STATED = {
@@ -28,12 +31,12 @@ def runs() -> list[PublishedRun]:
     if not RUNS.exists():
         pytest.skip(f"{RUNS} with published runs is not there")
     # Those of torchtitan, seven rows, run compiled blocks: tracing them takes longer than all others.
-    return [run for run in read_runs(RUNS) if not run.framework.startswith("torchtitan")]
+    return [run for run in read_published_runs(RUNS) if not run.framework.startswith("torchtitan")]
 
 
 @pytest.fixture(scope="module")
 def rows(runs: list[PublishedRun]) -> list[CheckedRun]:
-    return check(runs)
+    return check_published(runs)
 
 
 def test_errors_are_those_that_are_stated(runs: list[PublishedRun], rows: list[CheckedRun]) -> None:
@@ -89,7 +92,7 @@ def test_false_fits_are_a_share_of_what_is_said_to_fit(runs: list[PublishedRun])
 
 def test_a_device_without_facts_gets_no_chance_of_fitting(runs: list[PublishedRun]) -> None:
     one = next(run for run in runs if run.used and run.memory is not None)
-    (row,) = check([replace(one, device="Unheard Of")])
+    (row,) = check_published([replace(one, device="Unheard Of")])
     assert row.predicted_memory_gb is not None and row.p_fits is None and not row.used
 
 
@@ -112,3 +115,23 @@ def test_a_summary_counts_what_the_best_three_lose(runs: list[PublishedRun]) -> 
     ties = summarise_check(_rows([1, 2, 3, 4, 5], [1, 2, 2, 4, 5]), same)[0]
     assert ties.rank_correlation == pytest.approx(9.5 / 95**0.5)
     assert summarise_check(_rows([1, 2], [1, 2]), same[:2])[0].rank_correlation is None
+
+
+def test_the_script_prints_rows_and_groups(
+    runs: list[PublishedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert runs
+    lines = RUNS.read_text().splitlines()
+    starts = ("llm-foundry-0010", "llm-foundry-0011", "frontier-dash-0016")
+    (tmp_path / "runs.csv").write_text("\n".join(line for line in lines if line.startswith(("row_id", *starts))) + "\n")
+    monkeypatch.setattr("sys.argv", ["check.py", str(tmp_path / "runs.csv"), "--json"])
+    main()
+    facts = json.loads(capsys.readouterr().out)
+    rows = {row["row_id"]: row for row in facts["rows"]}
+    assert rows["llm-foundry-0010"]["used"] and not rows["frontier-dash-0016"]["used"]
+    row = rows["llm-foundry-0010"]
+    assert row["measured_tokens_per_s_per_gpu"] == pytest.approx(9670, rel=0.02)
+    assert row["error"] == pytest.approx(
+        row["predicted_tokens_per_s_per_gpu"] / row["measured_tokens_per_s_per_gpu"] - 1
+    )
+    assert facts["groups"][-1]["group"] == "all" and facts["groups"][-1]["rows"] == 2

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from phalanx.config.model import LanguageModel
+from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.published.check import predict
-from phalanx.planner.published.runs import PublishedRun, Rate
-from phalanx.planner.published.steps import Group, grouped, refused
-from phalanx.planner.time.calibration import calibrate, calibrate_from_runs, choose
+from phalanx.planner.measured.calibration import calibrate, calibrate_machines, choose
+from phalanx.planner.measured.groups import MeasuredGroup, System, grouped, refused
+from phalanx.planner.measured.runs import MeasuredRun, Rate
+from phalanx.planner.time.framework import EAGER
 from phalanx.planner.time.profile import default_profile
 
 DEFAULT = default_profile("A100-80GB")
@@ -22,41 +23,33 @@ TRUE = replace(
 )
 
 
-def _run(number: int, width: int, layout: ResolvedLayout) -> PublishedRun:
+def _run(number: int, width: int, layout: ResolvedLayout) -> MeasuredRun:
     model = LanguageModel.model_validate(
         {"n_layers": 8, "d_model": width, "n_heads": width // 64, "vocab_size": 8192, "max_positions": 512}
     )
-    return PublishedRun(
+    return MeasuredRun(
         row_id=f"run-{number}",
         group="made",
-        system="Selene",
-        tag="read",
-        confidence="high",
-        framework="Megatron-LM",
-        attention="",
-        source="",
-        notes="",
+        system="selene",
+        framework="Phalanx",
         used=True,
         reason="",
         assumed=(),
         device="A100-80GB",
         devices=layout.world_size,
-        devices_per_node=8,
         model=model,
         sequence_length=512,
         layout=layout,
         recompute="full",
         precision="bf16",
-        sequence_parallel=None,
         rate=Rate(1.0, ""),
         memory=None,
         status="ok",
-        agreement=None,
     )
 
 
 @pytest.fixture(scope="module")
-def group() -> Group:
+def group() -> MeasuredGroup:
     layouts = [
         ResolvedLayout(global_batch=64, microbatch=microbatch, tp=tp, dp_replicate=replicas, zero=0)
         for microbatch in (1, 4, 8)
@@ -64,16 +57,18 @@ def group() -> Group:
         for replicas in (1, 4)
     ]
     shapes = [(width, layout) for width in (512, 2048) for layout in layouts]
-    (found,) = grouped([_run(number, *shape) for number, shape in enumerate(shapes)])
-    return _measured(found, predict(found, TRUE))
+    runs = [_run(number, *shape) for number, shape in enumerate(shapes)]
+    # Uncompiled blocks are traced in no time.
+    found = MeasuredGroup.of(System("selene", load_machine("selene")), EAGER, runs)
+    return _measured(found, found.rates(TRUE))
 
 
-def _measured(group: Group, rates: np.ndarray) -> Group:
+def _measured(group: MeasuredGroup, rates: np.ndarray) -> MeasuredGroup:
     runs = [replace(run, rate=Rate(float(rate), "")) for run, rate in zip(group.runs, rates, strict=True)]
     return replace(group, runs=tuple(runs))
 
 
-def test_runs_that_were_not_fitted_are_predicted(group: Group) -> None:
+def test_runs_that_were_not_fitted_are_predicted(group: MeasuredGroup) -> None:
     found = calibrate([group], 12)
     assert np.median(np.abs(found.errors_before)) > 0.08
     assert len(found.rows) == 12 and len(found.held_out_errors) == 24
@@ -82,13 +77,13 @@ def test_runs_that_were_not_fitted_are_predicted(group: Group) -> None:
     assert found.named.profile.host_s == pytest.approx(TRUE.profile.host_s, rel=0.2)
 
 
-def test_which_rows_are_fitted_does_not_depend_on_what_was_measured(group: Group) -> None:
-    turned = _measured(group, predict(group, TRUE)[::-1])
+def test_which_rows_are_fitted_does_not_depend_on_what_was_measured(group: MeasuredGroup) -> None:
+    turned = _measured(group, group.rates(TRUE)[::-1])
     assert calibrate([turned], 8).rows == calibrate([group], 8).rows
 
 
-def test_a_wrong_row_does_not_spoil_the_fit(group: Group) -> None:
-    rates = predict(group, TRUE)
+def test_a_wrong_row_does_not_spoil_the_fit(group: MeasuredGroup) -> None:
+    rates = group.rates(TRUE)
     rows = calibrate([group], 12).rows
     wrong = next(number for number, run in enumerate(group.runs) if run.row_id == rows[5])
     rates[wrong] *= 3
@@ -96,7 +91,7 @@ def test_a_wrong_row_does_not_spoil_the_fit(group: Group) -> None:
     assert np.median(np.abs(found.held_out_errors)) < 0.04
 
 
-def test_few_rows_are_judged_by_fits_without_them(group: Group) -> None:
+def test_few_rows_are_judged_by_fits_without_them(group: MeasuredGroup) -> None:
     found = calibrate([group], len(group.runs))
     assert found.named.fitted is not None and found.named.fitted["held_out_by"] == "cross-validation"
     assert len(found.held_out_errors) == len(group.runs)
@@ -107,19 +102,19 @@ def test_rows_that_tell_most_are_chosen_first() -> None:
     assert choose(sensitivity, 2) == [1, 3]
 
 
-def test_runs_of_our_own_are_of_the_machine_they_name(group: Group) -> None:
-    ours = [
-        replace(run, system="h200-x4", device="H200", framework="Phalanx") for run in group.runs if run.devices <= 4
-    ][:4]
+def test_runs_of_our_own_are_of_the_machine_they_name(group: MeasuredGroup) -> None:
+    ours = [replace(run, system="h200-x4", device="H200") for run in group.runs if (run.devices or 8) <= 4][:4]
     (found,) = grouped(ours)
     assert found.system.machine.name == found.system.profile == "h200-x4"
-    assert found.software.copy_engines and not group.software.copy_engines
+    assert found.framework.copy_engines
     elsewhere = replace(ours[0], device="A100-80GB")
     assert "no machine is described" in refused(elsewhere)
 
 
-def test_each_machine_gets_a_profile_and_unknown_ones_a_reason(group: Group) -> None:
+def test_each_machine_gets_a_profile_and_unknown_ones_a_reason(group: MeasuredGroup) -> None:
     elsewhere = replace(group.runs[0], device="V100")
-    found = calibrate_from_runs([*group.runs, elsewhere], 6)
-    assert [one.named.name for one in found] == ["selene"]
+    assert grouped([elsewhere]) == []
+    here = replace(group, system=replace(group.system, profile="selene-2"))
+    found = calibrate_machines([group, here], 6)
+    assert [one.named.name for one in found] == ["selene", "selene-2"]
     assert "no machine is described" in refused(elsewhere)

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.config.schema import Layout, Optimizer, Training
-from phalanx.families.language.config import Data, DataSource, LanguageRun
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.declare import relative_block_costs
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.layouts.candidates import Candidates
+from phalanx.planner.measured.check import run_of
 from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.memory.parts import model_bytes
 from phalanx.planner.memory.stages import rank_holdings
-from phalanx.planner.published.runs import PublishedRun
 from phalanx.planner.trace.family import Kernel
+from published.runs import PublishedRun
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,12 @@ HABITS = {
 
 def published_peak(published: PublishedRun) -> float | None:
     """Modelled bytes of live tensors on the worst rank of a published run; None where too little is known of it."""
-    layout, model, length = published.layout, published.model, published.sequence_length
+    run, layout = run_of(published), published.layout
     habits = HABITS.get(published.framework.partition(" ")[0])
-    if layout is None or model is None or length is None or habits is None:
+    if run is None or layout is None or habits is None:
         return None
-    recompute = published.recompute or "none"
-    run = LanguageRun(
-        model=model,
-        data=Data(sources=[DataSource(path="published")], sequence_length=length),
-        layout=Layout(global_batch=layout.global_batch, recompute=recompute, precision=published.precision or "bf16"),
-        optimizer=Optimizer(lr=1e-4),
-        training=Training(steps=1),
-    )
     kernels = Kernels(habits.attention, habits.compiled)
-    ranks = rank_memory(run, layout, recompute, kernels)
+    ranks = rank_memory(run, layout, run.layout.recompute, kernels)
     besides = _besides(run, layout, published.sequence_parallel, habits, kernels)
     return max(rank.allocated + more for rank, more in zip(ranks, besides, strict=True))
 

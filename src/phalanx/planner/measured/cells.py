@@ -1,7 +1,6 @@
-"""Cells of a table of published runs: numbers, devices, number formats and the words sources use for what they did.
+"""Cells of a table of measured runs: numbers, devices and number formats.
 
-Cells may be blank, and where a source gives no single figure they hold a few words, or a number that cannot be; such a row
-cannot be used, which is not an error of the table.
+Cells may be blank. A row whose cells hold something else than they should cannot be used, which is not an error of the table.
 """
 
 from __future__ import annotations
@@ -9,32 +8,26 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from phalanx.errors import DataError
 
-Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp16", "fp32"]
 
 COLUMNS = (
-    *("row_id", "tag", "confidence", "group", "system", "framework", "status", "notes", "source"),
-    *("gpu", "gpu_unit", "n_gpus", "gpus_per_node"),
+    *("row_id", "group", "system", "framework", "status", "gpu", "n_gpus"),
     *("model", "family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"),
-    *("tp", "pp", "vpp", "dp", "cp", "ep", "sp", "zero_stage", "sharding", "mbs", "gbs", "grad_accum"),
-    *("precision", "recompute", "attention"),
-    *("tokens_per_s_per_gpu", "step_time_s", "samples_per_s", "tflops_per_gpu", "flops_kind", "mfu_pct"),
-    *("mem_per_gpu", "mem_unit", "mem_kind"),
+    *("tp", "pp", "vpp", "dp", "cp", "zero_stage", "sharding", "mbs", "gbs", "grad_accum", "precision", "recompute"),
+    *("tokens_per_s_per_gpu", "step_time_s", "samples_per_s", "mem_per_gpu", "mem_unit"),
 )
 """Columns that are read; the header holds them in any order, with others beside them."""
 
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?|[-+]?(nan|inf|infinity)", re.IGNORECASE | re.ASCII)
-_MOST = 10**8
+_LARGEST_COUNT = 10**8
 """No count of a run is larger; the elements of a tensor with two of them are still a number."""
-BIGSCIENCE_VOCABULARY = 250_880
-"""What its chronicles call "250k": padded to a multiple of 128 x 4 tensor-parallel ranks."""
 
 
 class Unusable(Exception):
@@ -48,14 +41,14 @@ class Row:
     line: int
     cells: Mapping[str, str]
     assumed: list[str] = field(default_factory=list)
-    """What the source does not state and was filled in, a few words each."""
+    """What the row does not state and was filled in, a few words each."""
 
     def text(self, column: str) -> str:
-        """The words of a cell, "" where it is blank."""
+        """Return the words of a cell, "" where it is blank."""
         return self.cells.get(column, "")
 
     def number(self, column: str) -> float | None:
-        """A positive number, or None where the cell is blank or a source gives words instead.
+        """Return a positive number, or None where the cell is blank or holds words instead.
 
         "51200?" is 51200, assumed. Raises Unusable for a number that cannot be: zero, negative, infinite or not a number.
         """
@@ -70,12 +63,15 @@ class Row:
         return value
 
     def whole(self, column: str) -> int | None:
-        """A positive whole number, or None. Raises Unusable as `number` does, and for one not whole or beyond any run."""
+        """Return a positive whole number, or None.
+
+        Raises Unusable as `number` does, and for one not whole or beyond any run.
+        """
         value = self.number(column)
         if value is not None and value != int(value):
             raise self._wrong(column, "not whole")
-        if value is not None and value > _MOST:
-            raise self._wrong(column, f"more than {_MOST:,}")
+        if value is not None and value > _LARGEST_COUNT:
+            raise self._wrong(column, f"more than {_LARGEST_COUNT:,}")
         return None if value is None else int(value)
 
     def _wrong(self, column: str, what: str) -> Unusable:
@@ -85,7 +81,7 @@ class Row:
         )
 
     def wholes(self, *columns: str) -> list[int]:
-        """The whole numbers of these columns. Raises Unusable naming those that are blank or hold words."""
+        """Return the whole numbers of these columns. Raises Unusable naming those that are blank or hold words."""
         found = {column: self.whole(column) for column in columns}
         words = [f"{column} as '{self.text(column)}'" for column, value in found.items() if value is None]
         blank = [column for column, value in found.items() if value is None and not self.text(column)]
@@ -96,16 +92,16 @@ class Row:
         return [value for value in found.values() if value is not None]
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a table of published runs. Raises DataError as `published.read_runs` does."""
+def read_rows(path: Path, columns: Sequence[str] = COLUMNS) -> Iterator[Row]:
+    """Read the rows of a table whose header holds `columns`. Raises DataError as `runs.read_runs` does."""
     try:
         # Spreadsheets put a mark before the header, and rows of empty cells behind the last one.
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             header = next(reader, [])
-            missing = [column for column in COLUMNS if column not in header]
+            missing = [column for column in columns if column not in header]
             if missing:
-                raise DataError(f"{path}: the header lacks {', '.join(missing)}; it must hold {', '.join(COLUMNS)}")
+                raise DataError(f"{path}: the header lacks {', '.join(missing)}; it must hold {', '.join(columns)}")
             seen: set[str] = set()
             for cells in reader:
                 if not any(map(str.strip, cells)):
@@ -121,7 +117,7 @@ def read_rows(path: Path) -> Iterator[Row]:
                 seen.add(name)
                 yield row
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path}: cannot be read as a table of published runs: {error}") from error
+        raise DataError(f"{path}: cannot be read as a table of measured runs: {error}") from error
 
 
 _DEVICES = (
@@ -143,12 +139,12 @@ _DEVICES = (
     ("a100", "A100-80GB"),
     ("v100", "V100"),
 )
-"""Our name of a device by what its lower-case name in a source begins with; the first that fits."""
+"""Our name of a device by what its lower-case name in a table begins with; the first that fits."""
 _SEVERAL = re.compile(r"/| and |,")
 
 
 def device_of(row: Row) -> tuple[str, int]:
-    """Our name of the row's device and how many of them the row counts as one: two where it counts modules of two GCDs.
+    """Return our name of the row's device, and how many of them the row counts as one: two for modules of two GCDs.
 
     Raises Unusable where no single known device is named, or it is not said what the row counts.
     """
@@ -159,20 +155,13 @@ def device_of(row: Row) -> tuple[str, int]:
     if stated.lower() == "a100":
         row.assumed.append("80 GB a device")
     unit = row.text("gpu_unit").lower()
-    if name.startswith("MI250") and not unit:
+    if name.startswith("MI250") and not unit and not stated.lower().endswith("gcd"):
         raise Unusable("it is not said whether figures are for modules or for GCDs")
     return name, 2 if unit.startswith("module") else 1
 
 
-def devices_per_node(row: Row, per_unit: int) -> int | None:
-    """Devices that share a node (for NVL72 racks, the link domain), None where not stated."""
-    domain = re.fullmatch(r"NVL(\d+)", row.text("gpus_per_node"))
-    count = int(domain[1]) if domain else row.whole("gpus_per_node")
-    return None if count is None else count * per_unit
-
-
 def precision_of(row: Row) -> Precision:
-    """Number format of the arithmetic. Raises Unusable for 8-bit formats and where none is stated."""
+    """Return the number format of the arithmetic. Raises Unusable for 8-bit formats and where none is stated."""
     stated = row.text("precision").lower()
     if re.search(r"fp8|float8|fp4|float4|int8", stated):
         raise Unusable(f"it computes in a format of 8 bits or fewer ({row.text('precision')})")
@@ -182,40 +171,11 @@ def precision_of(row: Row) -> Precision:
     raise Unusable("the source does not state the number format" if not stated else f"unknown number format '{stated}'")
 
 
-def recompute_of(row: Row) -> Recompute:
-    """What is computed again in the backward pass. Raises Unusable where that is not stated or nothing our layouts do."""
-    stated = row.text("recompute").lower()
-    if not stated:
-        raise Unusable("the source does not state whether activations are recomputed")
-    if "selective layer" in stated:
-        raise Unusable("it recomputes whole blocks, but only every second one")
-    if stated.startswith(("full", "activation checkpointing")):
-        return "full"
-    if "selective" in stated:
-        return "selective"
-    if "none" in stated or "no recompute" in stated:
-        if "assumed" in stated:
-            row.assumed.append("no recomputation")
-        return "none"
-    raise Unusable(f"what it recomputes ('{row.text('recompute')}') is not something our layouts do")
-
-
-def zero_of(row: Row) -> int:
-    """What data-parallel ranks share out: the stated stage, else what the words for sharding mean, else nothing."""
-    stated = row.text("zero_stage")
-    if stated in ("0", "1", "2", "3"):
-        return int(stated)
-    words = row.text("sharding").lower()
-    row.assumed.append("ZeRO stage")
-    if "shard_grad_op" in words:
-        return 2
-    if "fsdp" in words or "hsdp" in words:
-        return 3
-    return 1 if "distributed optimizer" in words or "distopt" in words else 0
-
-
 def replicas_of(row: Row, data_ranks: int) -> int:
-    """Copies of the whole (sharded) model among the data-parallel ranks, where shards are spread over a part of them."""
+    """Return the copies of the whole (sharded) model among the data-parallel ranks: of `shard 8 x replicate 4` four.
+
+    Raises Unusable where shards and replicas are not the data-parallel ranks.
+    """
     words = re.search(r"shard (\d+) x replicate (\d+)|fsdp (\d+) x ddp (\d+)", row.text("sharding").lower())
     if not words:
         return 1
@@ -223,18 +183,3 @@ def replicas_of(row: Row, data_ranks: int) -> int:
     if shards * replicas != data_ranks:
         raise Unusable(f"{shards} shards x {replicas} replicas are not the {data_ranks} data-parallel ranks stated")
     return replicas
-
-
-def memory_gib(row: Row, per_unit: int) -> tuple[float, str] | None:
-    """What one device held, in units of 2^30 bytes, and what was measured; None where nothing of the sort was.
-
-    "GB" is taken as 2^30 bytes, which is what PyTorch and the vendors' tools mean by it. Totals of a model and figures that
-    sources calculated are none.
-    """
-    value, unit = row.number("mem_per_gpu"), row.text("mem_unit")
-    kind = row.text("mem_kind")
-    if value is None or unit not in ("GB", "GiB") or "analytic" in row.text("notes").lower():
-        return None
-    if re.search(r"relative|total|params|activations", kind):
-        return None
-    return value / per_unit, kind or "not stated"

@@ -18,9 +18,9 @@ from phalanx.hardware.machine import Machine
 from phalanx.hardware.topology import Placement, join, place
 from phalanx.planner.layouts.candidates import CONTEXTS, RECOMPUTES, SCHEDULES, Candidates
 from phalanx.planner.layouts.stage_layers import split
+from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.operation_time import Floats, Ints
 from phalanx.planner.time.part_time import Parts, at, parts_of
-from phalanx.planner.time.software import Software
 from phalanx.planner.trace.family import PartName, Setting, part_tracer
 from phalanx.planner.trace.parts import PartCosts, part_costs
 from phalanx.precision import PRECISIONS
@@ -186,7 +186,7 @@ def steps_of(
     setting: Setting,
     layouts: Candidates,
     machine: Machine,
-    software: Software,
+    framework: FrameworkProfile,
     chunk_tokens: Mapping[int, int] | None = None,
     gather_blocks: int = 1,
 ) -> Steps:
@@ -197,21 +197,18 @@ def steps_of(
     blocks that are gathered together, where a stage has as many. Raises ConfigError where a group needs links or a network
     that the description of the machine does not have.
     """
-    plain = replace(setting, compile=setting.compile and software.compiled)
-    if not software.chunked_loss:
-        plain = replace(plain, chunk_tokens=_WHOLE)
+    plain = replace(setting, compile=setting.compile and framework.compiled)
     keys = _keys(layouts)
     first, which = _distinct(keys)
     distinct = np.stack([key[first] for key in keys], axis=1)
     settings = [_setting_at(plain, key, chunk_tokens) for key in distinct.tolist()]
     wanted = [(name, one, size) for one, size in settings for name in _PARTS]
-    sizes, blocks = _part_sizes(settings, software)
+    sizes, blocks = _part_sizes(settings, framework)
     counts = sizes[which]
     alone = layouts.pp == 1
-    layers, joined = rank_layers(plain, layouts, software)
+    layers, joined = rank_layers(plain, layouts, framework)
     unit = np.minimum(gather_blocks, np.ceil(layers.most / layouts.stages_per_rank).astype(np.int64))
     samples, positions = layouts.microbatch, setting.length // layouts.cp
-    split = layouts.tp if software.sequence_parallel else 1
     width = setting.model.d_model * PRECISIONS[setting.precision].compute_dtype.itemsize
     shards = layouts.shards
     world = layouts.world_size
@@ -221,7 +218,7 @@ def steps_of(
     _, like_parts = _distinct([layouts.tp, layouts.cp, layouts.streamed, alone])
     return Steps(
         layouts=layouts,
-        parts=parts_of(wanted, software),
+        parts=parts_of(wanted, framework),
         embedding=3 * which,
         block=3 * which + 1,
         head=3 * which + 2,
@@ -234,7 +231,7 @@ def steps_of(
         tensors=Tensors(block=counts[:, 5], embedding=counts[:, 4], head=counts[:, 6]),
         streams=Streams.of(blocks, distinct[:, 3], _drops(setting)).take(which),
         alike=_distinct([like_parts, like_shards, like_replicas, unit])[1],
-        hidden_bytes=samples * positions * width / split,
+        hidden_bytes=samples * positions * width / layouts.tp,
         shards=shards_lie,
         replicas=replicas_lie,
         pipeline=pipelines_lie,
@@ -269,13 +266,13 @@ def _setting_at(plain: Setting, key: Sequence[int], chunk_tokens: Mapping[int, i
     return one if chunk_tokens is None else replace(one, chunk_tokens=chunk_tokens[tp]), microbatch
 
 
-def _part_sizes(settings: Sequence[tuple[Setting, int]], software: Software) -> tuple[Floats, list[PartCosts]]:
+def _part_sizes(settings: Sequence[tuple[Setting, int]], framework: FrameworkProfile) -> tuple[Floats, list[PartCosts]]:
     """(elements of embedding, block and head, of what both ends share, tensors of the three, [settings, 7]; the blocks)."""
     sizes: list[tuple[int, ...]] = []
     blocks: list[PartCosts] = []
     for one, microbatch in settings:
-        # Parameters are the same with any recompute: of those that are traced anyway.
-        traced = replace(one, recompute="none") if software.plain_recompute or one.streamed > 1 else one
+        # Parameters are the same with any recompute: ask a trace that is made anyway.
+        traced = replace(one, recompute="none") if one.streamed > 1 else framework.traced_setting(one)
         embedding, block, head = (part_costs(name, traced, microbatch) for name in _PARTS)
         blocks.append(block)
         shared = head.largest_parameter.count if part_tracer(one).tied() else 0
@@ -290,16 +287,12 @@ def _drops(setting: Setting) -> bool:
     return setting.model.dropout > 0.0 or getattr(setting.model, "drop_path", 0.0) > 0.0
 
 
-_WHOLE = 2**40
-"""Tokens of a chunk that holds all of them."""
-
-
-def rank_layers(setting: Setting, layouts: Candidates, software: Software) -> tuple[RankLayers, Floats]:
+def rank_layers(setting: Setting, layouts: Candidates, framework: FrameworkProfile) -> tuple[RankLayers, Floats]:
     """(blocks of the ranks, 1 where the first rank holds the head too) of each layout."""
     schedule = np.where(layouts.pp > 1, layouts.schedule, 0)
     keys = [layouts.pp, layouts.stages_per_rank, schedule]
     rows, which = _distinct(keys)
-    extra = (0.0, 0.0) if software.even_stages else part_tracer(setting).relative_block_costs()
+    extra = framework.end_costs(setting)
     blocks = setting.model.n_layers
     distinct = zip(*(key[rows].tolist() for key in keys), strict=True)
     table = np.asarray([_layers_of(blocks, extra, pp, each, SCHEDULES[name] == "zbv") for pp, each, name in distinct])
