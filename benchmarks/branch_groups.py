@@ -22,15 +22,14 @@ from pathlib import Path
 
 import torch
 
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
-from phalanx.config.materials import MaterialsModel
-from phalanx.families.materials.data.balance_report import report, step_balance
-from phalanx.families.materials.data.branches import BranchGroups, sizes_by_cost
-from phalanx.families.materials.data.shards import open_prepared
-from phalanx.families.materials.data.stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.data.balance import BranchGroups, report, sizes_by_cost, step_balance
+from phalanx.families.materials.data.graph_shards import open_prepared
+from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_columns, graph_order
 from phalanx.families.materials.model.network import MaterialsNetwork
-from phalanx.families.registry import family_of
+from phalanx.families.materials.model_config import MaterialsModel
+from phalanx.families.registry import bind
 
 RANKS = (4, 16, 64)
 STEPS = 100
@@ -147,7 +146,7 @@ def main() -> None:
     arguments = parser.parse_args()
     run = load_run(arguments.run, arguments.overrides)
     assert isinstance(run, MaterialsRun)
-    costs = family_of(run).branch_costs(run)
+    costs = bind(run).branch_costs()
     models = [(model_of(run.model, run.model.body), costs), (hydragnn_like(), [1.0] * 16)]
     content = {
         "cost_shares": {b.name: round(c / sum(costs), 4) for b, c in zip(run.model.branches, costs, strict=True)},

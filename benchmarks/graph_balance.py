@@ -31,14 +31,13 @@ from typing import Any
 import numpy as np
 
 from materials_files import three_sources
-from phalanx.config.graph_data import GraphData
-from phalanx.families.materials.data.balance import divide, in_turn
-from phalanx.families.materials.data.balance_report import BalanceReport, StepBalance, report, step_balance
-from phalanx.families.materials.data.cost import CostModel
-from phalanx.families.materials.data.order import GraphOrder, Located
-from phalanx.families.materials.data.prepare import prepare_graphs
-from phalanx.families.materials.data.shards import PreparedSource, open_prepared
-from phalanx.families.materials.data.stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.families.materials.data.balance import BalanceReport, StepBalance, divide, in_turn, report, step_balance
+from phalanx.families.materials.data.graph_order import GraphOrder, Located
+from phalanx.families.materials.data.graph_shards import PreparedSource, open_prepared
+from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
+from phalanx.families.materials.data.structure_cost import CostModel
+from phalanx.families.materials.data_config import GraphData
 
 COST = CostModel(node=1.0, edge=0.3)
 ATOMS = CostModel(node=1.0, edge=0.0)

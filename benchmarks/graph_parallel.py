@@ -7,7 +7,7 @@ One training step with forces and stress on a jittered simple cubic crystal of s
 are processes of this machine that talk through gloo; under torchrun they are its ranks, and use the devices' own backend
 (cp of 1 or all of them). For each degree a row says, of the rank that has most of it: atoms, halo, edges, bytes that
 autograd keeps at the end of the forward pass (parameters aside), seconds a step; and of all ranks together the bytes that
-halos sent in a step, beside the closed form (`families.materials.model.traffic` times atoms and edges of halos).
+halos sent in a step, beside the closed form (`families.materials.model.network_shapes` times atoms and edges of halos).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.config.families import MaterialsRun
-from phalanx.families.materials.data.batches import LABELS, GraphBatch
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.data.graph_batches import LABELS, GraphBatch
 from phalanx.families.materials.data.structures.device_neighbours import device_edges
 from phalanx.families.materials.graph_parallel import exchange as graph_parallel
 from phalanx.families.materials.graph_parallel.batch import GraphShare
-from phalanx.families.materials.model.traffic import numbers_for_atoms, numbers_for_edges
+from phalanx.families.materials.model.network_shapes import numbers_for_atoms, numbers_for_edges
 from phalanx.hardware.device import choose_device, device_name
 from phalanx.launch.fork_server import run_ranks
 from phalanx.layout.apply import apply_layout

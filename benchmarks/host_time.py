@@ -26,12 +26,13 @@ from typing import Any
 import torch
 
 from phalanx.config.load import load_run
+from phalanx.families.registry import bind
 from phalanx.files import write_atomically
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import build_mesh
 from phalanx.layout.resolve import resolve_layout
+from phalanx.planner.trace.family import TracedModel
 from phalanx.torch_compat.fake import fake_process_group
 from phalanx.train.step import build_step
 
@@ -77,7 +78,7 @@ def issue_seconds(layout_words: str, blocks: int, microbatches: int, samples: in
         layout = resolve_layout(run, world, world)
         applied = apply_layout(run, layout, build_mesh(layout, CPU), CPU, AttentionChoice("sdpa"))
         step = build_step(run, applied, CPU)
-        batch_of_rank = family_layout(run).example_batch(run, layout.samples_per_rank, CPU)
+        batch_of_rank = bind(run, TracedModel).example_batch(layout.samples_per_rank, CPU)
         return timed(lambda: step.enqueue(1, batch_of_rank), samples)
 
 

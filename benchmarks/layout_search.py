@@ -29,10 +29,9 @@ from typing import Any
 import numpy as np
 from scipy.special import ndtr
 
-from phalanx.config.families import require_language
 from phalanx.config.load import load_run
-from phalanx.config.schema import LanguageRun
 from phalanx.config.search import Search
+from phalanx.families.language.config import LanguageRun, require_language
 from phalanx.families.language.sizes import model_flops_per_token
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.recompute import Recompute

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from materials_files import TINY, alone, metrics, of_kind, phalanx, prepare, rival, three_sources, write
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
-from phalanx.families.materials.data.shards import open_prepared
-from phalanx.families.materials.data.stream import graph_order
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.data.graph_shards import open_prepared
+from phalanx.families.materials.data.graph_stream import graph_order
 from phalanx.families.materials.sizes import parameter_count
 
 QUIET = ["checkpoint.last=false", "evaluation.every=null", "data.verify=false", "training.tensorboard=false"]

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from materials_files import SETS, TINY, alone, metrics, of_kind, phalanx, prepare, rival, three_sources, write
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.sizes import parameter_count
 
 QUIET = ["evaluation.every=null", "evaluation.samples=1", "data.verify=false", "training.tensorboard=false"]

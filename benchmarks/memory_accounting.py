@@ -22,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 from phalanx.config.load import load_run
 from phalanx.families.language.data.batches import TokenBatch
+from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.data_parallel.state_bytes import state_bytes
-from phalanx.layout.family import family_layout
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.layouts.candidates import Candidates
@@ -46,7 +47,7 @@ def main() -> None:
     layout = resolve_layout(run, 1)
     device = torch.device("cuda", 0)
     planned = memory(run, Candidates.of([layout], [run.layout.recompute]), Kernels.on_accelerators(run)).allocated[0]
-    attention = family_layout(run).choose_attention(run, layout, device)
+    attention = bind(run, LayoutModel).choose_attention(layout, device)
     applied = apply_layout(run, layout, ONE_RANK, device, attention)
     step = build_step(run, applied, device)
 

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from phalanx.checkpoint import materialise_optimizer_state
-from phalanx.config.schema import LanguageRun, Run
+from phalanx.config.schema import Run
+from phalanx.families.language.config import LanguageRun
 from phalanx.files import write_atomically
 from phalanx.layout.apply import ParallelModel
 from phalanx.planner.dryrun.run import dry_run

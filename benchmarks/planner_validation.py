@@ -27,9 +27,8 @@ from typing import Any
 import torch
 
 from layout_speed import QUIET, ROOT, phalanx_command, run_environment, run_with_timeout
-from phalanx.config.families import require_language
 from phalanx.config.load import load_run
-from phalanx.config.schema import LanguageRun
+from phalanx.families.language.config import LanguageRun, require_language
 from phalanx.files import write_atomically
 from phalanx.hardware.calibrate.where import plain_machine
 from phalanx.hardware.device import device_facts

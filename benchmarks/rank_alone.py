@@ -21,15 +21,16 @@ from typing import Any
 
 import torch
 
-from phalanx.config.families import require_language
 from phalanx.config.load import load_run
+from phalanx.families.language.config import require_language
+from phalanx.families.registry import bind
 from phalanx.files import write_atomically
 from phalanx.hardware.device import choose_device, device_name, synchronize
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionShape, choose_attention
-from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import build_mesh
 from phalanx.layout.resolve import resolve_layout
+from phalanx.planner.trace.family import TracedModel
 from phalanx.precision import PRECISIONS
 from phalanx.torch_compat.fake import fake_process_group, silent_neighbours
 from phalanx.train.step import build_step
@@ -52,7 +53,7 @@ def measure(run_file: Path, words: list[str], world: int, rank: int, steps: int)
         attention = choose_attention(run.training.attention, run.model, shape, device)
         applied = apply_layout(run, layout, build_mesh(layout, device), device, attention)
         step = build_step(run, applied, device)
-        batch = family_layout(run).example_batch(run, layout.samples_per_rank, device)
+        batch = bind(run, TracedModel).example_batch(layout.samples_per_rank, device)
         seconds = [timed(lambda: step.enqueue(1, batch), device) for _ in range(steps)]
         peak = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
         return {"layout": str(layout), "attention": attention.name, "seconds": seconds, "peak_gib": peak}

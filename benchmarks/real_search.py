@@ -26,7 +26,7 @@ import torch
 
 from layout_speed import run_environment
 from phalanx.config.load import parse_run
-from phalanx.config.schema import LanguageRun
+from phalanx.families.language.config import LanguageRun
 from phalanx.files import write_atomically
 from phalanx.hardware.machine import load_machine
 from phalanx.planner.rank.cost_models import CostModels

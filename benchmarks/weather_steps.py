@@ -30,16 +30,16 @@ import torch.distributed as dist
 
 from exposed_communication import communication
 from phalanx.checkpoint import materialise_optimizer_state
-from phalanx.config.families import WeatherRun
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
+from phalanx.families.registry import bind
+from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.batches import FieldBatch
 from phalanx.files import write_atomically
 from phalanx.hardware.device import Moment, choose_device, synchronize
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.state_bytes import state_bytes
-from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import (
     Groups,
     Mesh,
@@ -56,6 +56,7 @@ from phalanx.layout.streamed_weights.copy_engine_ring import CopyRing
 from phalanx.layout.streamed_weights.ring_transport import Ring
 from phalanx.layout.streamed_weights.sharding import StreamedSharding
 from phalanx.layout.streamed_weights.stream_pairs import Streamed
+from phalanx.planner.trace.family import TracedModel
 from phalanx.planner.trace.memory_trace import StepTrace
 from phalanx.torch_compat import common as compat
 from phalanx.train.step import TrainStep, build_step
@@ -197,7 +198,7 @@ def _agreed_attention(run: Run, layout: ResolvedLayout, device: torch.device) ->
     place = torch.zeros(1, dtype=torch.int64)
     milliseconds: dict[str, float] = {}
     if dist.get_rank() == 0:
-        choice = family_layout(run).choose_attention(run, layout, device)
+        choice = bind(run, TracedModel).choose_attention(layout, device)
         place.fill_(names.index(choice.name))
         milliseconds = choice.milliseconds
     dist.broadcast(place, 0)
@@ -207,7 +208,7 @@ def _agreed_attention(run: Run, layout: ResolvedLayout, device: torch.device) ->
 def random_fields(run: WeatherRun, layout: ResolvedLayout, mesh: Mesh, device: torch.device) -> FieldBatch:
     """This rank's samples: each is random, and a function of its number, so that all layouts see the same global batch."""
     count = layout.samples_per_rank
-    batch = cast(FieldBatch, family_layout(run).example_batch(run, count, device))
+    batch = cast(FieldBatch, bind(run, TracedModel).example_batch(count, device))
     first = mesh.data_rank * count
     for row in range(count):
         random = torch.Generator(device).manual_seed(first + row)

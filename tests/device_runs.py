@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from layout_runs import Fields, run_with
-from phalanx.config.schema import LanguageRun
+from phalanx.families.language.config import LanguageRun
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.place import Place
 from phalanx.layout.resolve import resolve_layout

@@ -18,13 +18,10 @@ PRELOADED = (
     "phalanx.cli.main",
     "phalanx.cli.train",
     "phalanx.planner.dryrun.run",
-    "phalanx.families.language.inputs",
-    "phalanx.families.materials.inputs",
-    "phalanx.families.weather.inputs",
+    "phalanx.families.language.bound",
+    "phalanx.families.materials.bound",
+    "phalanx.families.weather.bound",
     "phalanx.verify.check",
-    "phalanx.families.language.verification",
-    "phalanx.families.materials.verification",
-    "phalanx.families.weather.verification",
 )
 
 fork_server = partial(local_ranks.fork_server, PRELOADED)

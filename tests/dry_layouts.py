@@ -8,13 +8,16 @@ import torch
 
 from layout_runs import run_with
 from phalanx.checkpoint import materialise_optimizer_state
-from phalanx.config.schema import LanguageRun, Run
+from phalanx.config.schema import Run
+from phalanx.families.language.config import LanguageRun
+from phalanx.families.registry import bind
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.dryrun.report import group_axes
 from phalanx.planner.dryrun.run import WatchedExecutor, measured_step
+from phalanx.planner.trace.family import TracedModel
 from phalanx.planner.trace.memory_trace import StepTrace
 from phalanx.train.step import TrainStep, build_step
 
@@ -74,8 +77,8 @@ def _real_step(run: LanguageRun, made: Groups) -> dict[str, Any]:
     with StepTrace().watching() as trace:
         applied = apply_layout(run, layout, mesh, cpu, AttentionChoice("sdpa"))
         step = train_step(run, applied, cpu).relaid(WatchedExecutor(applied, trace))
-        measured_step(run, applied, step, trace)
-        found = measured_step(run, applied, step, trace)
+        measured_step(bind(run, TracedModel), applied, step, trace)
+        found = measured_step(bind(run, TracedModel), applied, step, trace)
     axes = group_axes(mesh, WORLD)
     calls: dict[tuple[str, str, int, int], int] = {}
     for call, count in found.calls.items():

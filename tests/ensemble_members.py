@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from materials_runs import write_materials_run
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
-from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.train.start import train
 
 MEMBERS = (

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.config.graph_data import GraphData
-from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
+from phalanx.families.materials.data_config import GraphData
 
 ELEMENTS = np.array([6, 7, 8])
 

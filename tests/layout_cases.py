@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from phalanx.config.schema import LanguageRun
+from phalanx.families.language.config import LanguageRun
 from phalanx.layout.resolve import every_layout
 from phalanx.layout.spec import ResolvedLayout
 

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from phalanx.config.load import parse_run
-from phalanx.config.schema import LanguageRun
 from phalanx.errors import ConfigError
+from phalanx.families.language.config import LanguageRun
 from phalanx.layout.resolve import resolve_layout
 
 Fields = dict[str, Any]

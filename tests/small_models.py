@@ -12,7 +12,7 @@ import transformers
 from phalanx.checkpoint import CheckpointStore
 from phalanx.config.load import dump_run
 from phalanx.config.model import LanguageModel, RopeScaling
-from phalanx.config.schema import LanguageRun
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.huggingface.tokens import SpecialTokens, TokenizerFiles
 from phalanx.families.language.model.decoder import Decoder
 

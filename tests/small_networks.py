@@ -7,7 +7,9 @@ from typing import Any, get_args
 import torch
 
 from atom_graphs import CUTOFF
-from phalanx.config.materials import (
+from phalanx.families.materials.declare import initial_rules
+from phalanx.families.materials.model.network import MaterialsNetwork
+from phalanx.families.materials.model_config import (
     Body,
     Branch,
     ChargeHead,
@@ -17,8 +19,6 @@ from phalanx.config.materials import (
     MaterialsModel,
     PropertyHead,
 )
-from phalanx.families.materials.declare import initial_rules
-from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.layout.initial_values import initialise_parameters
 
 BODIES: tuple[str, ...] = get_args(Body)

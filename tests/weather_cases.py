@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from layout_cases import in_few_microbatches
-from phalanx.config.families import WeatherRun
+from phalanx.families.weather.config import WeatherRun
 from phalanx.layout.resolve import every_layout, resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from layout_runs import Fields, run_with
-from phalanx.config.schema import LanguageRun
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.batches import TokenBatch
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice

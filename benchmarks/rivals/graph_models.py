@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.nn import SchNet
 
-from phalanx.config.materials import MaterialsModel
+from phalanx.families.materials.model_config import MaterialsModel
 
 NUMBER = tuple[str, str, Tensor, Tensor]
 """Quantity, unit, predicted, true."""

@@ -17,7 +17,8 @@ from phalanx.families.language.declare import parameter_kind
 from phalanx.layout.mesh import Groups
 from phalanx.layout.place import Place
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.train.optimizer import build_optimizer, clipped_update
+from phalanx.optimizers import build_optimizer, find_optimizer
+from phalanx.train.gradients import clip_or_skip
 from saved_states import assert_same_bits
 from whole_model import GPT, Box, backward, box, joined, laid_out, whole_run
 
@@ -123,7 +124,8 @@ def visit(root: Path, step: int, layout: ResolvedLayout, made: Groups | None = N
     optimizer = build_optimizer(applied.parameters, run.optimizer, parameter_kind)
     if step == 1:
         backward(run, applied)
-        clipped_update(optimizer, torch.ones(()), applied.gradient_norm(), None)
+        divisor, skip = clip_or_skip(torch.ones(()), applied.gradient_norm(), None)
+        find_optimizer(run.optimizer).update(optimizer, divisor, skip)
     materialise_optimizer_state(optimizer)
     tensors = placed_tensors(applied.parameters, applied.splits, optimizer)
     with CheckpointStore(root, keep_last=99) as store:

@@ -17,7 +17,7 @@ from phalanx.cli.ensemble_words import compared_with_best, print_ensemble
 from phalanx.config.load import load_run
 from phalanx.ensemble.build import Wanted
 from phalanx.errors import ConfigError
-from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
 
 if TYPE_CHECKING:
     from command_line import Call

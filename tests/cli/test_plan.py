@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shlex
@@ -16,6 +17,7 @@ from phalanx.cli.plan_words import plan_lines
 from phalanx.config.load import load_run
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout
+from phalanx.planner.measured.cells import COLUMNS
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.judge import Planner, Task
 from phalanx.planner.rank.plan import Plan, Wishes, make_plan
@@ -196,27 +198,63 @@ def test_mistakes(arguments: list[str], message: str, call: Call, folder: Path) 
     assert not (folder / "out.yaml").exists() and not (folder / "out.html").exists()
 
 
-TABLE = Path(__file__).parents[3] / "shared" / "reference" / "published_runs.csv"
+MEASURED = {
+    "row_id": "mine-1",
+    "group": "mine",
+    "system": "h200-x4",
+    "framework": "Phalanx",
+    "status": "ok",
+    "gpu": "H200",
+    "n_gpus": "4",
+    "model": "GPT",
+    "layers": "4",
+    "hidden": "512",
+    "heads": "8",
+    "ffn": "2048",
+    "vocab": "1024",
+    "seq": "256",
+    "tp": "1",
+    "pp": "1",
+    "zero_stage": "3",
+    "mbs": "2",
+    "gbs": "16",
+    "precision": "bf16",
+    "recompute": "none",
+    "step_time_s": "0.02",
+    "mem_per_gpu": "1.5",
+    "mem_unit": "GiB",
+}
 
 
-@pytest.mark.skipif(not TABLE.exists(), reason="shared/reference/published_runs.csv is not beside this checkout")
+def written_table(folder: Path, *rows: dict[str, str]) -> None:
+    with (folder / "runs.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer.writeheader()
+        writer.writerows(MEASURED | row for row in rows)
+
+
 def test_check(call: Call, folder: Path) -> None:
-    lines = TABLE.read_text().splitlines()
-    kept = [
-        line for line in lines[1:] if line.startswith(("llm-foundry-0010", "llm-foundry-0011", "frontier-dash-0016"))
-    ]
-    (folder / "runs.csv").write_text("\n".join([lines[0], *kept]) + "\n")
+    written_table(folder, {}, {"row_id": "mine-2", "recompute": "twice"}, {"row_id": "mine-3", "system": "nowhere"})
     facts = json.loads(call("plan", "--check", "runs.csv", "--json").out)
-    rows = {row["row_id"]: row for row in facts["rows"]}
-    assert rows["llm-foundry-0010"]["used"] and not rows["frontier-dash-0016"]["used"]
-    row = rows["llm-foundry-0010"]
-    assert row["measured_tokens_per_s_per_gpu"] == pytest.approx(9670, rel=0.02)
-    assert row["error"] == pytest.approx(
+    row, wrong, elsewhere = facts["rows"]
+    assert row["measured_tokens_per_s_per_gpu"] == pytest.approx(16 * 256 / 0.02 / 4)
+    assert row["used"] and row["error"] == pytest.approx(
         row["predicted_tokens_per_s_per_gpu"] / row["measured_tokens_per_s_per_gpu"] - 1
     )
-    assert facts["groups"][-1]["group"] == "all" and facts["groups"][-1]["rows"] == 2
+    assert row["memory_error"] == pytest.approx(row["predicted_memory_gb"] / 1.5 - 1) and row["p_fits"] > 0.99
+    assert "recompute: 'twice' is not none, selective or full" in wrong["reason"] and not wrong["used"]
+    assert "no machine is described for nowhere" in elsewhere["reason"]
+    assert facts["groups"][-1]["group"] == "all" and facts["groups"][-1]["rows"] == 1
     words = call("plan", "--check", "runs.csv")
-    assert words.code == 0 and "1 of 3 rows could not be predicted" in words.out
+    assert words.code == 0 and "2 of 3 rows could not be predicted" in words.out
+
+
+def test_check_leaves_runs_of_other_frameworks_to_a_benchmark(call: Call, folder: Path) -> None:
+    written_table(folder, {}, {"row_id": "theirs", "framework": "Megatron-LM"})
+    outcome = call("plan", "--check", "runs.csv")
+    assert outcome.code == 1 and outcome.out == ""
+    assert "line 3: framework: 'Megatron-LM' is not Phalanx" in outcome.err
+    assert "benchmarks/published/check.py runs.csv" in outcome.err
 
 
 def test_what_binds_where_nothing_fits(call: Call) -> None:

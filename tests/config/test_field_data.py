@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from phalanx.config.field_data import FieldData
 from phalanx.config.fields import all_fields
 from phalanx.config.schema import Run
+from phalanx.families.weather.data_config import FieldData
 
 
 class _FieldRun(Run):

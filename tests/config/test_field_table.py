@@ -4,21 +4,22 @@ import re
 
 import pytest
 
-from phalanx.config.families import RUNS
+from phalanx.config.families import BUILT_IN, find_family
 from phalanx.config.fields import all_fields, nearest_field, sections
+from phalanx.families.language.config import LanguageRun
 
 
-@pytest.mark.parametrize("family", RUNS)
+@pytest.mark.parametrize("family", BUILT_IN)
 def test_every_field_is_described(family: str) -> None:
-    for field in all_fields(RUNS[family]).values():
+    for field in all_fields(find_family(family).run).values():
         assert field.description.endswith("."), field.name
         assert field.allowed, field.name
-    for section in sections(RUNS[family]):
+    for section in sections(find_family(family).run):
         assert section.description, section.name
 
 
 def test_mappings_of_names_in_words() -> None:
-    fields = all_fields(RUNS["materials"])
+    fields = all_fields(find_family("materials").run)
     assert fields["data.sources.N.labels"].default == "{}"
     assert fields["data.sources.N.labels"].allowed.startswith(
         "a mapping of energy, forces, stress, charges, dipole and"
@@ -27,7 +28,7 @@ def test_mappings_of_names_in_words() -> None:
 
 
 def test_types_and_bounds_in_words() -> None:
-    allowed = {name: field.allowed for name, field in all_fields().items()}
+    allowed = {name: field.allowed for name, field in all_fields(LanguageRun).items()}
     assert allowed["layout.microbatch"] == "a whole number from 1 to 1,000,000,000, or auto"
     assert allowed["layout.dp_shard"] == "a whole number from 1 to 10,000,000, or auto"
     assert allowed["data.prefetch"] == "a whole number from 0 to 64"
@@ -38,26 +39,26 @@ def test_types_and_bounds_in_words() -> None:
     assert allowed["data.sources.N.weight"] == "a number greater than 0"
 
 
-@pytest.mark.parametrize("family", RUNS)
+@pytest.mark.parametrize("family", BUILT_IN)
 def test_every_whole_number_has_an_upper_bound(family: str) -> None:
     bounded = re.compile(r"a whole number (from [-0-9,]+ to|of at least \d+ and less than) [0-9,]+")
-    for field in all_fields(RUNS[family]).values():
+    for field in all_fields(find_family(family).run).values():
         told_by_a_validator = ".values", ".low", ".high", "search.layout"
         if "a whole number" in field.allowed and not field.name.endswith(told_by_a_validator):
             assert field.name == "layout.global_batch" or bounded.search(field.allowed), (field.name, field.allowed)
 
 
 def test_defaults_as_in_a_run_file() -> None:
-    fields = all_fields()
+    fields = all_fields(LanguageRun)
     assert fields["training.steps"].required and fields["training.steps"].default is None
     assert fields["optimizer.betas"].default == "[0.9, 0.95]"
     assert fields["training.profile"].default == "null"
 
 
 def test_nearest_names() -> None:
-    assert nearest_field("layout.microbach") == "layout.microbatch"
-    assert nearest_field("training.lr") == "optimizer.lr"
-    assert nearest_field("warmup_step") == "optimizer.warmup_steps"
-    assert nearest_field("optimiser") == "optimizer"
-    assert nearest_field("data.sources.N.pth") == "data.sources.N.path"
-    assert nearest_field("layout.zzzz") is None
+    assert nearest_field("layout.microbach", LanguageRun) == "layout.microbatch"
+    assert nearest_field("training.lr", LanguageRun) == "optimizer.lr"
+    assert nearest_field("warmup_step", LanguageRun) == "optimizer.warmup_steps"
+    assert nearest_field("optimiser", LanguageRun) == "optimizer"
+    assert nearest_field("data.sources.N.pth", LanguageRun) == "data.sources.N.path"
+    assert nearest_field("layout.zzzz", LanguageRun) is None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from phalanx.config.materials import Branch, EnergyHead, MaterialsModel
+from phalanx.families.materials.model_config import Branch, EnergyHead, MaterialsModel
 
 SOUND: dict[str, Any] = {"n_layers": 2, "d_model": 8, "energy": {}}
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run, parse_run
 from phalanx.errors import ConfigError
+from phalanx.families.materials.config import MaterialsRun
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RUN: dict[str, Any] = {

@@ -14,17 +14,18 @@ from hypothesis import strategies as st
 
 from config.run_text import RUN
 from phalanx.config.document import MAX_BYTES, parse_document
-from phalanx.config.families import RUNS
+from phalanx.config.families import BUILT_IN, find_family
 from phalanx.config.fields import all_fields, sections
 from phalanx.config.load import dump_run, load_run, parse_run
 from phalanx.errors import ConfigError
+from phalanx.families.language.config import LanguageRun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = {"language": "quickstart.yaml", "weather": "climax-small.yaml", "materials": "materials-three-sources.yaml"}
 MOST_MEMORY = 200 * 2**20
 """Bytes that reading a run file, of 256 KiB at most, may take."""
-FIELD_NAMES = [name.replace(".N.", ".0.") for name in all_fields()]
-SECTION_NAMES = [section.name for section in sections()]
+FIELD_NAMES = [name.replace(".N.", ".0.") for name in all_fields(LanguageRun)]
+SECTION_NAMES = [section.name for section in sections(LanguageRun)]
 
 words = st.sampled_from(
     ["auto", "null", "true", "no", "bf16", "gpt2", "mpt-125m", "524288 tokens", ".inf", "1e999", "~", "-1", "0"]
@@ -73,7 +74,7 @@ def run_trees() -> st.SearchStrategy[dict[str, Any]]:
     section_values = {
         section.name: st.dictionaries(st.sampled_from([field.leaf for field in section.fields]), values, max_size=4)
         | values
-        for section in sections()
+        for section in sections(LanguageRun)
     }
     return st.fixed_dictionaries({}, optional=section_values)
 
@@ -88,7 +89,9 @@ def test_any_tree(tree: dict[str, Any]) -> None:
 @given(st.data())
 def test_sound_file_with_one_field_replaced(data: st.DataObject) -> None:
     tree = yaml.safe_load(RUN)
-    field = data.draw(st.sampled_from([field for field in all_fields().values() if field.name.count(".") == 1]))
+    field = data.draw(
+        st.sampled_from([field for field in all_fields(LanguageRun).values() if field.name.count(".") == 1])
+    )
     tree.setdefault(field.parent, {})[field.leaf] = data.draw(values)
     load(yaml.dump(tree))
 
@@ -123,12 +126,12 @@ def bounded_memory() -> Iterator[None]:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("family", RUNS)
+@pytest.mark.parametrize("family", BUILT_IN)
 @settings(quick, max_examples=30)
 @given(st.data())
 def test_hostile_values_at_any_field(family: str, data: st.DataObject) -> None:
     tree: Any = parse_document((EXAMPLES / FILES[family]).read_text(), FILES[family]).value
-    field = data.draw(st.sampled_from(list(all_fields(RUNS[family]).values())))
+    field = data.draw(st.sampled_from(list(all_fields(find_family(family).run).values())))
     node = tree
     *parents, leaf = field.name.replace(".NAME", ".some").split(".")
     for part in parents:

@@ -13,7 +13,6 @@ import yaml
 
 from ensemble_members import train_members
 from phalanx.cli.ensemble_words import print_ensemble
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
 from phalanx.ensemble.build import Wanted, build_ensemble
 from phalanx.ensemble.document import ENSEMBLE, read_ensemble
@@ -21,12 +20,13 @@ from phalanx.ensemble.members import Member, open_member, require_alike
 from phalanx.ensemble.residuals import Residuals
 from phalanx.ensemble.share import Share
 from phalanx.errors import CheckpointError, ConfigError, DataError
-from phalanx.families.materials.data.prepare import prepare_graphs
-from phalanx.families.materials.data.shards import open_prepared
-from phalanx.families.materials.data.stream import GraphBatchStream, graph_order
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.data.graph_shards import open_prepared
+from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_order
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.materials.ensemble.loaded import LoadedEnsemble
 from phalanx.families.materials.ensemble.residuals import member_residuals, untrained_elements
-from phalanx.families.materials.evaluation.network import split_errors
+from phalanx.families.materials.evaluation.network_predictions import split_errors
 from phalanx.families.materials.inputs import columns_of
 from phalanx.launch.fork_server import run_ranks
 from phalanx.train.start import train

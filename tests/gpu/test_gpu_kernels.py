@@ -14,8 +14,8 @@ from phalanx.kernels.flash4 import flash4, flash4_attention
 from phalanx.kernels.parts_sum import sum_parts
 from phalanx.kernels.swiglu import swiglu_backward, swiglu_backward_reference
 from phalanx.kernels.triton_modules import LARGE
+from phalanx.optimizers.adamw import AdamW
 from phalanx.torch_compat import common as compat
-from phalanx.train.adamw import AdamW
 
 pytestmark = pytest.mark.gpu
 

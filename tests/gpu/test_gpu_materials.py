@@ -16,12 +16,12 @@ from atom_graphs import CUTOFF, batch_of, random_structure
 from device_runs import CPU, accelerator, relative_error
 from materials_runs import write_materials_run
 from phalanx.cli.main import run as call
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
-from phalanx.config.materials import Branch, EnergyHead
-from phalanx.families.materials.data.prepare import prepare_graphs
-from phalanx.families.materials.evaluation.network import split_errors
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
+from phalanx.families.materials.evaluation.network_predictions import split_errors
 from phalanx.families.materials.model.network import MaterialsNetwork
+from phalanx.families.materials.model_config import Branch, EnergyHead
 from phalanx.families.materials.recorded_step import StepRecorder
 from small_networks import BODIES, filled_network, small_model
 

@@ -13,7 +13,7 @@ from device_runs import CPU, accelerator, distance
 from field_files import write_climax
 from layout_runs import Fields
 from phalanx.cli.main import run as call
-from phalanx.config.families import WeatherRun
+from phalanx.families.weather.config import WeatherRun
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
 from phalanx.verify.record import Record, record

@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.schema import LanguageRun
 from phalanx.errors import ConfigError
+from phalanx.families.language.config import LanguageRun
 from phalanx.layout.resolve import resolve_layout
 
 

@@ -11,10 +11,10 @@ import yaml
 
 from materials_runs import write_materials_run
 from phalanx.cli.config import run_facts
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
 from phalanx.errors import DataError
-from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.train.start import train
 from phalanx_processes import train as train_on_ranks
 

@@ -9,7 +9,8 @@ import pytest
 
 from foreign_tokens import write_megatron
 from phalanx.config.load import load_run
-from phalanx.train.inputs import expected_evaluation
+from phalanx.families.registry import bind
+from phalanx.train.inputs import TrainableModel
 from phalanx.train.start import train
 from token_data import write_run_file, write_token_folder
 
@@ -30,6 +31,6 @@ def test_bits_per_byte_is_not_guessed_for_text_without_a_tokenizer(tmp_path: Pat
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     (evaluation,) = [event for event in events if event["kind"] == "evaluation"]
     assert (evaluation["bits_per_byte"] is None) == foreign
-    expected = expected_evaluation(run)
+    expected = bind(run, TrainableModel).expected_evaluation()
     assert expected is not None
     assert (expected.fields["bits_per_byte"] is None) == foreign

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.config.schema import LanguageRun
 from phalanx.errors import ConfigError
+from phalanx.families.language.config import LanguageRun
 from phalanx.train.logs import ConsoleSink, TensorBoardSink, format_duration, open_sinks
 from phalanx.train.metrics import StepMetrics
 from phalanx.train.start import train

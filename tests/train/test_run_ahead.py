@@ -23,7 +23,7 @@ from materials_runs import write_materials_run
 from phalanx.checkpoint import open_checkpoints, read_tensors
 from phalanx.cli.main import main
 from phalanx.config.load import load_run
-from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.hardware.device import HostCopy
 from phalanx.train import trainer
 from phalanx.train.run_ahead import SHORT_S, RunAhead

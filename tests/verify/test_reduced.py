@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.config.schema import LanguageRun
+from phalanx.families.language.config import LanguageRun
 from phalanx.layout.legality import reasons
 from phalanx.layout.resolve import every_layout, resolve_layout, with_degrees
 from phalanx.layout.spec import DEGREES

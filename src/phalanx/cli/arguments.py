@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from phalanx.config.families import DEFAULT_FAMILY, find_family
 from phalanx.config.fields import all_fields
 from phalanx.config.override import full_name
 
@@ -14,10 +15,12 @@ from phalanx.config.override import full_name
 def complete_override(incomplete: str) -> list[str]:
     """Shell completion of a `section.field=value` argument: the fields, then the words a field accepts."""
     name, equals, begun = incomplete.partition("=")
+    # Which family the run file is of, completion does not know.
+    fields = all_fields(find_family(DEFAULT_FAMILY).run)
     if equals:
-        field = all_fields().get(full_name(name))
+        field = fields.get(full_name(name))
         return [f"{name}={choice}" for choice in (field.choices if field else ()) if choice.startswith(begun)]
-    known = [one for one in all_fields() if ".N." not in one]
+    known = [one for one in fields if ".N." not in one]
     short = [one.removeprefix("layout.") for one in known if one.startswith("layout.")] if name else []
     return [f"{one}=" for one in [*known, *short] if one.startswith(name)]
 

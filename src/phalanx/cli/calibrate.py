@@ -22,8 +22,9 @@ from phalanx.hardware.calibrate.where import machine_here
 from phalanx.hardware.device import choose_device, device_name
 from phalanx.hardware.machine import Machine
 from phalanx.layout.mesh import Ranks, join_process_group, ranks_from_environment
-from phalanx.planner.published.runs import read_runs
-from phalanx.planner.time.calibration import Calibration, calibrate_from_runs
+from phalanx.planner.measured.calibration import Calibration, calibrate_machines
+from phalanx.planner.measured.groups import grouped
+from phalanx.planner.measured.runs import read_runs
 from phalanx.planner.time.profile import (
     CONSTANTS,
     NamedProfile,
@@ -167,7 +168,7 @@ def _words(errors: np.ndarray[Any, np.dtype[np.float64]]) -> str:
 
 def _from_runs(table: Path, out: Path | None, profile: str | None, *, json: bool) -> None:
     """Fit and write one profile for each machine in the table."""
-    found = calibrate_from_runs(read_runs(table), prior=None if profile is None else load_profile(profile))
+    found = calibrate_machines(grouped(read_runs(table)), prior=None if profile is None else load_profile(profile))
     if not found:
         raise ConfigError(
             f"{table} has no run whose time can be predicted; phalanx plan --check {table} --json says why"

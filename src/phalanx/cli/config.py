@@ -17,14 +17,16 @@ from phalanx.cli.arguments import Json, Overrides, RunFile, examples
 from phalanx.cli.console import output, print_json, print_pairs, short_count
 from phalanx.config.check import global_batch_samples
 from phalanx.config.document import show_value
-from phalanx.config.families import DEFAULT_FAMILY, RUNS, MaterialsRun
+from phalanx.config.families import DEFAULT_FAMILY, FAMILIES, find_family
 from phalanx.config.fields import Field, SectionInfo, nearest_names, sections
 from phalanx.config.load import dump_run, load_run
 from phalanx.config.model import LanguageModel, Model
 from phalanx.config.presets import Preset, load_preset, preset_names
-from phalanx.config.schema import LanguageRun, Run
+from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.sizes import model_flops_per_token
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.sizes import check_parameter_count, sizes_of
 
 config_app = typer.Typer(
@@ -127,10 +129,13 @@ def check(
 def fields(
     section: Annotated[
         str | None,
-        typer.Argument(help="Only this section.", autocompletion=lambda: [section.name for section in sections()]),
+        typer.Argument(
+            help="Only this section.",
+            autocompletion=lambda: [section.name for section in sections(find_family(DEFAULT_FAMILY).run)],
+        ),
     ] = None,
     family: Annotated[
-        str, typer.Option(help="Model family whose run file it is.", autocompletion=lambda: list(RUNS))
+        str, typer.Option(help="Model family whose run file it is.", autocompletion=FAMILIES.names)
     ] = DEFAULT_FAMILY,
     as_json: Json = False,
     markdown: Markdown = False,
@@ -139,9 +144,9 @@ def fields(
 
     What each does, what it may be, and what it is by default.
     """
-    if family not in RUNS:
-        raise ConfigError(f"--family {family} is not a model family\nnearest: {', '.join(RUNS)}")
-    table = sections(RUNS[family])
+    if family not in FAMILIES.names():
+        raise ConfigError(f"--family {family} is not a model family\nnearest: {', '.join(FAMILIES.names())}")
+    table = sections(find_family(family).run)
     known = [info.name for info in table]
     if section is not None and section not in known:
         matches = nearest_names(section, known)
@@ -184,7 +189,7 @@ def run_facts(run: Run) -> dict[str, Any]:
 
 def _units_from_data(run: MaterialsRun) -> dict[str, Any]:
     """Return what the run file leaves to the training data, in words: the values, where the data are prepared."""
-    fitting = import_module("phalanx.families.materials.data.fitting")
+    fitting = import_module("phalanx.families.materials.data.fitted_units")
     unstated = fitting.unstated_units(run.model)
     if not unstated:
         return {}

@@ -6,9 +6,10 @@ from typing import Any
 
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import is_legal, resolve_layout, stated_ranks
 from phalanx.layout.spec import DEGREES, ResolvedLayout
-from phalanx.train.inputs import check_inputs
+from phalanx.train.inputs import TrainableModel
 
 _TRIED = 64
 """Multiples of the least number of ranks that are tried where no number is given: a batch may only divide over some."""
@@ -30,7 +31,7 @@ def check_beside(run: Run, ranks: int | None, *, data: bool) -> dict[str, Any]:
         wrong.append(str(error))
     if data:
         try:
-            facts["data"] = check_inputs(run)
+            facts["data"] = bind(run, TrainableModel).check_inputs()
         except PhalanxError as error:
             wrong.append(f"{error}\ndata on another machine: leave them out with --no-data")
     if wrong:

@@ -15,12 +15,13 @@ import yaml
 from phalanx.cli.arguments import Json, Overrides, RunFile
 from phalanx.cli.console import output, print_error, print_json
 from phalanx.cli.progress import progress
-from phalanx.config.families import MaterialsRun, WeatherRun
 from phalanx.config.load import load_run
 from phalanx.errors import ConfigError
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.weather.config import WeatherRun
 
 if TYPE_CHECKING:
-    from phalanx.families.materials.data.manifest import Manifest, Statistics
+    from phalanx.families.materials.data.graph_shards import Manifest, Statistics
 
 
 def prepare_graphs_of(
@@ -39,14 +40,14 @@ def prepare_graphs_of(
         raise ConfigError(
             f"{run} has model.family={loaded.model.family}; prepare-graphs takes runs of family materials"
         )
-    prepare = import_module("phalanx.families.materials.data.prepare").prepare_graphs
+    prepare = import_module("phalanx.families.materials.data.prepare_structures").prepare_graphs
     try:
         with progress() as report:
             manifests: dict[str, Manifest] = prepare(loaded.data, workers=workers, progress=report)
     except KeyboardInterrupt:
         print_error("stopped; what is done is kept: the same command goes on from there")
         raise
-    fitting = import_module("phalanx.families.materials.data.fitting").fitting_units(loaded, manifests)
+    fitting = import_module("phalanx.families.materials.data.fitted_units").fitting_units(loaded, manifests)
     if json_output:
         described = {name: manifest.model_dump(mode="json", include=_SHOWN) for name, manifest in manifests.items()}
         print_json({"prepared": loaded.data.prepared, "sources": described, "model": fitting})

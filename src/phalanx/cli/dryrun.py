@@ -22,13 +22,12 @@ from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.dryrun.report import RankReport
 from phalanx.planner.dryrun.run import dry_run
+from phalanx.planner.trace.family import is_planned
 from phalanx.planner.trace.memory_trace import CATEGORIES, Moment
 from phalanx.train.step import TrainStep, build_step
 
 _SILENCE_S = 10.0
 """Seconds after which a word is said to who waits."""
-_FAMILIES = ("language", "weather")
-"""Whose steps have shapes that do not depend on the samples."""
 
 
 def dryrun(
@@ -44,9 +43,9 @@ def dryrun(
 ) -> None:
     """Run the subcommand; `phalanx.cli.options.dryrun` declares its arguments."""
     loaded = load_run(run, overrides or [])
-    if loaded.model.family not in _FAMILIES:
+    if not is_planned(loaded.model):
         raise ConfigError(
-            f"phalanx dryrun works for model.family={' and '.join(_FAMILIES)}, not for model.family={loaded.model.family}"
+            f"phalanx dryrun needs steps of one shape, and those of model.family={loaded.model.family} depend on the samples"
         )
     per_node = loaded.cluster.devices_per_node or devices_per_node
     layout = resolve_layout(loaded, devices, per_node)

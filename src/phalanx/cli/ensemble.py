@@ -16,16 +16,17 @@ import typer
 from phalanx.cli.console import output, print_json, require_folder, write_file
 from phalanx.cli.ensemble_words import print_ensemble
 from phalanx.cli.inference import progress_bar
-from phalanx.config.families import MaterialsRun, WeatherRun
 from phalanx.config.load import load_run
-from phalanx.config.schema import LanguageRun
 from phalanx.ensemble.build import Built, Wanted, build_ensemble
 from phalanx.ensemble.document import ENSEMBLE
 from phalanx.ensemble.members import Member, open_member
 from phalanx.ensemble.share import Share
 from phalanx.ensemble.training import Recipe, train_side_by_side
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.ensemble import LanguageEnsemble, build_language
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.weather.config import WeatherRun
 from phalanx.hardware.device import choose_device
 from phalanx.hardware.host import available_cores
 from phalanx.launch.local_launch import launch_ranks

@@ -7,7 +7,7 @@ from typing import Literal
 
 from phalanx.cli.console import output, print_json, print_pairs
 from phalanx.families.materials.data.trained_elements import untrained_in_words
-from phalanx.families.materials.evaluation.network import split_errors
+from phalanx.families.materials.evaluation.network_predictions import split_errors
 from phalanx.hardware.device import choose_device
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.cli.console import output, print_json, write_file
-from phalanx.cli.plan_check import check_facts, print_check
+from phalanx.cli.plan_check import check_facts, check_table, print_check
 from phalanx.cli.plan_words import command_lines, plan_lines
 from phalanx.config.load import load_run
 from phalanx.config.override import parse_overrides
@@ -56,7 +56,8 @@ def plan(
 ) -> None:
     """Run the subcommand; `phalanx.cli.options.plan` declares its arguments."""
     if check is not None:
-        print_json(check_facts(check)) if json else print_check(check)
+        checked = check_table(check)
+        print_json(check_facts(*checked)) if json else print_check(*checked)
         return
     if run is None or cluster is None:
         raise ConfigError("give a run file and --cluster NAME|FILE, or --check RUNS.csv alone")

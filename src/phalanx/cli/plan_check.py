@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from phalanx.cli.console import output
-from phalanx.planner.published.check import CheckedGroup, CheckedRun, check, summarise_check
-from phalanx.planner.published.runs import read_runs
+from phalanx.planner.measured.check import CheckedGroup, CheckedRun, check, summarise_check
+from phalanx.planner.measured.runs import read_runs
 
 _RENAMED = {
     "predicted_tokens_per_s": "predicted_tokens_per_s_per_gpu",
@@ -16,22 +17,21 @@ _RENAMED = {
 }
 
 
-def check_facts(table: Path) -> dict[str, Any]:
-    """Every row of a table of runs with its prediction, and the errors by group. Raises ConfigError for a bad table."""
+def check_table(table: Path) -> tuple[list[CheckedRun], list[CheckedGroup]]:
+    """Predict every row of a table of runs and summarise the errors. Raises DataError for a bad table."""
     runs = read_runs(table)
     rows = check(runs)
-    return {
-        "rows": [_row(row) for row in rows],
-        "groups": [asdict(group) for group in summarise_check(rows, runs)],
-    }
+    return rows, summarise_check(rows, runs)
 
 
-def print_check(table: Path) -> None:
-    """The errors by group, one line each, and how many rows could not be predicted."""
-    runs = read_runs(table)
-    rows = check(runs)
+def check_facts(rows: Sequence[CheckedRun], groups: Sequence[CheckedGroup]) -> dict[str, Any]:
+    """Return every row with its prediction, and the errors by group, as `--json` prints them."""
+    return {"rows": [_row(row) for row in rows], "groups": [asdict(group) for group in groups]}
+
+
+def print_check(rows: Sequence[CheckedRun], groups: Sequence[CheckedGroup]) -> None:
+    """Print the errors by group, one line each, and how many rows could not be predicted."""
     console = output()
-    groups = summarise_check(rows, runs)
     wide = max((len(group.group) for group in groups), default=0)
     heads = "rows  median    95%  rank corr.  top-3 regret  memory rows  median    95%  said to fit  false"
     console.print(f"{'group':{wide}}  {heads}", soft_wrap=True)

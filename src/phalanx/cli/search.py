@@ -8,10 +8,10 @@ from typing import Any
 
 from phalanx.cli.console import output, print_json, print_warning, write_file
 from phalanx.cli.search_words import progress, search_lines
-from phalanx.config.families import require_language
 from phalanx.config.load import load_run
 from phalanx.config.search import Search
 from phalanx.errors import PhalanxError
+from phalanx.families.language.config import require_language
 from phalanx.hardware.device import choose_device, device_kind, device_name
 from phalanx.hardware.machine import load_machine
 from phalanx.planner.rank.cost_models import CostModels

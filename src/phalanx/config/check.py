@@ -6,29 +6,20 @@ layout.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from phalanx.config.bounds import MAX_BATCH_SAMPLES
-from phalanx.config.check_graphs import materials_problems
 from phalanx.config.document import FieldPath
-from phalanx.config.families import MaterialsRun, WeatherRun
 from phalanx.config.fields import nearest_names
 from phalanx.config.problems import Problem, config_error
-from phalanx.config.schema import LanguageRun, Run
+from phalanx.config.schema import Run
 
 
 def check_run(run: Run) -> list[Problem]:
     """Everything that does not fit together in `run`; empty for a sound one."""
     rules = (_batch, _schedule, _windows, _checkpoints, _resume)
     found = [problem for rule in rules for problem in rule(run)]
-    if isinstance(run, WeatherRun):
-        found = [problem for rule in (_fields, _rollout, _weather_attention) for problem in rule(run)] + found
-    if isinstance(run, MaterialsRun):
-        found = [*materials_problems(run), *found]
-    if isinstance(run, LanguageRun):
-        found = [problem for rule in (_sequence, _attention, _evaluation) for problem in rule(run)] + found
-    return found
+    return [*run.find_problems(), *found]
 
 
 def global_batch_samples(run: Run) -> int:
@@ -42,94 +33,8 @@ def global_batch_samples(run: Run) -> int:
     problems = list(_batch_in_tokens(run))
     if problems:
         raise config_error(problems)
-    assert isinstance(run, LanguageRun)
-    return amount // run.data.sequence_length
-
-
-def _sequence(run: LanguageRun) -> Iterator[Problem]:
-    length, longest = run.data.sequence_length, run.model.max_positions
-    if length > longest:
-        yield Problem(
-            ("data", "sequence_length"),
-            f"data.sequence_length={length} is longer than model.max_positions={longest}",
-            f"data.sequence_length={longest} or model.max_positions={length}",
-        )
-
-
-def _attention(run: LanguageRun) -> Iterator[Problem]:
-    """Kernels that do not give way to another: FlashAttention-4 has no bias, no mask but the causal one, and two formats;
-    FlexAttention adds up in 32 bits."""
-    kernel, precision = run.training.attention, run.layout.precision
-    unfit = {
-        "flash4": {
-            "model.positions=alibi": run.model.positions == "alibi",
-            "data.document_mask=true": run.data.document_mask,
-            f"layout.precision={precision}": precision not in ("bf16", "fp16"),
-        },
-        "flex": {f"layout.precision={precision}": precision == "fp64"},
-    }
-    for stated, present in unfit.get(kernel, {}).items():
-        if present:
-            yield Problem(
-                ("training", "attention"),
-                f"training.attention={kernel} cannot compute with {stated}",
-                "training.attention=auto",
-            )
-
-
-def _fields(run: WeatherRun) -> Iterator[Problem]:
-    """Data and model name the same variables in the same order."""
-    model, data = run.model, run.data
-    pairs = (
-        ("inputs", "data.inputs and data.static", [*data.inputs, *data.static], "model.inputs", model.input_names),
-        ("outputs", "data.outputs", data.target_variables, "model.outputs", model.output_names),
-    )
-    for field, what, given, where, wanted in pairs:
-        if given == list(wanted):
-            continue
-        place = next(
-            (place for place, (a, b) in enumerate(zip(given, wanted, strict=False)) if a != b),
-            min(len(given), len(wanted)),
-        )
-        mine, theirs = (names[place] if place < len(names) else "nothing more" for names in (given, wanted))
-        yield Problem(
-            ("data", field),
-            f"{what} do not name the {len(wanted)} variables of {where} in their order: number {place + 1} is {mine} in the "
-            f"data and {theirs} in the model",
-            f"data.{field} in the order of {where}, with files' own names under data.sources",
-        )
-
-
-def _rollout(run: WeatherRun) -> Iterator[Problem]:
-    """Steps that add up, one after another."""
-    data, step = run.data, run.data.rollout_hours
-    if step is None:
-        return
-    path: FieldPath = ("data", "rollout_hours")
-    stated = f"data.rollout_hours={step}"
-    odd = [lead for lead in data.leads if lead % step]
-    if odd:
-        yield Problem(
-            path, f"{stated} does not divide the lead time {odd[0]}", f"data.rollout_hours={math.gcd(*data.leads)}"
-        )
-    unpredicted = [name for name in data.inputs if name not in data.target_variables]
-    if unpredicted:
-        yield Problem(path, f"{stated} needs all inputs predicted, but {unpredicted[0]} is not among data.outputs")
-    if run.layout.pp != 1:
-        yield Problem(
-            path,
-            f"{stated} starts steps from forecasts, which layout.pp={run.layout.pp} has on other ranks",
-            "layout.pp=1",
-        )
-
-
-def _weather_attention(run: WeatherRun) -> Iterator[Problem]:
-    if run.training.attention in ("flex", "flash4"):
-        yield Problem(
-            ("training", "attention"),
-            f"training.attention={run.training.attention} is for causal attention, which model.family=weather has not",
-            "training.attention=auto",
-        )
+    assert run.sample_tokens is not None
+    return amount // run.sample_tokens
 
 
 def _batch(run: Run) -> Iterator[Problem]:
@@ -155,14 +60,14 @@ def _batch_in_tokens(run: Run) -> Iterator[Problem]:
     amount, unit = _stated_batch(run)
     if unit == "samples":
         return
-    if not isinstance(run, LanguageRun):
+    length = run.sample_tokens
+    if length is None:
         yield Problem(
             ("layout", "global_batch"),
             f"layout.global_batch={amount} tokens: only text has tokens; a {run.model.family} batch is counted in samples",
             "layout.global_batch=16",
         )
         return
-    length = run.data.sequence_length
     if amount % length:
         below = amount // length
         choices = [f"{count * length} tokens ({count} samples)" for count in (below, below + 1) if count]
@@ -180,7 +85,7 @@ def _schedule(run: Run) -> Iterator[Problem]:
     if optimizer.warmup_steps > steps:
         yield Problem(path, f"{stated} is more than training.steps={steps}", f"optimizer.warmup_steps={steps}")
     elif optimizer.schedule == "wsd":
-        # As train.schedule counts them: rounding up would add a step wherever the product is not exact.
+        # As optimizers.learning_rate counts them: rounding up would add a step wherever the product is not exact.
         decay = round(optimizer.decay_fraction * steps)
         if optimizer.warmup_steps + decay > steps:
             yield Problem(
@@ -213,17 +118,6 @@ def _checkpoints(run: Run) -> Iterator[Problem]:
         choices = [f"checkpoint.keep_every={choice}" for choice in (below, below + every) if choice]
         yield Problem(
             path, f"checkpoint.keep_every={keep} is not a multiple of checkpoint.every={every}", " or ".join(choices)
-        )
-
-
-def _evaluation(run: LanguageRun) -> Iterator[Problem]:
-    evaluation, longest = run.evaluation, run.model.max_positions
-    if evaluation.prompt is not None and evaluation.prompt_tokens >= longest:
-        yield Problem(
-            ("evaluation", "prompt_tokens"),
-            f"evaluation.prompt_tokens={evaluation.prompt_tokens} leaves no room for the prompt in "
-            f"model.max_positions={longest}",
-            f"evaluation.prompt_tokens={max(1, longest // 2)}",
         )
 
 

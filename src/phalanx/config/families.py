@@ -1,48 +1,66 @@
-"""Which kind of run each model family has: the type that a run file with that `model.family` is read as."""
+"""The model families there are: what each is called, what its run files are, and where its code is.
+
+A family is found by the name in `model.family`: our own three, those that installed packages offer as entry points of
+`phalanx.families`, and those that a program gives to `phalanx.register`. A descriptor imports no torch, so that run files
+are read and checked without it.
+"""
 
 from __future__ import annotations
 
-from phalanx.config.field_data import FieldData
-from phalanx.config.graph_data import GraphData
-from phalanx.config.materials import MaterialsModel
+from dataclasses import dataclass
+from typing import Any, Protocol
+
 from phalanx.config.model import Model
-from phalanx.config.schema import LanguageRun, Run
-from phalanx.config.weather import WeatherModel
-from phalanx.errors import ConfigError
+from phalanx.config.schema import Run
+from phalanx.extensions import Registry
 
 
-class WeatherRun(Run):
-    """A run that trains a weather model."""
+class Sizes(Protocol):
+    """How large a model of a family is, from its description alone. `model` is a model of that family."""
 
-    model: WeatherModel
-    data: FieldData
+    def parameter_count(self, model: Any) -> int:
+        """All trainable parameters."""
+
+    def matmul_parameters(self, model: Any) -> int:
+        """Parameters that multiply every position."""
+
+    def in_words(self, model: Any) -> str:
+        """The shape for a person."""
 
 
-class MaterialsRun(Run):
-    """A run that trains a model of molecules and materials."""
+@dataclass(frozen=True)
+class Family:
+    """A model family, before any run of it is bound. Needs no torch."""
 
-    model: MaterialsModel
-    data: GraphData
+    name: str
+    """As `model.family` of a run file says it."""
+    run: type[Run]
+    """The kind of run: a subclass of `Run` whose `model` and `data` have the family's own types."""
+    bound: str | type
+    """The class of bound models, a `phalanx.families.family.BoundModel`; "module:Class" is imported when a run is bound."""
+    sizes: str
+    """The module that says how large its models are; see `Sizes`."""
+
+    @property
+    def model(self) -> type[Model]:
+        """The type of the `model` section."""
+        kind = self.run.model_fields["model"].annotation
+        assert isinstance(kind, type) and issubclass(kind, Model)
+        return kind
 
 
-RUNS: dict[str, type[Run]] = {"language": LanguageRun, "weather": WeatherRun, "materials": MaterialsRun}
-"""By `model.family`."""
+BUILT_IN = ("language", "weather", "materials")
+"""Families of Phalanx itself."""
+FAMILIES: Registry[Family] = Registry(
+    "phalanx.families",
+    built_in={name: f"phalanx.families.{name}.family:FAMILY" for name in BUILT_IN},
+    accepts=lambda item: isinstance(item, Family),
+    expected="a phalanx.Family",
+)
 DEFAULT_FAMILY = "language"
 """Of a run file that names neither family nor preset."""
 
 
-def model_kind(family: str) -> type[Model]:
-    """The type of the `model` section of a family in `RUNS`."""
-    kind = RUNS[family].model_fields["model"].annotation
-    assert isinstance(kind, type) and issubclass(kind, Model)
-    return kind
-
-
-def require_language(run: Run, what: str) -> LanguageRun:
-    """`run` as one of a language model. what: the thing that only these can do, as the subject of a sentence.
-
-    Raises ConfigError for other families.
-    """
-    if not isinstance(run, LanguageRun):
-        raise ConfigError(f"{what} works for model.family=language, not for model.family={run.model.family}")
-    return run
+def find_family(name: str) -> Family:
+    """Return the family called `name`. Raises ConfigError naming the known ones where there is none."""
+    return FAMILIES.get(name, "model.family")

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from phalanx.config.document import show_value
-from phalanx.config.schema import LanguageRun, Run
+from phalanx.config.schema import Run
 from phalanx.config.section import Words
 
 
@@ -65,7 +65,7 @@ class SectionInfo:
 
 
 @cache
-def sections(kind: type[Run] = LanguageRun) -> tuple[SectionInfo, ...]:
+def sections(kind: type[Run] = Run) -> tuple[SectionInfo, ...]:
     """All sections in the order of the schema of `kind`."""
     return tuple(
         SectionInfo(
@@ -79,13 +79,13 @@ def sections(kind: type[Run] = LanguageRun) -> tuple[SectionInfo, ...]:
 
 
 @cache
-def all_fields(kind: type[Run] = LanguageRun) -> dict[str, Field]:
+def all_fields(kind: type[Run] = Run) -> dict[str, Field]:
     """Every field of `kind` by its dotted name, nested ones too: `training.profile.first`, in a list
     `data.sources.N.path`, in a mapping of any names `search.knobs.NAME.when`."""
     return {field.name: field for section in sections(kind) for field in section.fields}
 
 
-def field_pattern(path: Sequence[str | int], kind: type[Run] = LanguageRun) -> str:
+def field_pattern(path: Sequence[str | int], kind: type[Run] = Run) -> str:
     """The name in `all_fields` of what stands at `path`: places in lists are called N, names of the user's own NAME."""
     found: tuple[str, ...] = ()
     for part in path:
@@ -109,7 +109,7 @@ def nearest_names(name: str, known: Sequence[str]) -> list[str]:
     return get_close_matches(name, known, n=3, cutoff=0.6)
 
 
-def nearest_field(name: str, kind: type[Run] = LanguageRun) -> str | None:
+def nearest_field(name: str, kind: type[Run] = Run) -> str | None:
     """The section or field a wrong dotted name most likely meant: a typo, or the right name in the wrong section."""
     parent, _, leaf = name.rpartition(".")
     if not parent and (matches := nearest_names(leaf, [section.name for section in sections(kind)])):
@@ -125,7 +125,7 @@ def nearest_field(name: str, kind: type[Run] = LanguageRun) -> str | None:
     return by_leaf[matches[0]] if matches else None
 
 
-def fields_in(parent: str, kind: type[Run] = LanguageRun) -> list[str]:
+def fields_in(parent: str, kind: type[Run] = Run) -> list[str]:
     """The names of the fields a section or a nested mapping holds."""
     return [field.leaf for field in all_fields(kind).values() if field.parent == parent]
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from phalanx.config.check import check_run
 from phalanx.config.document import MAX_BYTES, Document, FieldPath, Value, parse_document, plain_scalar, show_value
-from phalanx.config.families import DEFAULT_FAMILY, RUNS, model_kind
+from phalanx.config.families import DEFAULT_FAMILY, FAMILIES, find_family
 from phalanx.config.fields import nearest_names
 from phalanx.config.override import Override, apply_overrides, parse_overrides
 from phalanx.config.presets import load_preset, preset_names
@@ -131,9 +131,9 @@ def _switch_preset(values: dict[str, Value], changes: Sequence[Override]) -> Non
 def _whole_shape(model: dict[str, Value]) -> bool:
     """Whether a model section gives all that its family needs."""
     family = model.get("family", DEFAULT_FAMILY)
-    if not isinstance(family, str) or family not in RUNS:
+    if not isinstance(family, str) or family not in FAMILIES.names():
         return False
-    return all(name in model for name, info in model_kind(family).model_fields.items() if info.is_required())
+    return all(name in model for name, info in find_family(family).model.model_fields.items() if info.is_required())
 
 
 def _fill_from_preset(values: dict[str, Value]) -> list[Problem]:
@@ -150,11 +150,12 @@ def _kind(values: dict[str, Value], locate: Callable[[FieldPath], str | None]) -
     """The kind of run that the file's model makes it. Raises ConfigError for a family that there is not."""
     model = values.get("model")
     family = model.get("family", DEFAULT_FAMILY) if isinstance(model, dict) else DEFAULT_FAMILY
-    if not isinstance(family, str) or family not in RUNS:
+    known = FAMILIES.names()
+    if not isinstance(family, str) or family not in known:
         path: FieldPath = ("model", "family")
-        problem = unknown_choice(path, str(show_value(family)), f"a model family ({', '.join(RUNS)})", RUNS)
+        problem = unknown_choice(path, str(show_value(family)), f"a model family ({', '.join(known)})", known)
         raise config_error([problem], locate)
-    return RUNS[family]
+    return find_family(family).run
 
 
 def _merged(lower: dict[str, Value], upper: dict[str, Value]) -> dict[str, Value]:

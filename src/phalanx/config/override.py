@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.config.document import FieldPath, Value, dotted, parse_value, plain_scalar, show_value
-from phalanx.config.families import RUNS
+from phalanx.config.families import BUILT_IN, find_family
 from phalanx.config.fields import all_fields, field_pattern
 from phalanx.config.problems import Problem, config_error
 from phalanx.errors import ConfigError
@@ -63,8 +63,12 @@ def _parse(argument: str) -> Override | Problem:
 
 
 def _is_text(path: FieldPath) -> bool:
-    """Whether text stands at `path`, in whichever kind of run has it: which kind this one is, overrides may yet change."""
-    fields = [all_fields(kind).get(field_pattern(path, kind)) for kind in RUNS.values()]
+    """Whether text stands at `path`, in whichever kind of run has it: which kind this one is, overrides may yet change.
+
+    Families of installed packages are left alone: one that cannot be imported must not break every command.
+    """
+    kinds = [find_family(name).run for name in BUILT_IN]
+    fields = [all_fields(kind).get(field_pattern(path, kind)) for kind in kinds]
     return any(field is not None and field.is_text for field in fields)
 
 

@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 
 from phalanx.config.document import Value, parse_document
-from phalanx.config.families import DEFAULT_FAMILY, model_kind
+from phalanx.config.families import DEFAULT_FAMILY, find_family
 from phalanx.config.model import Model
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -66,7 +66,7 @@ class Preset:
 
     def model(self, **changes: Any) -> Model:
         """The shape, as its family describes one, with single fields changed."""
-        return model_kind(self.family).model_validate({**self.fields, "preset": self.name, **changes})
+        return find_family(self.family).model.model_validate({**self.fields, "preset": self.name, **changes})
 
 
 @cache

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from phalanx.config.document import FieldPath, Scalar, Value, dotted, plain_scalar, show_value
 from phalanx.config.fields import Field, all_fields, field_pattern, fields_in, nearest_field, nearest_names, sections
-from phalanx.config.schema import LanguageRun, Run
+from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 
 MAX_SHOWN = 20
@@ -42,7 +42,7 @@ def config_error(
     return ConfigError("\n".join(lines))
 
 
-def explain(error: ValidationError, values: Value, kind: type[Run] = LanguageRun) -> list[Problem]:
+def explain(error: ValidationError, values: Value, kind: type[Run] = Run) -> list[Problem]:
     """The mistakes pydantic found in `values`, in the words of the schema of `kind`; at most one for each field."""
     found: dict[FieldPath, Problem] = {}
     missing: dict[FieldPath, list[str]] = {}

@@ -7,66 +7,38 @@ config` and the error messages read those sentences. This module must not know h
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from phalanx.config.bounds import (
     MAX_BATCH_SAMPLES,
     Layers,
     NonNegativeInt,
     PathText,
-    Positions,
     PositiveInt,
     Ranks,
     Samples,
     Seed,
 )
-from phalanx.config.model import LanguageModel, Model
+from phalanx.config.model import Model
 from phalanx.config.search import Search
 from phalanx.config.section import Section, Words
 from phalanx.config.tune import Tune
 
+if TYPE_CHECKING:
+    from phalanx.config.problems import Problem
+
 Degree = Ranks | Literal["auto"]
 BranchSizes = Annotated[list[Annotated[int, Field(ge=0, le=10**7)]], Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Options = Annotated[dict[str, bool | int | float | str], Words("a mapping of names to numbers, words, true or false")]
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 GlobalBatch = Annotated[
     Samples | Annotated[str, Field(pattern=r"^[1-9][0-9_]{0,17} (samples|tokens)$")],
     Words(f'a whole number of samples up to {MAX_BATCH_SAMPLES:,}, or of tokens as in "524288 tokens"'),
 ]
-
-
-def _source_from_path(value: object) -> object:
-    return {"path": value} if isinstance(value, str) else value
-
-
-class DataSource(Section):
-    """One body of prepared text and its share of the training samples."""
-
-    path: PathText
-    """Folder written by `phalanx data prepare`, a Megatron `.bin/.idx` prefix, or a folder of MDS shards."""
-    weight: Annotated[float, Field(gt=0.0)] = 1.0
-    """Share of the samples drawn from this source, relative to the other sources' weights."""
-
-
-class Data(Section):
-    """What the model is trained on."""
-
-    sources: Annotated[
-        list[Annotated[DataSource, BeforeValidator(_source_from_path)]],
-        Field(min_length=1),
-        Words("a list of at least one, each a path or a mapping with path and weight"),
-    ]
-    """Where the tokens come from; a plain path stands for a source of weight 1."""
-    sequence_length: Positions
-    """Tokens a sample."""
-    document_mask: bool = False
-    """Whether attention stops at document boundaries inside a packed sample."""
-    prefetch: Annotated[int, Field(ge=0, le=64)] = 2
-    """Batches read ahead in the background; 0 reads in the training loop."""
-    verify: bool = True
-    """Whether checksums of all training data are compared in the background as training begins."""
 
 
 class Layout(Section):
@@ -125,14 +97,18 @@ class Layout(Section):
 
 
 class Optimizer(Section):
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
+    name: str = "adamw"
+    """Optimizer: adamw, or one that an installed package adds (entry points `phalanx.optimizers`)."""
+    options: Options = Field(default_factory=dict)
+    """Settings of an optimizer that a package adds, by the names that it gives them."""
     lr: Annotated[float, Field(gt=0.0)]
     """Peak learning rate."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
-    """Decay rates of the first and second moment."""
+    """Decay rates of AdamW's first and second moment."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
-    """Term added to the denominator."""
+    """Term added to AdamW's denominator."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Decoupled weight decay, applied to the parameters that `no_decay` does not name."""
     no_decay: tuple[Literal["norm", "bias", "embedding"], ...] = ("norm", "bias", "embedding")
@@ -235,15 +211,6 @@ class Evaluation(Section):
     """Held-out samples an evaluation reads; the same ones every time."""
 
 
-class TextEvaluation(Evaluation):
-    """Held-out loss and sample text during training."""
-
-    prompt: str | None = None
-    """Text the model continues after each evaluation, in a run of one rank whose data has a tokenizer."""
-    prompt_tokens: Positions = 64
-    """Tokens it may write."""
-
-
 class Cluster(Section):
     """The devices of this run."""
 
@@ -256,7 +223,7 @@ class Cluster(Section):
 
 
 class Run(Section):
-    """A whole run file, of any model family."""
+    """A whole run file, of any model family; each family has its own kind, with the types of its `model` and `data`."""
 
     model: Model
     data: Section
@@ -269,10 +236,14 @@ class Run(Section):
     search: Search = Search()
     tune: Tune = Tune()
 
+    def find_problems(self) -> Iterable[Problem]:
+        """What of this kind of run does not fit together across sections; by default nothing.
 
-class LanguageRun(Run):
-    """A run that trains a language model."""
+        Reads the run file alone: allocates nothing, and knows no device and no number of ranks.
+        """
+        return ()
 
-    model: LanguageModel
-    data: Data
-    evaluation: TextEvaluation = TextEvaluation()
+    @property
+    def sample_tokens(self) -> int | None:
+        """Tokens of a sample, for families whose batches are counted in tokens; by default None."""
+        return None

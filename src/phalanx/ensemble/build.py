@@ -18,7 +18,7 @@ from phalanx.ensemble.scores import CURVE, LEVELS, Errors, Scores, errors_of, sc
 from phalanx.ensemble.select import Chosen, best_by_score, choose, fit_weights, relative_products
 from phalanx.ensemble.share import ALONE, Share
 from phalanx.errors import ConfigError, DataError
-from phalanx.families.materials.data.manifest import Split
+from phalanx.families.materials.data.graph_shards import Split
 from phalanx.families.materials.ensemble.residuals import member_residuals, untrained_elements
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpoint import open_checkpoints, read_state
-from phalanx.config.families import MaterialsRun
-from phalanx.config.graph_data import GraphData
 from phalanx.config.load import parse_run
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, ConfigError, DataError
-from phalanx.families.materials.data.manifest import read_manifest
-from phalanx.families.materials.errors import quantities
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.data.graph_shards import read_manifest
+from phalanx.families.materials.data_config import GraphData
+from phalanx.families.materials.evaluation.error_sums import quantities
 
 
 @dataclass(frozen=True)

@@ -1,65 +1,90 @@
-"""What every model family declares about itself: the questions that layouts, training and verification ask, as data.
+"""What a model says about itself once it is bound to a run: the facts that layouts, training and planning ask for.
 
-A family's module `models.<family>.family` holds one object that answers them for the runs of its kind.
+A family's class derives from this one and from those of the rooms that it takes part in: `layout.family.LayoutModel`,
+`planner.trace.family.TracedModel`, `train.inputs.TrainableModel` and `verify.family.VerifiableModel`. `registry.bind` makes
+the one object that answers for a run; it is handed down from there.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
+from phalanx.config.schema import Run
 from phalanx.nn.initial import InitRules
 from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.splits import SplitCount
 
 
-class Family(Protocol):
-    """The declarations of one family. `run` is always a run of its kind (`config.families.RUNS`)."""
+class BoundModel(ABC):
+    """A model of one family, bound to the run that describes it. Cheap to make: nothing is built or opened."""
 
     axes: frozenset[str]
     """The degrees of parallelism that may be more than 1."""
-    cuts_structures: bool
+    cuts_structures: bool = False
     """Whether ranks of `cp` share out the atoms of structures; else positions of samples, which attention joins."""
     position_unit: str
     """What a position is, for a person who reads how many are trained on a second."""
-
-    vanishing: tuple[str, ...]
+    vanishing: tuple[str, ...] = ()
     """Patterns of the parameters whose gradients are 0 by the laws of the model, and computed as rounding errors."""
 
-    def positions(self, run: Any) -> SplitCount:
+    absent: ClassVar[str] = "model.family={family} takes no part in this"
+    """Why a run of `family` is refused where a class of bound models is asked for that the family's does not derive from."""
+
+    run: Run
+    """Of the family's own kind: a family's class declares this attribute with that type."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    @abstractmethod
+    def positions(self) -> SplitCount:
         """Positions of a sample in the residual stream, and the field that decides."""
 
-    def initial_rules(self, run: Any) -> InitRules:
+    @abstractmethod
+    def initial_rules(self) -> InitRules:
         """Initial values by parameter name, first match wins."""
 
+    @abstractmethod
     def parameter_kind(self, name: str) -> ParameterKind:
         """The kind of the parameter `name`."""
 
-    def split_counts(self, run: Any) -> list[SplitCount]:
+    @abstractmethod
+    def split_counts(self) -> list[SplitCount]:
         """What a tensor-parallel degree must divide."""
 
-    def split_rows(self, run: Any) -> SplitCount | None:
-        """Rows of a table that tensor-parallel ranks share out unevenly; each must get one."""
+    def split_rows(self) -> SplitCount | None:
+        """Rows of a table that tensor-parallel ranks share out unevenly, of which each must get one; by default none."""
+        return None
 
-    def context_heads(self, run: Any) -> SplitCount:
+    @abstractmethod
+    def context_heads(self) -> SplitCount:
         """Heads that context parallelism by exchange shares out over `tp` and `cp`."""
 
-    def needs_bias(self, run: Any) -> bool:
-        """Whether attention adds a bias or a mask besides the causal one, which a ring computes slowly."""
+    def needs_bias(self) -> bool:
+        """Whether attention adds a bias or a mask besides the causal one, which a ring computes slowly; by default not."""
+        return False
 
-    def block_costs(self, run: Any) -> tuple[float, float]:
+    @abstractmethod
+    def block_costs(self) -> tuple[float, float]:
         """What the embedding and the head cost beside one block, in blocks."""
 
-    def tied(self, run: Any) -> dict[str, str]:
-        """Parameters that are copies of others wherever both are not in one part, by name."""
+    def tied(self) -> dict[str, str]:
+        """Parameters that are copies of others wherever both are not in one part, by name; by default none."""
+        return {}
 
-    def branches(self, run: Any) -> int:
-        """Heads of which each serves a part of the samples; 1 where one serves all."""
+    def branches(self) -> int:
+        """Heads of which each serves a part of the samples; by default 1, which serves all."""
+        return 1
 
-    def branch_costs(self, run: Any) -> list[float]:
+    def branch_costs(self) -> list[float]:
         """What the samples of each branch cost in a mean step, in any unit."""
+        return [1.0]
 
-    def parameter_count(self, run: Any) -> int:
+    @abstractmethod
+    def parameter_count(self) -> int:
         """Parameters of the whole model."""
 
-    def flops_per_sample(self, run: Any) -> float:
+    @abstractmethod
+    def flops_per_sample(self) -> float:
         """Model FLOPs of one sample, forward and backward, by the convention of `training.flops`."""

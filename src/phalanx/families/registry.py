@@ -1,14 +1,40 @@
-"""Which family a run's model belongs to."""
+"""From a run to its bound model: the one place that finds the class of a family.
+
+A family's class is imported only when a run of it is bound: some families need packages that others do not.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any, TypeVar, cast, overload
 
+from phalanx.config.families import find_family
 from phalanx.config.schema import Run
-from phalanx.families.family import Family
+from phalanx.errors import ConfigError
+from phalanx.families.family import BoundModel
+
+ModelT = TypeVar("ModelT", bound=BoundModel)
 
 
-def family_of(run: Run) -> Family:
-    """The family's declarations. Its module is imported only now: some families need packages that others do not."""
-    family: Family = import_module(f"phalanx.families.{run.model.family}.family").FAMILY
-    return family
+@overload
+def bind(run: Run) -> BoundModel: ...
+@overload
+def bind(run: Run, kind: type[ModelT]) -> ModelT: ...
+def bind(run: Run, kind: type[BoundModel] = BoundModel) -> BoundModel:
+    """Return the model of `run` as the one object that answers for it.
+
+    kind: the class of the room that asks (`BoundModel`, `LayoutModel`, `TracedModel`, ...). Raises ConfigError, in the words
+    of that class, for a family that does not take part there.
+    """
+    return bound_class(run.model.family, kind)(run)
+
+
+def bound_class(family: str, kind: type[ModelT]) -> type[ModelT]:
+    """Return the class of bound models of `family`, as `bind` does."""
+    found: Any = find_family(family).bound
+    if isinstance(found, str):
+        module, _, name = found.partition(":")
+        found = getattr(import_module(module), name)
+    if not issubclass(found, kind):
+        raise ConfigError(kind.absent.format(family=family))
+    return cast("type[ModelT]", found)

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, Protocol
+from typing import cast
 
 from phalanx.config.bounds import MAX_PARAMETERS
+from phalanx.config.families import Sizes, find_family
 from phalanx.config.model import Model
 from phalanx.errors import ConfigError
 
 
-class Sizes(Protocol):
-    """A family's module `models.<family>.sizes`. `model` is a model of that family."""
-
-    def parameter_count(self, model: Any) -> int:
-        """All trainable parameters."""
-
-    def matmul_parameters(self, model: Any) -> int:
-        """Parameters that multiply every position."""
-
-    def in_words(self, model: Any) -> str:
-        """The shape for a person."""
-
-
 def sizes_of(model: Model) -> Sizes:
-    """The module of `model`'s family."""
-    sizes: Any = import_module(f"phalanx.families.{model.family}.sizes")
-    return sizes  # type: ignore[no-any-return]
+    """Return what says how large a model of the family of `model` is."""
+    return cast("Sizes", import_module(find_family(model.family).sizes))
 
 
 def check_parameter_count(model: Model) -> None:

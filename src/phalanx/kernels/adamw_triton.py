@@ -1,4 +1,4 @@
-"""The Triton kernel behind `train.adamw`; import only where Triton is installed.
+"""The Triton kernel behind `optimizers.adamw`; import only where Triton is installed.
 
 One pass: parameter, gradient and both moments are read once, parameter and moments written once, and the parameter once
 more in the format of the arithmetic where a copy is kept in it, by threads that move 16 bytes at a time.

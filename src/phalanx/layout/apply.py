@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.layout.compile import compile_stage, compiles_blocks
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
@@ -28,7 +28,7 @@ from phalanx.layout.data_parallel.gradients import gradient_norm_over_ranks
 from phalanx.layout.data_parallel.low_precision import LowPrecisionParameters
 from phalanx.layout.data_parallel.sharding import WholeParameters
 from phalanx.layout.data_parallel.task_heads import branch_groups
-from phalanx.layout.family import BuildContext, family_layout
+from phalanx.layout.family import BuildContext, LayoutModel
 from phalanx.layout.initial_values import initialise_parameters
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.pipeline.runner import Pipeline
@@ -106,29 +106,29 @@ def apply_layout(
     precision = PRECISIONS[run.layout.precision]
     # Sharded parameters are cast as they are gathered; whole ones have a copy in the format of the arithmetic.
     low_precision = mesh.data is None and precision.copies_parameters
-    family = family_of(run)
+    bound = bind(run, LayoutModel)
     sharding = choose_sharding(run, layout, mesh, device)
-    context = make_context(run, layout, mesh, device, attention, sharding)
-    names = family.tied(run)
+    context = make_context(layout, mesh, device, attention, sharding)
+    names = bound.tied()
     compiled = compiles_blocks(run, layout, device)
     stages: list[Stage] = []
     parameters: dict[str, nn.Parameter] = {}
     splits: TensorSplits = {}
-    for index, chunk in model_chunks(layout, mesh.pp.rank, run.model.n_layers, family.block_costs(run)).items():
-        model, kept = family_layout(run).build(context, chunk)
+    for index, chunk in model_chunks(layout, mesh.pp.rank, run.model.n_layers, bound.block_costs()).items():
+        model, kept = bound.build(context, chunk)
         splits |= {whole_name(name, names): split for name, split in kept.items()}
         model.to(precision.compute_dtype if low_precision else precision.main_dtype)
-        stage = family_layout(run).stage(context, model, index)
+        stage = bound.stage(context, model, index)
         recompute_stage(stage, run.layout.recompute)
         if layout.splits_backward:
             separate_gradients(model)
         if compiled:
             compile_stage(stage)
         sharding.shard_stage(stage)
-        main = family_layout(run).build(context, chunk)[0].to(precision.main_dtype) if low_precision else model
+        main = bound.build(context, chunk)[0].to(precision.main_dtype) if low_precision else model
         named = named_parameters(main.to_empty(device=device), names)
         if fill:
-            initialise_parameters(named, family.initial_rules(run), run.training.seed, splits)
+            initialise_parameters(named, bound.initial_rules(), run.training.seed, splits)
         if low_precision:
             stage.low_precision = LowPrecisionParameters(main, model.to_empty(device=device))
         stages.append(stage)
@@ -151,7 +151,6 @@ def apply_layout(
 
 
 def make_context(
-    run: Run,
     layout: ResolvedLayout,
     mesh: Mesh,
     device: torch.device,
@@ -161,7 +160,6 @@ def make_context(
     """Return what every chunk of the model is built with on this rank."""
     groups = branch_groups(layout)
     return BuildContext(
-        run,
         device,
         attention,
         SequenceShare(mesh.cp, mesh.tp, layout.context),

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from phalanx.config.schema import Run
-from phalanx.layout.family import family_layout
+from phalanx.families.registry import bind
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.torch_compat import common as compat
@@ -20,7 +21,7 @@ def compiles_blocks(run: Run, layout: ResolvedLayout, device: torch.device) -> b
     Streamed weights and gradients of inputs and weights apart both step into the backward pass of a block, which a compiled
     block runs as one program.
     """
-    if not family_layout(run).compiles_blocks:
+    if not bind(run, LayoutModel).compiles_blocks:
         return False
     if run.training.compile == "auto":
         whole = layout.gather == "layer" and not layout.splits_backward

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.layout.data_parallel import task_heads
 from phalanx.layout.spec import DEGREES, SINGLE_STAGE, ResolvedLayout
 from phalanx.precision import PRECISIONS
@@ -51,7 +51,7 @@ def _world(layout: ResolvedLayout, world_size: int) -> Iterator[Reason]:
 
 
 def _axes(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
-    legal = family_of(run).axes
+    legal = bind(run).axes
     for name in DEGREES:
         if getattr(layout, name) > 1 and name not in legal:
             yield Reason(
@@ -77,7 +77,7 @@ def _gather(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
     if layout.gather != "stream":
         return
     whole: Fix = {"layout.gather": "layer"}
-    if "tp" not in family_of(run).axes:
+    if "tp" not in bind(run).axes:
         yield Reason(
             f"layout.gather=stream: models of family {run.model.family} have no matrix chains to stream", (whole,)
         )
@@ -122,14 +122,14 @@ def _branch_groups(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
 
 
 def _tensor(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
-    family = family_of(run)
-    for split in family.split_counts(run):
+    model = bind(run)
+    for split in model.split_counts():
         if split.count % layout.tp:
             parts = f"{split.count} parts"
             if split.together > 1:
                 parts = f"{split.count * split.together}, in {parts} of {split.together} that stay together"
             yield Reason(f"layout.tp={layout.tp} does not divide {split.field} ({parts})")
-    rows = family.split_rows(run)
+    rows = model.split_rows()
     if rows is not None and -(-rows.count // layout.tp) * (layout.tp - 1) >= rows.count:
         yield Reason(f"layout.tp={layout.tp} leaves some ranks without a row of {rows.field}={rows.count}")
 
@@ -137,7 +137,7 @@ def _tensor(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
 def _sequence(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
     if layout.cuts_structures:
         return
-    positions = family_of(run).positions(run)
+    positions = bind(run).positions()
     stated = f"{positions.field}={positions.count}"
     ring = layout.cp > 1 and layout.context == "ring"
     unit = 2 * layout.cp if ring else layout.cp
@@ -160,7 +160,7 @@ def _context(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
         )
     if layout.cp == 1 or layout.context != "all_to_all":
         return
-    heads = family_of(run).context_heads(run)
+    heads = bind(run).context_heads()
     if heads.count % layout.tp == 0 and heads.count // layout.tp % layout.cp:
         yield Reason(
             f"layout.context=all_to_all gives each rank whole heads, but layout.cp={layout.cp} does not divide "
@@ -213,7 +213,7 @@ def _zero_bubble(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
             f"{name} splits the backward pass of a stage, which compiled blocks do not allow",
             ({"training.compile": "auto"}, {"layout.schedule": "interleaved_1f1b"}),
         )
-    if layout.schedule == "zbv" and family_of(run).tied(run):
+    if layout.schedule == "zbv" and bind(run).tied():
         yield Reason(
             f"{name} has the first and the last stage on one rank, where a tied head would be sharded twice",
             ({"layout.schedule": "interleaved_zero_bubble"}, {"layout.schedule": "interleaved_1f1b"}),

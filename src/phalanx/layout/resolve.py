@@ -10,7 +10,7 @@ from dataclasses import replace
 from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Layout, Run
 from phalanx.errors import ConfigError
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.families.sizes import check_parameter_count
 from phalanx.layout.data_parallel.task_heads import branch_sizes
 from phalanx.layout.legality import Fix, Reason, divides_batch, reasons, suits_schedule
@@ -70,7 +70,7 @@ def with_degrees(run: Run, degrees: Degrees, fits: MemoryFits | None = None) -> 
     """The layout with these degrees and all else as `run` says; legal or not. fits: as for `resolve_layout`."""
     chosen = run.layout
     cp, pp = degrees["cp"], degrees["pp"]
-    cuts_structures = family_of(run).cuts_structures
+    cuts_structures = bind(run).cuts_structures
     per_rank = chosen.stages_per_rank
     if per_rank == "auto":
         per_rank = 1 if chosen.schedule in SINGLE_STAGE else 2
@@ -175,9 +175,9 @@ def divisors(number: int) -> list[int]:
 def _context(run: Run, degrees: Degrees) -> str:
     if run.layout.context != "auto":
         return run.layout.context
-    family = family_of(run)
-    exchangeable = family.context_heads(run).count % (degrees["tp"] * degrees["cp"]) == 0
-    return "all_to_all" if family.needs_bias(run) and exchangeable else "ring"
+    model = bind(run)
+    exchangeable = model.context_heads().count % (degrees["tp"] * degrees["cp"]) == 0
+    return "all_to_all" if model.needs_bias() and exchangeable else "ring"
 
 
 class _Indivisible(ConfigError):

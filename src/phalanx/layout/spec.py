@@ -40,7 +40,7 @@ class ResolvedLayout:
     reshard_after_forward: bool = False
     gather: str = "layer"
     branch_groups: tuple[int, ...] = ()
-    """Data-parallel ranks of each branch (`families.materials.data.branches.BranchGroups.sizes`); empty: all
+    """Data-parallel ranks of each branch (`families.materials.data.balance.BranchGroups.sizes`); empty: all
     branches on all."""
 
     @property

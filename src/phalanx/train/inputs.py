@@ -1,16 +1,16 @@
 """What a run reads: the training stream of this rank, the held-out samples, and what of its data a run keeps.
 
-A family's module `train.<family>` opens them.
+A bound model opens them: training asks `TrainableModel`, below.
 """
 
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -19,6 +19,7 @@ from phalanx.data.batch import BatchStream
 from phalanx.errors import DataError
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import Executor
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.train.metrics import RankTimes
@@ -119,30 +120,39 @@ class Verification:
             self._error = error
 
 
-def expected_evaluation(run: Run) -> ExpectedEvaluation | None:
-    """What evaluations in training will give; None where the run holds nothing out to evaluate on.
+class TrainableModel(LayoutModel):
+    """A bound model that can be trained: it opens its data and evaluates itself."""
 
-    Raises DataError for data that are not there or not prepared."""
-    found: ExpectedEvaluation | None = import_module(f"phalanx.families.{run.model.family}.inputs").expected_evaluation(
-        run
+    absent: ClassVar[str] = (
+        "model.family={family} cannot be trained: its class is no phalanx.train.inputs.TrainableModel"
     )
-    return found
 
+    def settle(self, run_dir: Path) -> Run:
+        """Return the run with what its file leaves to the data or to the checkpoint it resumes; by default as it is.
 
-def check_inputs(run: Run) -> str:
-    """Look for every source of the run file, without reading it, and return in words how much there is to train on.
+        Every rank calls it, and all get the same.
+        """
+        return self.run
 
-    Raises DataError, or ConfigError, for what training would refuse of what can be seen so.
-    """
-    found: str = import_module(f"phalanx.families.{run.model.family}.inputs").check_inputs(run)
-    return found
+    def how_to_import(self, path: Path) -> str:
+        """Return the command that makes a checkpoint of `path`, as the rest of an error message; by default nothing."""
+        return ""
 
+    @abstractmethod
+    def open_inputs(self, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
+        """Open every source of the run file. first: whether this rank does what is done once.
 
-def open_inputs(run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
-    """Open every source of the run file. first: whether this rank does what is done once.
+        Raises DataError for missing, truncated or unsuitable data."""
 
-    Raises DataError for missing, truncated or unsuitable data."""
-    inputs: Inputs = import_module(f"phalanx.families.{run.model.family}.inputs").open_inputs(
-        run, layout, mesh, device, first=first
-    )
-    return inputs
+    @abstractmethod
+    def check_inputs(self) -> str:
+        """Look for every source of the run file, without reading it, and return in words how much there is to train on.
+
+        Raises DataError, or ConfigError, for what training would refuse of what can be seen so.
+        """
+
+    def expected_evaluation(self) -> ExpectedEvaluation | None:
+        """What evaluations in training will give; None where the run holds nothing out to evaluate on.
+
+        Raises DataError for data that are not there or not prepared."""
+        return None

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.files import write_atomically
 from phalanx.printable_console import plain_console
 from phalanx.train.metrics import StepMetrics
@@ -241,6 +241,6 @@ def open_sinks(run: Run, folder: Path, first_step: int) -> list[Sink]:
     if training.mlflow is not None:
         sinks.append(MlflowSink(run, folder))
     # The terminal last: its progress bar starts only when nothing can fail any more.
-    unit = family_of(run).position_unit
+    unit = bind(run).position_unit
     sinks.append(ConsoleSink(total_steps=training.steps, first_step=first_step, every=training.log_every, unit=unit))
     return sinks

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.hardware.device import device_name, find_facts, measure_matmul_tflops
 from phalanx.torch_compat import common as compat
 from phalanx.train.step import StepResult
@@ -94,9 +94,9 @@ class StepMeter:
     """Turns what the step gave and how long it took into `StepMetrics`."""
 
     def __init__(self, run: Run, *, global_batch: int, world_size: int, device: torch.device, peaks: Peaks) -> None:
-        family = family_of(run)
-        self.tokens_per_step = global_batch * family.positions(run).count
-        self.flops_per_token = family.flops_per_sample(run) / family.positions(run).count
+        model = bind(run)
+        self.tokens_per_step = global_batch * model.positions().count
+        self.flops_per_token = model.flops_per_sample() / model.positions().count
         self.world_size = world_size
         self.device = device
         self.peaks = peaks

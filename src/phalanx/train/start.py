@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,14 @@ from phalanx.config.document import Value, parse_document, show_value
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, ConfigError, Interrupted
-from phalanx.families.language.huggingface.folder import is_huggingface_folder
-from phalanx.families.materials.units_from_data import settle_units
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.families.sizes import sizes_of
 from phalanx.files import write_atomically
 from phalanx.hardware.cpu_formats import require_cpu_format
 from phalanx.hardware.device import choose_device, device_name, memory_bytes
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, check_attention
-from phalanx.layout.family import family_layout
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import (
     Mesh,
     Ranks,
@@ -51,7 +49,7 @@ from phalanx.precision import PRECISIONS
 from phalanx.printable import printable
 from phalanx.torch_compat.common import is_rocm
 from phalanx.train.failures import explain_failures
-from phalanx.train.inputs import Inputs, open_inputs
+from phalanx.train.inputs import Inputs, TrainableModel
 from phalanx.train.logs import check_trackers, open_sinks
 from phalanx.train.metrics import StepMeter, find_peaks
 from phalanx.train.nonfinite import all_finite
@@ -106,9 +104,9 @@ def _train_in_group(
     run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device, run_dir: Path, until: int | None
 ) -> None:
     mesh = build_mesh(layout, device)
-    run = settle_units(run, run_dir)
+    run = bind(run, TrainableModel).settle(run_dir)
     # Before the run directory is made: missing data then leaves nothing behind.
-    inputs = open_inputs(run, layout, mesh, device, first=ranks.first)
+    inputs = bind(run, TrainableModel).open_inputs(layout, mesh, device, first=ranks.first)
     try:
         _require_checkpoint(run, run_dir)
         directory = RunDirectory(run_dir)
@@ -128,11 +126,11 @@ def _require_checkpoint(run: Run, run_dir: Path) -> None:
         return
     if training.resume not in ("auto", "must", "never"):
         if open_checkpoints(Path(training.resume)).newest() is None:
-            raise _nothing_to_resume(training.resume, Path(training.resume))
+            raise _nothing_to_resume(run, training.resume, Path(training.resume))
     elif training.resume == "must":
-        raise _nothing_to_resume(training.resume, RunDirectory(run_dir).checkpoints)
+        raise _nothing_to_resume(run, training.resume, RunDirectory(run_dir).checkpoints)
     elif training.init_from is not None and open_checkpoints(Path(training.init_from)).newest() is None:
-        raise _no_weights(training.init_from)
+        raise _no_weights(Path(training.init_from), bind(run, TrainableModel).how_to_import)
 
 
 def _train(
@@ -219,7 +217,8 @@ def _opening_lines(
     run: Run, layout: ResolvedLayout, device: torch.device, attention: AttentionChoice, inputs: Inputs, first_step: int
 ) -> Iterator[str]:
     """Yield what is about to be trained, on what and how, for a person who waits for the first step."""
-    sizes, positions, unit = sizes_of(run.model), family_of(run).positions(run).count, family_of(run).position_unit
+    model, sizes = bind(run), sizes_of(run.model)
+    positions, unit = model.positions().count, model.position_unit
     yield f"model   {sizes.in_words(run.model)}; {sizes.parameter_count(run.model):,} parameters"
     words = layout.in_words(run.layout.recompute, run.layout.gather_blocks)
     yield f"layout  {words}; {run.layout.precision}, attention {attention.name}"
@@ -239,10 +238,10 @@ def _warn(directory: RunDirectory, text: str) -> None:
 
 def _agree_on_attention(run: Run, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
     """Choose on the first rank and tell the others: all must run the same arithmetic."""
-    choose = family_layout(run).choose_attention
+    choose = bind(run, LayoutModel).choose_attention
     if not dist.is_initialized():
-        return choose(run, layout, device)
-    choice = [choose(run, layout, device)] if dist.get_rank() == 0 else [None]
+        return choose(layout, device)
+    choice = [choose(layout, device)] if dist.get_rank() == 0 else [None]
     dist.broadcast_object_list(choice, src=0)
     assert choice[0] is not None
     return choice[0]
@@ -280,9 +279,9 @@ def _begin(
     loaded = source.load_newest_usable(tensors, check=check)
     if loaded is None:
         if elsewhere or resume == "must":
-            raise _nothing_to_resume(resume, Path(resume) if elsewhere else store.root)
+            raise _nothing_to_resume(run, resume, Path(resume) if elsewhere else store.root)
         if run.training.init_from is not None:
-            load_weights(Path(run.training.init_from), applied)
+            load_weights(Path(run.training.init_from), applied, bind(run, TrainableModel).how_to_import)
         return 0
     checkpoint, fields = loaded
     state = check_state(checkpoint, fields)
@@ -294,9 +293,10 @@ def _begin(
     return state.step
 
 
-def _nothing_to_resume(resume: str, where: Path) -> CheckpointError:
+def _nothing_to_resume(run: Run, resume: str, where: Path) -> CheckpointError:
+    hint = bind(run, TrainableModel).how_to_import(where)
     return CheckpointError(
-        f"training.resume={resume}, but {where} holds no whole checkpoint; use training.resume=auto{_how_to_import(where)}"
+        f"training.resume={resume}, but {where} holds no whole checkpoint; use training.resume=auto{hint}"
     )
 
 
@@ -346,24 +346,17 @@ def _flat(value: Value, name: str = "") -> dict[str, Value]:
     return {path: scalar for part, item in parts for path, scalar in _flat(item, part).items()}
 
 
-def load_weights(path: Path, applied: ParallelModel) -> None:
-    """Fill the model's parameters with those of the newest checkpoint at `path`, whatever else it holds."""
+def load_weights(path: Path, applied: ParallelModel, how_to_import: Callable[[Path], str] = lambda _: "") -> None:
+    """Fill the model's parameters with those of the newest checkpoint at `path`, whatever else it holds.
+
+    how_to_import: see `TrainableModel`. Raises CheckpointError where there is none.
+    """
     store = open_checkpoints(path)
     newest = store.newest()
     if newest is None:
-        raise _no_weights(str(path))
+        raise _no_weights(path, how_to_import)
     store.load(newest, placed_tensors(applied.parameters, applied.splits), prefix="model.")
 
 
-def _no_weights(path: str) -> CheckpointError:
-    return CheckpointError(f"training.init_from={path}: no whole checkpoint there{_how_to_import(Path(path))}")
-
-
-def _how_to_import(path: Path) -> str:
-    """The command that makes a checkpoint of `path`, as the rest of an error message, where it is a Hugging Face folder."""
-    if not is_huggingface_folder(path):
-        return ""
-    return (
-        f"; {path} is a Hugging Face folder: `phalanx convert {path} imported` makes a checkpoint of it, "
-        f"and training.init_from=imported starts from that"
-    )
+def _no_weights(path: Path, how_to_import: Callable[[Path], str]) -> CheckpointError:
+    return CheckpointError(f"training.init_from={path}: no whole checkpoint there{how_to_import(path)}")

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from phalanx.config.schema import Run
+from phalanx.config.schema import Optimizer, Run
 from phalanx.data.batch import Batch
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import Executor
+from phalanx.optimizers import build_optimizer, find_optimizer
 from phalanx.precision import PRECISIONS
 from phalanx.torch_compat import common as compat
-from phalanx.train.adamw import AdamW
-from phalanx.train.optimizer import build_optimizer, clipped_update
+from phalanx.train.gradients import clip_or_skip
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,17 @@ class StepResult:
     """False when non-finite gradients made the step leave the parameters alone."""
 
     @classmethod
-    def of(cls, found: Sequence[float]) -> StepResult:
-        """From what `TrainStep.enqueue` gives."""
-        loss, norm = found
+    def from_figures(cls, figures: Sequence[float]) -> StepResult:
+        """Return the result that the two figures of `TrainStep.enqueue` stand for."""
+        loss, norm = figures
         return cls(loss, norm, math.isfinite(loss) and math.isfinite(norm))
 
 
 def build_step(run: Run, applied: ParallelModel, device: torch.device) -> TrainStep:
-    """The training step that `run` asks for, with a fresh optimizer."""
-    return TrainStep(
-        applied,
-        build_optimizer(applied.parameters, run.optimizer, family_of(run).parameter_kind, applied.compute_parameters),
-        device=device,
-        grad_clip=run.optimizer.grad_clip,
-        scaler=GradScaler(device.type) if PRECISIONS[run.layout.precision].scales_loss else None,
-    )
+    """Return the training step that `run` asks for, with a fresh optimizer."""
+    optimizer = build_optimizer(applied.parameters, run.optimizer, bind(run).parameter_kind, applied.compute_parameters)
+    scaler = GradScaler(device.type) if PRECISIONS[run.layout.precision].scales_loss else None
+    return TrainStep(applied, optimizer, run.optimizer, device=device, scaler=scaler)
 
 
 class TrainStep:
@@ -57,63 +53,62 @@ class TrainStep:
     def __init__(
         self,
         applied: ParallelModel,
-        optimizer: AdamW,
+        optimizer: torch.optim.Optimizer,
+        config: Optimizer,
         *,
         device: torch.device,
-        grad_clip: float | None,
         scaler: GradScaler | None = None,
     ) -> None:
+        """Join a laid-out model and its optimizer, which is of the kind that `config` names."""
         self.applied = applied
         self.executor = Executor(applied)
         self.optimizer = optimizer
+        self.config = config
+        self.kind = find_optimizer(config)
         self.device = device
-        self.grad_clip = grad_clip
         self.scaler = scaler
 
     def run(self, step: int, batch: Batch) -> StepResult:
-        """Optimizer step `step` (from 1) on this rank's samples of the global batch.
+        """Run optimizer step `step` (from 1) on this rank's samples of the global batch.
 
         The update is left out, on all ranks alike, when the loss or the gradient norm is not finite.
         """
-        return StepResult.of(self.enqueue(step, batch).tolist())
+        return StepResult.from_figures(self.enqueue(step, batch).tolist())
 
     def enqueue(self, step: int, batch: Batch) -> Tensor:
-        """The same without waiting for the device: mean loss and gradient norm as they will be, float64 [2]."""
+        """Launch the same step without waiting for the device; return mean loss and gradient norm, float64 [2]."""
         batch = self.executor.cut(batch, self.executor.layout.accumulation).to(self.device)
-        targets = self._targets(batch)
+        count = batch.target_counts()
+        # Ranks that read the same samples count their targets once.
+        targets = self._sum_over_ranks(count if self.applied.mesh.reads_first else torch.zeros_like(count)).clamp(min=1)
         scale = 1.0 / targets if self.scaler is None else self.scaler.scale(1.0 / targets)
         loss = self._sum_over_ranks(self.executor.forward_backward(step, batch, scale))
-        return self._update((loss / targets).sum())
+        return self.update_parameters((loss / targets).sum())
 
-    def _targets(self, batch: Batch) -> Tensor:
-        """Targets of the whole global batch, [tasks]; ranks that read the same samples count them once."""
-        count = batch.target_counts()
-        return self._sum_over_ranks(count if self.applied.mesh.reads_first else torch.zeros_like(count)).clamp(min=1)
-
-    def relaid(self, executor: Executor) -> TrainStep:
-        """Steps of the same optimizer on the same parameters, run by another executor: with other micro-batches, say."""
-        step = TrainStep(
-            executor.applied, self.optimizer, device=self.device, grad_clip=self.grad_clip, scaler=self.scaler
-        )
-        step.executor = executor
-        return step
-
-    def _update(self, loss: Tensor) -> Tensor:
+    def update_parameters(self, loss: Tensor) -> Tensor:
+        """Update with the gradients that are there, then drop them; return mean loss and gradient norm, float64 [2]."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
+            # A rank that overflowed must make all ranks skip, or their parameters would part.
             if self.applied.mesh.world is not None:
                 compat.share_overflow(self.scaler, self.optimizer, self.applied.mesh.world)
         norm = self.applied.gradient_norm()
         if self.scaler is None:
-            clipped_update(self.optimizer, loss, norm, self.grad_clip)
+            self.kind.update(self.optimizer, *clip_or_skip(loss, norm, self.config.grad_clip))
         else:
-            if self.grad_clip is not None:
-                torch.nn.utils.clip_grads_with_norm_(self.applied.parameters.values(), self.grad_clip, norm)
+            if self.config.grad_clip is not None:
+                torch.nn.utils.clip_grads_with_norm_(self.applied.parameters.values(), self.config.grad_clip, norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.applied.refresh(self.optimizer.written)
+        self.applied.refresh(self.kind.written_copies(self.optimizer))
         return torch.stack((loss.double(), norm.double()))
+
+    def relaid(self, executor: Executor) -> TrainStep:
+        """Return steps of the same optimizer on the same parameters, run by another executor."""
+        step = TrainStep(executor.applied, self.optimizer, self.config, device=self.device, scaler=self.scaler)
+        step.executor = executor
+        return step
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         if self.applied.mesh.world is not None:

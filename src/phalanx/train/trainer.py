@@ -21,16 +21,15 @@ from phalanx.layout.apply import ParallelModel
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Ranks
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.optimizers import LearningRateSchedule, set_learning_rate
 from phalanx.train.inputs import Inputs
 from phalanx.train.interrupt import DIRECTORY_GONE, StopRequest
 from phalanx.train.logs import Sink, format_duration
 from phalanx.train.metrics import RankTimes, StepMeter, StepMetrics
 from phalanx.train.nonfinite import GradientSpikes, all_finite
-from phalanx.train.optimizer import set_learning_rate
 from phalanx.train.profile import Probes
 from phalanx.train.run_ahead import RunAhead
 from phalanx.train.run_dir import RunDirectory
-from phalanx.train.schedule import learning_rate
 from phalanx.train.step import StepResult, TrainStep
 
 
@@ -140,7 +139,7 @@ class Trainer:
         return int(self.run_ahead.ahead and not looked_at and not self.checkpoint_waits)
 
     def _launch(self, step: int, signal_number: int) -> _Running:
-        rate = learning_rate(self.run.optimizer, step, self.run.training.steps)
+        rate = LearningRateSchedule(self.run.optimizer, self.run.training.steps).rate(step)
         set_learning_rate(self.train_step.optimizer, rate)
         self.probes.before(step)
         began, asked = Moment(self.parts.device), time.perf_counter()
@@ -156,7 +155,7 @@ class Trainer:
 
     def _finish(self, running: _Running) -> None:
         """Wait for a step and do what follows from it."""
-        result = StepResult.of(self.run_ahead.read(running.found))
+        result = StepResult.from_figures(self.run_ahead.read(running.found))
         # The device goes from step to step, whenever the host comes to read; one launched behind nothing begins at once.
         before = running.began if self.last is None else self.last.found.made
         self.seconds = running.found.made.seconds_since(before) + running.stall

@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.layout.mesh import ONE_RANK, Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.precision import PRECISIONS
 from phalanx.verify.bound import Bound
 from phalanx.verify.compare import Check, compare, from_first
-from phalanx.verify.family import family_verification
+from phalanx.verify.family import VerifiableModel
 from phalanx.verify.record import Record, record
 from phalanx.verify.reduced import one_rank
 
@@ -92,13 +92,13 @@ class Verifier:
         mesh = build_mesh(layout, self.device, self._groups)
         mine = record(self.run, layout, mesh, self.device, steps=self.steps, activations=self.activations)
         optimizer = self.run.optimizer
-        vanishing = family_of(self.run).vanishing
+        vanishing = bind(self.run).vanishing
         checks = compare(mine, self.reference, self._bound(), optimizer.lr / optimizer.eps, vanishing)
         words = layout.in_words(self.run.layout.recompute, self.run.layout.gather_blocks)
         return Verdict(str(layout), words, str(self._bound()), checks, from_first(time.perf_counter() - start))
 
     def _bound(self) -> Bound:
         batch = global_batch_samples(self.run)
-        samples = family_verification(self.run).samples(self.run, 1, 0, batch, batch)
+        samples = bind(self.run, VerifiableModel).samples(1, 0, batch, batch)
         targets = int(samples.target_counts().max())
         return Bound(PRECISIONS[self.run.layout.precision].compute_dtype, self.run.model.n_layers, targets)

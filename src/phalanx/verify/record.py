@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.gradients import local_gradient
@@ -21,9 +21,9 @@ from phalanx.layout.place import Place, place_of
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.nn.initial import InitRule
-from phalanx.train.optimizer import build_optimizer
+from phalanx.optimizers import build_optimizer
 from phalanx.train.step import TrainStep
-from phalanx.verify.family import family_verification
+from phalanx.verify.family import VerifiableModel
 
 _SHAKE = 0.1
 """Standard deviation added to parameters that all start equal."""
@@ -65,25 +65,23 @@ def record(
     run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, steps: int, activations: bool
 ) -> Record:
     """Train `run` for `steps` steps in `layout`, on this rank of `mesh`, with the samples of its family's verification."""
+    model = bind(run, VerifiableModel)
     applied = apply_layout(run, layout, mesh, device, AttentionChoice("sdpa"))
     _shake(applied, run)
-    optimizer = build_optimizer(
-        applied.parameters, run.optimizer, family_of(run).parameter_kind, applied.compute_parameters
-    )
-    step = _Recorded(applied, optimizer, device=device, grad_clip=run.optimizer.grad_clip)
+    optimizer = build_optimizer(applied.parameters, run.optimizer, model.parameter_kind, applied.compute_parameters)
+    step = _Recorded(applied, optimizer, run.optimizer, device=device)
     share = layout.samples_per_rank
     first = mesh.data_rank * share
     seen: dict[str, list[Activation]] = {}
     handles = []
     if activations:
         handles = [handle for stage in applied.stages for handle in _watch(stage, seen, first, layout.microbatch)]
-    family = family_verification(run)
     done = []
     for number in range(1, steps + 1):
         if layout.branch_groups:
-            batch = family.branch_samples(run, number, layout, mesh.data_rank)
+            batch = model.branch_samples(number, layout, mesh.data_rank)
         else:
-            batch = family.samples(run, number, first, share, layout.global_batch)
+            batch = model.samples(number, first, share, layout.global_batch)
         result = step.run(number, batch)
         done.append(StepRecord(result.loss, result.grad_norm, step.gradients))
         for handle in handles:
@@ -95,7 +93,7 @@ def record(
 @torch.no_grad()
 def _shake(applied: ParallelModel, run: Run) -> None:
     """Move the parameters that all start equal (biases at 0, norms at 1): a mistake with them would not show else."""
-    rules = family_of(run).initial_rules(run)
+    rules = bind(run).initial_rules()
     for name, parameter in applied.parameters.items():
         rule = next(rule for pattern, rule in rules if fnmatchcase(name, pattern))
         if rule.kind == "constant":
@@ -110,14 +108,15 @@ class _Recorded(TrainStep):
 
     gradients: dict[str, Place]
 
-    def _update(self, loss: Tensor) -> Any:
+    def update_parameters(self, loss: Tensor) -> Tensor:
+        """Keep the gradients, then update with them."""
         self.gradients = {}
         for name, parameter in self.applied.parameters.items():
             place = place_of(parameter, self.applied.splits.get(name))
             grad = local_gradient(parameter)
             local = torch.full_like(place.local, torch.nan) if grad is None else grad
             self.gradients[name] = _copied(place._replace(local=local))
-        return super()._update(loss)
+        return super().update_parameters(loss)
 
 
 def _copied(place: Place) -> Place:

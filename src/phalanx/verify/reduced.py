@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.config.schema import Run
-from phalanx.verify.family import family_verification
+from phalanx.families.registry import bind
+from phalanx.verify.family import VerifiableModel
 
 OPTIMIZER_EPS = 1e-3
 """AdamW's epsilon while verifying, about the size of the gradients: near-zero gradients would otherwise turn rounding
@@ -27,7 +28,7 @@ def with_small_batch(run: Run, world_size: int) -> Run:
 
 def reduced_run(run: Run, precision: str, steps: int, world_size: int) -> Run:
     """A small run that any layout legal for `run` on `world_size` ranks, with a small batch, is legal for too."""
-    small = family_verification(run).reduced(run, world_size)
+    small = bind(run, VerifiableModel).reduced(world_size)
     return _changed(with_small_batch(run, world_size), **small, **_common(precision, steps))
 
 

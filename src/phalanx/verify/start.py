@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.families.registry import bind
 from phalanx.hardware.cpu_formats import require_cpu_format
 from phalanx.hardware.device import choose_device
 from phalanx.launch.fork_server import RanksFailed, run_ranks
@@ -19,7 +20,7 @@ from phalanx.layout.resolve import every_layout, resolve_layout, stated_ranks
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.precision import PRECISIONS
 from phalanx.verify.check import Verdict, Verifier
-from phalanx.verify.family import family_verification
+from phalanx.verify.family import VerifiableModel
 from phalanx.verify.reduced import full_run, reduced_run, with_small_batch
 
 MOST_RANKS = 256
@@ -123,5 +124,5 @@ def _verify_all(
 
 
 def _in_words(run: Run) -> str:
-    model = family_verification(run).in_words(run)
+    model = bind(run, VerifiableModel).in_words()
     return f"{model}, global batch {run.layout.global_batch}, {run.layout.precision}, {run.training.steps} steps"

@@ -16,12 +16,13 @@ from distributed_ranks import run_ranks
 from materials_cases import LAYOUTS, cases, run_of
 from phalanx.errors import ConfigError
 from phalanx.families.materials.layout import MaterialsStage
-from phalanx.families.materials.verification import VERIFICATION
+from phalanx.families.registry import bind
 from phalanx.launch.fork_server import RanksFailed
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import every_layout, resolve_layout
 from phalanx.train.step import TrainStep
 from phalanx.verify.check import Verdict, Verifier
+from phalanx.verify.family import VerifiableModel
 
 LIMITS = {"fp64": 1e-10, "fp32": 1e-4}
 """Largest relative error of any gradient."""
@@ -91,12 +92,12 @@ def test_layouts_compute_what_one_rank_computes(
 
 def test_samples_leave_ranks_with_uneven_and_with_no_work() -> None:
     run = run_of("painn", 4)
-    shares = [VERIFICATION.samples(run, step, first, 2, 8) for step in (1, 2) for first in (0, 2, 4, 6)]
+    shares = [bind(run, VerifiableModel).samples(step, first, 2, 8) for step in (1, 2) for first in (0, 2, 4, 6)]
     assert {len(share.atoms) for share in shares} == {0, 2}
     assert len({len(share.species_N) for share in shares}) > 4
     counts = torch.stack([share.target_counts() for share in shares])
     assert (counts == 0).any() and all(len(set(task)) > 2 for task in counts.T.tolist())
-    whole = VERIFICATION.samples(run, 1, 0, 8, 8)
+    whole = bind(run, VerifiableModel).samples(1, 0, 8, 8)
     assert torch.equal(torch.cat([share.positions_N3 for share in shares[:4]]), whole.positions_N3)
     # Crystals and molecules, and atoms that see images of themselves.
     assert 0 < int((whole.cells_G33.abs().sum((1, 2)) == 0.0).sum()) < len(whole.atoms)

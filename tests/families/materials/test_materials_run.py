@@ -11,10 +11,11 @@ import torch
 from materials_runs import write_materials_run
 from phalanx.config.load import load_run
 from phalanx.errors import DataError
-from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
+from phalanx.families.registry import bind
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
-from phalanx.train.inputs import open_inputs
+from phalanx.train.inputs import TrainableModel
 from phalanx_processes import Trained, train
 
 LAYOUTS = [(2, "layout.dp_shard=2"), (1,), (2, "layout.dp_replicate=2", "layout.dp_shard=1", "layout.zero=0")]
@@ -92,7 +93,7 @@ def test_a_budget_of_memory_changes_how_a_step_is_cut_and_not_what_it_gives(run_
 
 def test_a_budget_decides_how_many_micro_batches_there_are(run_file: Path) -> None:
     run = load_run(run_file, ["data.microbatch_cost=30"])
-    inputs = open_inputs(run, resolve_layout(run, 1), ONE_RANK, torch.device("cpu"), first=False)
+    inputs = bind(run, TrainableModel).open_inputs(resolve_layout(run, 1), ONE_RANK, torch.device("cpu"), first=False)
     batch = inputs.stream.next()
     inputs.stream.close()
     parts = list(batch.split(1))
@@ -108,7 +109,9 @@ def test_an_element_without_a_reference_energy_beside_others_is_said(
 ) -> None:
     for energies, said in (("{6: -12.0}", True), ("{1: -2.0, 6: -12.0, 8: 0.0}", False), ("{}", False)):
         run = load_run(run_file, [f"model.branches=[{{name: toy, reference_energies: {energies}}}]"])
-        open_inputs(run, resolve_layout(run, 1), ONE_RANK, torch.device("cpu"), first=True).stream.close()
+        bind(run, TrainableModel).open_inputs(
+            resolve_layout(run, 1), ONE_RANK, torch.device("cpu"), first=True
+        ).stream.close()
         line = (
             "warning: model.branches: toy.reference_energies has none of atomic number 1, 8, which its structures have"
         )
@@ -120,4 +123,4 @@ def test_an_element_the_model_does_not_know_is_refused(run_file: Path) -> None:
     with pytest.raises(
         DataError, match=r"toy has atomic number 8, model.max_atomic_number=7 is less; set model.max_at"
     ):
-        open_inputs(run, resolve_layout(run, 1), ONE_RANK, torch.device("cpu"), first=False)
+        bind(run, TrainableModel).open_inputs(resolve_layout(run, 1), ONE_RANK, torch.device("cpu"), first=False)

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.config.families import MaterialsRun
 from phalanx.families.materials import recorded_step
-from phalanx.families.materials.layout import LAYOUT, MaterialsStage
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.layout import MaterialsStage
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.recorded_step import StepRecorder
-from phalanx.families.materials.verification import VERIFICATION
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.family import BuildContext
+from phalanx.layout.family import BuildContext, LayoutModel
 from phalanx.layout.initial_values import initialise_parameters
 from phalanx.layout.mesh import Axis
 from phalanx.torch_compat.program import SizedProgram
+from phalanx.verify.family import VerifiableModel
 
 BODIES = ("gin", "pna", "gatv2", "cgcnn", "schnet", "egnn", "painn", "mace")
 
@@ -50,12 +50,12 @@ def run_of(
 
 def network(run: MaterialsRun) -> MaterialsNetwork:
     found = MaterialsNetwork(run.model, dtype=torch.float64).double()
-    initialise_parameters(dict(found.named_parameters()), family_of(run).initial_rules(run), 0, {})
+    initialise_parameters(dict(found.named_parameters()), bind(run).initial_rules(), 0, {})
     return found
 
 
 def inputs_of(run: MaterialsRun, step: int, structures: int) -> dict[str, Any]:
-    species_N, inputs = VERIFICATION.samples(run, step, 0, structures, structures).inputs()
+    species_N, inputs = bind(run, VerifiableModel).samples(step, 0, structures, structures).inputs()
     del inputs["max_atoms"]
     return {"species_N": species_N, **inputs}
 
@@ -221,10 +221,10 @@ def test_steps_are_recorded_where_they_can_be(name: str) -> None:
     run, device, cp, gathered, wanted = WHEN[name]
     share = SequenceShare(Axis("cp", 0, cp), Axis("tp"), "ring")
     choice = AttentionChoice("sdpa")
-    building = BuildContext(run, torch.device(device), choice, share, gathered=gathered)
+    building = BuildContext(torch.device(device), choice, share, gathered=gathered)
     with torch.device("meta"):
         part = MaterialsNetwork(run.model)
-    stage = LAYOUT.stage(building, part, 0)
+    stage = bind(run, LayoutModel).stage(building, part, 0)
     assert isinstance(stage, MaterialsStage)
     assert (stage.recorder is not None) == wanted
     # A program needs all parameters at once.

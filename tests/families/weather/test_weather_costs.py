@@ -9,9 +9,9 @@ import pytest
 
 from dry_layouts import train_step
 from layout_runs import run_with
-from phalanx.config.families import WeatherRun
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
+from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.sizes import block_flops_per_sample
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
@@ -19,7 +19,7 @@ from phalanx.planner.dryrun.report import RankReport
 from phalanx.planner.dryrun.run import dry_run
 from phalanx.planner.explain.break_even import break_even
 from phalanx.planner.memory.model import Kernels, rank_memory
-from phalanx.planner.trace.family import Setting, cost_family, setting_of
+from phalanx.planner.trace.family import Setting, require_planned, setting_of
 from phalanx.planner.trace.parts import PartCosts, part_costs
 from phalanx.planner.trace.streamed import chain_sizes
 
@@ -166,4 +166,4 @@ def test_what_cannot_be_planned_is_refused_with_the_reason() -> None:
         setting_of(rolled, resolve_layout(rolled, 1), attention="flash", compiled=False)
     materials = run.model.model_copy(update={"family": "materials"})
     with pytest.raises(ConfigError, match="what a batch of graphs costs depends on the graphs"):
-        cost_family(materials)
+        require_planned(materials)

@@ -9,20 +9,20 @@ import pytest
 import torch
 
 from layout_runs import refusal
-from phalanx.config.families import WeatherRun
 from phalanx.config.load import load_run
-from phalanx.families.weather.layout import LAYOUT
-from phalanx.families.weather.verification import VERIFICATION
+from phalanx.families.registry import bind
+from phalanx.families.weather.config import WeatherRun
+from phalanx.layout import attention
 from phalanx.layout.apply import apply_layout
-from phalanx.layout.context_parallel import kernel_choice
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, fastest
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.family import BuildContext
+from phalanx.layout.family import BuildContext, LayoutModel
 from phalanx.layout.legality import reasons
 from phalanx.layout.mesh import ONE_RANK, Axis
 from phalanx.layout.resolve import every_layout, resolve_layout, with_degrees
 from phalanx.layout.spec import DEGREES
 from phalanx.nn.splits import ModelChunk
+from phalanx.verify.family import VerifiableModel
 from phalanx.verify.reduced import reduced_run
 from weather_runs import EXAMPLES, write_weather_run
 
@@ -49,8 +49,8 @@ def test_tensor_ranks_share_out_all_that_is_large() -> None:
     """Of ORBIT 113B what each of eight ranks holds whole is less than half a percent of its part of the rest."""
     run = run_of("orbit-113b")
     share = SequenceShare(Axis("cp"), Axis("tp", 3, 8), "ring")
-    building = BuildContext(run, torch.device("cpu"), AttentionChoice("sdpa"), share)
-    model, splits = LAYOUT.build(building, ModelChunk(range(56)))
+    building = BuildContext(torch.device("cpu"), AttentionChoice("sdpa"), share)
+    model, splits = bind(run, LayoutModel).build(building, ModelChunk(range(56)))
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     kept = sum(size for name, size in sizes.items() if name in splits)
     whole = sum(size for name, size in sizes.items() if name not in splits)
@@ -111,15 +111,15 @@ def test_the_fastest_attention_is_measured_once(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpu = torch.device("cpu")
     # Of the kernels an accelerator has, the CPU has this one.
-    found = kernel_choice._measure_whole((2, 16, 4, 8), torch.float32, cpu)
+    found = attention._measure_whole((2, 16, 4, 8), torch.float32, cpu)
     assert found.keys() == {"flash"} and found["flash"] > 0
     choice = fastest("a device", lambda: {"flash": 2.0, "cudnn": 1.0})
     assert (choice.name, choice.kernel) == ("cudnn", "sdpa")
     assert fastest("a device", lambda: pytest.fail("measured again")).milliseconds == {"flash": 2.0, "cudnn": 1.0}
     run = run_of("climax-small", "training.attention=math")
-    assert LAYOUT.choose_attention(run, resolve_layout(run, 1), cpu).name == "math"
+    assert bind(run, LayoutModel).choose_attention(resolve_layout(run, 1), cpu).name == "math"
     run = run_of("climax-small")
-    assert LAYOUT.choose_attention(run, resolve_layout(run, 1), cpu).name == "sdpa"
+    assert bind(run, LayoutModel).choose_attention(resolve_layout(run, 1), cpu).name == "sdpa"
 
 
 def test_the_last_step_of_a_roll_out_learns_from_the_ones_before(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_the_last_step_of_a_roll_out_learns_from_the_ones_before(tmp_path: Path)
     assert isinstance(run, WeatherRun)
     cpu = torch.device("cpu")
     (stage,) = apply_layout(run, resolve_layout(run, 1), ONE_RANK, cpu, AttentionChoice("sdpa")).stages
-    model, batch = stage.part, VERIFICATION.samples(run, 1, 0, 3, 3)
+    model, batch = stage.part, bind(run, VerifiableModel).samples(1, 0, 3, 3)
     x, inputs = batch.inputs()
     loss = stage(x, batch.sample_indices, **{**inputs, "lead_hours_B": torch.tensor([6.0, 12.0, 24.0])})
     starts = []

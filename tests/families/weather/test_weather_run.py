@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config.families import WeatherRun
 from phalanx.config.load import load_run
 from phalanx.errors import DataError
+from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.stores.field_set import FieldSet
 from phalanx.families.weather.inputs import require_grid
 from phalanx_processes import Trained, train

@@ -18,11 +18,11 @@ from phalanx.hardware.calibrate.shapes import Product, setting_of, shapes_for
 from phalanx.hardware.collectives import COLLECTIVES, Constants, default_constants
 from phalanx.hardware.machine import load_machine
 from phalanx.hardware.topology import place
-from phalanx.planner.time.measured import Kind, TimedOperation
+from phalanx.planner.time.framework import COMPILED
 from phalanx.planner.time.operation_time import Cause, Form, OperationTable, Way, compute_seconds
 from phalanx.planner.time.part_time import part_times, parts_of
 from phalanx.planner.time.profile import Profile, default_profile
-from phalanx.planner.time.software import OURS
+from phalanx.planner.time.timed_operations import Kind, TimedOperation
 from phalanx.planner.trace.operations import Attention
 
 MACHINE = load_machine("h200-x4")
@@ -75,7 +75,7 @@ def _blocks(profile: Profile, links: Constants, *, compiled: bool) -> list[Timed
     wanted = [
         ("block", replace(setting_of(w, length), compile=compiled), samples) for w, length, samples in EFFORT.blocks
     ]
-    times = part_times(parts_of(wanted, OURS), MACHINE, links, profile).seconds.sum(axis=2)  # type: ignore[arg-type]
+    times = part_times(parts_of(wanted, COMPILED), MACHINE, links, profile).seconds.sum(axis=2)  # type: ignore[arg-type]
     pairs = zip(EFFORT.blocks, times.tolist(), strict=True)
     return [
         TimedBlock(*block, compiled=compiled, forward_s=forward, backward_s=backward)

@@ -25,11 +25,11 @@ from phalanx.checkpoint import (
     placed_tensors,
     read_tensors,
 )
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import parse_run
 from phalanx.errors import ConfigError
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.model.network import MaterialsNetwork
-from phalanx.families.materials.verification import VERIFICATION
+from phalanx.families.registry import bind
 from phalanx.layout import execute
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
@@ -37,6 +37,7 @@ from phalanx.layout.mesh import Axis, Groups, build_mesh
 from phalanx.layout.resolve import every_layout, resolve_layout
 from phalanx.train.step import TrainStep, build_step
 from phalanx.verify.check import Verdict, Verifier
+from phalanx.verify.family import VerifiableModel
 from phalanx.verify.reduced import reduced_run
 
 CPU = torch.device("cpu")
@@ -153,7 +154,7 @@ def count_exchanges(applied: ParallelModel, step: TrainStep) -> list[int]:
         return right(tensor, *arguments, group=group, **options)
 
     run = run_of(4, **LAYOUTS["two branches in one group"])
-    batch = VERIFICATION.branch_samples(run, 1, applied.layout, applied.mesh.data_rank)
+    batch = bind(run, VerifiableModel).branch_samples(1, applied.layout, applied.mesh.data_rank)
     with patch.object(dist, "all_reduce", counted):
         step.run(1, batch)
     return seen
@@ -211,10 +212,10 @@ def test_samples_are_uneven_and_some_ranks_and_branches_have_none() -> None:
         run = run_of(4, **LAYOUTS[name])
         layout = resolve_layout(run, 4)
         for step, sources in enumerate(steps, 1):
-            batches = [VERIFICATION.branch_samples(run, step, layout, rank) for rank in range(4)]
+            batches = [bind(run, VerifiableModel).branch_samples(step, layout, rank) for rank in range(4)]
             assert [batch.source_G.tolist() for batch in batches] == sources, name
             size = layout.global_batch
-            whole = VERIFICATION.samples(run, step, 0, size, size).sample_indices.tolist()
+            whole = bind(run, VerifiableModel).samples(step, 0, size, size).sample_indices.tolist()
             assert sorted(number for batch in batches for number in batch.sample_indices.tolist()) == whole
 
 

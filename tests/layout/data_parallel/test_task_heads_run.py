@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from materials_runs import SECTIONS, write_molecules
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
 from phalanx.errors import DataError
-from phalanx.families.materials.data.prepare import prepare_graphs
-from phalanx.families.registry import family_of
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
+from phalanx.families.registry import bind
 from phalanx.layout.data_parallel.task_heads import branch_sizes
 from phalanx.layout.resolve import resolve_layout
 from phalanx_processes import train
@@ -78,7 +78,7 @@ def test_auto_goes_by_the_cost_of_the_prepared_data(run_file: Path) -> None:
         counts = index["splits"]["train"]
         assert counts["structures"] <= structures
         costs.append(counts["atoms"] + 0.3 * counts["edges"])
-    assert family_of(run).branch_costs(run) == pytest.approx(costs)
+    assert bind(run).branch_costs() == pytest.approx(costs)
     assert np.argmax(costs) == 2
     assert [branch_sizes(run, ranks) for ranks in (1, 2, 3, 8)][:3] == [(), (1, 0, 1), (1, 1, 1)]
     assert branch_sizes(run, 8)[2] >= 5
@@ -86,7 +86,7 @@ def test_auto_goes_by_the_cost_of_the_prepared_data(run_file: Path) -> None:
     assert layout.branch_groups == branch_sizes(run, 8) and "branch_groups=[" in str(layout)
     # As often read as the others, in spite of its size.
     weights = [f"data.sources.{number}.weight=1" for number in range(3)]
-    weighted = family_of(run).branch_costs(load_run(run_file, weights))
+    weighted = bind(load_run(run_file, weights)).branch_costs()
     assert max(weighted) / min(weighted) < 0.5 * max(costs) / min(costs)
 
 

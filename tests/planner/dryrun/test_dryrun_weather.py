@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dry_layouts import train_step
-from phalanx.config.families import WeatherRun
+from phalanx.families.weather.config import WeatherRun
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.dryrun.run import dry_run
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from layout_runs import run_with
 from phalanx.config.check import global_batch_samples
-from phalanx.config.schema import LanguageRun
+from phalanx.families.language.config import LanguageRun
 from phalanx.layout.legality import reasons
 from phalanx.layout.resolve import divisors, factorisations, resolve_layout
 from phalanx.layout.spec import DEGREES, ResolvedLayout

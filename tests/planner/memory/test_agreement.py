@@ -9,7 +9,7 @@ import pytest
 
 from dry_layouts import train_step
 from layout_runs import run_with
-from phalanx.config.schema import LanguageRun
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.sizes import model_flops_per_token
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ZERO_BUBBLE

@@ -20,8 +20,6 @@ from phalanx.planner.memory.model import Kernels, RankMemory, memory, rank_memor
 from phalanx.planner.memory.peaks import MOMENTS
 from phalanx.planner.memory.probability import BESIDE, GIB, communicators, device_bytes, fits
 from phalanx.planner.memory.stages import _worst, rank_holdings, stage_flight
-from phalanx.planner.published.memory import published_peak
-from phalanx.planner.published.runs import PublishedRun
 from phalanx.planner.schedule.table import schedule_table
 
 SIZES = {
@@ -189,28 +187,6 @@ def test_groups_are_counted_once() -> None:
     several = replace(plain, tp=2, pp=2, dp_replicate=2)
     groups = communicators(Candidates.of([ResolvedLayout(global_batch=8), plain, several], ["none"] * 3))
     assert groups.tolist() == [0, 1, 5]
-
-
-def published(framework: str, tp: int) -> PublishedRun:
-    """A row of the table of published runs."""
-    run = run_with(SIZES | {"data.sequence_length": 1024, "model.max_positions": 1024}, global_batch=4)
-    known: dict[str, Any] = {field.name: "" for field in fields(PublishedRun)}
-    known |= {"framework": framework, "model": run.model, "sequence_length": 1024, "sequence_parallel": None}
-    known |= {"layout": ResolvedLayout(global_batch=4, tp=tp), "recompute": "full", "precision": "bf16"}
-    return PublishedRun(**known)
-
-
-def test_other_frameworks_keep_whole_logits_and_activations_between_blocks() -> None:
-    split, whole = (published_peak(published(name, 2)) for name in ("nanotron 0.5", "Megatron-DeepSpeed"))
-    alone = published_peak(published("nanotron 0.5", 1))
-    assert split is not None and whole is not None and alone is not None
-    assert whole > split
-    logits = 10 * 1024 * 1000
-    model = published("", 1).model
-    assert model is not None
-    assert alone > logits + 18 * parameter_count(model)
-    assert published_peak(published("unheard of", 1)) is None
-    assert published_peak(published("", 1)) is None
 
 
 @pytest.mark.parametrize(

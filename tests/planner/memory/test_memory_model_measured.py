@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.config.load import load_run
-from phalanx.config.schema import LanguageRun
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.declare import relative_block_costs
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout

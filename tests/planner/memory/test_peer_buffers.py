@@ -11,15 +11,16 @@ import pytest
 from distributed_ranks import run_ranks
 from layout_runs import Fields, run_with
 from phalanx.config.load import load_run
-from phalanx.config.schema import LanguageRun
+from phalanx.families.language.config import LanguageRun
+from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.memory.model import Kernels, memory
 from phalanx.planner.memory.probability import GIB
+from phalanx.planner.trace.family import TracedModel
 from phalanx.train.step import build_step
 from whole_model import CPU
 
@@ -60,7 +61,7 @@ def _found() -> list[int]:
         layout = resolve_layout(run, 2)
         applied = apply_layout(run, layout, build_mesh(layout, CPU, groups), CPU, AttentionChoice("sdpa"))
         step = build_step(run, applied, CPU)
-        batch = family_layout(run).example_batch(run, layout.samples_per_rank, CPU)
+        batch = bind(run, TracedModel).example_batch(layout.samples_per_rank, CPU)
         for number in range(1, 4):
             step.enqueue(number, batch)
         found.append(applied.sharding.buffer_bytes)

@@ -11,8 +11,9 @@ import pytest
 
 from layout_runs import run_with
 from phalanx.config.load import parse_run
-from phalanx.config.schema import LanguageRun, Run
+from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.sizes import model_flops_per_token
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout

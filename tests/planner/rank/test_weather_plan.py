@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from phalanx.cli.plan_words import plan_lines
-from phalanx.config.families import WeatherRun
 from phalanx.config.load import parse_run
+from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.sizes import model_flops_per_sample
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout

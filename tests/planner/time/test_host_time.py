@@ -16,9 +16,9 @@ from phalanx.hardware.collectives import default_constants
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.layouts.candidates import Candidates
+from phalanx.planner.time.framework import COMPILED
 from phalanx.planner.time.part_time import part_times, slower_of
 from phalanx.planner.time.profile import default_profile, load_profile
-from phalanx.planner.time.software import OURS, software_of
 from phalanx.planner.time.step_time import StepCause, closed_form
 from phalanx.planner.time.timing import step_times, steps_of_run
 
@@ -53,7 +53,7 @@ WORDS: list[dict[str, Any]] = [
 ]
 
 
-def _host_seconds(software: str, shard_s: float, exchange_s: float = 0.0) -> np.ndarray:
+def _host_seconds(shard_s: float, exchange_s: float = 0.0) -> np.ndarray:
     """What the host makes devices wait in each of `WORDS`, beside what it does where exchanges cost nothing."""
     profile = default_profile("H200").profile
     found = []
@@ -61,25 +61,23 @@ def _host_seconds(software: str, shard_s: float, exchange_s: float = 0.0) -> np.
         one = replace(profile, shard_host_s=costs[0], exchange_host_s=costs[1])
         runs = [run_with(**words) for words in WORDS]
         layouts = Candidates.of([resolve_layout(run, 4) for run in runs], ["none"] * len(runs))
-        known = software_of(software) or OURS
-        steps, constants = steps_of_run(runs[0], layouts, MACHINE, known), default_constants(MACHINE)
+        steps, constants = steps_of_run(runs[0], layouts, MACHINE, COMPILED), default_constants(MACHINE)
         times = part_times(steps.parts, MACHINE, constants, one)
-        found.append(closed_form(steps, times, one, constants, known).of(StepCause.HOST))
+        found.append(closed_form(steps, times, one, constants, COMPILED).of(StepCause.HOST))
     return np.asarray(found[0] - found[1])
 
 
 def test_the_host_pays_for_each_gather_and_reduction() -> None:
-    waits = _host_seconds("phalanx", 1e-2)
+    waits = _host_seconds(1e-2)
     # Gathered twice and reduced, gathered once and reduced, reduced; in micro-batches of one sample. Far above all else.
     assert waits[0] / waits[1] == pytest.approx(3 / 2, rel=0.01) and waits[1] / waits[2] == pytest.approx(2, rel=0.01)
     tensors = 4 * 6 + 1 + 2
     assert waits[2] == pytest.approx(16 * tensors * 1e-2, rel=0.01)
     assert np.all(waits[3:] == 0)
-    assert np.all(_host_seconds("megatron-lm", 1e-2) == 0)
 
 
 def test_the_host_pays_for_exchanges_of_activations() -> None:
-    waits = _host_seconds("phalanx", 0.0, 1e-2)
+    waits = _host_seconds(0.0, 1e-2)
     assert np.all(waits[:-1] == 0)
     # In each of 64 micro-batches four there and four back for each of four blocks, more at both ends.
     assert waits[-1] > 64 * 4 * 8 * 0.9e-2

@@ -1,21 +1,19 @@
-"""Seconds of operations: what the curves promise, and how software changes what runs."""
+"""Seconds of operations: what the curves promise, and what the host and uncompiled blocks take."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from phalanx.config.model import LanguageModel
 from phalanx.hardware.collectives import default_constants
 from phalanx.hardware.machine import load_machine
-from phalanx.planner.time.measured import TimedOperation
+from phalanx.planner.time.framework import COMPILED, EAGER
 from phalanx.planner.time.operation_time import Cause, Form, OperationTable, Way, compute_seconds, operation_rows
-from phalanx.planner.time.part_time import part_operations, part_times, parts_of
+from phalanx.planner.time.part_time import part_times, parts_of
 from phalanx.planner.time.profile import default_profile
-from phalanx.planner.time.software import OURS, Software, software_of
+from phalanx.planner.time.timed_operations import TimedOperation
 from phalanx.planner.trace.family import Setting
-from phalanx.planner.trace.operations import Attention, Operation
 
 MODEL = LanguageModel.model_validate(
     {
@@ -31,7 +29,6 @@ MODEL = LanguageModel.model_validate(
 )
 SETTING = Setting(MODEL, 256, compile=False)
 PROFILE = default_profile("A100-80GB").profile
-PLAIN = Software(compiled=False)
 
 
 def _product(m: int, n: int, k: int, batch: int = 1, *, width: int = 2) -> tuple[float, ...]:
@@ -76,7 +73,7 @@ def test_64_bit_numbers_have_a_rate_of_their_own() -> None:
 def test_products_and_attention_are_of_the_numbers_that_a_run_computes_with(precision: str, width: int) -> None:
     # As many positions as the model is wide: products of equal sides are no exception.
     setting = replace(SETTING, precision=precision, attention="efficient")
-    rows = operation_rows(0, part_operations("block", setting, 2, PLAIN), PLAIN, 1)
+    rows = operation_rows(0, EAGER.part_operations("block", setting, 2))
     table = OperationTable.of(rows)
     counted = table.flops > 0
     assert counted.sum() > 10 and np.all(table.width[counted] == width)
@@ -102,7 +99,7 @@ def test_memory_bounds_a_thin_product() -> None:
 
 
 def test_faster_devices_are_never_slower() -> None:
-    rows = operation_rows(0, part_operations("block", SETTING, 2, PLAIN), PLAIN, 1)
+    rows = operation_rows(0, EAGER.part_operations("block", SETTING, 2))
     table = OperationTable.of(rows)
     before = compute_seconds(table, PROFILE)
     for name in ("matmul_flop_s", "attention_flop_s", "attention_backward_flop_s", "memory_b_s"):
@@ -110,8 +107,8 @@ def test_faster_devices_are_never_slower() -> None:
 
 
 def test_a_bias_slows_attention_down() -> None:
-    operations = part_operations("block", SETTING, 2, PLAIN)
-    plain, biased = (OperationTable.of(operation_rows(0, operations, PLAIN, 1, biased=way)) for way in (False, True))
+    operations = EAGER.part_operations("block", SETTING, 2)
+    plain, biased = (OperationTable.of(operation_rows(0, operations, biased=way)) for way in (False, True))
     slow, fast = compute_seconds(biased, PROFILE), compute_seconds(plain, PROFILE)
     attention = plain.cause == Cause.ATTENTION
     assert attention.sum() == 2 and np.all(slow[attention] > fast[attention])
@@ -139,61 +136,10 @@ def test_a_measured_shape_is_as_it_was_measured_and_a_far_one_as_the_curve_says(
     assert far == pytest.approx(1.0, abs=1e-6) and other == 1.0
 
 
-def _rows(software: Software, tp: int = 1, recompute: str = "none") -> OperationTable:
-    setting = replace(SETTING, tp=tp, recompute=recompute)  # type: ignore[arg-type]
-    return OperationTable.of(operation_rows(0, part_operations("block", setting, 2, software), software, tp))
-
-
-def test_unfused_attention_multiplies_whole_score_matrices() -> None:
-    fused, unfused = (_rows(replace(PLAIN, fused_attention=way)) for way in (True, False))
-    scores = 2 * MODEL.n_heads * 256**2 * MODEL.head_size
-    flops = unfused.flops[unfused.cause == Cause.ATTENTION].sum()
-    assert flops == 6 * 2 * scores
-    # Fused, it leaves out the upper half and computes the scores once more.
-    assert fused.flops[fused.cause == Cause.ATTENTION].sum() == 7 * scores
-
-
-@pytest.mark.parametrize(
-    ("samples", "heads", "length", "fused"), [(2, 2, 1024, True), (1, 2, 1024, False), (2, 2, 8192, False)]
-)
-def test_scores_pass_through_memory_once_where_the_softmax_kernel_takes_them(
-    samples: int, heads: int, length: int, fused: bool
-) -> None:
-    attention = Attention(samples, heads, heads, length, length, 64, causal=True, backward=False, width=2)
-    op = Operation("attention", "attention", "forward", torch.bfloat16, 0, 0, 0, attention=attention)
-    table = OperationTable.of(operation_rows(0, [op], replace(PLAIN, fused_attention=False), 1))
-    passes = table.bytes[table.form == Form.TRAFFIC] / (samples * heads * length**2)
-    assert passes.tolist() == ([4] if fused else [6, 8, 8, 8, 6])
-
-
-def test_a_bias_behind_a_split_matrix_is_added_with_the_residual() -> None:
-    biased = replace(SETTING, model=MODEL.model_copy(update={"bias": True}), tp=2)
-    operations = part_operations("block", biased, 2, PLAIN)
-    ways = (replace(PLAIN, fused_residual=way) for way in (False, True))
-    apart, together = (OperationTable.of(operation_rows(0, operations, way, 2)) for way in ways)
-    # Behind attention and behind the MLP: a rank's half of the two samples is read and written once less, the bias read.
-    half = 2 * 256 * MODEL.d_model // 2
-    assert len(apart) - len(together) == 2
-    assert apart.bytes.sum() - together.bytes.sum() == 2 * 2 * (2 * half + MODEL.d_model)
-    # Without a bias there is nothing to add with it.
-    assert len(_rows(replace(PLAIN, fused_residual=True), tp=2)) == len(_rows(PLAIN, tp=2))
-
-
-def test_without_sequence_parallelism_sums_replace_gathers() -> None:
-    split, whole = (_rows(replace(PLAIN, sequence_parallel=way), tp=2) for way in (True, False))
-    assert np.sum(split.form == Form.ALL_GATHER) == np.sum(split.form == Form.REDUCE_SCATTER) == 4
-    assert np.sum(whole.form == Form.ALL_REDUCE) == 4
-    assert not np.any((whole.form == Form.ALL_GATHER) | (whole.form == Form.REDUCE_SCATTER))
-    # Norms and sums pass over all positions on each rank.
-    norms = [table.bytes[(table.cause == Cause.MEMORY) & ~table.weight] for table in (split, whole)]
-    assert norms[1].max() >= norms[0].max()
-
-
-def test_uncompiled_blocks_of_ours_pass_over_memory_more_slowly() -> None:
-    megatron, machine = software_of("Megatron-LM"), load_machine("h200-x4")
-    assert megatron is not None
-    for software, compiled, factor in ((OURS, True, 1.0), (OURS, False, 2.0), (megatron, False, 1.0)):
-        parts = parts_of([("block", replace(SETTING, compile=compiled), 8)], software)
+def test_uncompiled_blocks_pass_over_memory_more_slowly() -> None:
+    machine = load_machine("h200-x4")
+    for compiled, factor in ((True, 1.0), (False, 2.0)):
+        parts = parts_of([("block", replace(SETTING, compile=compiled), 8)], COMPILED)
         slow, fast = (
             part_times(
                 parts, machine, default_constants(machine), replace(PROFILE, eager_share=share, kernel_s=0.0)
@@ -205,29 +151,12 @@ def test_uncompiled_blocks_of_ours_pass_over_memory_more_slowly() -> None:
         assert slow[0, :, Cause.MATMUL].tolist() == fast[0, :, Cause.MATMUL].tolist()
 
 
-def test_plain_recompute_runs_the_forward_pass_again() -> None:
-    software = replace(PLAIN, plain_recompute=True)
-    none, full = _rows(software), _rows(software, recompute="full")
-    forward = none.flops[none.way == Way.FORWARD].sum()
-    assert full.flops.sum() == none.flops.sum() + forward
-
-
-def test_software_is_known_by_the_start_of_its_name() -> None:
-    assert software_of("Phalanx 0.1") == OURS
-    assert software_of("nobody's trainer") is None
-    megatron = software_of("Megatron-LM", "unfused", sequence_parallel=True)
-    assert megatron is not None and megatron.sequence_parallel and not megatron.fused_attention
-    flash = software_of("GPT-NeoX", "flash2")
-    assert flash is not None and flash.fused_attention
-
-
 def test_an_exchange_is_one_call_of_the_host_however_finely_a_program_cuts_up_its_work() -> None:
-    machine = load_machine("h200-x4")
+    machine, profile = load_machine("h200-x4"), replace(PROFILE, exchange_host_s=0.0)
 
     def issued(work: float, tp: int) -> float:
-        software = replace(PLAIN, host_work=work, host_exchanges=False)
-        parts = parts_of([("block", replace(SETTING, tp=tp), 8)], software)
-        return float(part_times(parts, machine, default_constants(machine), PROFILE).issued.sum())
+        parts = parts_of([("block", replace(SETTING, tp=tp), 8)], replace(EAGER, host_work=work))
+        return float(part_times(parts, machine, default_constants(machine), profile).issued.sum())
 
     # Four gathers and four scatters, two of each in either pass.
     exchanges = 8 * PROFILE.host_s

@@ -10,7 +10,6 @@ from phalanx.errors import ConfigError
 from phalanx.hardware.collectives import default_constants
 from phalanx.hardware.device import device_facts
 from phalanx.hardware.machine import load_machine
-from phalanx.planner.time.measured import TimedOperation
 from phalanx.planner.time.profile import (
     CONSTANTS,
     NamedProfile,
@@ -23,6 +22,7 @@ from phalanx.planner.time.profile import (
     shipped_profiles,
     spread_of,
 )
+from phalanx.planner.time.timed_operations import TimedOperation
 
 
 @pytest.mark.parametrize("device", ["MI250X GCD", "MI300X", "A100-80GB", "H200", "B200", "V100"])

@@ -14,13 +14,13 @@ from phalanx.layout.recompute import Recompute
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.dryrun.run import dry_run
 from phalanx.planner.layouts.candidates import Candidates
+from phalanx.planner.time.framework import COMPILED, EAGER
 from phalanx.planner.time.operation_time import Cause, compute_seconds
 from phalanx.planner.time.part_time import part_times
 from phalanx.planner.time.profile import default_profile
-from phalanx.planner.time.software import EAGER, OURS
+from phalanx.planner.time.step_parts import Steps
 from phalanx.planner.time.step_time import StepCause, closed_form
-from phalanx.planner.time.timing import our_software, step_times, steps_of_run
-from phalanx.planner.trace.steps import Steps
+from phalanx.planner.time.timing import our_framework, step_times, steps_of_run
 
 MACHINE = load_machine("selene")
 CONSTANTS = default_constants(MACHINE)
@@ -68,7 +68,7 @@ def steps() -> Steps:
 
 def _seconds(steps: Steps, profile: object = PROFILE, constants: object = CONSTANTS) -> np.ndarray:
     times = part_times(steps.parts, MACHINE, constants, profile)  # type: ignore[arg-type]
-    return closed_form(steps, times, profile, constants, OURS).seconds  # type: ignore[arg-type]
+    return closed_form(steps, times, profile, constants, COMPILED).seconds  # type: ignore[arg-type]
 
 
 def test_every_cause_is_counted_once_and_none_is_negative(steps: Steps) -> None:
@@ -107,8 +107,8 @@ def test_one_rank_takes_what_its_operations_take(steps: Steps) -> None:
 
 def test_whole_parameters_have_a_copy_whose_gradients_are_passed_on(steps: Steps) -> None:
     times = part_times(steps.parts, MACHINE, CONSTANTS, PROFILE)
-    without = replace(OURS, working_copy=False)
-    one, other = (closed_form(steps, times, PROFILE, CONSTANTS, software).seconds for software in (OURS, without))
+    without = replace(COMPILED, low_precision_copy=False)
+    one, other = (closed_form(steps, times, PROFILE, CONSTANTS, framework).seconds for framework in (COMPILED, without))
     passed = (one - other)[:, StepCause.MEMORY]
     # The first layout holds all of them, three pipelines those of a stage; the rest have ranks to reduce with, some at once,
     # some when all micro-batches are done.
@@ -119,24 +119,24 @@ def test_whole_parameters_have_a_copy_whose_gradients_are_passed_on(steps: Steps
         RUN.model.n_layers * steps.block_parameters[0] + steps.embedding_parameters[0] + steps.head_parameters[0]
     )
     assert passed[0] == pytest.approx(6 * parameters / PROFILE.memory_b_s)
-    assert OURS.computing_in("fp16").working_copy and not OURS.computing_in("fp32").working_copy
+    assert COMPILED.computing_in("fp16").low_precision_copy and not COMPILED.computing_in("fp32").low_precision_copy
 
 
 def test_a_rank_that_waits_for_no_other_has_less_between_its_steps(steps: Steps) -> None:
     rest = _seconds(steps)[:, StepCause.REST] - _seconds(steps, replace(PROFILE, step_s=0.0))[:, StepCause.REST]
     alone = MANY.world_size == 1
     assert alone.sum() == 1
-    assert rest == pytest.approx(np.where(alone, OURS.step_alone, 1.0) * PROFILE.step_s)
+    assert rest == pytest.approx(np.where(alone, COMPILED.single_rank_overhead, 1.0) * PROFILE.step_s)
 
 
 @pytest.mark.parametrize(("precision", "width"), [("bf16", 2), ("fp32", 4), ("fp64", 8)])
 def test_what_ranks_exchange_and_pass_over_grows_with_the_numbers(precision: str, width: int) -> None:
     run = RUN.model_copy(update={"layout": RUN.layout.model_copy(update={"precision": precision})})
-    software = our_software(run, MACHINE)
-    assert software.gather_bytes == width and software.reduce_bytes == max(4, width)
+    framework = our_framework(run, MACHINE)
+    assert framework.gather_bytes == width and framework.reduce_bytes == max(4, width)
     # Master, moments and gradient read, all but the gradient written; beside masters of 16-bit numbers a copy.
-    assert software.optimizer_bytes == {2: 30, 4: 28, 8: 56}[width]
-    found = steps_of_run(run, _layouts({"pp": 4}), MACHINE, software, attention="math")
+    assert framework.optimizer_bytes == {2: 30, 4: 28, 8: 56}[width]
+    found = steps_of_run(run, _layouts({"pp": 4}), MACHINE, framework, attention="math")
     assert found.hidden_bytes[0] == 1024 * 1024 * width
 
 
@@ -221,7 +221,7 @@ def test_blocks_are_gathered_and_reduced_as_often_as_the_code_does_it(words: dic
     profile = replace(PROFILE, hidden=0.0, straggling=0.0)
     times = part_times(steps.parts, MACHINE, CONSTANTS, profile)
     latency = sum(
-        sign * closed_form(steps, times, profile, constants, OURS).seconds[0, StepCause.DATA]
+        sign * closed_form(steps, times, profile, constants, COMPILED).seconds[0, StepCause.DATA]
         for sign, constants in ((1, costly), (-1, CONSTANTS))
     )
     micro_batches = int(layouts.accumulation[0])
@@ -253,12 +253,12 @@ def test_copies_replace_collectives_within_a_node_only() -> None:
         {"dp_shard": 8, "zero": 3, "reshard_after_forward": True},
         {"dp_shard": 32, "zero": 3, "reshard_after_forward": True},
     )
-    copying = our_software(RUN, MACHINE)
+    copying = our_framework(RUN, MACHINE)
     assert copying.copy_engines
     steps = steps_of_run(RUN, layouts, MACHINE, copying)
     times = part_times(steps.parts, MACHINE, CONSTANTS, PROFILE)
     with_copies, without = (
-        closed_form(steps, times, PROFILE, CONSTANTS, software).of(StepCause.DATA) for software in (copying, EAGER)
+        closed_form(steps, times, PROFILE, CONSTANTS, framework).of(StepCause.DATA) for framework in (copying, EAGER)
     )
     assert with_copies[0] < without[0]
     assert with_copies[1] == without[1]

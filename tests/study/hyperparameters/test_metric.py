@@ -11,10 +11,11 @@ import pytest
 from materials_runs import write_two_branches
 from phalanx.config.load import load_run
 from phalanx.errors import ConfigError, DataError
-from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
+from phalanx.families.registry import bind
 from phalanx.json_lines import read_last_record
 from phalanx.study.hyperparameters.metric import check_metric, evaluation_at, events, figure, metrics, step_problem
-from phalanx.train.inputs import ExpectedEvaluation, expected_evaluation
+from phalanx.train.inputs import ExpectedEvaluation, TrainableModel
 from phalanx.train.start import train
 from token_data import write_run_file, write_token_folder
 from weather_runs import write_weather_run
@@ -85,7 +86,7 @@ def test_text(tmp_path: Path) -> None:
 def test_materials(tmp_path: Path) -> None:
     file = write_two_branches(tmp_path)
     with pytest.raises(DataError, match="prepare the source first"):
-        expected_evaluation(load_run(file))
+        bind(load_run(file), TrainableModel).expected_evaluation()
     prepare_graphs(load_run(file).data, workers=1)  # type: ignore[arg-type]
     found = _as_an_evaluation_has_it(file, {"loss", "mae", "rmse"})
     for name in ("errors.charges.mae", "errors.nitrides.forces.rmse"):
@@ -102,13 +103,13 @@ def test_weather(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"{name}: it is minimised, but less of it is not better"):
             check_metric(name, found)
     alone = write_weather_run(tmp_path, {"data.splits": {"train": {"first": "step 0", "last": "step 159"}}})
-    assert expected_evaluation(load_run(alone)) is None
+    assert bind(load_run(alone), TrainableModel).expected_evaluation() is None
 
 
 def _as_an_evaluation_has_it(file: Path, smaller: set[str]) -> ExpectedEvaluation:
     """What is expected of the run's evaluations, after comparing it with one that a run of one step wrote."""
     run = load_run(file, ["training.steps=1", "optimizer.warmup_steps=0", "evaluation.every=null"])
-    expected = expected_evaluation(run)
+    expected = bind(run, TrainableModel).expected_evaluation()
     assert expected is not None and expected.less_is_better >= smaller
     train(run, file.parent / "run")
     wrote = evaluation_at(file.parent / "run", 1)

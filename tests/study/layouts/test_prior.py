@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from layout_runs import run_with
-from phalanx.config.schema import LanguageRun
 from phalanx.config.search import Knob, Search
+from phalanx.families.language.config import LanguageRun
 from phalanx.hardware.machine import load_machine
 from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.layouts.enumerate import Limits

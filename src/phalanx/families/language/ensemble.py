@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.config.schema import LanguageRun
 from phalanx.ensemble.document import EnsembleFile, entries
 from phalanx.ensemble.members import Member, require_alike
 from phalanx.ensemble.share import ALONE, Share
 from phalanx.errors import ConfigError, DataError
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.batches import TokenBatch
 from phalanx.families.language.data.open import open_source
 from phalanx.families.language.evaluation.held_out import HeldOut, Sharing, score_split, spread_samples

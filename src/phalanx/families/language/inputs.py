@@ -8,21 +8,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.config.schema import LanguageRun
 from phalanx.errors import ConfigError
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.batches import SampleReader, TokenBatchStream
 from phalanx.families.language.data.open import open_source
 from phalanx.families.language.data.same_tokenizer import check_same_tokenizer
 from phalanx.families.language.data.sources import TokenSource
 from phalanx.families.language.evaluation.held_out import HeldOut, Sharing, score_split, spread_samples
 from phalanx.families.language.evaluation.text import TextTokenizer
+from phalanx.families.language.huggingface.folder import is_huggingface_folder
 from phalanx.families.language.huggingface.tokens import TOKENIZER, TOKENIZER_FOLDER, SpecialTokens, TokenizerFiles
 from phalanx.families.language.model.sampling import generate_tokens
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.report.formatting import shorten_blank_lines
-from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, Verification
+from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, TrainableModel, Verification
 
 
 @dataclass(frozen=True)
@@ -41,45 +42,70 @@ class TextInputs(Inputs):
         self.tokenizer.write(folder, self.max_positions)
 
 
-def open_inputs(run: LanguageRun, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
-    """See `train.inputs.open_inputs`."""
-    training, reader = _open_training(run)
-    stream = TokenBatchStream(
-        reader,
-        global_batch=layout.global_batch,
-        rank=mesh.data_rank,
-        ranks=layout.data_ranks,
-        prefetch=run.data.prefetch,
-        pin_memory=device.type != "cpu",
-    )
-    files = _tokenizer_files(training)
-    tokenizer = TextTokenizer.from_files(files, training[0].path) if files.files else None
-    if layout.world_size == 1:
-        _require_room(run, tokenizer)
-    evaluator = TextEvaluator(
-        run=run,
-        sources=_held_out(run),
-        tokenizer=tokenizer,
-        token_bytes_V=None if tokenizer is None else tokenizer.byte_counts(run.model.vocab_size),
-        device=device,
-    )
-    verification = Verification(training if run.data.verify and first else [])
-    saved = {"special_tokens": files.special.as_config()}
-    return TextInputs(
-        stream,
-        evaluator,
-        verification,
-        saved,
-        _in_words(training),
-        tokenizer=files,
-        max_positions=run.model.max_positions,
-    )
+class LanguageInputs(TrainableModel):
+    """See `train.inputs.TrainableModel`."""
 
+    run: LanguageRun
 
-def check_inputs(run: LanguageRun) -> str:
-    """See `train.inputs.check_inputs`."""
-    training, _ = _open_training(run)
-    return _in_words(training)
+    def how_to_import(self, path: Path) -> str:
+        """Where `path` is a Hugging Face folder, which `phalanx convert` reads."""
+        if not is_huggingface_folder(path):
+            return ""
+        return (
+            f"; {path} is a Hugging Face folder: `phalanx convert {path} imported` makes a checkpoint of it, "
+            f"and training.init_from=imported starts from that"
+        )
+
+    def open_inputs(self, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
+        """See `TrainableModel`."""
+        run = self.run
+        training, reader = _open_training(run)
+        stream = TokenBatchStream(
+            reader,
+            global_batch=layout.global_batch,
+            rank=mesh.data_rank,
+            ranks=layout.data_ranks,
+            prefetch=run.data.prefetch,
+            pin_memory=device.type != "cpu",
+        )
+        files = _tokenizer_files(training)
+        tokenizer = TextTokenizer.from_files(files, training[0].path) if files.files else None
+        if layout.world_size == 1:
+            _require_room(run, tokenizer)
+        evaluator = TextEvaluator(
+            run=run,
+            sources=_held_out(run),
+            tokenizer=tokenizer,
+            token_bytes_V=None if tokenizer is None else tokenizer.byte_counts(run.model.vocab_size),
+            device=device,
+        )
+        verification = Verification(training if run.data.verify and first else [])
+        saved = {"special_tokens": files.special.as_config()}
+        return TextInputs(
+            stream,
+            evaluator,
+            verification,
+            saved,
+            _in_words(training),
+            tokenizer=files,
+            max_positions=run.model.max_positions,
+        )
+
+    def check_inputs(self) -> str:
+        """See `TrainableModel`."""
+        run = self.run
+        training, _ = _open_training(run)
+        return _in_words(training)
+
+    def expected_evaluation(self) -> ExpectedEvaluation | None:
+        """See `TrainableModel`."""
+        run = self.run
+        held_out = _held_out(run)
+        if not held_out:
+            return None
+        text = all(source.tokenizer is not None for source in held_out)
+        fields = HeldOut(0.0, 1, 1 if text else None).as_dict()
+        return ExpectedEvaluation(dict(fields), frozenset(("loss", "perplexity", "bits_per_byte")))
 
 
 def _open_training(run: LanguageRun) -> tuple[list[TokenSource], SampleReader]:
@@ -99,16 +125,6 @@ def _open_training(run: LanguageRun) -> tuple[list[TokenSource], SampleReader]:
 
 def _in_words(training: list[TokenSource]) -> str:
     return f"{sum(source.tokens for source in training):,} tokens"
-
-
-def expected_evaluation(run: LanguageRun) -> ExpectedEvaluation | None:
-    """See `train.inputs.expected_evaluation`."""
-    held_out = _held_out(run)
-    if not held_out:
-        return None
-    text = all(source.tokenizer is not None for source in held_out)
-    fields = HeldOut(0.0, 1, 1 if text else None).as_dict()
-    return ExpectedEvaluation(dict(fields), frozenset(("loss", "perplexity", "bits_per_byte")))
 
 
 def _require_room(run: LanguageRun, tokenizer: TextTokenizer | None) -> None:

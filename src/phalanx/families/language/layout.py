@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.schema import LanguageRun
 from phalanx.counter_random import DropoutContext
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.batches import TokenBatch
 from phalanx.families.language.declare import tensor_splits
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, AttentionShape, choose_attention
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.context_parallel.split_context import split_context
-from phalanx.layout.family import BuildContext
+from phalanx.layout.family import BuildContext, LayoutModel
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage, TrainingPass
@@ -62,14 +60,16 @@ class LanguageStage(Stage):
         self.part.head.loss_kernel = torch.compile(self.part.head.loss_kernel, options=options)
 
 
-class LanguageLayout:
-    """See `layout.family.FamilyLayout`."""
+class LanguageLayout(LayoutModel):
+    """See `layout.family.LayoutModel`."""
+
+    run: LanguageRun
 
     compiles_blocks = True
 
     def build(self, building: BuildContext, part: ModelChunk) -> tuple[nn.Module, TensorSplits]:
         """A part of the decoder."""
-        run: LanguageRun = building.run
+        run = self.run
         with torch.device("meta"):
             model = Decoder(
                 run.model,
@@ -86,18 +86,19 @@ class LanguageLayout:
     def stage(self, building: BuildContext, part: nn.Module, index: int) -> Stage:
         """Runs a part of the decoder."""
         assert isinstance(part, Decoder)
-        run: LanguageRun = building.run
-        return LanguageStage(part, index, building.share, run.training.seed, run.data.sequence_length)
+        return LanguageStage(part, index, building.share, self.run.training.seed, self.run.data.sequence_length)
 
-    def example_batch(self, run: LanguageRun, samples: int, device: torch.device) -> TokenBatch:
+    def example_batch(self, samples: int, device: torch.device) -> TokenBatch:
         """Tokens, targets and, where attention heeds them, documents."""
+        run = self.run
         shape = (samples, run.data.sequence_length)
         documents = torch.zeros(shape, dtype=torch.int32, device=device) if run.data.document_mask else None
         tokens, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
         return TokenBatch(tokens, targets, documents, torch.arange(samples, device=device))
 
-    def choose_attention(self, run: Any, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
+    def choose_attention(self, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
         """The kernel that the run file names, or the fastest."""
+        run = self.run
         dtype = PRECISIONS[run.layout.precision].compute_dtype
         shape = AttentionShape(layout.microbatch, run.data.sequence_length, dtype, run.data.document_mask)
         return choose_attention(run.training.attention, run.model, shape, device)
@@ -109,6 +110,3 @@ def loss_chunk_tokens(run: LanguageRun, device: torch.device, tp: int = 1) -> in
         return run.training.loss_chunk_tokens
     elements = 2**24 if device.type == "cpu" else 2**29
     return max(128, elements * tp // run.model.vocab_size // 128 * 128)
-
-
-LAYOUT = LanguageLayout()

@@ -9,51 +9,53 @@ import torch
 from torch import Tensor
 
 from phalanx.config.model import LanguageModel
-from phalanx.config.schema import LanguageRun
 from phalanx.counter_random import random_bits, stream_key
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.batches import TokenBatch
 from phalanx.families.language.model.loss import IGNORED
-from phalanx.verify.family import most_stages
+from phalanx.verify.family import VerifiableModel, most_stages
 
 _LONGEST_DOCUMENT = 16
 _HEAD_SIZE = 8
 
 
-class LanguageVerification:
-    """See `verify.family.FamilyVerification`."""
+class LanguageVerification(VerifiableModel):
+    """See `verify.family.VerifiableModel`."""
 
-    def samples(self, run: LanguageRun, step: int, first: int, count: int, global_batch: int) -> TokenBatch:
+    run: LanguageRun
+
+    def samples(self, step: int, first: int, count: int, global_batch: int) -> TokenBatch:
         """Random tokens, with uneven targets and documents.
 
         Some targets are left out, more in some samples than in others, so that an average over ranks in place of a sum
         over targets shows.
         """
-        length = run.data.sequence_length
+        length = self.run.data.sequence_length
         numbers = torch.arange(first, first + count) + (step - 1) * global_batch
-        tokens = _draw("tokens", numbers, length + 1) % run.model.vocab_size
+        tokens = _draw("tokens", numbers, length + 1) % self.run.model.vocab_size
         targets = tokens[:, 1:].clone()
         # Between an eighth and a half of a sample's targets, by its number.
         left_out = _draw("left out", numbers, length) % 8 < 1 + numbers[:, None] % 4
         targets[left_out] = IGNORED
         documents = None
-        if run.data.document_mask:
+        if self.run.data.document_mask:
             begins = _draw("documents", numbers, length) % _LONGEST_DOCUMENT == 0
             documents = begins.cumsum(1).to(torch.int32)
         return TokenBatch(tokens[:, :-1].contiguous(), targets, documents, numbers)
 
-    def reduced(self, run: LanguageRun, world_size: int) -> dict[str, dict[str, Any]]:
+    def reduced(self, world_size: int) -> dict[str, dict[str, Any]]:
         """Small widths, heads, layers, vocabulary and sequence; every kind of layer, the number of query heads a
         key/value head, evenness of the vocabulary, dropout and masks as they are."""
         length = max(2, math.ceil(32 / (2 * world_size))) * 2 * world_size
-        model = _reduced_model(run.model, world_size, length, most_stages(run, world_size))
+        model = _reduced_model(self.run.model, world_size, length, most_stages(self.run, world_size))
         return {"model": model.model_dump(), "data": {"sequence_length": length}}
 
-    def in_words(self, run: LanguageRun) -> str:
+    def in_words(self) -> str:
         """Sizes of the decoder."""
-        model = run.model
+        model = self.run.model
         return (
             f"{model.n_layers} layers, width {model.d_model}, {model.n_heads} heads ({model.kv_heads} key/value), "
-            f"vocabulary {model.vocab_size}, {run.data.sequence_length} positions"
+            f"vocabulary {model.vocab_size}, {self.run.data.sequence_length} positions"
         )
 
 
@@ -82,6 +84,3 @@ def _reduced_model(model: LanguageModel, world_size: int, length: int, stages: i
     if model.rope_scaling is not None:
         changes["rope_scaling"] = {**model.rope_scaling.model_dump(), "original_positions": max(1, length // 4)}
     return LanguageModel.model_validate({**model.model_dump(), **changes})
-
-
-VERIFICATION = LanguageVerification()

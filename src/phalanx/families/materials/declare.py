@@ -8,9 +8,9 @@ from functools import cache
 import torch
 from torch import nn
 
-from phalanx.config.materials import MaterialsModel
 from phalanx.families.materials.model.layers import ElementTable
 from phalanx.families.materials.model.network import MaterialsNetwork
+from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.families.materials.sizes import block_flops, embedding_flops, head_flops
 from phalanx.nn.initial import InitRule, InitRules
 from phalanx.nn.kinds import ParameterKind

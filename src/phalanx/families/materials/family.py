@@ -1,100 +1,13 @@
-"""The materials family's answers to what layouts, training and verification ask (`families.family`)."""
+"""The materials family as run files know it. Needs no torch."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from phalanx.config.families import Family
+from phalanx.families.materials.config import MaterialsRun
 
-from phalanx.config.families import MaterialsRun
-from phalanx.families.materials import declare, sizes
-from phalanx.families.materials.data.manifest import read_manifest
-from phalanx.families.materials.model.heads import head_outputs
-from phalanx.nn.initial import InitRules
-from phalanx.nn.kinds import ParameterKind
-from phalanx.nn.splits import SplitCount
-
-
-class MaterialsFamily:
-    """See `families.family.Family`."""
-
-    axes = frozenset(("dp_replicate", "dp_shard", "cp"))
-    """Matrices are small and structures many: data parallelism, with all that ZeRO and FSDP share out; over `cp`, atoms of
-    structures that are too large for one device."""
-    cuts_structures = True
-    vanishing = ("head.charges.copies.*.bias", "head.dipole.copies.*.bias", "head.dipole_vectors.gate.bias")
-    """What the last layer's bias adds to all atoms of a structure is taken off again, and has no dipole. The gate's weighs
-    the sum of all atoms' vectors, of which EGNN's first steps leave less than a thousandth."""
-    position_unit = "structures"
-
-    def positions(self, run: MaterialsRun) -> SplitCount:
-        """One: a sample is a structure, whatever its size."""
-        return SplitCount("structures a sample", 1)
-
-    def initial_rules(self, run: MaterialsRun) -> InitRules:
-        """See `declare`."""
-        return declare.initial_rules(run.model)
-
-    def parameter_kind(self, name: str) -> ParameterKind:
-        """See `declare`."""
-        return declare.parameter_kind(name)
-
-    def split_counts(self, run: MaterialsRun) -> list[SplitCount]:
-        """Nothing is split."""
-        return declare.tensor_split_counts(run.model)
-
-    def split_rows(self, run: MaterialsRun) -> None:
-        """Nothing is split."""
-
-    def context_heads(self, run: MaterialsRun) -> SplitCount:
-        """Nothing is split."""
-        return SplitCount("model.attention.heads", run.model.attention.heads if run.model.attention else 1)
-
-    def needs_bias(self, run: MaterialsRun) -> bool:
-        """Attention among the atoms of a structure is masked to them."""
-        return run.model.attention is not None
-
-    def block_costs(self, run: MaterialsRun) -> tuple[float, float]:
-        """See `declare`; there are no pipelines to balance by it."""
-        return declare.relative_block_costs(run.model, run.model.mean_neighbors)
-
-    def tied(self, run: MaterialsRun) -> dict[str, str]:
-        """Nothing."""
-        return {}
-
-    def branches(self, run: MaterialsRun) -> int:
-        """Those of the model, unless all its heads are shared."""
-        unshared = any(not getattr(run.model, name).shared for name in head_outputs(run.model))
-        return len(run.model.branches) if unshared else 1
-
-    def branch_costs(self, run: MaterialsRun) -> list[float]:
-        """By `data.cost`, of the prepared training data, sources weighed as they are read.
-
-        Raises DataError where a source is not prepared: nothing else knows how large structures are.
-        """
-        costs = []
-        for source in run.data.sources:
-            counts = read_manifest(Path(run.data.prepared) / source.name).splits["train"]
-            cost = run.data.cost
-            total = cost.node * counts.atoms + cost.edge * counts.edges + cost.graph * counts.structures
-            costs.append(total if source.weight is None else source.weight * total / max(counts.structures, 1))
-        return costs
-
-    def parameter_count(self, run: MaterialsRun) -> int:
-        """See `sizes`."""
-        return sizes.parameter_count(run.model)
-
-    def flops_per_sample(self, run: MaterialsRun) -> float:
-        """Of a mean structure of the prepared training data, sources weighed as they are read.
-
-        Raises DataError where a source is not prepared: nothing else knows how large structures are.
-        """
-        total, weights = 0.0, 0.0
-        for source in run.data.sources:
-            counts = read_manifest(Path(run.data.prepared) / source.name).splits["train"]
-            number = max(counts.structures, 1)
-            weight = float(number) if source.weight is None else source.weight
-            total += weight * sizes.model_flops(run.model, counts.atoms / number, counts.edges / number)
-            weights += weight
-        return total / weights
-
-
-FAMILY = MaterialsFamily()
+FAMILY = Family(
+    name="materials",
+    run=MaterialsRun,
+    bound="phalanx.families.materials.bound:BoundMaterials",
+    sizes="phalanx.families.materials.sizes",
+)

@@ -15,28 +15,28 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor
 
-from phalanx.config.families import MaterialsRun
 from phalanx.data.batch import BatchStream
 from phalanx.errors import DataError
-from phalanx.families.materials.balancing import Balancer, BalancerState
-from phalanx.families.materials.data.balance import Division, divide, divide_within, in_turn
-from phalanx.families.materials.data.balance_report import report, step_balance
-from phalanx.families.materials.data.batches import Collator, Columns, GraphBatch
-from phalanx.families.materials.data.cost import CostModel
-from phalanx.families.materials.data.order import Located
-from phalanx.families.materials.data.shards import PreparedSource, open_prepared
-from phalanx.families.materials.data.stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.cost_fitting import Balancer, BalancerState
+from phalanx.families.materials.data.balance import Division, divide, divide_within, in_turn, report, step_balance
+from phalanx.families.materials.data.graph_batches import Collator, Columns, GraphBatch
+from phalanx.families.materials.data.graph_order import Located
+from phalanx.families.materials.data.graph_shards import PreparedSource, open_prepared
+from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.families.materials.data.structure_cost import CostModel
 from phalanx.families.materials.data.trained_elements import TrainedElements, elements_of, write_elements
-from phalanx.families.materials.errors import SUMS, Quantity, quantities
+from phalanx.families.materials.evaluation.error_sums import SUMS, Quantity, quantities
 from phalanx.families.materials.graph_parallel.stream import ShareStream, cutting_of
 from phalanx.families.materials.model.losses import tasks
+from phalanx.families.materials.settled_units import settle_units
 from phalanx.files import write_atomically
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, Verification
+from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, TrainableModel, Verification
 from phalanx.train.metrics import RankTimes
 from phalanx.train.state import damaged_field
 
@@ -102,67 +102,77 @@ class GraphInputs(Inputs):
         write_atomically(run_dir / BALANCE, json.dumps(content, indent=1) + "\n")
 
 
-def open_inputs(run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
-    """See `train.inputs.open_inputs`."""
-    training = open_prepared(run.data, "train")
-    _require_elements(run, training)
-    if first:
-        _tell_missing_references(run, training)
-        _tell_periodic_dipoles(run, training)
-    columns = columns_of(run, training)
-    budget, pin_memory = run.data.microbatch_cost, device.type != "cpu"
-    graphs = GraphBatchStream(
-        graph_order(training, run.data, seed=run.training.seed, global_batch=layout.global_batch),
-        columns,
-        parts=layout.accumulation,
-        # What one device computes at a time is a share of a micro-batch.
-        budget=None if budget is None else budget * layout.cp,
-        oversized_alone=run.data.oversized == "alone",
-        share_by=run.data.share_by,
-        rank=mesh.data_rank,
-        ranks=layout.data_ranks,
-        branches=branch_groups(layout),
-        prefetch=run.data.prefetch,
-        pin_memory=pin_memory and layout.cp == 1,
-    )
-    stream: BatchStream = graphs
-    if layout.cp > 1:
-        stream = ShareStream(graphs, layout.accumulation, cutting_of(run, mesh.cp), pin_memory=pin_memory)
-    evaluator = GraphEvaluator(run, open_prepared(run.data, "validation"), columns, device, run.evaluation.samples)
-    verification = Verification(training if run.data.verify and first else [])
-    start = run.training.init_from
-    known = elements_of(
-        [source.manifest.statistics for source in training],
-        run.model.branches,
-        None if start is None else Path(start),
-    )
-    words = _in_words(training)
-    if layout.data_ranks == 1:
-        return GraphInputs(stream, evaluator, verification, in_words=words, elements=known)
-    balancer = _balancer(run, layout, mesh, device, graphs)
-    return GraphInputs(
-        stream, evaluator, verification, in_words=words, balancer=balancer, graphs=graphs, elements=known
-    )
+class MaterialsInputs(TrainableModel):
+    """See `train.inputs.TrainableModel`."""
 
+    run: MaterialsRun
 
-def check_inputs(run: MaterialsRun) -> str:
-    """See `train.inputs.check_inputs`."""
-    return _in_words(open_prepared(run.data, "train"))
+    def settle(self, run_dir: Path) -> MaterialsRun:
+        """Units of the model that the run file leaves to the data; see `units_from_data`."""
+        return settle_units(self.run, run_dir)
+
+    def open_inputs(self, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
+        """See `TrainableModel`."""
+        run = self.run
+        training = open_prepared(run.data, "train")
+        _require_elements(run, training)
+        if first:
+            _tell_missing_references(run, training)
+            _tell_periodic_dipoles(run, training)
+        columns = columns_of(run, training)
+        budget, pin_memory = run.data.microbatch_cost, device.type != "cpu"
+        graphs = GraphBatchStream(
+            graph_order(training, run.data, seed=run.training.seed, global_batch=layout.global_batch),
+            columns,
+            parts=layout.accumulation,
+            # What one device computes at a time is a share of a micro-batch.
+            budget=None if budget is None else budget * layout.cp,
+            oversized_alone=run.data.oversized == "alone",
+            share_by=run.data.share_by,
+            rank=mesh.data_rank,
+            ranks=layout.data_ranks,
+            branches=branch_groups(layout),
+            prefetch=run.data.prefetch,
+            pin_memory=pin_memory and layout.cp == 1,
+        )
+        stream: BatchStream = graphs
+        if layout.cp > 1:
+            stream = ShareStream(graphs, layout.accumulation, cutting_of(run, mesh.cp), pin_memory=pin_memory)
+        evaluator = GraphEvaluator(run, open_prepared(run.data, "validation"), columns, device, run.evaluation.samples)
+        verification = Verification(training if run.data.verify and first else [])
+        start = run.training.init_from
+        known = elements_of(
+            [source.manifest.statistics for source in training],
+            run.model.branches,
+            None if start is None else Path(start),
+        )
+        words = _in_words(training)
+        if layout.data_ranks == 1:
+            return GraphInputs(stream, evaluator, verification, in_words=words, elements=known)
+        balancer = _balancer(run, layout, mesh, device, graphs)
+        return GraphInputs(
+            stream, evaluator, verification, in_words=words, balancer=balancer, graphs=graphs, elements=known
+        )
+
+    def check_inputs(self) -> str:
+        """See `TrainableModel`."""
+        run = self.run
+        return _in_words(open_prepared(run.data, "train"))
+
+    def expected_evaluation(self) -> ExpectedEvaluation | None:
+        """See `TrainableModel`. Of a source that may lack labels, validation is taken to have some of each."""
+        run = self.run
+        sources = open_prepared(run.data, "validation")
+        if not any(len(source) for source in sources):
+            return None
+        labelled = [[_has_labels(source, quantity) for quantity in quantities(run.model)] for source in sources]
+        sums = torch.tensor(labelled, dtype=torch.float64)[:, :, None].expand(-1, -1, SUMS)
+        errors = GraphErrors(0.0, 0, error_rows(run, sums))
+        return ExpectedEvaluation(errors.as_dict(), frozenset(("loss", "mae", "rmse")))
 
 
 def _in_words(training: list[PreparedSource]) -> str:
     return f"{sum(len(source) for source in training):,} structures"
-
-
-def expected_evaluation(run: MaterialsRun) -> ExpectedEvaluation | None:
-    """See `train.inputs.expected_evaluation`. Of a source that may lack labels, validation is taken to have some of each."""
-    sources = open_prepared(run.data, "validation")
-    if not any(len(source) for source in sources):
-        return None
-    labelled = [[_has_labels(source, quantity) for quantity in quantities(run.model)] for source in sources]
-    sums = torch.tensor(labelled, dtype=torch.float64)[:, :, None].expand(-1, -1, SUMS)
-    errors = GraphErrors(0.0, 0, error_rows(run, sums))
-    return ExpectedEvaluation(errors.as_dict(), frozenset(("loss", "mae", "rmse")))
 
 
 def _has_labels(source: PreparedSource, quantity: Quantity) -> bool:
@@ -377,7 +387,8 @@ class GraphEvaluator:
 
 
 def error_rows(run: MaterialsRun, errors: Tensor) -> list[ErrorRow]:
-    """Rows of the quantities that a data set has labels of. errors: [sources, Q, SUMS], see `families.materials.errors`."""
+    """Rows of the quantities that a data set has labels of. errors: [sources, Q, SUMS], see
+    `families.materials.evaluation.error_sums`."""
     rows = []
     for source, table in zip(run.data.sources, errors.tolist(), strict=True):
         for quantity, (absolute, squared, numbers) in zip(quantities(run.model), table, strict=True):

@@ -8,23 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.check_graphs import one_program_obstacle
-from phalanx.config.families import MaterialsRun
 from phalanx.data.batch import Batch
-from phalanx.families.materials.data.batches import GraphBatch
-from phalanx.families.materials.errors import error_sums
+from phalanx.families.materials.config import MaterialsRun, one_program_obstacle
+from phalanx.families.materials.data.graph_batches import GraphBatch
+from phalanx.families.materials.evaluation.error_sums import error_sums
 from phalanx.families.materials.graph_parallel.batch import Cutting, GraphShare, cut_batch
 from phalanx.families.materials.graph_parallel.exchange import HaloExchange
 from phalanx.families.materials.graph_parallel.stream import cutting_of
-from phalanx.families.materials.model.exchange import ALONE
+from phalanx.families.materials.model.atom_exchange import ALONE
 from phalanx.families.materials.model.losses import Labels, summed_losses
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.recorded_step import StepRecorder
-from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.family import BuildContext
+from phalanx.layout.family import BuildContext, LayoutModel
 from phalanx.layout.place import TensorSplits
-from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage, TrainingPass
 from phalanx.nn.splits import ModelChunk
 from phalanx.precision import PRECISIONS
@@ -56,7 +53,8 @@ class MaterialsStage(Stage):
         self, x: Tensor, sample_indices_B: Tensor, *, training: TrainingPass | None = None, **inputs: Any
     ) -> Tensor:
         """See `Stage`. x: int64 atomic numbers [N]. inputs: those of `MaterialsNetwork.forward`; and at will
-        `measured_sources`, how many data sets there are: errors by data set (`families.materials.errors`) then follow the
+        `measured_sources`, how many data sets there are: errors by data set
+        (`families.materials.evaluation.error_sums`) then follow the
         losses, in one row of numbers. `halo` of a share that `cut` gave."""
         halo = inputs.pop("halo", None)
         inputs["exchange"] = ALONE if halo is None else HaloExchange(halo, self.share.cp)
@@ -118,8 +116,10 @@ class MaterialsStage(Stage):
         return torch.empty(samples, dtype=torch.int64)
 
 
-class MaterialsLayout:
-    """See `layout.family.FamilyLayout`."""
+class MaterialsLayout(LayoutModel):
+    """See `layout.family.LayoutModel`."""
+
+    run: MaterialsRun
 
     compiles_blocks = False
     """A compiled block has no second derivative; a step is recorded or compiled as a whole
@@ -127,7 +127,7 @@ class MaterialsLayout:
 
     def build(self, building: BuildContext, part: ModelChunk) -> tuple[nn.Module, TensorSplits]:
         """The whole network: nothing is split."""
-        run: MaterialsRun = building.run
+        run = self.run
         chunk = None if run.layout.recompute == "none" else _EDGE_CHUNK
         with torch.device("meta"):
             model = MaterialsNetwork(
@@ -140,11 +140,11 @@ class MaterialsLayout:
     def stage(self, building: BuildContext, part: nn.Module, index: int) -> Stage:
         """Runs the network."""
         assert isinstance(part, MaterialsNetwork)
-        run: MaterialsRun = building.run
+        run = self.run
         cutting = cutting_of(run, building.share.cp)
         stage = MaterialsStage(part, index, building.share, run.training.seed, cutting)
         stage.keeps_branches = building.branches is not None
-        if _records(building):
+        if _records(run, building):
             stage.one_unit = True
             first = 0 if building.branches is None else building.branches.start
             stage.recorder = StepRecorder(
@@ -162,14 +162,9 @@ class MaterialsLayout:
         assert len(dtypes) == 1
         return twin.to(dtypes.pop()).to_empty(device=building.device)
 
-    def choose_attention(self, run: MaterialsRun, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
-        """Nothing to choose: attention among atoms is written out in operations that have second derivatives."""
-        return AttentionChoice("sdpa")
 
-
-def _records(building: BuildContext) -> bool:
+def _records(run: MaterialsRun, building: BuildContext) -> bool:
     """Whether training runs as recorded programs: as asked for, and by `auto` on accelerators wherever it can be."""
-    run: MaterialsRun = building.run
     if building.share.cp.size > 1 or one_program_obstacle(run) is not None:
         return False
     if run.training.compile == "auto":
@@ -177,6 +172,3 @@ def _records(building: BuildContext) -> bool:
         sharded = building.gathered and run.model.energy is None
         return building.device.type != "cpu" and not (sharded or run.training.deterministic)
     return run.training.compile
-
-
-LAYOUT = MaterialsLayout()

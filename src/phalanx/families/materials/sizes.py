@@ -10,8 +10,8 @@ atoms with atoms, MACE its coupled products. Look-ups, sums over neighbours and 
 
 from __future__ import annotations
 
-from phalanx.config.materials import MaterialsModel
-from phalanx.families.materials.model.pieces import Piece, Row, block_piece, embedding_piece, head_piece
+from phalanx.families.materials.model.network_shapes import Piece, Row, block_piece, embedding_piece, head_piece
+from phalanx.families.materials.model_config import MaterialsModel
 
 
 def parameter_count(config: MaterialsModel) -> int:

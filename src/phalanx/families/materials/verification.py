@@ -9,15 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.config.families import MaterialsRun
-from phalanx.config.materials import MaterialsModel
 from phalanx.counter_random import normal_values, random_bits, stream_key
-from phalanx.families.materials.data.batches import LABELS, GraphBatch
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.data.graph_batches import LABELS, GraphBatch
 from phalanx.families.materials.data.structures.device_neighbours import device_edges
 from phalanx.families.materials.model.losses import tasks
+from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.families.materials.sizes import in_words
 from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.verify.family import VerifiableModel
 
 _LARGEST = 9
 """Atoms of the largest structure."""
@@ -30,35 +31,37 @@ _BRANCHES = 3
 _HEADS = 2
 
 
-class MaterialsVerification:
-    """See `verify.family.FamilyVerification`."""
+class MaterialsVerification(VerifiableModel):
+    """See `verify.family.VerifiableModel`."""
 
-    def samples(self, run: MaterialsRun, step: int, first: int, count: int, global_batch: int) -> GraphBatch:
+    run: MaterialsRun
+
+    def samples(self, step: int, first: int, count: int, global_batch: int) -> GraphBatch:
         """Molecules and crystals of 1 to 9 atoms; some sample numbers have none, and some structures lack some labels.
 
         So ranks differ in structures, atoms and targets, and some have nothing to do: an average over ranks in place of
         a sum over targets shows, and so does a rank that leaves a collective out. Positions are float64.
         """
-        return _structures(run, torch.arange(first, first + count) + (step - 1) * global_batch)
+        return _structures(self.run, torch.arange(first, first + count) + (step - 1) * global_batch)
 
-    def branch_samples(self, run: MaterialsRun, step: int, layout: ResolvedLayout, rank: int) -> GraphBatch:
+    def branch_samples(self, step: int, layout: ResolvedLayout, rank: int) -> GraphBatch:
         """Dealt out by number of structures among the ranks of each branch: uneven, and some ranks have none."""
         groups = branch_groups(layout)
         assert groups is not None
         numbers = torch.arange(layout.global_batch) + (step - 1) * layout.global_batch
-        source = np.asarray(numbers % len(run.model.branches))
+        source = np.asarray(numbers % len(self.run.model.branches))
         dealt = groups.deal(source)(np.ones_like(source), groups.ranks)
-        return _structures(run, numbers[torch.from_numpy(dealt) == rank])
+        return _structures(self.run, numbers[torch.from_numpy(dealt) == rank])
 
-    def reduced(self, run: MaterialsRun, world_size: int) -> dict[str, dict[str, Any]]:
+    def reduced(self, world_size: int) -> dict[str, dict[str, Any]]:
         """Small widths, few layers, elements and branches; body, heads, losses and kinds of attention as they are."""
         # Sub-groups are sized for each branch that there is.
-        branches = _BRANCHES if run.layout.branch_groups == "off" else len(run.model.branches)
-        return {"model": _reduced_model(run.model, branches).model_dump()}
+        branches = _BRANCHES if self.run.layout.branch_groups == "off" else len(self.run.model.branches)
+        return {"model": _reduced_model(self.run.model, branches).model_dump()}
 
-    def in_words(self, run: MaterialsRun) -> str:
+    def in_words(self) -> str:
         """Body and sizes."""
-        return in_words(run.model)
+        return in_words(self.run.model)
 
 
 def _structures(run: MaterialsRun, numbers: Tensor) -> GraphBatch:
@@ -159,6 +162,3 @@ def _reduced_model(model: MaterialsModel, branches: int) -> MaterialsModel:
         hidden = min(model.mace.hidden_degree, degree)
         changes["mace"] = {**model.mace.model_dump(), "degree": degree, "hidden_degree": hidden, "radial_width": 8}
     return MaterialsModel.model_validate({**model.model_dump(), **changes})
-
-
-VERIFICATION = MaterialsVerification()

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.config.families import WeatherRun
 from phalanx.ensemble.document import EnsembleFile, entries
 from phalanx.ensemble.members import Member, require_alike
 from phalanx.ensemble.share import ALONE, Share
 from phalanx.errors import ConfigError
+from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.samples import Cases, FieldReader
 from phalanx.families.weather.data.stores.field_set import FieldSet
 from phalanx.families.weather.data.stores.times import HOUR

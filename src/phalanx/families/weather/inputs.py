@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.config.families import WeatherRun
 from phalanx.errors import DataError
+from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.batches import FieldBatchStream
 from phalanx.families.weather.data.climatology import Climatology
 from phalanx.families.weather.data.open import require_fields
@@ -35,7 +35,7 @@ from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.printable import printable
-from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, Verification
+from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, TrainableModel, Verification
 
 STATISTICS = "statistics.json"
 """File of a run directory with what its fields are normalised by."""
@@ -57,62 +57,70 @@ class FieldInputs(Inputs):
         self.statistics.write(run_dir / STATISTICS)
 
 
-def open_inputs(run: WeatherRun, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
-    """See `train.inputs.open_inputs`."""
-    fields = FieldSet(run.data)
-    require_grid(run, fields.grid)
-    reader = fields.reader("train", seed=run.training.seed)
-    if first:
-        _tell_what_is_left_out(reader)
-    stream = FieldBatchStream(
-        reader,
-        global_batch=layout.global_batch,
-        rank=mesh.data_rank,
-        ranks=layout.data_ranks,
-        prefetch=run.data.prefetch,
-        pin_memory=device.type != "cpu",
-    )
-    evaluator = FieldEvaluator(run, None, None, None, device)
-    if run.data.splits.validation is not None:
-        held_out = fields.reader("validation", seed=run.training.seed)
+class WeatherInputs(TrainableModel):
+    """See `train.inputs.TrainableModel`."""
+
+    run: WeatherRun
+
+    def open_inputs(self, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
+        """See `TrainableModel`."""
+        run = self.run
+        fields = FieldSet(run.data)
+        require_grid(run, fields.grid)
+        reader = fields.reader("train", seed=run.training.seed)
         if first:
-            _tell_what_is_left_out(held_out)
-        evaluator = FieldEvaluator(run, held_out, *known_climatologies(fields, held_out, _CLIMATOLOGY_BYTES), device)
-    words = f"{sum(len(source.windows.starts) for source in reader.sources):,} frames to start from"
-    verification = Verification([fields] if first else [])
-    return FieldInputs(stream, evaluator, verification, in_words=words, statistics=fields.statistics)
-
-
-def check_inputs(run: WeatherRun) -> str:
-    """See `train.inputs.check_inputs`. How many frames there are takes opening them all."""
-    for source in run.data.sources:
-        require_fields(Path(source.path))
-    count = len(run.data.sources)
-    return f"fields at {count} place{'s' if count > 1 else ''}"
-
-
-def expected_evaluation(run: WeatherRun) -> ExpectedEvaluation | None:
-    """See `train.inputs.expected_evaluation`. The fields themselves stay closed: to open them may mean to read them all."""
-    if run.data.splits.validation is None:
-        return None
-    rows = [
-        ScoreRow(
-            variable=variable,
-            lead_hours=lead,
-            forecasts=0,
-            rmse=0.0,
-            mae=0.0,
-            bias=0.0,
-            acc=0.0,
-            # Not 0, of which nothing could be saved: there would be no skill.
-            persistence_rmse=1.0,
-            persistence_acc=0.0,
-            climatology_rmse=1.0,
+            _tell_what_is_left_out(reader)
+        stream = FieldBatchStream(
+            reader,
+            global_batch=layout.global_batch,
+            rank=mesh.data_rank,
+            ranks=layout.data_ranks,
+            prefetch=run.data.prefetch,
+            pin_memory=device.type != "cpu",
         )
-        for lead in run.data.leads
-        for variable in run.data.target_variables
-    ]
-    return ExpectedEvaluation(_fields(0.0, 0, rows), frozenset(("loss", "rmse", "mae")))
+        evaluator = FieldEvaluator(run, None, None, None, device)
+        if run.data.splits.validation is not None:
+            held_out = fields.reader("validation", seed=run.training.seed)
+            if first:
+                _tell_what_is_left_out(held_out)
+            evaluator = FieldEvaluator(
+                run, held_out, *known_climatologies(fields, held_out, _CLIMATOLOGY_BYTES), device
+            )
+        words = f"{sum(len(source.windows.starts) for source in reader.sources):,} frames to start from"
+        verification = Verification([fields] if first else [])
+        return FieldInputs(stream, evaluator, verification, in_words=words, statistics=fields.statistics)
+
+    def check_inputs(self) -> str:
+        """See `TrainableModel`. How many frames there are takes opening them all."""
+        run = self.run
+        for source in run.data.sources:
+            require_fields(Path(source.path))
+        count = len(run.data.sources)
+        return f"fields at {count} place{'s' if count > 1 else ''}"
+
+    def expected_evaluation(self) -> ExpectedEvaluation | None:
+        """See `TrainableModel`. The fields themselves stay closed: to open them may mean to read them all."""
+        run = self.run
+        if run.data.splits.validation is None:
+            return None
+        rows = [
+            ScoreRow(
+                variable=variable,
+                lead_hours=lead,
+                forecasts=0,
+                rmse=0.0,
+                mae=0.0,
+                bias=0.0,
+                acc=0.0,
+                # Not 0, of which nothing could be saved: there would be no skill.
+                persistence_rmse=1.0,
+                persistence_acc=0.0,
+                climatology_rmse=1.0,
+            )
+            for lead in run.data.leads
+            for variable in run.data.target_variables
+        ]
+        return ExpectedEvaluation(_fields(0.0, 0, rows), frozenset(("loss", "rmse", "mae")))
 
 
 def _fields(loss: float, forecasts: int, rows: Sequence[ScoreRow]) -> dict[str, Any]:

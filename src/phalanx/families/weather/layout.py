@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.families import WeatherRun
 from phalanx.counter_random import DropoutContext
+from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.batches import FieldBatch
 from phalanx.families.weather.declare import tensor_splits
 from phalanx.families.weather.model.embedding import FieldEmbedding
@@ -16,7 +16,7 @@ from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.families.weather.model.grid import fields_of
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, choose_whole_attention
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.family import BuildContext
+from phalanx.layout.family import BuildContext, LayoutModel
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
@@ -114,14 +114,16 @@ def share_embedding(part: Forecaster, tp: Axis) -> None:
         part.embedding.__class__ = SplitFieldEmbedding
 
 
-class WeatherLayout:
-    """See `layout.family.FamilyLayout`."""
+class WeatherLayout(LayoutModel):
+    """See `layout.family.LayoutModel`."""
+
+    run: WeatherRun
 
     compiles_blocks = True
 
     def build(self, building: BuildContext, part: ModelChunk) -> tuple[nn.Module, TensorSplits]:
         """A part of the forecaster."""
-        run: WeatherRun = building.run
+        run = self.run
         with torch.device("meta"):
             model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision].compute_dtype, part=part)
         splits = building.sharding.split_parameters(model, tensor_splits(run.model), building.share.tp)
@@ -131,29 +133,28 @@ class WeatherLayout:
     def stage(self, building: BuildContext, part: nn.Module, index: int) -> Stage:
         """Runs a part of the forecaster."""
         assert isinstance(part, Forecaster)
-        run: WeatherRun = building.run
+        run = self.run
         step, rollout = run.data.rollout_hours, None
         if step is not None:
             rollout = RollOut(step, max(run.data.leads) // step)
         return WeatherStage(part, index, building.share, run.training.seed, rollout)
 
-    def example_batch(self, run: WeatherRun, samples: int, device: torch.device) -> FieldBatch:
+    def example_batch(self, samples: int, device: torch.device) -> FieldBatch:
         """Fields, targets, and a lead time for each sample."""
-        grid = run.model.n_lat, run.model.n_lon
+        model = self.run.model
+        grid = model.n_lat, model.n_lon
         inputs, outputs = (
             torch.zeros((samples, len(names), *grid), device=device)
-            for names in (run.model.input_names, run.model.output_names)
+            for names in (model.input_names, model.output_names)
         )
         hours, year, day = torch.zeros((3, samples), device=device).unbind()
         return FieldBatch(inputs, outputs, hours, year, day, torch.arange(samples, device=device))
 
-    def choose_attention(self, run: WeatherRun, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
+    def choose_attention(self, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
         """The kernel that the run file names, or the fastest of those that PyTorch brings."""
+        run = self.run
         if run.training.attention != "auto":
             return AttentionChoice(run.training.attention)
         model = run.model
         shape = (layout.microbatch, model.n_tokens, model.n_heads // layout.tp, model.head_size)
         return choose_whole_attention(shape, PRECISIONS[run.layout.precision].compute_dtype, device)
-
-
-LAYOUT = WeatherLayout()

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.config.families import WeatherRun
-from phalanx.config.weather import WeatherModel
 from phalanx.counter_random import normal_values, random_bits, stream_key
+from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.batches import FieldBatch
+from phalanx.families.weather.model_config import WeatherModel
 from phalanx.families.weather.sizes import in_words
-from phalanx.verify.family import most_stages
+from phalanx.verify.family import VerifiableModel, most_stages
 
 _HEAD_SIZE = 8
 _LEAD_UNIT = 6
@@ -22,24 +22,26 @@ _LONGEST_LEAD = 28
 """In units of `_LEAD_UNIT`."""
 
 
-class WeatherVerification:
-    """See `verify.family.FamilyVerification`."""
+class WeatherVerification(VerifiableModel):
+    """See `verify.family.VerifiableModel`."""
 
-    def samples(self, run: WeatherRun, step: int, first: int, count: int, global_batch: int) -> FieldBatch:
+    run: WeatherRun
+
+    def samples(self, step: int, first: int, count: int, global_batch: int) -> FieldBatch:
         """Random fields, with uneven targets and lead times.
 
         Some targets are left out, more in some samples than in others, so that an average over ranks in place of a sum
         over targets shows.
         """
-        model = run.model
+        model = self.run.model
         numbers = torch.arange(first, first + count) + (step - 1) * global_batch
         inputs, outputs = len(model.input_names), len(model.output_names)
         targets = _fields("targets", numbers, outputs, model)
         # Between an eighth and a half of a sample's targets, by its number.
         left_out = _bits("left out", numbers, targets[0].numel()) % 8 < 1 + numbers[:, None] % 4
         targets[left_out.view_as(targets)] = torch.nan
-        unit = run.data.rollout_hours
-        most = _LONGEST_LEAD if unit is None else max(run.data.leads) // unit
+        unit = self.run.data.rollout_hours
+        most = _LONGEST_LEAD if unit is None else max(self.run.data.leads) // unit
         leads = (unit or _LEAD_UNIT) * (1 + _bits("lead", numbers, 1)[:, 0] % most)
         return FieldBatch(
             fields=_fields("fields", numbers, inputs, model),
@@ -50,14 +52,14 @@ class WeatherVerification:
             sample_indices=numbers,
         )
 
-    def reduced(self, run: WeatherRun, world_size: int) -> dict[str, dict[str, Any]]:
+    def reduced(self, world_size: int) -> dict[str, dict[str, Any]]:
         """Small widths, heads, layers, grid and few variables; aggregation, q/k norms, embeddings, prediction, depth of the
         head and dropout as they are."""
-        return {"model": _reduced_model(run.model, world_size, most_stages(run, world_size)).model_dump()}
+        return {"model": _reduced_model(self.run.model, world_size, most_stages(self.run, world_size)).model_dump()}
 
-    def in_words(self, run: WeatherRun) -> str:
+    def in_words(self) -> str:
         """Sizes of the forecaster."""
-        return in_words(run.model)
+        return in_words(self.run.model)
 
 
 def _fields(what: str, numbers: Tensor, count: int, model: WeatherModel) -> Tensor:
@@ -117,6 +119,3 @@ def _few_variables(model: WeatherModel) -> list[str]:
     both = [name for name in predicted if name in inputs]
     chosen = {*predicted[:2], *both[:3], *read_alone[:2], *neither[:1]}
     return [name for name in model.variables if name in chosen]
-
-
-VERIFICATION = WeatherVerification()

@@ -16,12 +16,12 @@ from phalanx.hardware.collective_fit import Point, fit_constants
 from phalanx.hardware.collectives import Constants, default_constants
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.topology import place
+from phalanx.planner.time.framework import COMPILED, EAGER
 from phalanx.planner.time.least_squares import least_squares
-from phalanx.planner.time.measured import Kind, TimedOperation
 from phalanx.planner.time.operation_time import Cause, Floats, Form, OperationTable, Way, compute_seconds
 from phalanx.planner.time.part_time import part_times, parts_of
 from phalanx.planner.time.profile import CONSTANTS, RATES, NamedProfile, Profile, default_profile
-from phalanx.planner.time.software import EAGER, OURS
+from phalanx.planner.time.timed_operations import Kind, TimedOperation
 
 _NOISE = 0.05
 """Standard deviation of the logarithm of a single operation's time around the curves."""
@@ -249,12 +249,12 @@ def _with_blocks(
 
 def _block_errors(profile: Profile, blocks: Sequence[TimedBlock], machine: Machine) -> Floats:
     """Logarithms of predicted over measured seconds, forward and then backward."""
-    software = EAGER if machine.node.device == "CPU" else OURS
+    framework = EAGER if machine.node.device == "CPU" else COMPILED
     wanted = [
         ("block", replace(setting_of(x.width, x.length), compile=x.compiled, attention="flash"), x.samples)
         for x in blocks
     ]
-    times = part_times(parts_of(wanted, software), machine, _NO_COLLECTIVES, profile).seconds.sum(axis=2)  # type: ignore[arg-type]
+    times = part_times(parts_of(wanted, framework), machine, _NO_COLLECTIVES, profile).seconds.sum(axis=2)  # type: ignore[arg-type]
     measured = np.array([[x.forward_s, x.backward_s] for x in blocks])
     return np.asarray((np.log(times) - np.log(measured)).T.ravel())
 

@@ -22,7 +22,7 @@ from phalanx.hardware.calibrate.host_exchanges import HostExchanges, time_host_e
 from phalanx.hardware.calibrate.operations import Passed, time_host, time_optimizer, time_shapes, time_traffic, warm_up
 from phalanx.hardware.calibrate.shapes import shapes_for
 from phalanx.hardware.device import synchronize
-from phalanx.planner.time.measured import TimedOperation
+from phalanx.planner.time.timed_operations import TimedOperation
 
 Report = Callable[[str], None]
 

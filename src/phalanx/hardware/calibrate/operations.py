@@ -19,10 +19,10 @@ from phalanx.layout.context_parallel.kernel_choice import (
     choose_whole_attention,
 )
 from phalanx.nn.attention import attend, attention_context
-from phalanx.planner.time.measured import Kind, TimedOperation
+from phalanx.optimizers.adamw import AdamW
+from phalanx.planner.time.timed_operations import Kind, TimedOperation
 from phalanx.planner.trace.operations import Attention
 from phalanx.torch_compat import common as compat
-from phalanx.train.adamw import AdamW
 
 T = TypeVar("T")
 

@@ -12,6 +12,9 @@ from torch.distributed.tensor import DTensor
 from phalanx.layout.mesh import Axis, Mesh
 from phalanx.torch_compat import common as compat
 
+SUMMED_ELEMENTS = 2**24
+"""Elements whose squares are summed in their own format before the sums are added in float64."""
+
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     """Return this rank's elements of the gradient: the memory itself, not a copy."""
@@ -45,7 +48,7 @@ def gradient_norm_over_ranks(
     that are split over `tp`, are in the tied embedding group, belong to task heads.
     """
     if mesh.world is None:
-        return gradient_norm(parameters.values())
+        return local_gradient_norm(parameters.values())
     counted = []
     for name, parameter in parameters.items():
         alike = (name in tied and mesh.tie.rank) or (name not in split and mesh.tp.rank)
@@ -53,56 +56,47 @@ def gradient_norm_over_ranks(
         if not alike and copy == 0:
             counted.append(parameter)
     sample = next(iter(parameters.values()))
-    norm = gradient_norm(counted) if counted else torch.zeros(())
+    norm = local_gradient_norm(counted) if counted else torch.zeros(())
     square = norm.to(sample.device, torch.float64).square()
     dist.all_reduce(square, group=mesh.world)
     return square.sqrt().to(sample.dtype)
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the 2-norm over this rank's elements of all gradients, a 0-dim tensor.
-
-    Sharded gradients lie one after another in the memory that a reduction left them in: each run of them is read at once,
-    in a tenth of the time that a kernel for each tensor takes.
-    """
+def local_gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the 2-norm over this rank's elements of all gradients, 0-dim."""
     grads = [grad for p in parameters if (grad := local_gradient(p)) is not None and grad.numel()]
     if not grads:
         return torch.zeros(())
-    parts = [part for run in _runs(grads) for part in run.split(_RUN)]
-    return _squares(parts).sum().sqrt().to(grads[0].dtype)
-
-
-def _squares(parts: list[Tensor]) -> Tensor:
-    """Return the sum of squares of each part, float64 [parts]."""
+    # Sharded gradients lie one after another in the memory that a reduction left them in. Each run of them is read at once,
+    # in a tenth of the time that a kernel for each tensor takes.
+    parts = [part for run in _join_adjacent(grads) for part in run.split(SUMMED_ELEMENTS)]
     if parts[0].device.type == "cpu":
-        # Norms of many float32 numbers lose digits there that products keep.
-        return torch.stack([torch.dot(part, part) for part in parts]).double()
-    # Products read each number twice, and take 1.6 times as long (benchmarks/README.md).
-    return torch.stack([torch.linalg.vector_norm(part) for part in parts]).double().square()
+        # On the CPU, norms of many float32 numbers lose digits that products keep.
+        squares = torch.stack([torch.dot(part, part) for part in parts]).double()
+    else:
+        # Products read each number twice, and take 1.6 times as long (benchmarks/README.md).
+        squares = torch.stack([torch.linalg.vector_norm(part) for part in parts]).double().square()
+    return squares.sum().sqrt().to(grads[0].dtype)
 
 
-_RUN = 2**24
-"""Elements summed in their own format before sums go on in float64."""
-
-
-def _runs(grads: list[Tensor]) -> list[Tensor]:
+def _join_adjacent(grads: list[Tensor]) -> list[Tensor]:
     """Return the elements of `grads` as few flat tensors: those that lie side by side in one memory are joined."""
-    # Told by storage and offset, not by address: a dry run's gradients have none.
+    # By storage and offset, not by address: a dry run's gradients have none.
     placed = sorted(
         ((compat.storage_key(grad), grad.storage_offset(), number) for number, grad in enumerate(grads)),
         key=lambda place: place[:2],
     )
     runs: list[list[Tensor]] = []
-    behind = None
+    end_of_run = None
     for storage, offset, number in placed:
         grad = grads[number]
-        if grad.is_contiguous() and behind == (storage, offset, grad.dtype):
+        if grad.is_contiguous() and end_of_run == (storage, offset, grad.dtype):
             runs[-1].append(grad)
         else:
             runs.append([grad])
-        behind = (storage, offset + grad.numel(), grad.dtype) if grad.is_contiguous() else None
+        end_of_run = (storage, offset + grad.numel(), grad.dtype) if grad.is_contiguous() else None
+    # Only contiguous tensors are joined; a strided one is a run of its own.
     return [
-        # One view over all of the run, which is one piece of memory.
         run[0].as_strided((sum(grad.numel() for grad in run),), (1,)) if run[0].is_contiguous() else run[0].flatten()
         for run in runs
     ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.optimizers import find_optimizer
 from phalanx.precision import PRECISIONS
 
 
@@ -21,7 +22,7 @@ class StateBytes:
     gradients: int
     """Accumulated gradients; freed between steps."""
     optimizer: int
-    """Both AdamW moments."""
+    """State of the optimizer, such as AdamW's two moments."""
 
     @property
     def between_steps(self) -> int:
@@ -35,18 +36,18 @@ class StateBytes:
 
 
 def state_bytes(run: Run, layout: ResolvedLayout) -> StateBytes:
-    """Training state of one rank: masters, gradients and moments in float32, split evenly over `dp_shard` ranks.
+    """Return the training state of one rank: main parameters, gradients and optimizer state, sharded over `dp_shard` ranks.
 
     Sharding pads a parameter whose first dim `dp_shard` does not divide; that padding is not counted.
     """
     precision = PRECISIONS[run.layout.precision]
     width = precision.main_dtype.itemsize
-    count = family_of(run).parameter_count(run)
+    count = bind(run).parameter_count()
     share = -(-count * width // layout.dp_shard)
     copied = precision.copies_parameters and layout.dp_shard * layout.dp_replicate == 1
     return StateBytes(
         parameters=share,
         working_copy=precision.compute_dtype.itemsize * count * copied,
         gradients=share,
-        optimizer=2 * share,
+        optimizer=find_optimizer(run.optimizer).state_values * share,
     )

@@ -6,7 +6,7 @@ Heads are plain tensors, alike on all ranks of their sub-group, and FSDP2 leaves
 sharded as `layout` says. Names, initial values and checkpoints are those of the whole model, and losses are divided by the
 targets of the whole global batch, so that nothing but places changes.
 
-This module turns `layout.branch_groups` into sizes of sub-groups (`families.materials.data.branches` says who reads what).
+This module turns `layout.branch_groups` into sizes of sub-groups (`families.materials.data.balance` says who reads what).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.config.schema import Run
-from phalanx.families.materials.data.branches import BranchGroups, sizes_by_cost
-from phalanx.families.registry import family_of
+from phalanx.families.materials.data.balance import BranchGroups, sizes_by_cost
+from phalanx.families.registry import bind
 from phalanx.layout.spec import ResolvedLayout
 
 
@@ -27,9 +27,9 @@ def branch_sizes(run: Run, data_ranks: int) -> tuple[int, ...]:
     chosen = run.layout.branch_groups
     if isinstance(chosen, list):
         return tuple(chosen)
-    if chosen == "off" or data_ranks == 1 or family_of(run).branches(run) == 1:
+    if chosen == "off" or data_ranks == 1 or bind(run).branches() == 1:
         return ()
-    return sizes_by_cost(family_of(run).branch_costs(run), data_ranks)
+    return sizes_by_cost(bind(run).branch_costs(), data_ranks)
 
 
 def branch_groups(layout: ResolvedLayout) -> BranchGroups | None:
@@ -41,7 +41,7 @@ def refusals(run: Run, layout: ResolvedLayout) -> Iterator[str]:
     """Why the sub-groups that `run` asks for cannot be."""
     if run.layout.branch_groups == "off" and not layout.branch_groups:
         return
-    branches, sizes = family_of(run).branches(run), layout.branch_groups
+    branches, sizes = bind(run).branches(), layout.branch_groups
     name = f"layout.branch_groups={list(sizes) if sizes else run.layout.branch_groups}"
     if branches == 1:
         yield f"{name} needs heads of several branches, of which this model of family {run.model.family} has none"

@@ -17,22 +17,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.schema import LanguageRun, Run
+from phalanx.config.schema import Run
 from phalanx.data.batch import Batch
-from phalanx.families.language.layout import loss_chunk_tokens
+from phalanx.families.registry import bind
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.gradients import local_gradient
 from phalanx.layout.execute import Executor
-from phalanx.layout.family import family_layout
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.pipeline.runner import Pipeline
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.planner.dryrun.fake_ranks import DEVICE, fake_rank
 from phalanx.planner.dryrun.report import Measured, RankReport, rank_report
-from phalanx.planner.trace.accelerator import core_attention
-from phalanx.planner.trace.family import likely_kernel
+from phalanx.planner.trace.family import TracedModel
 from phalanx.planner.trace.memory_trace import Moment, StepTrace
 
 
@@ -76,18 +74,19 @@ def dry_run(
     who waits, since a large model whose weights are streamed takes minutes: each chunk of a matrix is some operations.
     """
     start = time.perf_counter()
-    run, attention = _prepared(run, layout, accelerator)
+    model = bind(run, TracedModel)
+    run, attention = _prepared(model, layout, accelerator)
     wanted = layout.accumulation
     few, more = representative_microbatches(layout)
     with fake_rank(layout, rank, accelerator=accelerator) as (mesh, trace), attention.active():
         short = _with_microbatches(layout, few)
         applied = apply_layout(run, short, mesh, DEVICE, attention, fill=False)
         step = build(run, applied, DEVICE).relaid(WatchedExecutor(applied, trace))
-        first = measured_step(run, applied, step, trace, tell)
+        first = measured_step(model, applied, step, trace, tell)
         # The receive buffers of one number of micro-batches must be gone before those of another are made.
         applied = _relaid(applied, mesh, _with_microbatches(layout, more))
         step = step.relaid(WatchedExecutor(applied, trace))
-        second = measured_step(run, applied, step, trace, tell)
+        second = measured_step(model, applied, step, trace, tell)
         return rank_report(
             layout,
             mesh,
@@ -119,34 +118,14 @@ def representative_microbatches(layout: ResolvedLayout) -> tuple[int, int]:
     return (few, more) if more < wanted else (wanted, wanted)
 
 
-def _prepared(run: Run, layout: ResolvedLayout, accelerator: bool) -> tuple[Run, AttentionChoice]:
+def _prepared(model: TracedModel, layout: ResolvedLayout, accelerator: bool) -> tuple[Run, AttentionChoice]:
     """The run with what depends on the device decided, and its attention; blocks run uncompiled."""
-    decided: dict[str, Any] = {"compile": False}
-    if isinstance(run, LanguageRun):
-        target = torch.device("meta" if accelerator else "cpu")
-        decided["loss_chunk_tokens"] = loss_chunk_tokens(run, target, layout.tp)
+    run, target = model.run, torch.device("meta" if accelerator else "cpu")
+    decided: dict[str, Any] = {"compile": False, **model.dry_run_fields(target, layout.tp)}
     # The other ranks of a dry run have no memory to copy from.
     plain = run.layout.model_copy(update={"peer_copies": False})
     run = run.model_copy(update={"training": run.training.model_copy(update=decided), "layout": plain})
-    # Without a mask the CPU's fused attention keeps what the accelerators' do: its result, and one number a row and head.
-    if not accelerator or not isinstance(run, LanguageRun):
-        return run, AttentionChoice("sdpa")
-    kernel = likely_kernel(run, rocm=False)
-    return run, AttentionChoice(kernel, core=_math_attention if kernel == "math" else core_attention(kernel))
-
-
-def _math_attention(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
-    """Attention in separate operations, which PyTorch would not choose for CPU tensors."""
-    out: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-        query,
-        key,
-        value,
-        context.bias,
-        0.0,
-        context.bias is None,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )[0]
-    return out
+    return run, model.dry_run_attention() if accelerator else AttentionChoice("sdpa")
 
 
 def _with_microbatches(layout: ResolvedLayout, count: int) -> ResolvedLayout:
@@ -176,7 +155,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def measured_step(
-    run: Run, applied: ParallelModel, step: Step, trace: StepTrace, tell: Tell = _say_nothing
+    model: TracedModel, applied: ParallelModel, step: Step, trace: StepTrace, tell: Tell = _say_nothing
 ) -> Measured:
     """One optimizer step on samples without content, under a trace that has seen all that was made before."""
     _label_state(trace, applied, step)
@@ -185,7 +164,7 @@ def measured_step(
     trace.go_to(Moment("start"))
     trace.begin()
     samples = applied.layout.samples_per_rank
-    step.enqueue(1, family_layout(run).example_batch(run, samples, DEVICE))
+    step.enqueue(1, model.example_batch(samples, DEVICE))
     trace.go_to(Moment("end"))
     for handle in handles:
         handle.remove()

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.hardware.machine import Machine
 from phalanx.layout.recompute import Recompute
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.layouts.candidates import Candidates
-from phalanx.planner.time.timing import our_software
+from phalanx.planner.time.timing import our_framework
 from phalanx.planner.trace.family import likely_kernel, planned_model, setting_of
 from phalanx.planner.trace.parts import PartCosts, part_costs
 from phalanx.precision import PRECISIONS
@@ -41,14 +41,14 @@ class BreakEven:
 def break_evens(run: Run, legal: Candidates, recompute: Recompute, machine: Machine) -> tuple[BreakEven, ...]:
     """For each tensor-parallel degree above 1 among `legal`. recompute: repeats exchanges of activations."""
     devices = int(legal.world_size[0])
-    copies = our_software(run, machine).copy_engines
+    copies = our_framework(run, machine).copy_engines
     degrees = np.unique(legal.tp[(legal.tp > 1) & (legal.cp == 1)]).tolist()
     return tuple(break_even(run, tp, devices // tp, recompute, peer_copies=copies) for tp in degrees)
 
 
 def break_even(run: Run, tp: int, shards: int, recompute: Recompute, *, peer_copies: bool) -> BreakEven:
     """Of `tp` x `shards` devices against FSDP over all of them. peer_copies: whether gradients are sent as computed."""
-    model, positions = planned_model(run), family_of(run).positions(run).count
+    model, positions = planned_model(run), bind(run).positions().count
     dtype = PRECISIONS[run.layout.precision].compute_dtype
     each = 2 * dtype.itemsize + (dtype.itemsize if peer_copies else max(4, dtype.itemsize))
     whole, part = (_block(run, degree, recompute) for degree in (1, tp))

@@ -11,7 +11,7 @@ import numpy as np
 from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.layout.spec import ZERO_BUBBLE
 from phalanx.planner.layouts.candidates import RECOMPUTES
 from phalanx.planner.rank.judge import Judged, Planner, Ranked, Task
@@ -112,7 +112,7 @@ def fewest_devices(planner: Planner, task: Task) -> Judged | None:
 
 def _numbers(planner: Planner, task: Task) -> Iterator[int]:
     """Numbers of devices worth trying, ascending: divisors of a node, then whole nodes."""
-    least = family_of(task.run).parameter_count(task.run) * _LEAST_BYTES / planner.models.device_bytes
+    least = bind(task.run).parameter_count() * _LEAST_BYTES / planner.models.device_bytes
     node = planner.machine.node.devices
     for devices in range(1, node):
         if node % devices == 0 and devices >= least:

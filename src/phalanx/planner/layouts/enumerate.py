@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import MOST_SAMPLES, divisors
 from phalanx.layout.spec import DEGREES, ZERO_BUBBLE
 from phalanx.planner.layouts.candidates import (
@@ -113,7 +113,7 @@ def _degrees(run: Run, world: int, devices_per_node: int | None, fixed: Fixed, l
     rows = _take(rows, (world % (rows["tp"] * rows["pp"]) == 0) & (rows["pp"] <= run.model.n_layers))
     rows = _take(rows, _is(rows["pp"], fixed.get("pp")))
 
-    length = family_of(run).positions(run).count
+    length = bind(run).positions().count
     cps = [fixed["cp"]] if "cp" in fixed else [cp for cp in every if cp == 1 or length // cp >= limits.positions]
     rows = _cross(rows, {"cp": cps})
     inside = rows["tp"] * rows["pp"] * rows["cp"]
@@ -125,17 +125,17 @@ def _degrees(run: Run, world: int, devices_per_node: int | None, fixed: Fixed, l
     rows = _take(rows, data_ranks % rows["dp_replicate"] == 0)
     rows = _take(rows, _is(rows["dp_replicate"], fixed.get("dp_replicate")))
     rows = _take(rows, _is(rows["dp_shard"], fixed.get("dp_shard")))
-    for name in set(DEGREES) - family_of(run).axes:
+    for name in set(DEGREES) - bind(run).axes:
         rows = _take(rows, rows[name] == 1)
     return rows
 
 
 def _tensor_fits(run: Run, tp: Ints, devices_per_node: int | None) -> Mask:
     fits = np.ones(len(tp), bool)
-    family = family_of(run)
-    for split in family.split_counts(run):
+    model = bind(run)
+    for split in model.split_counts():
         fits &= split.count % tp == 0
-    table = family.split_rows(run)
+    table = model.split_rows()
     if table is not None:
         fits &= -(-table.count // tp) * (tp - 1) < table.count
     if devices_per_node is not None and not run.layout.tp_across_nodes:
@@ -176,7 +176,7 @@ def _stages_fit(run: Run, schedule: str, per_rank: int) -> bool:
     if schedule in ZERO_BUBBLE and run.training.compile is True:
         return False
     if schedule == "zbv":
-        return per_rank == 2 and not family_of(run).tied(run)
+        return per_rank == 2 and not bind(run).tied()
     return per_rank >= 2 if schedule.startswith("interleaved") else per_rank == 1
 
 
@@ -203,9 +203,9 @@ def _contexts(run: Run, rows: Columns, fixed: Fixed) -> Columns:
     kinds = [CONTEXTS.index(name) for name in _among(CONTEXTS, fixed, "context")]
     spread = _cross(_take(rows, rows["cp"] > 1), {"context": kinds})
     ring = spread["context"] == _RING
-    family = family_of(run)
-    early_and_late = family.positions(run).count % (2 * spread["cp"]) == 0
-    whole_heads = family.context_heads(run).count // spread["tp"] % spread["cp"] == 0
+    model = bind(run)
+    early_and_late = model.positions().count % (2 * spread["cp"]) == 0
+    whole_heads = model.context_heads().count // spread["tp"] % spread["cp"] == 0
     spread = _take(spread, np.where(ring, early_and_late, whole_heads))
     return {name: np.concatenate([alone[name], spread[name]]) for name in alone}
 
@@ -226,7 +226,7 @@ def _gathers(run: Run, rows: Columns, fixed: Fixed, limits: Limits) -> Columns:
     able &= (
         (not PRECISIONS[run.layout.precision].scales_loss)
         & (run.training.compile is not True)
-        & ("tp" in family_of(run).axes)
+        & ("tp" in bind(run).axes)
     )
     # Of one rank, the one kind stands for both, as with other fields that have no effect.
     able = np.where(ranks > 1, able, "gather" in fixed)

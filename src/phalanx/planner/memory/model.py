@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.layout.recompute import Recompute
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.optimizers import find_optimizer
 from phalanx.planner.layouts.candidates import SCHEDULES, Candidates, Ints
 from phalanx.planner.memory.interleaved import Pipeline, cut_to_rounds, turns, turns_of_each
 from phalanx.planner.memory.parts import ModelBytes, distinct, model_bytes
@@ -26,7 +27,7 @@ from phalanx.planner.memory.peer_buffers import peer_buffer_bytes
 from phalanx.planner.memory.stages import holdings, holdings_at, rank_holdings
 from phalanx.planner.memory.state import Exchanges, Held, Rank, Situation
 from phalanx.planner.memory.weights import beside, causes_of, heaviest, together, weights
-from phalanx.planner.trace.family import Kernel, cost_family, likely_kernel
+from phalanx.planner.trace.family import Kernel, TracedModel, likely_kernel
 from phalanx.precision import PRECISIONS
 
 FloatArray = npt.NDArray[np.float64]
@@ -119,7 +120,7 @@ def _of_moments(run: Run, candidates: Candidates, situation: Situation) -> Memor
     """By the moments of an even step, of the ranks that may be the worst."""
     nothing = np.zeros(len(candidates))
     allocated, rank, moment, buffers = nothing, nothing.astype(np.int64), nothing.astype(np.int64), nothing.copy()
-    ranks = holdings(candidates, run.model.n_layers, family_of(run).block_costs(run))
+    ranks = holdings(candidates, run.model.n_layers, bind(run).block_costs())
     for place, holds in enumerate(ranks):
         # The last one is repeated where a layout has fewer that matter.
         if place and (holds.rank == ranks[place - 1].rank).all():
@@ -155,14 +156,14 @@ def _replayed(run: Run, candidates: Candidates, situation: Situation) -> MemoryE
         rank[places] = each.rank[row]
         moment[places] = [MOMENTS.index(each.moment[place]) for place in row.tolist()]
     if situation.peer_copies:
-        costs = family_of(run).block_costs(run)
+        costs = bind(run).block_costs()
         buffers = peer_buffer_bytes(Rank(situation, holdings_at(candidates, rank, run.model.n_layers, costs)))
     return MemoryEstimates(allocated, rank, moment, buffers)
 
 
 def _pipeline(run: Run, pp: int, stages_per_rank: int, microbatches: int) -> Pipeline:
     layout = run.layout
-    costs = family_of(run).block_costs(run)
+    costs = bind(run).block_costs()
     return Pipeline(
         pp, stages_per_rank, microbatches, run.model.n_layers, costs, layout.gather_blocks, layout.gathers_ahead
     )
@@ -174,7 +175,7 @@ def rank_memory(
     """The peak of every pipeline rank of one layout, cause by cause."""
     one = Candidates.of([layout], [recompute])
     parts = _parts(run, one, kernels, peer_copies)
-    costs = family_of(run).block_costs(run)
+    costs = bind(run).block_costs()
     ranks = rank_holdings(
         layout.schedule, layout.pp, layout.stages_per_rank, layout.accumulation, run.model.n_layers, costs
     )
@@ -242,6 +243,7 @@ def _situation(run: Run, candidates: Candidates, parts: ModelBytes, kernels: Ker
         sizes=parts,
         width=precision.compute_dtype.itemsize,
         master=precision.main_dtype.itemsize,
+        optimizer_values=find_optimizer(run.optimizer).state_values,
         sharded=candidates.data_ranks * candidates.cp > 1,
         piped=piped,
         zero=candidates.zero,
@@ -249,8 +251,8 @@ def _situation(run: Run, candidates: Candidates, parts: ModelBytes, kernels: Ker
         replicated=candidates.dp_replicate > 1,
         accumulation=candidates.accumulation,
         ranks=candidates.pp,
-        tied=bool(family_of(run).tied(run)),
-        samples=candidates.accumulation * candidates.microbatch * cost_family(run.model).sample_bytes(run),
+        tied=bool(bind(run).tied()),
+        samples=candidates.accumulation * candidates.microbatch * bind(run, TracedModel).sample_bytes(),
         peer_copies=peer_copies,
         gather_blocks=run.layout.gather_blocks,
         gathers_ahead=run.layout.gathers_ahead,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.planner.layouts.candidates import Candidates, Ints
 from phalanx.planner.trace.family import Kernel, PartName, Setting, setting_of
 from phalanx.planner.trace.parts import PartCosts, part_costs
@@ -120,7 +120,7 @@ def model_bytes(
 
     settings = [setting_at(int(position)) for position in first]
     costs = [_costs(*one) for one in settings]
-    tied = family_of(run).tied(run)
+    tied = bind(run).tied()
     shards = np.where(candidates.zero > 0, candidates.dp_shard * candidates.cp, 1)
     # A shared table is there once where one rank has both ends of the model.
     shared_table = (candidates.pp == 1) & bool(tied)

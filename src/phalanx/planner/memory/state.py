@@ -45,7 +45,9 @@ class Situation:
     width: int
     """Bytes of a parameter as it is computed with."""
     master: int
-    """Bytes of a parameter as it is kept, of its gradient, and of each of its two moments."""
+    """Bytes of a parameter as it is kept, of its gradient, and of each value that the optimizer keeps for it."""
+    optimizer_values: int
+    """Values that the optimizer keeps for each parameter: 2 for AdamW's moments."""
     sharded: Mask
     """Whether FSDP2 has the parameters: more than one data- or context-parallel rank."""
     piped: Mask
@@ -106,7 +108,7 @@ class Exchanges:
         return {
             "master parameters": self.s.master * part.shard,
             "working copy": copied * part.count * ~self.s.sharded,
-            "optimizer moments": 2 * self.s.master * part.shard,
+            "optimizer moments": self.s.optimizer_values * self.s.master * part.shard,
         }
 
     def reducing(self, part: PartBytes, own: Amount, count: Amount = 1) -> Held:

@@ -10,7 +10,7 @@ import numpy as np
 
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.hardware.collectives import Constants, send
 from phalanx.hardware.device import device_facts
 from phalanx.hardware.machine import Machine
@@ -26,7 +26,7 @@ from phalanx.planner.time.operation_time import Way
 from phalanx.planner.time.part_time import in_training, part_times
 from phalanx.planner.time.profile import NamedProfile
 from phalanx.planner.time.step_time import StepCause
-from phalanx.planner.time.timing import our_software, step_times, steps_of_run
+from phalanx.planner.time.timing import our_framework, step_times, steps_of_run
 
 CAUSES = {
     StepCause.MATMUL: "matmul",
@@ -119,10 +119,10 @@ class CostModels:
 
     def _stage_times(self, run: Run, candidate: Candidates, layout: ResolvedLayout) -> StageTimes:
         profile, constants = self.profile.profile, self._constants
-        steps = steps_of_run(run, candidate, self.machine, our_software(run, self.machine))
+        steps = steps_of_run(run, candidate, self.machine, our_framework(run, self.machine))
         times = part_times(steps.parts, self.machine, constants, profile)
         both = times.seconds.sum(axis=2)
-        blocks = np.array(split(run.model.n_layers, layout.n_stages, *family_of(run).block_costs(run)), np.float64)
+        blocks = np.array(split(run.model.n_layers, layout.n_stages, *bind(run).block_costs()), np.float64)
         stages = []
         for column in (both[:, Way.FORWARD], both[:, Way.BACKWARD], times.weight):
             stage = blocks * column[steps.block[0]]
@@ -151,7 +151,7 @@ class CostModels:
         return Kernels.on_accelerators(run, rocm=self._rocm)
 
     def _copies(self, run: Run) -> bool:
-        return our_software(run, self.machine).copy_engines
+        return our_framework(run, self.machine).copy_engines
 
 
 def spread_of(named: NamedProfile) -> float:

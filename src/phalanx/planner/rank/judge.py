@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from phalanx.config.check import global_batch_samples
 from phalanx.config.override import parse_overrides
-from phalanx.config.schema import LanguageRun, Run
+from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.hardware.machine import Machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.explain.budget import power_w
@@ -67,19 +67,19 @@ class Task:
     @property
     def unit(self) -> str:
         """What a person counts training in: tokens of text, samples of all else."""
-        return "tokens" if isinstance(self.run, LanguageRun) else "samples"
+        return "samples" if self.run.sample_tokens is None else "tokens"
 
     @property
     def amount(self) -> int:
         """Of these an optimizer step."""
-        return self.samples * (self.run.data.sequence_length if isinstance(self.run, LanguageRun) else 1)
+        return self.samples * (self.run.sample_tokens or 1)
 
     @property
     def batch(self) -> str:
         """The global batch in words."""
-        if not isinstance(self.run, LanguageRun):
+        if self.run.sample_tokens is None:
             return f"{self.samples:,} samples"
-        return f"{self.samples:,} x {self.run.data.sequence_length:,} tokens"
+        return f"{self.samples:,} x {self.run.sample_tokens:,} tokens"
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def throughput(task: Task, seconds: npt.ArrayLike) -> Floats:
 
 def tflops(task: Task, seconds: npt.ArrayLike) -> Floats:
     """Model TFLOP/s of a device, in the convention that `training.flops` names."""
-    each = family_of(task.run).flops_per_sample(task.run)
+    each = bind(task.run).flops_per_sample()
     return np.asarray(task.samples * (each / 1e12) / (np.asarray(seconds, np.float64) * task.devices))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from phalanx.errors import PhalanxError
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.hardware.device import DeviceFacts, device_facts
 from phalanx.planner.explain.break_even import BreakEven, break_evens
 from phalanx.planner.explain.budget import Budget, Goodput, budget, goodput, power_w
@@ -132,7 +132,7 @@ def pareto(ranked: Ranked, board_w: float) -> Ranked:
 def losses(planner: Planner, task: Task, reliability: Reliability) -> Goodput:
     """What failures and checkpoints cost the task."""
     nodes = math.ceil(task.devices / planner.machine.node.devices)
-    return goodput(family_of(task.run).parameter_count(task.run), nodes, reliability)
+    return goodput(bind(task.run).parameter_count(), nodes, reliability)
 
 
 def _budget(planner: Planner, judged: Judged, wishes: Wishes) -> Budget:

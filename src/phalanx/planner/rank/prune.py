@@ -8,14 +8,15 @@ from __future__ import annotations
 import numpy as np
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
+from phalanx.optimizers import find_optimizer
 from phalanx.planner.layouts.candidates import SCHEDULES, Candidates
 from phalanx.planner.rank.models import Floats
 from phalanx.planner.schedule.bubble import in_flight
 from phalanx.planner.trace.family import planned_model
 from phalanx.precision import PRECISIONS
 
-_MASTER, _MOMENTS = 4, 8
+_MASTER = 4
 
 
 def least_bytes(run: Run, candidates: Candidates) -> Floats:
@@ -24,10 +25,10 @@ def least_bytes(run: Run, candidates: Candidates) -> Floats:
     Master weights, moments and gradients as they are shared out; or, in place of gradients, the inputs of all blocks of the
     first pipeline rank for the micro-batches in flight, which every kind of recompute keeps.
     """
-    model, length = planned_model(run), family_of(run).positions(run).count
-    held = family_of(run).parameter_count(run) / (candidates.pp * candidates.tp)
+    model, length = planned_model(run), bind(run).positions().count
+    held = bind(run).parameter_count() / (candidates.pp * candidates.tp)
     shards = candidates.shards
-    states = held / shards * (_MASTER + _MOMENTS)
+    states = held / shards * _MASTER * (1 + find_optimizer(run.optimizer).state_values)
     gradients = held * _MASTER / np.where(candidates.zero > 0, shards, 1)
     blocks = np.maximum(1, model.n_layers // candidates.n_stages)
     positions = candidates.microbatch * (length // candidates.cp // candidates.tp)
@@ -42,7 +43,7 @@ def gathered_bytes(run: Run, candidates: Candidates) -> Floats:
     Two blocks' parameters, and one's gradients as they are computed and as they are sent; `tp` alone shares them out.
     """
     width = PRECISIONS[run.layout.precision].compute_dtype.itemsize
-    block = family_of(run).parameter_count(run) / planned_model(run).n_layers / candidates.tp
+    block = bind(run).parameter_count() / planned_model(run).n_layers / candidates.tp
     return np.asarray(block * (3 * width + _MASTER))
 
 

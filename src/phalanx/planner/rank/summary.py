@@ -6,7 +6,7 @@ from dataclasses import asdict
 from math import exp
 from typing import Any
 
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.planner.explain.budget import waits
 from phalanx.planner.explain.causes import Why
 from phalanx.planner.explain.scaling import Point
@@ -50,7 +50,7 @@ def plan_facts(plan: Plan) -> Row:
 def _positions(plan: Plan) -> float:
     """Positions that a device computes in a micro-batch of the best layout."""
     layout = plan.best.candidates.layout(0)
-    return family_of(plan.task.run).positions(plan.task.run).count * layout.microbatch / (layout.tp * layout.cp)
+    return bind(plan.task.run).positions().count * layout.microbatch / (layout.tp * layout.cp)
 
 
 def interval(seconds: float, spread: float) -> tuple[float, float]:

@@ -13,8 +13,7 @@ import numpy as np
 from phalanx.planner.time.operation_time import Cause, Floats, Ints, Way
 from phalanx.planner.time.part_time import PartTimes, slower_of
 from phalanx.planner.time.profile import Profile
-from phalanx.planner.time.software import Software
-from phalanx.planner.trace.steps import Steps
+from phalanx.planner.time.step_parts import Steps
 
 _FELT = 0.4
 """Share of the device's time below which the host's is not felt: by the mean that `slower_of` takes, under 0.1%."""
@@ -29,16 +28,16 @@ class HostWaits:
     head: Floats
 
     @classmethod
-    def of(cls, steps: Steps, times: PartTimes, profile: Profile, software: Software) -> HostWaits | None:
-        """Of these steps; None where nothing is shared out, or by programs whose host has little to do for it."""
+    def of(cls, steps: Steps, times: PartTimes, profile: Profile) -> HostWaits | None:
+        """Of these steps; None where nothing is sharded so that micro-batches exchange it."""
         layouts = steps.layouts
         sharded = layouts.data_ranks * layouts.cp > 1
-        if not software.host_exchanges or not np.any(sharded & (layouts.zero >= 2)):
+        if not np.any(sharded & (layouts.zero >= 2)):
             return None
         each = sharded & layouts.gathers_each
         # What a pipeline gathers for a backward pass stays for the next forward pass.
         gathered = each & (layouts.pp == 1)
-        again = each & (layouts.reshard_after_forward | software.reshard)
+        again = each & layouts.reshard_after_forward
         reduced = sharded & layouts.reduces_each
         exchanges = profile.shard_host_s * np.stack([gathered, again.astype(np.int64) + reduced], axis=1)
         # Chunks go around once forward; backward they and their gradients do.

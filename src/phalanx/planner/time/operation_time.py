@@ -14,10 +14,9 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.planner.time.measured import Kind, correction
 from phalanx.planner.time.profile import Profile
-from phalanx.planner.time.software import Software
-from phalanx.planner.trace.operations import Attention, Matmul, Operation
+from phalanx.planner.time.timed_operations import Kind, correction
+from phalanx.planner.trace.operations import Operation
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -202,112 +201,37 @@ def _odd(size: Ints, aligned: Ints) -> Floats:
 
 
 def operation_rows(
-    part: int,
-    operations: Sequence[Operation],
-    software: Software,
-    tp: int,
-    *,
-    biased: bool = False,
-    eager: bool = False,
+    part: int, operations: Sequence[Operation], *, biased: bool = False, eager: bool = False
 ) -> list[tuple[float, ...]]:
-    """Rows of an `OperationTable` for one part as `software` runs it. biased: whether attention adds a bias. eager: whether
-    it is not compiled."""
-    rows: list[tuple[float, ...]] = []
-    if tp > 1 and not software.sequence_parallel:
-        operations = _without_moves(operations)
-    if tp > 1 and software.fused_residual:
-        operations = _with_one_sum(operations)
-    inside = {"forward": False, "recompute": False, "backward": False}
-    for op in operations:
-        collective = op.collective
-        if collective is not None and collective.axis == "tp":
-            inside[op.phase] = collective.operation == "all_gather"
-        spread = 1 if software.sequence_parallel or inside[op.phase] else tp
-        rows += [(*row, op.times) for row in _rows_of(part, op, software, spread, biased, eager)]
-    return rows
+    """Rows of an `OperationTable` for one part.
+
+    biased: whether attention adds a bias to the scores. eager: whether the part is not compiled.
+    """
+    return [(*_row_of(part, op, biased=biased, eager=eager), op.times) for op in operations]
 
 
-def _without_moves(operations: Sequence[Operation]) -> list[Operation]:
-    """Without the copies that bring activations in the order in which they are gathered and scattered."""
-    kept = []
-    for before, op, after in zip([None, *operations], operations, [*operations[1:], None], strict=False):
-        gathered = before is not None and _moves(before, "all_gather")
-        scattered = after is not None and _moves(after, "reduce_scatter")
-        if not (op.kind == "copy" and (gathered or scattered)):
-            kept.append(op)
-    return kept
+_CAUSES = {"attention": Cause.ATTENTION, "matmul": Cause.MATMUL}
 
 
-def _with_one_sum(operations: Sequence[Operation]) -> list[Operation]:
-    """Without the pass that adds the bias of a row-split matrix where another adds the residual right after."""
-    kept = []
-    for before, op, after in zip([None, *operations], operations, [*operations[1:], None], strict=False):
-        scattered = before is not None and _moves(before, "reduce_scatter")
-        if not (scattered and op.kind == "pointwise" and after is not None and after.kind == "pointwise"):
-            kept.append(op)
-    return kept
-
-
-def _moves(op: Operation, collective: str) -> bool:
-    return op.collective is not None and op.collective.axis == "tp" and op.collective.operation == collective
-
-
-def _rows_of(
-    part: int, op: Operation, software: Software, spread: int, biased: bool, eager: bool
-) -> Iterable[tuple[float, ...]]:
+def _row_of(part: int, op: Operation, *, biased: bool, eager: bool) -> tuple[float, ...]:
+    """The fields of an `OperationTable` before `times`."""
     way = Way.FORWARD if op.phase == "forward" else Way.BACKWARD
     traffic = op.bytes_read + op.bytes_written
     if op.collective is not None:
-        found = op.collective
-        form = Form[found.operation.upper()]
-        if found.axis == "tp" and not software.sequence_parallel:
-            if form == Form.ALL_GATHER:
-                return []
-            form = Form.ALL_REDUCE
-        cause = Cause.TP if found.axis == "tp" else Cause.CP
-        return [(part, way, cause, form, False, 1, 1, 1, 1, 0.0, found.bytes, 1)]
+        cause = Cause.TP if op.collective.axis == "tp" else Cause.CP
+        form = Form[op.collective.operation.upper()]
+        return (part, way, cause, form, False, 1, 1, 1, 1, 0.0, op.collective.bytes, 1)
+    cause = _CAUSES.get(op.kind, Cause.MEMORY)
     if op.attention is not None:
         x = op.attention
-        if not software.fused_attention:
-            return _unfused(part, way, x, software.attention_dropout)
         form = Form.ATTENTION_BACKWARD if x.backward else Form.ATTENTION
         if biased:
             form = Form.BIASED_BACKWARD if x.backward else Form.BIASED
         sizes = (x.samples * x.heads, x.queries, x.keys, x.head_size, x.flops, traffic)
-        return [(part, way, Cause.ATTENTION, form, False, *sizes, x.width)]
+        return (part, way, cause, form, False, *sizes, x.width)
     if op.matmul is not None:
         y = op.matmul
         sizes = (y.batch, y.m, y.n, y.k, y.flops, traffic)
-        return [(part, way, Cause.MATMUL, Form.PRODUCT, op.weight_gradient, *sizes, y.width)]
-    form = Form.EAGER_TRAFFIC if eager and software.eager_traffic else Form.TRAFFIC
-    return [(part, way, Cause.MEMORY, form, op.weight_gradient, 1, 1, 1, 1, 0.0, traffic * spread, 1)]
-
-
-def _unfused(part: int, way: Way, x: Attention, dropout: bool) -> list[tuple[float, ...]]:
-    """Attention as products and passes over the scores: one byte an element of dropout's mask."""
-    batch, scores = x.samples * x.heads, x.samples * x.heads * x.queries * x.keys
-    queries, keys, size = x.queries, x.keys, x.head_size
-    products = [(queries, keys, size), (queries, size, keys)]
-    width = x.width
-    if x.backward:
-        products = [(keys, size, queries), (queries, keys, size), (queries, size, keys), (keys, size, queries)]
-    passes = [*_softmax_passes(x), *[2 * width + 1] * dropout]
-    rows: list[tuple[float, ...]] = []
-    start = (part, way, Cause.ATTENTION)
-    for m, n, k in products:
-        traffic = width * batch * (m * n + m * k + n * k)
-        rows.append((*start, Form.PRODUCT, False, batch, m, n, k, Matmul(batch, m, n, k).flops, traffic, width))
-    rows += [(*start, Form.TRAFFIC, False, 1, 1, 1, 1, 0.0, bytes * scores, 1) for bytes in passes]
-    return rows
-
-
-def _softmax_passes(x: Attention) -> list[int]:
-    """Bytes an element of each pass over the scores: one where Megatron's softmax kernel scales and masks as well, else one
-    to and from 32 bits each, one each for scale and mask, and the softmax itself.
-
-    The kernel wants score matrices in fours, rows in fours and at most 4,096 columns (Megatron-LM,
-    megatron/core/fusions/fused_softmax.py, `is_kernel_available`).
-    """
-    if x.samples * x.heads % 4 == 0 and x.queries % 4 == 0 and x.keys <= 4096:
-        return [3 * x.width if x.backward else 2 * x.width]
-    return [x.width + 4, 8, 8, 12 if x.backward else 8, 4 + x.width]
+        return (part, way, cause, Form.PRODUCT, op.weight_gradient, *sizes, y.width)
+    form = Form.EAGER_TRAFFIC if eager else Form.TRAFFIC
+    return (part, way, cause, form, op.weight_gradient, 1, 1, 1, 1, 0.0, traffic, 1)

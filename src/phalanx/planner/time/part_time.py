@@ -17,6 +17,7 @@ import numpy as np
 from phalanx.hardware.collectives import Constants, all_gather, all_reduce, all_to_all, reduce_scatter, send
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.topology import place
+from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.operation_time import (
     Cause,
     Floats,
@@ -28,10 +29,7 @@ from phalanx.planner.time.operation_time import (
     operation_rows,
 )
 from phalanx.planner.time.profile import Profile
-from phalanx.planner.time.software import Software
 from phalanx.planner.trace.family import PartName, Setting
-from phalanx.planner.trace.operations import Operation
-from phalanx.planner.trace.parts import part_costs
 
 _STREAMED = 10.0
 """What the host does to issue an operation of streamed blocks, over what compiled code needs: chains are computed chunk by
@@ -52,11 +50,9 @@ class Parts:
     tp: Ints
     cp: Ints
     host_work: Floats
-    """See `Software`."""
+    """See `FrameworkProfile`."""
     exchange_work: Floats
     """The same of an exchange of activations, which is one call however finely a program cuts up what it computes."""
-    host_exchanges: Floats
-    """1 where the host pays for exchanges of activations, else 0."""
 
     @property
     def count(self) -> int:
@@ -74,7 +70,6 @@ class Parts:
             np.concatenate([parts.cp for parts in several]),
             np.concatenate([parts.host_work for parts in several]),
             np.concatenate([parts.exchange_work for parts in several]),
-            np.concatenate([parts.host_exchanges for parts in several]),
         )
 
 
@@ -90,37 +85,23 @@ class PartTimes:
     """What the host takes to issue all that, [parts, ways]; the device waits for it in the cause HOST."""
 
 
-def part_operations(name: PartName, setting: Setting, microbatch: int, software: Software) -> list[Operation]:
-    """What a part consists of as `software` runs it."""
-    if not software.plain_recompute or setting.recompute == "none":
-        return list(part_costs(name, setting, microbatch).costs.operations)
-    traced = part_costs(name, replace(setting, recompute="none"), microbatch).costs.operations
-    if name != "block":
-        return list(traced)
-    again = [op for op in traced if op.phase == "forward" and (setting.recompute == "full" or op.attention is not None)]
-    forward = [op for op in traced if op.phase == "forward"]
-    backward = [op for op in traced if op.phase != "forward"]
-    return [*forward, *(replace(op, phase="recompute") for op in again), *backward]
-
-
-def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], software: Software) -> Parts:
+def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], framework: FrameworkProfile) -> Parts:
     """The parts in `wanted`: name, setting, samples of a micro-batch."""
-    rows = [_rows_of(*part, software) for part in wanted]
+    rows = [_rows_of(*part, framework) for part in wanted]
     tp, cp = (np.array([getattr(setting, axis) for _, setting, _ in wanted], np.int64) for axis in ("tp", "cp"))
     streamed = np.array([setting.streamed > 1 for _, setting, _ in wanted])
-    work = np.where(streamed, max(software.host_work, _STREAMED), software.host_work)
+    work = np.where(streamed, max(framework.host_work, _STREAMED), framework.host_work)
     together = np.concatenate(rows)
     together[:, 0] = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
-    exchanges = np.full(len(rows), float(software.host_exchanges))
-    return Parts(OperationTable.of_matrix(together), tp, cp, work, np.where(streamed, work, 1.0), exchanges)
+    return Parts(OperationTable.of_matrix(together), tp, cp, work, np.where(streamed, work, 1.0))
 
 
 @cache
-def _rows_of(name: PartName, setting: Setting, microbatch: int, software: Software) -> Floats:
+def _rows_of(name: PartName, setting: Setting, microbatch: int, framework: FrameworkProfile) -> Floats:
     """The operations of one part, as part 0, [operations, fields of an OperationTable]."""
-    operations = part_operations(name, setting, microbatch, software)
+    operations = framework.part_operations(name, setting, microbatch)
     eager = name == "block" and not setting.compile
-    rows = operation_rows(0, operations, software, setting.tp, biased=_biased(setting), eager=eager)
+    rows = operation_rows(0, operations, biased=_biased(setting), eager=eager)
     return np.asarray(rows, np.float64).reshape(-1, len(fields(OperationTable)))
 
 
@@ -182,7 +163,7 @@ def _issued(parts: Parts, profile: Profile) -> Floats:
         for which in (~exchanged, exchanged)
     )
     issued = calls * parts.host_work[:, None] + exchanges * parts.exchange_work[:, None]
-    return np.asarray(issued * profile.host_s + exchanges * parts.host_exchanges[:, None] * profile.exchange_host_s)
+    return np.asarray(issued * profile.host_s + exchanges * profile.exchange_host_s)
 
 
 def _collective_seconds(parts: Parts, machine: Machine, constants: Constants) -> Floats:

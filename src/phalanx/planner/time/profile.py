@@ -21,7 +21,7 @@ from phalanx.files import write_atomically
 from phalanx.hardware.collectives import Constants, default_constants
 from phalanx.hardware.device import DeviceFacts, device_facts
 from phalanx.hardware.machine import Machine
-from phalanx.planner.time.measured import KINDS, TimedOperation
+from phalanx.planner.time.timed_operations import KINDS, TimedOperation
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,8 @@ def _defaults() -> dict[str, Any]:
     return values
 
 
-_TABLES = ("defaults", "systems", "studies")
-"""Files beside the profiles that are none."""
+_DEFAULTS = "defaults"
+"""The file beside the profiles that is none."""
 
 
 @cache
@@ -218,7 +218,7 @@ def shipped_profiles() -> tuple[str, ...]:
     """Names of the fitted profiles that come with the package."""
     folder = files("phalanx.planner.time").joinpath("profiles")
     names = (file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
-    return tuple(sorted(name for name in names if name not in _TABLES))
+    return tuple(sorted(name for name in names if name != _DEFAULTS))
 
 
 def profile_beside(machine: Machine, cluster: str) -> Path | None:

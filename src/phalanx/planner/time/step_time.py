@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,12 @@ import numpy.typing as npt
 from phalanx.hardware.collectives import Constants, all_gather, all_reduce, all_to_all, reduce_scatter, send
 from phalanx.planner.layouts.candidates import SCHEDULES
 from phalanx.planner.schedule.bubble import MeanStage, makespan
+from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.host_time import HostWaits
 from phalanx.planner.time.operation_time import Cause, Floats, Way
 from phalanx.planner.time.part_time import PartTimes, at, in_training
 from phalanx.planner.time.profile import Profile
-from phalanx.planner.time.software import Software
-from phalanx.planner.trace.steps import Steps
+from phalanx.planner.time.step_parts import Steps
 
 
 class StepCause(IntEnum):
@@ -96,9 +96,18 @@ class Busiest(Held):
 
 
 def closed_form(
-    steps: Steps, times: PartTimes, profile: Profile, constants: Constants, software: Software
+    steps: Steps,
+    times: PartTimes,
+    profile: Profile,
+    constants: Constants,
+    framework: FrameworkProfile,
+    data_parallel: type[DataParallel] | None = None,
 ) -> StepTimes:
-    """Seconds of every step, with the times of its parts. constants: of the machine's collectives, alone."""
+    """Seconds of every step, with the times of its parts.
+
+    constants: of the machine's collectives, alone. data_parallel: how data-parallel ranks exchange, as our training does it
+    where None.
+    """
     layouts, count = steps.layouts, steps.layouts.accumulation
     constants = in_training(constants, profile)
     busiest = busiest_rank(steps, times)
@@ -107,7 +116,7 @@ def closed_form(
     for cause in Cause:
         if np.any(causes[:, cause]):
             seconds[cause] = count * busiest.of_parts(steps, causes[:, cause])
-    waits = HostWaits.of(steps, times, profile, software)
+    waits = HostWaits.of(steps, times, profile)
     if waits is not None:
         seconds[StepCause.HOST] += count * (
             busiest.blocks * waits.block.sum(axis=1)
@@ -116,23 +125,22 @@ def closed_form(
         )
     bubble, transfer = _pipeline(steps, busiest, busiest.of_parts(steps, times.weight), constants)
     seconds[StepCause.BUBBLE], seconds[StepCause.TRANSFER] = bubble * profile.pipeline_ramp, transfer
-    data = DataParallel.of(steps, times, waits, profile, constants, software)
+    data = (data_parallel or DataParallel).of(steps, times, waits, profile, constants, framework)
     seconds[StepCause.DATA] = data.exposed(steps, busiest)
     held = parameters_held(steps)
     mine = held / layouts.shards
-    seconds[StepCause.OPTIMIZER] = mine * software.optimizer_bytes / profile.optimizer_b_s
+    seconds[StepCause.OPTIMIZER] = mine * framework.optimizer_bytes / profile.optimizer_b_s
     # Gradients of further micro-batches are added to what is there, unless they are reduced first.
-    added = np.where(layouts.reduces_each & np.bool_(software.overlap), mine, held) * (
-        software.gather_bytes + 2 * software.reduce_bytes
-    )
+    reduced = layouts.reduces_each & data.reduces_each_microbatch
+    added = np.where(reduced, mine, held) * (framework.gather_bytes + 2 * framework.reduce_bytes)
     # Those of the first are where nobody reduces them at once brought into the sums' format, where that is another.
     alone = (steps.shards.size == 1) & (steps.replicas.size == 1)
     waits_for_more = ~layouts.reduces_each & (count > 1)
-    begun = np.where((alone | waits_for_more) & software.working_copy, held, 0.0) * (
-        software.gather_bytes + software.reduce_bytes
+    begun = np.where((alone | waits_for_more) & framework.low_precision_copy, held, 0.0) * (
+        framework.gather_bytes + framework.reduce_bytes
     )
     seconds[StepCause.MEMORY] += ((count - 1) * added + begun) / profile.memory_b_s
-    between = profile.step_s * np.where(layouts.world_size == 1, software.step_alone, 1.0)
+    between = profile.step_s * np.where(layouts.world_size == 1, framework.single_rank_overhead, 1.0)
     seconds[StepCause.REST] = between + 4 * mine / profile.memory_b_s
     return StepTimes(seconds.T)
 
@@ -228,12 +236,14 @@ class DataParallel:
     """What data-parallel ranks exchange for each part, and what of it shows. Arrays of [layouts], seconds."""
 
     profile: Profile
-    software: Software
+    framework: FrameworkProfile
     constants: Constants
     block: tuple[Floats, Floats]
     """A block's forward and backward pass, behind which exchanges hide."""
     copied: npt.NDArray[np.bool_]
     """Where copy engines exchange."""
+    reduces_each_microbatch: ClassVar[bool] = True
+    """Whether gradients are reduced after every micro-batch where the layout says so."""
 
     @classmethod
     def of(
@@ -243,28 +253,26 @@ class DataParallel:
         waits: HostWaits | None,
         profile: Profile,
         constants: Constants,
-        software: Software,
-    ) -> DataParallel:
+        framework: FrameworkProfile,
+    ) -> Self:
         """For these steps."""
         both = times.seconds.sum(axis=2)[steps.block]
         if waits is not None:
             both = both + waits.block
-        copied = (steps.shards.nodes == 1) & (steps.shards.size > 1) & software.copy_engines
-        return cls(profile, software, constants, (both[:, Way.FORWARD], both[:, Way.BACKWARD]), copied)
+        copied = (steps.shards.nodes == 1) & (steps.shards.size > 1) & framework.copy_engines
+        return cls(profile, framework, constants, (both[:, Way.FORWARD], both[:, Way.BACKWARD]), copied)
 
     def exposed(self, steps: Steps, busiest: Busiest) -> Floats:
         """Seconds a step."""
         if not np.any((steps.shards.size > 1) | (steps.replicas.size > 1)):
             return np.zeros(len(steps))
-        if not self.software.overlap:
-            return self._afterwards(steps, busiest)
         layouts, count = steps.layouts, steps.layouts.accumulation
         forward, backward = (steps.unit * each for each in self.block)
         units = busiest.blocks / steps.unit
         exchanges = self._exchanges(steps)
         gather, scatter = exchanges.gather, exchanges.scatter
         each = layouts.gathers_each
-        again = np.where(each & (layouts.reshard_after_forward | self.software.reshard), gather.unit, 0.0)
+        again = np.where(each & layouts.reshard_after_forward, gather.unit, 0.0)
         # What a pipeline gathers for a backward pass stays for the next forward pass.
         gathers = np.where(each & (layouts.pp == 1), count, layouts.zero > 0)
         scatters = np.where(layouts.reduces_each, count, 1)
@@ -305,14 +313,14 @@ class DataParallel:
 
         ring = one._ring(few) if np.any(few.streams.parameters) else None
         return _Exchanges(
-            of_each(one._gather),
-            of_each(one._scatter),
-            of_each(one._sum) if np.any(few.replicas.size > 1) else None,
+            of_each(one.gather),
+            of_each(one.scatter),
+            of_each(one.sum_replicas) if np.any(few.replicas.size > 1) else None,
             None if ring is None else at(ring, steps.alike),
         )
 
     def _ring(self, steps: Steps) -> _Ring:
-        streams, width = steps.streams, self.software.gather_bytes
+        streams, width = steps.streams, self.framework.gather_bytes
         chunk = width * streams.sent / np.maximum(streams.messages, 1)
         return _Ring(
             weights=streams.messages * self._message(steps, chunk),
@@ -321,7 +329,7 @@ class DataParallel:
             ),
             # A chunk that several ranks hold together is there before its products begin.
             own=np.where(streams.own > 0, self._message(steps, width * streams.own), 0.0),
-            summed=all_reduce(self.software.reduce_bytes * streams.piece, steps.replicas, self.constants),
+            summed=all_reduce(self.framework.reduce_bytes * streams.piece, steps.replicas, self.constants),
         )
 
     def _streaming(self, steps: Steps, busiest: Busiest, ring: _Ring) -> Floats:
@@ -349,14 +357,6 @@ class DataParallel:
         share = self.profile.straggling * np.log2(np.maximum(steps.shards.nodes, 1))
         return np.where(waits, layouts.accumulation * (busiest.forward + busiest.backward) * share, 0.0)
 
-    def _afterwards(self, steps: Steps, busiest: Busiest) -> Floats:
-        held = (
-            busiest.blocks * steps.block_parameters
-            + busiest.embedding * steps.embedding_parameters
-            + busiest.head * steps.head_parameters
-        )
-        return self._gather(steps, held) + self._scatter(steps, held) + self._sum(steps, held)
-
     def _shown(self, exchange: Floats, computing: Floats) -> Floats:
         hidden = np.minimum(exchange, self.profile.hidden * computing)
         slowdown: Any = self.profile.slowdown
@@ -364,15 +364,17 @@ class DataParallel:
             slowdown = np.where(self.copied, self.profile.copy_slowdown, slowdown)
         return np.asarray(exchange - hidden + slowdown * hidden)
 
-    def _gather(self, steps: Steps, parameters: Floats) -> Floats:
-        size = parameters * self.software.gather_bytes
+    def gather(self, steps: Steps, parameters: Floats) -> Floats:
+        """Seconds of gathering so many parameters, [layouts]; nothing beside it."""
+        size = parameters * self.framework.gather_bytes
         return self._exchange(steps, all_gather(size, steps.shards, self.constants), size)
 
-    def _scatter(self, steps: Steps, parameters: Floats) -> Floats:
-        size = parameters * self.software.reduce_bytes
+    def scatter(self, steps: Steps, parameters: Floats) -> Floats:
+        """Seconds of reducing the gradients of so many parameters and scattering the sums, [layouts]."""
+        size = parameters * self.framework.reduce_bytes
         # Copies carry gradients as they were computed.
         return self._exchange(
-            steps, reduce_scatter(size, steps.shards, self.constants), parameters * self.software.gather_bytes
+            steps, reduce_scatter(size, steps.shards, self.constants), parameters * self.framework.gather_bytes
         )
 
     def _exchange(self, steps: Steps, collective: Floats, copied_bytes: Floats) -> Floats:
@@ -383,6 +385,7 @@ class DataParallel:
         copies = self.constants.launch_s + copied_bytes * (shards.size - 1) / shards.size / rate
         return np.where(self.copied, copies, collective)
 
-    def _sum(self, steps: Steps, parameters: Floats) -> Floats:
-        size = parameters * self.software.reduce_bytes / steps.layouts.shards
+    def sum_replicas(self, steps: Steps, parameters: Floats) -> Floats:
+        """Seconds of adding up, over replicas, the shards of the gradients of so many parameters, [layouts]."""
+        size = parameters * self.framework.reduce_bytes / steps.layouts.shards
         return all_reduce(size, steps.replicas, self.constants)

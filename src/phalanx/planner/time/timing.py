@@ -8,21 +8,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.hardware.collectives import Constants, default_constants, send
 from phalanx.hardware.machine import Machine
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.optimizers import find_optimizer
 from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.layouts.stage_layers import split
 from phalanx.planner.schedule.simulate import StageTimes, makespans_together
 from phalanx.planner.schedule.table import ScheduleTable, table_of
+from phalanx.planner.time.framework import COMPILED, EAGER, FrameworkProfile
 from phalanx.planner.time.operation_time import Floats, Way
 from phalanx.planner.time.part_time import PartTimes, in_training, part_times
 from phalanx.planner.time.profile import Profile
-from phalanx.planner.time.software import EAGER, OURS, Software
+from phalanx.planner.time.step_parts import Steps, steps_of
 from phalanx.planner.time.step_time import StepCause, StepTimes, closed_form
 from phalanx.planner.trace.family import Kernel, likely_kernel, loss_chunks, setting_of
-from phalanx.planner.trace.steps import Steps, steps_of
 
 
 def step_times(
@@ -41,32 +42,33 @@ def step_times(
     None. exact: simulate the pipelines instead of the closed form, some milliseconds each. Raises ConfigError where the
     machine lacks the links or the network that a layout needs.
     """
-    software = our_software(run, machine)
-    steps = steps_of_run(run, candidates, machine, software, attention)
+    framework = our_framework(run, machine)
+    steps = steps_of_run(run, candidates, machine, framework, attention)
     constants = default_constants(machine) if constants is None else constants
     times = part_times(steps.parts, machine, constants, profile)
-    found = closed_form(steps, times, profile, constants, software)
+    found = closed_form(steps, times, profile, constants, framework)
     if not exact:
         return found
     return with_simulated_pipelines(run, steps, times, found, profile, constants)
 
 
-def our_software(run: Run, machine: Machine) -> Software:
+def our_framework(run: Run, machine: Machine) -> FrameworkProfile:
     """What our training does on `machine`."""
     switched = machine.links is not None and machine.links.switch is not None
     wanted = run.layout.peer_copies
-    software = (OURS if run.training.compile is not False else EAGER).computing_in(run.layout.precision)
-    return replace(software, copy_engines=wanted is True or (wanted == "auto" and switched))
+    framework = (COMPILED if run.training.compile is not False else EAGER).computing_in(run.layout.precision)
+    framework = framework.updating_with(find_optimizer(run.optimizer).value_passes)
+    return replace(framework, copy_engines=wanted is True or (wanted == "auto" and switched))
 
 
 def steps_of_run(
-    run: Run, candidates: Candidates, machine: Machine, software: Software, attention: Kernel | None = None
+    run: Run, candidates: Candidates, machine: Machine, framework: FrameworkProfile, attention: Kernel | None = None
 ) -> Steps:
     """The steps of `candidates`. attention: the kernel; the likely one where None."""
     kernel = attention or likely_kernel(run, rocm=machine.node.device.startswith("MI"))
-    setting = setting_of(run, candidates.layout(0), attention=kernel, compiled=software.compiled)
+    setting = setting_of(run, candidates.layout(0), attention=kernel, compiled=framework.compiled)
     chunks = loss_chunks(run, np.unique(candidates.tp).tolist())
-    return steps_of(setting, candidates, machine, software, chunks, run.layout.gather_blocks)
+    return steps_of(setting, candidates, machine, framework, chunks, run.layout.gather_blocks)
 
 
 def with_simulated_pipelines(
@@ -85,7 +87,7 @@ def with_simulated_pipelines(
     pipelines: list[_Pipelines] = []
     for rows in alike.values():
         layout = layouts.layout(rows[0])
-        blocks = split(run.model.n_layers, layout.n_stages, *family_of(run).block_costs(run))
+        blocks = split(run.model.n_layers, layout.n_stages, *bind(run).block_costs())
         forward, backward, weight = (_of_stages(steps, rows, column, blocks) for column in columns)
         pipelines.append(_Pipelines(layout, rows, forward, backward, weight, sent[rows]))
     for one, (ramp, transfer) in zip(pipelines, _simulated(pipelines), strict=True):

@@ -1,32 +1,39 @@
-"""What cost models ask of a model family: its parts on meta, what they are called with, and what a run of it computes with.
+"""What cost models ask of a bound model: its parts on meta, what they are called with, and what a run of it computes with.
 
-A family's module `cost.<family>` answers; what the answers have in common is here. See docs/architecture.md, the families.
+A part's costs depend on a `Setting` alone, so that layouts with equal settings are traced once: a `PartTracer` is a model
+bound to a setting, as `TracedModel` is one bound to a run. See docs/architecture.md, the families.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 from phalanx.config.model import LanguageModel, Model
 from phalanx.config.schema import Run
-from phalanx.config.weather import WeatherModel
-from phalanx.errors import ConfigError
+from phalanx.data.batch import Batch
+from phalanx.families.family import BoundModel
+from phalanx.families.registry import bind, bound_class
 from phalanx.families.sizes import check_parameter_count
+from phalanx.families.weather.model_config import WeatherModel
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import Axis
 from phalanx.layout.recompute import Recompute
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage, named_parameters
 from phalanx.layout.streamed_weights.stream_pairs import Stream
 from phalanx.nn.kinds import ParameterKind
-from phalanx.nn.layers import separate_gradients
+from phalanx.nn.layers import Norm, separate_gradients
 from phalanx.nn.splits import ModelChunk
+from phalanx.planner.trace.accelerator import fused_rms_norm
 from phalanx.planner.trace.recorder import Recorder
 
 PartName = Literal["embedding", "block", "head"]
@@ -107,69 +114,97 @@ class PartParameter:
         return -(-self.rows // ranks) * (self.count // self.rows)
 
 
-class CostFamily(Protocol):
-    """A family's module `cost.<family>`. `run` is a run of the family's kind, `setting` one of its models."""
+class PartTracer(ABC):
+    """The parts of a model on meta, in one setting."""
 
-    def setting_of(self, run: Any, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
-        """The setting of `run` in `layout` on accelerators."""
+    model: Model
+    """Of the setting: a family's class declares this attribute with the type of its own."""
 
-    def likely_kernel(self, run: Any, *, rocm: bool) -> Kernel:
-        """The attention kernel a run will use: the one it names, or what `auto` finds fastest on such devices as a rule."""
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.model = setting.model
 
-    def chunk_tokens(self, run: Any, tp: int) -> int:
-        """Tokens whose logits are held at once, where there are logits."""
-
-    def sample_bytes(self, run: Any) -> int:
-        """Bytes of what one sample brings to the device."""
-
-    def build_stage(self, name: PartName, setting: Setting, share: SequenceShare, stream: Stream | None) -> Stage:
+    @abstractmethod
+    def build_stage(self, name: PartName, share: SequenceShare, stream: Stream | None) -> Stage:
         """A stage of one part on meta, as the first rank of every axis has it, parameters in the format they are used in.
 
         stream: streams the matrices of blocks; None leaves them whole.
         """
 
-    def whole_part(self, setting: Setting, part: ModelChunk) -> nn.Module:
+    @abstractmethod
+    def whole_part(self, part: ModelChunk) -> nn.Module:
         """A part on meta, as one device has it."""
 
-    def example_batch(self, name: PartName, stage: Stage, setting: Setting, samples: int) -> dict[str, Tensor]:
+    @abstractmethod
+    def example_batch(self, name: PartName, stage: Stage, samples: int) -> dict[str, Tensor]:
         """What a stage of this part is called with, on meta."""
 
-    def fuse_norms(self, stage: Stage, recorder: Recorder) -> None:
-        """Let norms that accelerators compute by one kernel run so; PyTorch would take them apart on meta."""
-
+    @abstractmethod
     def parameter_kind(self, name: str) -> ParameterKind:
         """The kind of the parameter `name`."""
 
-    def relative_block_costs(self, setting: Setting) -> tuple[float, float]:
-        """What the embedding and the head cost beside one block, in blocks; as `families.family.Family.block_costs`."""
+    @abstractmethod
+    def relative_block_costs(self) -> tuple[float, float]:
+        """What the embedding and the head cost beside one block, in blocks; as `BoundModel.block_costs`."""
 
-    def tied(self, model: Any) -> dict[str, str]:
-        """Parameters that are copies of others wherever both are not in one part, by name."""
+    def tied(self) -> dict[str, str]:
+        """Parameters that are copies of others wherever both are not in one part, by name; by default none."""
+        return {}
 
 
-_PLANNED = ("language", "weather")
+class TracedModel(LayoutModel):
+    """A bound model whose steps depend on nothing but the run file, so that they can be planned for."""
 
+    absent: ClassVar[str] = (
+        "model.family={family}: phalanx plan needs blocks of one size; what a batch of graphs costs depends on "
+        "the graphs. phalanx train runs it without a plan: docs/materials.md says in which layouts"
+    )
 
-def cost_family(model: Model) -> CostFamily:
-    """The module of `model`'s family. Raises ConfigError for families that cannot be planned for."""
-    require_planned(model)
-    family: Any = import_module(f"phalanx.families.{model.family}.cost")
-    return family  # type: ignore[no-any-return]
+    tracer: ClassVar[type[PartTracer]]
+    """Traces the parts of such models."""
+
+    @abstractmethod
+    def setting_of(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
+        """The setting of the run in `layout` on accelerators."""
+
+    @abstractmethod
+    def likely_kernel(self, *, rocm: bool) -> Kernel:
+        """The attention kernel a run will use: the one it names, or what `auto` finds fastest on such devices as a rule."""
+
+    def chunk_tokens(self, tp: int) -> int:
+        """Tokens whose logits are held at once, where there are logits; else any number."""
+        return Setting.chunk_tokens
+
+    @abstractmethod
+    def sample_bytes(self) -> int:
+        """Bytes of what one sample brings to the device."""
+
+    @abstractmethod
+    def example_batch(self, samples: int, device: torch.device) -> Batch:
+        """Samples without content, in the shapes that training has."""
+
+    def dry_run_fields(self, device: torch.device, tp: int) -> dict[str, Any]:
+        """Fields of `training` that a run on `device` decides by itself, as it decides them; by default none."""
+        return {}
+
+    def dry_run_attention(self) -> AttentionChoice:
+        """Attention of a dry run that keeps what an accelerator's kernel keeps.
+
+        By default SDPA: without a mask the CPU's fused attention keeps what accelerators' do, its result and one number a
+        row and head.
+        """
+        return AttentionChoice("sdpa")
 
 
 def is_planned(model: Model) -> bool:
     """Whether the family's steps depend on nothing but the run file, so that they can be planned for."""
-    return model.family in _PLANNED
+    return issubclass(bound_class(model.family, BoundModel), TracedModel)
 
 
 def require_planned(model: Model) -> None:
     """Raise ConfigError, with the reason, for families whose steps depend on more than the run file, and for models of
     impossible size."""
-    if not is_planned(model):
-        raise ConfigError(
-            f"model.family={model.family}: phalanx plan needs blocks of one size; what a batch of graphs costs depends on "
-            "the graphs. phalanx train runs it without a plan: docs/materials.md says in which layouts"
-        )
+    bound_class(model.family, TracedModel)
     check_parameter_count(model)
 
 
@@ -180,17 +215,22 @@ def planned_model(run: Run) -> PlannedModel:
     return run.model
 
 
+def part_tracer(setting: Setting) -> PartTracer:
+    """Return what traces the parts of `setting`'s model."""
+    return bound_class(setting.model.family, TracedModel).tracer(setting)
+
+
 def setting_of(run: Run, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
-    """See `CostFamily`."""
-    setting = cost_family(run.model).setting_of(run, layout, attention=attention, compiled=compiled)
+    """The setting of `run` in `layout` on accelerators; see `TracedModel`."""
+    setting = bind(run, TracedModel).setting_of(layout, attention=attention, compiled=compiled)
     if layout.gather == "stream":
         setting = replace(setting, streamed=layout.shards, compile=False)
     return setting.apart() if layout.splits_backward else setting
 
 
 def likely_kernel(run: Run, *, rocm: bool) -> Kernel:
-    """See `CostFamily`."""
-    return cost_family(run.model).likely_kernel(run, rocm=rocm)
+    """See `TracedModel`."""
+    return bind(run, TracedModel).likely_kernel(rocm=rocm)
 
 
 def sdpa_choice(requested: str, precision: str, *, biased: bool, rocm: bool) -> Kernel:
@@ -210,36 +250,51 @@ def sdpa_choice(requested: str, precision: str, *, biased: bool, rocm: bool) -> 
 
 def loss_chunks(run: Run, degrees: Iterable[int]) -> dict[int, int]:
     """Tokens whose logits are held at once, by tensor-parallel degree."""
-    family = cost_family(run.model)
-    return {tp: family.chunk_tokens(run, tp) for tp in degrees}
+    model = bind(run, TracedModel)
+    return {tp: model.chunk_tokens(tp) for tp in degrees}
 
 
 def build_stage(name: PartName, setting: Setting, stream: Stream | None = None) -> Stage:
     """A stage that consists of one part, as the first rank of every axis has it, with parameters as they are used."""
-    stage = cost_family(setting.model).build_stage(name, setting, _share(setting), stream)
+    stage = part_tracer(setting).build_stage(name, _share(setting), stream)
     if not setting.joint_gradients:
         separate_gradients(stage)
     return stage
 
 
 def example_batch(name: PartName, stage: Stage, setting: Setting, samples: int) -> dict[str, Tensor]:
-    """See `CostFamily`."""
-    return cost_family(setting.model).example_batch(name, stage, setting, samples)
+    """See `PartTracer`."""
+    return part_tracer(setting).example_batch(name, stage, samples)
 
 
-def fuse_norms(stage: Stage, setting: Setting, recorder: Recorder) -> None:
-    """See `CostFamily`."""
-    cost_family(setting.model).fuse_norms(stage, recorder)
+def fuse_norms(stage: Stage, recorder: Recorder) -> None:
+    """Let the norms of a stage on meta run as on accelerators, by one kernel; PyTorch would take RMSNorm apart."""
+    for module in stage.modules():
+        if isinstance(module, Norm):
+            # Behind the module's own class, so that whatever it adds to a norm stays.
+            kind: Any = type(module)
+            module.__class__ = _FusedNorm if kind is Norm else type(kind.__name__, (kind, _FusedNorm), {})
+            module.recorder = recorder  # type: ignore[assignment]
+
+
+class _FusedNorm(Norm):
+    """RMSNorm as the single kernel that uncompiled runs on accelerators have."""
+
+    recorder: Recorder
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> same shape."""
+        return fused_rms_norm(x, self.weight, self.recorder) if self.kind == "rmsnorm" else super().forward(x)
 
 
 def part_parameters(stage: Stage, setting: Setting) -> tuple[PartParameter, ...]:
     """The parameters of a stage of one part."""
-    family = cost_family(setting.model)
-    tied = family.tied(setting.model)
-    whole = family.whole_part(setting, stage.part.part)
+    tracer = part_tracer(setting)
+    tied = tracer.tied()
+    whole = tracer.whole_part(stage.part.part)
     shapes = {name: parameter.shape for name, parameter in named_parameters(whole, tied).items()}
     return tuple(
-        PartParameter(name, tuple(p.shape), family.parameter_kind(name), split=p.shape != shapes[name])
+        PartParameter(name, tuple(p.shape), tracer.parameter_kind(name), split=p.shape != shapes[name])
         for name, p in named_parameters(stage.part, tied).items()
     )
 

@@ -62,7 +62,7 @@ class Attention:
 class Collective:
     """Communication along one axis of the layout."""
 
-    operation: Literal["all_gather", "reduce_scatter", "all_to_all", "send"]
+    operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
     axis: str
     """tp or cp."""
     size: int

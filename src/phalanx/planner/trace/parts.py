@@ -292,7 +292,7 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing 
         ring.recorder = recorder
     named = part_parameters(stage, setting)
     if setting.attention != "cpu":
-        fuse_norms(stage, setting, recorder)
+        fuse_norms(stage, recorder)
     for parameter in stage.parameters():
         recorder.hold(parameter, "given")
     blocks = list(stage.part.blocks)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Run
-from phalanx.families.registry import family_of
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import one_rank_microbatch
 from phalanx.study.trials.ranges import Choices, Range, Scalar
 
@@ -51,9 +51,9 @@ class Size:
 
 def size_of(run: Run) -> Size:
     """Of a run on one device. Raises DataError where the data that say so are not prepared."""
-    family = family_of(run)
-    parameters = family.parameter_count(run)
-    each = family.flops_per_sample(run)
+    model = bind(run)
+    parameters = model.parameter_count()
+    each = model.flops_per_sample()
     width = float(getattr(run.model, "d_model", 64))
     # 6 FLOPs a matmul parameter and row: a row of width w through w * w parameters keeps some widths of numbers.
     activations = each * one_rank_microbatch(run) / (6.0 * width) * _ACTIVATION_WIDTHS / 4.0

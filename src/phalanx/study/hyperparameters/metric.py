@@ -51,7 +51,7 @@ def step_problem(record: dict[str, Any]) -> str | None:
 def check_metric(name: str, expected: ExpectedEvaluation | None) -> None:
     """Refuse a metric that evaluations of a run will not have, or of which less is not better, before anything trains.
 
-    expected: of the run; see `train.inputs.expected_evaluation`. Raises ConfigError with the metrics there will be, those
+    expected: of the run; see `train.inputs.TrainableModel`. Raises ConfigError with the metrics there will be, those
     that look most like `name` first.
     """
     if expected is None:

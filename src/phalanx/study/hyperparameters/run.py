@@ -10,6 +10,7 @@ from typing import Any
 from phalanx.config.load import dump_run, load_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
+from phalanx.families.registry import bind
 from phalanx.files import write_atomically
 from phalanx.hardware.machine import Machine
 from phalanx.layout.resolve import resolve_layout
@@ -24,7 +25,7 @@ from phalanx.study.hyperparameters.slots import auto_slots, find_places
 from phalanx.study.hyperparameters.space import TuneSpace, build_space
 from phalanx.study.hyperparameters.study import RUN, open_study
 from phalanx.study.trials.trial import Trial
-from phalanx.train.inputs import expected_evaluation
+from phalanx.train.inputs import TrainableModel
 
 _GIB = 2**30
 _FREE = {"tune", "search", "cluster", "checkpoint"}
@@ -54,7 +55,7 @@ def run_tuning(run: Run, folder: Path, options: Options, tell: Callable[[Trial, 
     size = size_of(space.run_of({}, quiet_words(run)))
     places = find_places(options.where, run.cluster.device, options.devices, options.machine)
     rungs = rung_steps(section.asha, run.training.steps)
-    check_metric(section.metric, expected_evaluation(run))
+    check_metric(section.metric, bind(run, TrainableModel).expected_evaluation())
     _same_run(run, folder)
     study = open_study(folder, about_study(run, space, rungs))
     if not (folder / RUN).exists():

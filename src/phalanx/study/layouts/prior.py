@@ -20,7 +20,7 @@ from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.judge import Planner, Task
 from phalanx.planner.rank.models import Floats
 from phalanx.planner.time.profile import CONSTANTS, spread_of
-from phalanx.planner.time.timing import our_software
+from phalanx.planner.time.timing import our_framework
 from phalanx.study.layouts.space import Space, allowed, build_space, check_layout
 
 _SIMULATED = 256
@@ -92,7 +92,7 @@ def expect(planner: Planner, run: Run, layouts: Candidates) -> Prior:
     seconds *= float(np.exp(np.median(np.log(exact.total / seconds[best]))))
     seconds[best] = exact.total
     rocm = planner.machine.node.device.startswith("MI")
-    copies = our_software(run, planner.machine).copy_engines
+    copies = our_framework(run, planner.machine).copy_engines
     held = memory(run, layouts, Kernels.on_accelerators(run, rocm=rocm), peer_copies=copies)
     needed = device_bytes(held.allocated, communicators(layouts), models.beside, held.peer_buffers)
     return Prior(

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.errors import DataError
 from phalanx.families.language.data.batches import SampleReader, TokenBatchStream
 from phalanx.families.language.data.sources import Int64Array, TokenSource
-from phalanx.errors import DataError
 from token_data import in_files
 
 

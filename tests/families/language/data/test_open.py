@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from foreign_tokens import write_megatron, write_tokens
+from phalanx.errors import DataError
 from phalanx.families.language.data.manifest import read_manifest
 from phalanx.families.language.data.mds import MdsSource
 from phalanx.families.language.data.megatron import MegatronSource
 from phalanx.families.language.data.open import open_source
 from phalanx.families.language.data.shards import ShardSource
-from phalanx.errors import DataError
 from token_data import write_token_folder
 
 

@@ -15,13 +15,13 @@ import pytest
 import tokenizers
 import zstandard
 
+from phalanx.errors import ConfigError, DataError
 from phalanx.families.language.data import prepare as preparing
 from phalanx.families.language.data.documents import PYTHON_STDLIB, find_files, read_documents
 from phalanx.families.language.data.manifest import MANIFEST, read_manifest
 from phalanx.families.language.data.prepare import Options, prepare
 from phalanx.families.language.data.shards import ShardSource
 from phalanx.families.language.data.tokenizer import load_tokenizer, text_share
-from phalanx.errors import ConfigError, DataError
 from phalanx.locks import FolderLock
 
 OPTIONS = Options(vocab_size=400, validation_fraction=0.1, shard_tokens=20_000)

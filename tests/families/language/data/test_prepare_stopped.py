@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from phalanx.errors import DataError
 from phalanx.families.language.data import prepare as preparing
 from phalanx.families.language.data.manifest import MANIFEST
 from phalanx.families.language.data.pieces import Settings
 from phalanx.families.language.data.prepare import Options, prepare
-from phalanx.errors import DataError
 from phalanx.files import TEMPORARY
 
 PIECE_BYTES = 4000

@@ -7,12 +7,12 @@ import pytest
 from command_line import Outcome
 from phalanx.cli.main import run as run_phalanx
 from phalanx.config.load import load_run
-from phalanx.config.schema import LanguageRun
 from phalanx.data.file_record import file_record
+from phalanx.errors import DataError
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.manifest import read_manifest
 from phalanx.families.language.data.same_tokenizer import check_same_tokenizer
 from phalanx.families.language.data.tokenizer import load_tokenizer
-from phalanx.errors import DataError
 from phalanx.train.start import train
 from token_data import write_run_file, write_token_folder
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phalanx.errors import DataError
 from phalanx.families.language.data.manifest import MANIFEST, read_manifest
 from phalanx.families.language.data.shards import ShardSource
 from phalanx.families.language.data.writer import ShardWriter
-from phalanx.errors import DataError
 from token_data import END, VOCABULARY, write_token_folder
 
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.errors import DataError
 from phalanx.families.language.data.manifest import MANIFEST, read_manifest
 from phalanx.families.language.data.shards import ShardSource
 from phalanx.families.language.data.sources import SegmentedStream
-from phalanx.errors import DataError
 from token_data import END, VOCABULARY, in_files, write_token_folder
 
 DTYPES = ["uint8", "uint16", "uint32", "int64"]

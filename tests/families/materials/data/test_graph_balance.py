@@ -11,9 +11,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from phalanx.families.materials.data import balance
-from phalanx.families.materials.data.balance import Division, divide, divide_within, in_turn, longest_first
-from phalanx.families.materials.data.balance_report import report, step_balance
-from phalanx.families.materials.data.cost import CostFit, CostModel, measured
+from phalanx.families.materials.data.balance import (
+    Division,
+    divide,
+    divide_within,
+    in_turn,
+    longest_first,
+    report,
+    step_balance,
+)
+from phalanx.families.materials.data.structure_cost import CostFit, CostModel, measured
 
 costs_of = st.lists(st.integers(1, 10**6), min_size=1, max_size=60).map(lambda c: np.array(c, dtype=np.int64))
 

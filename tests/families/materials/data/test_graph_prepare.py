@@ -8,18 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from graph_files import graph_data, prepared_sources, two_sources, write_set
 
-from phalanx.config.graph_data import GraphData
-from phalanx.families.materials.data import pieces
-from phalanx.families.materials.data import prepare
-from phalanx.families.materials.data.structures.arrays import map_arrays, write_arrays
-from phalanx.families.materials.data.manifest import SPLITS, read_manifest
-from phalanx.families.materials.data.structures.neighbours import find_edges
-from phalanx.families.materials.data.pieces import Job, Piece
-from phalanx.families.materials.data.prepare import prepare_graphs
-from phalanx.families.materials.data.shards import PreparedSource, open_prepared
+from graph_files import graph_data, prepared_sources, two_sources, write_set
 from phalanx.errors import ConfigError, DataError
+from phalanx.families.materials.data import prepare_structures
+from phalanx.families.materials.data.graph_shards import SPLITS, PreparedSource, open_prepared, read_manifest
+from phalanx.families.materials.data.prepare_structures import Job, Piece, prepare_graphs
+from phalanx.families.materials.data.structures.arrays import map_arrays, write_arrays
+from phalanx.families.materials.data.structures.neighbours import find_edges
+from phalanx.families.materials.data_config import GraphData
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -64,7 +61,7 @@ def test_workers_and_interruptions_leave_no_trace(tmp_path: Path, monkeypatch: p
     expected = contents(tmp_path / "prepared")
     assert len([name for name in expected if "shard" in name]) == 4 + 2
     shutil.rmtree(tmp_path / "prepared")
-    real, done = pieces.make_piece, []
+    real, done = prepare_structures.make_piece, []
 
     def make_two(piece: Piece, job: Job) -> None:
         if len(done) == 2:
@@ -76,7 +73,7 @@ def test_workers_and_interruptions_leave_no_trace(tmp_path: Path, monkeypatch: p
     work = tmp_path / "prepared/molecules/.work"
     half = work / ".writing-shard-00002.safetensors.1"
     with monkeypatch.context() as patch:
-        patch.setattr(pieces, "make_piece", make_two)
+        patch.setattr(prepare_structures, "make_piece", make_two)
         with pytest.raises(KeyboardInterrupt):
             prepare_graphs(data, workers=1, piece_structures=16)
     assert not half.exists()
@@ -96,7 +93,7 @@ def test_what_was_moved_before_a_crash_is_found_again(tmp_path: Path, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare.Manifest, "write", crash)
+        patch.setattr(prepare_structures.Manifest, "write", crash)
         with pytest.raises(KeyboardInterrupt):
             prepare_graphs(data, workers=1, piece_structures=16)
     with pytest.raises(
@@ -105,13 +102,13 @@ def test_what_was_moved_before_a_crash_is_found_again(tmp_path: Path, monkeypatc
         open_prepared(data, "train")
     moved = [path.name for path in (tmp_path / "prepared/molecules").glob("shard-*")]
     assert len(moved) == 4
-    real, made = pieces.make_piece, []
+    real, made = prepare_structures.make_piece, []
 
     def count(piece: Piece, job: Job) -> None:
         made.append(job.source.name)
         real(piece, job)
 
-    monkeypatch.setattr(pieces, "make_piece", count)
+    monkeypatch.setattr(prepare_structures, "make_piece", count)
     prepare_graphs(data, workers=1, piece_structures=16)
     assert made == ["crystals", "crystals"]
     assert len(open_prepared(data, "train")[0]) > 0
@@ -119,7 +116,7 @@ def test_what_was_moved_before_a_crash_is_found_again(tmp_path: Path, monkeypatc
 
 def test_prepared_again_it_returns_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = prepared_sources(tmp_path)
-    monkeypatch.setattr(prepare, "make_pieces", None)
+    monkeypatch.setattr(prepare_structures, "make_pieces", None)
     manifests = prepare_graphs(data, workers=1, piece_structures=16)
     assert manifests["molecules"] == read_manifest(tmp_path / "prepared/molecules")
 

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.lib.format as npy
 import pytest
-from graph_files import write_set
 
-from phalanx.config.graph_data import GraphSource
-from phalanx.families.materials.data.structures import ase_files
-from phalanx.families.materials.data.structures import npz
-from phalanx.families.materials.data.open import open_structures
+from graph_files import write_set
 from phalanx.errors import DataError
+from phalanx.families.materials.data.structures import ase_files, npz_files
+from phalanx.families.materials.data.structures.structure_files import open_structures
+from phalanx.families.materials.data_config import GraphSource
 
 HYDROGEN = "1\n{comment}\nH 0.0 0.0 0.0\n"
 
@@ -88,7 +87,7 @@ def test_a_file_that_unpacks_to_far_more_than_it_holds_is_refused(
 ) -> None:
     path = tmp_path / "set.npz"
     write_set(path, 2)
-    monkeypatch.setattr(npz, "_UNPACKED_BYTES", 2**20)
+    monkeypatch.setattr(npz_files, "_UNPACKED_BYTES", 2**20)
     replace_member(path, "energy", npy_bytes((2**20,), bytes(2**23)))
     with pytest.raises(DataError, match=rf"^{path}: [\d,]+ bytes unpack to 8,[\d,]+, more than 20 times as many; if"):
         read_all(path)

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from graph_files import graph_data, write_set
 
-from phalanx.config.materials import Branch
-from phalanx.families.materials.data.manifest import Statistics
-from phalanx.families.materials.data.prepare import prepare_graphs
-from phalanx.families.materials.data.shards import open_prepared
-from phalanx.families.materials.data.trained_elements import elements_of, trained_elements, untrained_in, write_elements
+from graph_files import graph_data, write_set
 from phalanx.errors import CheckpointError
+from phalanx.families.materials.data.graph_shards import Statistics, open_prepared
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
+from phalanx.families.materials.data.trained_elements import elements_of, trained_elements, untrained_in, write_elements
+from phalanx.families.materials.model_config import Branch
 
 
 def statistics(*elements: int) -> Statistics:

@@ -13,12 +13,12 @@ import torch
 import yaml
 
 from materials_runs import write_materials_run, write_molecules, write_two_branches
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run, parse_run
 from phalanx.errors import CheckpointError, ConfigError, DataError
-from phalanx.families.materials.data.prepare import prepare_graphs
-from phalanx.families.materials.data.shards import open_prepared
-from phalanx.families.materials.data.stream import GraphBatchStream, graph_order
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.data.graph_shards import open_prepared
+from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_order
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.materials.data.trained_elements import trained_elements
 from phalanx.families.materials.inputs import columns_of
 from phalanx.families.materials.model.losses import Predictions

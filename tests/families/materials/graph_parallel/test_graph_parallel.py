@@ -11,9 +11,9 @@ import torch.distributed as dist
 from atom_graphs import random_structure
 from distributed_ranks import run_ranks
 from graph_shares import crystal, worst_error
-from phalanx.config.materials import EnergyHead, GlobalAttention
 from phalanx.families.materials.graph_parallel.batch import _GATHER_ABOVE
-from phalanx.families.materials.model.traffic import numbers_for_atoms, numbers_for_edges
+from phalanx.families.materials.model.network_shapes import numbers_for_atoms, numbers_for_edges
+from phalanx.families.materials.model_config import EnergyHead, GlobalAttention
 from small_networks import BODIES, small_model
 
 MIXED = [random_structure(3, 7), crystal(30), random_structure(4, 1, source=1), random_structure(5, 5, periodic=True)]

@@ -12,18 +12,19 @@ import torch
 from atom_graphs import random_structure
 from graph_shares import crystal, cutting_for, graph_batch
 from materials_runs import write_materials_run
-from phalanx.config.families import MaterialsRun
 from phalanx.config.load import load_run
-from phalanx.config.materials import GlobalAttention
-from phalanx.families.materials.data.batches import GraphBatch
-from phalanx.families.materials.data.prepare import prepare_graphs
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.data.graph_batches import GraphBatch
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.materials.graph_parallel.batch import Cutting, GraphShare, SharePart, cut_batch, cut_microbatch
 from phalanx.families.materials.graph_parallel.exchange import Gathering, Sending
 from phalanx.families.materials.graph_parallel.order import hilbert_numbers, spatial_order
 from phalanx.families.materials.graph_parallel.stream import cutting_of
+from phalanx.families.materials.model_config import GlobalAttention
+from phalanx.families.registry import bind
 from phalanx.layout.mesh import ONE_RANK, Axis
 from phalanx.layout.resolve import resolve_layout
-from phalanx.train.inputs import open_inputs
+from phalanx.train.inputs import TrainableModel
 from small_networks import small_model
 
 STRUCTURES = [random_structure(3, 7), crystal(40), random_structure(4, 1), crystal(20, seed=2)]
@@ -141,11 +142,16 @@ def test_training_reads_shares_whose_micro_batches_are_as_large_as_all_ranks_can
     prepare_graphs(run.data, workers=1)
     layout, axes = resolve_layout(run, 2), [Axis("cp", rank, 2) for rank in range(2)]
     streams = [
-        open_inputs(run, layout, replace(ONE_RANK, cp=cp), torch.device("cpu"), first=False).stream for cp in axes
+        bind(run, TrainableModel).open_inputs(layout, replace(ONE_RANK, cp=cp), torch.device("cpu"), first=False).stream
+        for cp in axes
     ]
     # A budget of 20 for one device is one of 40 for two.
     double = load_run(path, ["data.microbatch_cost=40"])
-    whole = open_inputs(double, resolve_layout(double, 1), ONE_RANK, torch.device("cpu"), first=False).stream
+    whole = (
+        bind(double, TrainableModel)
+        .open_inputs(resolve_layout(double, 1), ONE_RANK, torch.device("cpu"), first=False)
+        .stream
+    )
     for _ in range(2):
         shares, batch = [stream.next() for stream in streams], whole.next()
         for cp, share in zip(axes, shares, strict=True):

@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 
 from distributed_ranks import run_ranks
-from phalanx.config.families import MaterialsRun
 from phalanx.errors import ConfigError
-from phalanx.families.materials.verification import VERIFICATION
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK, Groups, build_mesh
 from phalanx.layout.resolve import every_layout, resolve_layout
 from phalanx.verify.check import Verdict, Verifier
+from phalanx.verify.family import VerifiableModel
 
 MODELS: dict[str, dict[str, Any]] = {
     "painn": {
@@ -59,7 +60,7 @@ def measured_sums(run: MaterialsRun, world: int, groups: Groups) -> torch.Tensor
     device, layout = torch.device("cpu"), resolve_layout(run, world)
     mesh = ONE_RANK if world == 1 else build_mesh(layout, device, groups)
     executor = Executor(apply_layout(run, layout, mesh, device, AttentionChoice("sdpa")))
-    batch = executor.cut(VERIFICATION.samples(run, 1, 0, 5, 5), 1)
+    batch = executor.cut(bind(run, VerifiableModel).samples(1, 0, 5, 5), 1)
     x, inputs = batch.inputs()
     sums = executor.infer(x, {**inputs, "measured_sources": 2}, batch.sample_indices)
     assert sums is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from phalanx.families.materials.model.activations import shifted_softplus, silu
+from phalanx.families.materials.model.layers import shifted_softplus, silu
 
 X = torch.linspace(-30.0, 30.0, 41, dtype=torch.float64)
 

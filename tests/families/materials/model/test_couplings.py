@@ -17,7 +17,7 @@ from phalanx.families.materials.model.couplings import (
     equivariant_polynomials,
     monomials,
 )
-from phalanx.families.materials.model.pieces import _polynomial_count
+from phalanx.families.materials.model.network_shapes import _polynomial_count
 
 DEGREE = 3
 

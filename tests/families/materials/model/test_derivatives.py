@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from atom_graphs import CUTOFF, Structure, batch_of, edges_of, moved, random_structure, strained
-from phalanx.config.materials import GlobalAttention
 from phalanx.families.materials.model.network import MaterialsNetwork, cell_volumes
+from phalanx.families.materials.model_config import GlobalAttention
 from small_networks import BODIES, filled_network, small_model
 
 KINDS: list[tuple[str, dict[str, Any]]] = [(body, {}) for body in BODIES]

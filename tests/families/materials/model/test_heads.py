@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from atom_graphs import Structure, batch_of, random_structure
-from phalanx.config.materials import Branch, ChargeHead, DipoleHead, EnergyHead, PropertyHead
 from phalanx.families.materials.model.heads import BranchMlp, build_head, conserved, dipole_of_charges
+from phalanx.families.materials.model_config import Branch, ChargeHead, DipoleHead, EnergyHead, PropertyHead
 from small_networks import filled_network, small_model
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from atom_graphs import batch_of, random_structure
-from phalanx.config.materials import Branch, ChargeHead, EnergyHead
+from phalanx.families.materials.model.head_units import BranchUnits
 from phalanx.families.materials.model.losses import Labels, Predictions, summed_losses, target_counts, tasks
-from phalanx.families.materials.units import BranchUnits
+from phalanx.families.materials.model_config import Branch, ChargeHead, EnergyHead
 from small_networks import filled_network, small_model
 
 NAN = torch.nan

@@ -11,7 +11,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from atom_graphs import batch_of, random_structure
-from phalanx.config.materials import (
+from phalanx.config.presets import load_preset, preset_names
+from phalanx.families.materials.declare import initial_rules, parameter_kind, relative_block_costs, tensor_splits
+from phalanx.families.materials.model.geometry import triplets
+from phalanx.families.materials.model.layers import ElementTable
+from phalanx.families.materials.model.network import MaterialsNetwork
+from phalanx.families.materials.model_config import (
     Branch,
     DipoleHead,
     EnergyHead,
@@ -21,11 +26,6 @@ from phalanx.config.materials import (
     MaterialsModel,
     PropertyHead,
 )
-from phalanx.config.presets import load_preset, preset_names
-from phalanx.families.materials.declare import initial_rules, parameter_kind, relative_block_costs, tensor_splits
-from phalanx.families.materials.model.geometry import triplets
-from phalanx.families.materials.model.layers import ElementTable
-from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.sizes import block_flops, head_flops, matmul_parameters, model_flops, parameter_count
 from phalanx.nn.initial import InitRule
 from phalanx.nn.splits import ModelChunk

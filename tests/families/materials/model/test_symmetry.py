@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from atom_graphs import Structure, batch_of, moved, orthogonal, random_structure, turned
-from phalanx.config.materials import GlobalAttention
 from phalanx.families.materials.model.losses import Predictions
 from phalanx.families.materials.model.network import MaterialsNetwork
+from phalanx.families.materials.model_config import GlobalAttention
 from small_networks import BODIES, filled_network, small_model
 
 SCALARS = ("energy_G", "charges_N", "properties_GP", "atom_properties_NP", "atom_energies_N")

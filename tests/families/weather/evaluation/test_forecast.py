@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.config.families import WeatherRun
 from phalanx.config.load import load_run
 from phalanx.errors import ConfigError
+from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.stores.field_set import FieldSet
 from phalanx.families.weather.evaluation import forecast as module
 from phalanx.families.weather.evaluation.forecast import LoadedForecaster, forecast_split, load_forecaster, plan_steps

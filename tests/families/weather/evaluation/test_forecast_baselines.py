@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from field_files import LATITUDES, REAL, dataset, field, field_data
-from phalanx.config.field_data import FieldData
 from phalanx.errors import DataError
 from phalanx.families.weather.data.samples import FieldReader
 from phalanx.families.weather.data.stores.field_set import FieldSet
+from phalanx.families.weather.data_config import FieldData
 from phalanx.families.weather.evaluation.baselines import climatology_forecast, persistence, score_forecasts
 from phalanx.families.weather.evaluation.scores import Score
 from phalanx.families.weather.evaluation.table import ScoreRow

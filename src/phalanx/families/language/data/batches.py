@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.families.language.data.sources import Int64Array, TokenSource
 from phalanx.data.order import ORDER_VERSION, EpochShuffle, Mixture, stable_key
 from phalanx.data.stream import ReadAheadStream
 from phalanx.errors import DataError
+from phalanx.families.language.data.sources import Int64Array, TokenSource
 from phalanx.families.language.model.loss import IGNORED
 
 

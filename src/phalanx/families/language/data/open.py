@@ -6,12 +6,12 @@ import difflib
 from pathlib import Path
 from typing import Literal, overload
 
+from phalanx.errors import DataError
 from phalanx.families.language.data.manifest import MANIFEST, Split, read_manifest
 from phalanx.families.language.data.mds import INDEX, MdsSource, is_mds, mds_split
 from phalanx.families.language.data.megatron import MegatronSource, megatron_prefix, megatron_split
 from phalanx.families.language.data.shards import ShardSource
 from phalanx.families.language.data.sources import TokenSource
-from phalanx.errors import DataError
 
 _SHOWN = 6
 

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from phalanx.families.language.data.tokenizer import encode_texts, parse_tokenizer, text_share
 from phalanx.errors import DataError
+from phalanx.families.language.data.tokenizer import encode_texts, parse_tokenizer, text_share
 from phalanx.files import replacing
 
 

@@ -19,8 +19,8 @@ from typing import Literal
 import numpy as np
 from tokenizers import Tokenizer
 
-from phalanx.hardware.host import available_cores
 from phalanx.data.file_record import file_record
+from phalanx.errors import DataError
 from phalanx.families.language.data.documents import (
     MAX_DOCUMENT_BYTES,
     InputFile,
@@ -50,8 +50,8 @@ from phalanx.families.language.data.tokenizer import (
     vocabulary_size,
 )
 from phalanx.families.language.data.writer import ShardWriter
-from phalanx.errors import DataError
 from phalanx.files import clear_halves, write_atomically
+from phalanx.hardware.host import available_cores
 from phalanx.locks import FolderLock
 
 PIECE_BYTES = 2**22

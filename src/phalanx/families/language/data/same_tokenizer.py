@@ -9,11 +9,11 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from phalanx.config.schema import LanguageRun
 from phalanx.data.file_record import check_size
+from phalanx.errors import DataError
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.manifest import MANIFEST, read_manifest
 from phalanx.families.language.data.tokenizer import load_tokenizer
-from phalanx.errors import DataError
 from phalanx.families.language.huggingface.tokens import TOKENIZER, TOKENIZER_FOLDER
 
 _SHOWN_INPUTS = 4

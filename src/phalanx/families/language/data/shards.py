@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.data.file_record import check_content, check_size
+from phalanx.errors import DataError
 from phalanx.families.language.data.manifest import Split, read_manifest
 from phalanx.families.language.data.sources import Int64Array, SegmentedStream, TokenSource
 from phalanx.families.language.data.token_file import TokenFile
-from phalanx.errors import DataError
 
 
 class ShardSource(TokenSource):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.config.schema import LanguageRun
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.evaluation.text import TextTokenizer
 from phalanx.families.language.evaluation.tokenizer import tokenizer_files
 from phalanx.families.language.evaluation.weights import Weights, open_weights

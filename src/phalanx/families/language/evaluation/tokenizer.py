@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.config.schema import LanguageRun
 from phalanx.data.file_record import check_size
 from phalanx.errors import CheckpointError
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.manifest import MANIFEST, read_manifest
 from phalanx.families.language.evaluation.weights import Weights
 from phalanx.families.language.huggingface.tokens import TOKENIZER, SpecialTokens, TokenizerFiles

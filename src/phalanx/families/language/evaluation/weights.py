@@ -17,8 +17,8 @@ from torch import Tensor
 from phalanx.checkpoint import open_checkpoints, read_manifest, read_state, read_tensors
 from phalanx.config.load import parse_run
 from phalanx.config.model import LanguageModel
-from phalanx.config.schema import LanguageRun
 from phalanx.errors import CheckpointError, ConfigError
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.huggingface.folder import is_huggingface_folder
 from phalanx.families.language.huggingface.read import HuggingFaceFolder
 from phalanx.families.language.huggingface.tokens import TOKENIZER_FOLDER, SpecialTokens, TokenizerFiles

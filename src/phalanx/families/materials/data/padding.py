@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.families.materials.data.batches import PER_ATOM
+from phalanx.families.materials.data.graph_batches import PER_ATOM
 
 _PER_EDGE = ("edges_2E", "shifts_E3")
 _WITHOUT_LABELS = ("positions_N3", "shifts_E3", "cells_G33", "total_charge_G")

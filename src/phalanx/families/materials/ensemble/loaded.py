@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.ensemble.document import EnsembleFile, LabelEntry, member_checkpoints, read_ensemble
 from phalanx.errors import ConfigError
 from phalanx.families.materials.ensemble.stacked import NetworkStack
-from phalanx.families.materials.evaluation.network import LoadedNetwork, load_network
+from phalanx.families.materials.evaluation.network_predictions import LoadedNetwork, load_network
 from phalanx.families.materials.model.losses import Predictions
 
 _LABELS = {

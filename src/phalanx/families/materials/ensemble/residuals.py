@@ -14,21 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.config.families import MaterialsRun
 from phalanx.ensemble.members import Member
 from phalanx.ensemble.residuals import Float32Array, Int64Array, Residuals
 from phalanx.ensemble.share import ALONE, Share
 from phalanx.errors import CheckpointError, DataError
+from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.balance import divide_within
-from phalanx.families.materials.data.batches import Collator, GraphBatch
-from phalanx.families.materials.data.cost import CostModel
-from phalanx.families.materials.data.manifest import Split
-from phalanx.families.materials.data.order import Located
-from phalanx.families.materials.data.shards import PreparedSource, open_prepared
+from phalanx.families.materials.data.graph_batches import Collator, GraphBatch
+from phalanx.families.materials.data.graph_order import Located
+from phalanx.families.materials.data.graph_shards import PreparedSource, Split, open_prepared
+from phalanx.families.materials.data.structure_cost import CostModel
 from phalanx.families.materials.data.trained_elements import trained_elements, untrained_by_source
 from phalanx.families.materials.ensemble.stacked import NetworkStack
-from phalanx.families.materials.errors import Quantity, quantities
-from phalanx.families.materials.evaluation.network import load_network
+from phalanx.families.materials.evaluation.error_sums import Quantity, quantities
+from phalanx.families.materials.evaluation.network_predictions import load_network
 from phalanx.families.materials.inputs import columns_of
 from phalanx.families.materials.model.losses import Predictions, tasks
 from phalanx.layout.resolve import one_rank_microbatch

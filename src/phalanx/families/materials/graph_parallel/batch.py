@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from phalanx.families.materials.data.batches import LABELS, GraphBatch
-from phalanx.families.materials.data.structures.ragged import Int64Array, ragged_ranges
+from phalanx.families.materials.data.graph_batches import LABELS, GraphBatch
+from phalanx.families.materials.data.structures.arrays import Int64Array, ragged_ranges
 from phalanx.families.materials.graph_parallel.exchange import Gathering, Halo, Plan, Sending
 from phalanx.families.materials.graph_parallel.order import spatial_order
 

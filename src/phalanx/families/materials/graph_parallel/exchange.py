@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.grad_mode import set_multithreading_enabled
 
-from phalanx.families.materials.model.exchange import Exchange
+from phalanx.families.materials.model.atom_exchange import Exchange
 from phalanx.layout.mesh import Axis
 from phalanx.torch_compat import common as compat
 

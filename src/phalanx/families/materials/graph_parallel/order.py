@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.families.materials.data.structures.ragged import Int64Array
+from phalanx.families.materials.data.structures.arrays import Int64Array
 
 Floats = npt.NDArray[np.float64]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from phalanx.config.families import MaterialsRun
 from phalanx.data.stream import SteppedStream
-from phalanx.families.materials.data.stream import GraphBatchStream
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.data.graph_stream import GraphBatchStream
 from phalanx.families.materials.graph_parallel.batch import Cutting, GraphShare, cut_batch
-from phalanx.families.materials.model.pieces import block_piece
+from phalanx.families.materials.model.network_shapes import block_piece
 from phalanx.layout.mesh import Axis
 
 

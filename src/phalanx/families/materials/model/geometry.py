@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.config.materials import MaterialsModel
-from phalanx.families.materials.model.exchange import ALONE, Exchange
+from phalanx.families.materials.model.atom_exchange import ALONE, Exchange
+from phalanx.families.materials.model_config import MaterialsModel
 
 
 class Geometry(NamedTuple):

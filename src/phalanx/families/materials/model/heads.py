@@ -12,14 +12,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.materials import MaterialsModel
-from phalanx.families.materials.model.activations import silu
-from phalanx.families.materials.model.backbones.registry import body_of
-from phalanx.families.materials.model.exchange import ALONE, Exchange
+from phalanx.families.materials.model.atom_exchange import ALONE, Exchange
+from phalanx.families.materials.model.backbones.backbone import body_of
 from phalanx.families.materials.model.geometry import Geometry
-from phalanx.families.materials.model.layers import Atoms, Mlp, linear
+from phalanx.families.materials.model.head_units import BranchUnits
+from phalanx.families.materials.model.layers import Atoms, Mlp, linear, silu
 from phalanx.families.materials.model.losses import Predictions
-from phalanx.families.materials.units import BranchUnits
+from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
 
 SHARED = "shared"

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.config.materials import Loss, MaterialsModel
-from phalanx.families.materials.units import BranchUnits
+from phalanx.families.materials.model.head_units import BranchUnits
+from phalanx.families.materials.model_config import Loss, MaterialsModel
 
 
 @dataclass(frozen=True)

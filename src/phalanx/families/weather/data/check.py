@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from phalanx.families.weather.data.consistency import Body, require_alike
-from phalanx.families.weather.data.stores.npz_store import NpzStore
 from phalanx.families.weather.data.prepared import PreparedStore
+from phalanx.families.weather.data.stores.npz_store import NpzStore
 from phalanx.families.weather.data.stores.store import FieldStore, require_regular
-from phalanx.families.weather.data.survey import Survey
 from phalanx.families.weather.data.stores.times import HOUR
+from phalanx.families.weather.data.survey import Survey
 
 
 def require_whole_axis(store: FieldStore, *, skip_gaps: bool, tolerance_hours: float) -> None:

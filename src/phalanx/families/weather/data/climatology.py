@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.data.order import Int64Array
+from phalanx.errors import DataError
 from phalanx.families.weather.data.stores.grid import Float32Array, Float64Array
 from phalanx.families.weather.data.stores.store import FieldStore
 from phalanx.families.weather.data.stores.times import DAY, TimeAxis
-from phalanx.data.order import Int64Array
-from phalanx.errors import DataError
 
 _FRAMES_AT_ONCE = 64
 

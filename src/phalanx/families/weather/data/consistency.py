@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.errors import DataError
 from phalanx.families.weather.data.stores.grid import Float64Array
 from phalanx.families.weather.data.survey import Moments
-from phalanx.errors import DataError
 
 _STD_RATIO = 3.0
 """Standard deviations further apart than this are taken for other units: the smallest usual factor, between geopotential

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.config.field_data import FieldSource
-from phalanx.families.weather.data.stores.npz_store import NpzStore, is_climax
+from phalanx.errors import DataError
 from phalanx.families.weather.data.packages import require_package
 from phalanx.families.weather.data.prepared import PreparedStore, is_prepared
+from phalanx.families.weather.data.stores.npz_store import NpzStore, is_climax
 from phalanx.families.weather.data.stores.store import BlockCache, FieldStore
-from phalanx.errors import DataError
+from phalanx.families.weather.data_config import FieldSource
 
 _NETCDF = (".nc", ".nc4", ".netcdf", ".cdf")
 _ZARR = ("zarr.json", ".zgroup", ".zmetadata")

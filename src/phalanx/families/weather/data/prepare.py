@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from phalanx.config.field_data import FieldSource
+from phalanx.data.file_record import file_record
+from phalanx.errors import DataError
 from phalanx.families.weather.data.check import require_one_quantity, require_whole_axis
 from phalanx.families.weather.data.open import open_store
 from phalanx.families.weather.data.prepared import FIELDS, FieldsManifest, ShardRecord
 from phalanx.families.weather.data.stores.store import BlockCache, FieldStore
-from phalanx.families.weather.data.survey import Survey, Surveyor
 from phalanx.families.weather.data.stores.times import HOUR
-from phalanx.data.file_record import file_record
-from phalanx.errors import DataError
+from phalanx.families.weather.data.survey import Survey, Surveyor
+from phalanx.families.weather.data_config import FieldSource
 
 _SHARD_BYTES = 256 * 2**20
 

@@ -19,14 +19,14 @@ from pydantic import Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from phalanx.config.field_data import FieldName, FieldSource
-from phalanx.families.weather.data.stores.grid import Float32Array, Grid
-from phalanx.families.weather.data.stores.store import FieldStore, Naming, Segment, hash_of
-from phalanx.families.weather.data.survey import Survey
-from phalanx.families.weather.data.stores.times import TimeAxis
 from phalanx.data.file_record import FileRecord, Part, check_content, check_size, check_still_whole
 from phalanx.data.order import Int64Array
 from phalanx.errors import DataError
+from phalanx.families.weather.data.stores.grid import Float32Array, Grid
+from phalanx.families.weather.data.stores.store import FieldStore, Naming, Segment, hash_of
+from phalanx.families.weather.data.stores.times import TimeAxis
+from phalanx.families.weather.data.survey import Survey
+from phalanx.families.weather.data_config import FieldName, FieldSource
 from phalanx.files import write_atomically
 
 MANIFEST = "manifest.json"

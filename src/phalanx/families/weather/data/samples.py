@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from phalanx.counter_random import stream_key, uniform_values
+from phalanx.data.order import ORDER_VERSION, EpochShuffle, Int64Array, Mixture, stable_key
 from phalanx.families.weather.data.batches import FieldBatch
-from phalanx.families.weather.data.stores.grid import Float32Array, Grid
 from phalanx.families.weather.data.statistics import FieldStatistics
+from phalanx.families.weather.data.stores.grid import Float32Array, Grid
 from phalanx.families.weather.data.stores.store import FieldStore, hash_of
 from phalanx.families.weather.data.stores.times import HOUR
 from phalanx.families.weather.data.windows import Windows
-from phalanx.data.order import ORDER_VERSION, EpochShuffle, Int64Array, Mixture, stable_key
 
 
 @dataclass(frozen=True)

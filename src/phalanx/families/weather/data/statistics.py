@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from phalanx.families.weather.data.stores.grid import Float32Array, Float64Array
-from phalanx.families.weather.data.stores.store import FieldStore
 from phalanx.data.order import Int64Array
 from phalanx.errors import DataError
+from phalanx.families.weather.data.stores.grid import Float32Array, Float64Array
+from phalanx.families.weather.data.stores.store import FieldStore
 from phalanx.files import write_atomically
 
 _PAIRS_AT_ONCE = 16

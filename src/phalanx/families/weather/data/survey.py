@@ -12,10 +12,10 @@ from functools import cached_property
 
 import numpy as np
 
-from phalanx.families.weather.data.stores.grid import BoolArray, Float32Array, Float64Array
-from phalanx.families.weather.data.stores.store import FieldStore
 from phalanx.data.order import Int64Array
 from phalanx.errors import DataError
+from phalanx.families.weather.data.stores.grid import BoolArray, Float32Array, Float64Array
+from phalanx.families.weather.data.stores.store import FieldStore
 
 _BLOCK_BYTES = 64 * 2**20
 

@@ -11,12 +11,12 @@ from typing import Literal
 
 import numpy as np
 
-from phalanx.config.field_data import FieldData, Period
-from phalanx.families.weather.data.stores.store import FieldStore
-from phalanx.families.weather.data.survey import Survey
-from phalanx.families.weather.data.stores.times import HOUR, moment_bounds
 from phalanx.data.order import Int64Array
 from phalanx.errors import ConfigError, DataError
+from phalanx.families.weather.data.stores.store import FieldStore
+from phalanx.families.weather.data.stores.times import HOUR, moment_bounds
+from phalanx.families.weather.data.survey import Survey
+from phalanx.families.weather.data_config import FieldData, Period
 
 SplitName = Literal["train", "validation", "test"]
 _SHOWN = 5

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint import open_checkpoints, read_state, read_tensors
-from phalanx.config.families import WeatherRun
 from phalanx.config.load import parse_run
 from phalanx.data.order import Int64Array
 from phalanx.errors import CheckpointError, ConfigError
+from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.samples import Cases, FieldReader
 from phalanx.families.weather.data.stores.field_set import FieldSet
 from phalanx.families.weather.data.stores.grid import Float32Array, Grid

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.weather import WeatherModel
+from phalanx.families.weather.model_config import WeatherModel
 from phalanx.families.weather.sizes import group_sizes
 from phalanx.nn.layers import Linear
 

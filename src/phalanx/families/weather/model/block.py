@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.config.weather import WeatherModel
 from phalanx.counter_random import CounterDropout, DropoutContext, mix
+from phalanx.families.weather.model_config import WeatherModel
 from phalanx.nn.layers import Linear, Norm
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.weather import WeatherModel
 from phalanx.counter_random import CounterDropout, DropoutContext
 from phalanx.families.weather.model.aggregation import build_aggregation
 from phalanx.families.weather.model.features import wave_features
 from phalanx.families.weather.model.grid import patch_places, patches_of
 from phalanx.families.weather.model.variables import input_places, pressure_level, take
+from phalanx.families.weather.model_config import WeatherModel
 from phalanx.families.weather.sizes import FEATURES
 from phalanx.nn.layers import Linear
 from phalanx.nn.positions import Positions

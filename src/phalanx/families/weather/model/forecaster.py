@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.weather import WeatherModel
 from phalanx.counter_random import DropoutContext
 from phalanx.families.weather.model.block import Block, path_factors
 from phalanx.families.weather.model.embedding import FieldEmbedding
 from phalanx.families.weather.model.grid import fields_of
 from phalanx.families.weather.model.head import FieldHead
 from phalanx.families.weather.model.variables import outputs_among_inputs
+from phalanx.families.weather.model_config import WeatherModel
 from phalanx.nn.blocks import NumberedBlocks
 from phalanx.nn.positions import Positions
 from phalanx.nn.splits import ModelChunk

@@ -7,7 +7,7 @@ from math import pi
 import torch
 from torch import Tensor
 
-from phalanx.config.weather import WeatherModel
+from phalanx.families.weather.model_config import WeatherModel
 
 
 def patches_of(fields_BVHW: Tensor, patch_size: int) -> Tensor:

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.config.weather import WeatherModel
 from phalanx.families.weather.model.block import block_norm
 from phalanx.families.weather.model.grid import patches_of, row_weights
 from phalanx.families.weather.model.loss import squared_error_sum
 from phalanx.families.weather.model.variables import output_places, outputs_among_inputs, take
+from phalanx.families.weather.model_config import WeatherModel
 from phalanx.nn.layers import Linear
 
 

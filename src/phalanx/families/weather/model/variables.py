@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.config.field_names import split_level
-from phalanx.config.weather import WeatherModel
+from phalanx.families.weather.field_names import split_level
+from phalanx.families.weather.model_config import WeatherModel
 
 
 def input_places(config: WeatherModel) -> list[int]:

@@ -6,10 +6,11 @@ An edge leads from a source to a target atom: r = position[target] + image @ cel
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.families.materials.data.structures.edges import TIE_A, Edges
 from phalanx.errors import PhalanxError
 
 try:
@@ -67,3 +68,24 @@ def _nearest(edges: Edges, limit: int) -> Edges:
     last = distances[starts + np.minimum(counts, limit) - 1]
     kept = np.sort(order[distances <= np.repeat(last, counts) + TIE_A])
     return Edges(edges.source[kept], edges.target[kept], edges.images[kept], edges.distances[kept])
+
+
+TIE_A = 1e-3
+"""Neighbours whose distances differ by less than this many angstrom count as equally near."""
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Directed edges, ordered by target, then source, then image."""
+
+    source: npt.NDArray[np.int64]
+    """[E]."""
+    target: npt.NDArray[np.int64]
+    """[E]."""
+    images: npt.NDArray[np.int64]
+    """[E, 3]: lattice vectors added to the target's position."""
+    distances: npt.NDArray[np.float64]
+    """[E] in A."""
+
+    def __len__(self) -> int:
+        return len(self.source)

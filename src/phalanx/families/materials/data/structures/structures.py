@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.families.materials.data.structures.labels import FloatArray, Label
 from phalanx.errors import DataError
+from phalanx.families.materials.data.structures.arrays import Int64Array
+from phalanx.families.materials.data.structures.labels import FloatArray, Label
+from phalanx.families.materials.data.structures.neighbours import Edges
+from phalanx.families.materials.data_config import GraphSource
 
 ELEMENTS = 118
 """Atomic numbers run from 1 to this."""
@@ -134,3 +137,138 @@ def _cell(raw: RawStructure, length: float) -> FloatArray:
     if not lengths.all() or flatness < 1e-6:
         raise raw.wrong(f"it is periodic but its cell {raw.cell.tolist()} has no volume")
     return cell
+
+
+SAME_PLACE_A = 0.05
+"""Atoms nearer than this are one atom written twice: nuclei so close have energies of keV."""
+BOND_RANGE = (0.62, 1.5)
+"""Nearest neighbours lie between these multiples of the sum of covalent radii, in the median over atoms and structures.
+A bohr taken for an angstrom stretches bonds by 1.89, an angstrom for a bohr shrinks them by as much; molecules and metals
+lie near 1. Solid noble gases (1.8) are taken for a wrong unit and need check_units: false."""
+LARGEST_FORCE = 1000.0
+"""Largest force component in eV/A that is no sign of a wrong unit."""
+
+_RADII_PM = (
+    "31 28 128 96 84 76 71 66 57 58 166 141 121 111 107 105 102 106 203 176 170 160 153 139 "
+    "139 132 126 124 132 122 122 120 119 120 120 116 220 195 190 175 164 154 147 146 142 139 145 144 "
+    "142 139 139 138 139 140 244 215 207 204 203 201 199 198 198 196 194 192 192 189 190 187 187 175 "
+    "170 162 151 144 141 136 136 132 145 146 148 140 150 150 260 221 215 206 200 196 190 187 180 169"
+)
+"""Covalent radii of elements 1 to 96 in pm: Cordero et al., Dalton Trans. 2008, 2832 (low-spin values)."""
+_RADII = np.full(119, 1.6)
+_RADII[1:97] = np.array([int(word) for word in _RADII_PM.split()]) / 100.0
+
+
+def check_structure(structure: Structure, edges: Edges, source: GraphSource, cutoff: float) -> None:
+    """Refuse atoms on one place, no edges unless allowed, charges that make no whole, and forces that hint at a wrong unit.
+
+    Raises DataError."""
+    wrong = structure.raw.wrong
+    check_charges(structure, source)
+    if len(edges) == 0:
+        if source.no_edges == "refuse":
+            raise wrong(
+                f"none of its {len(structure.species)} atoms has another within the cutoff of {cutoff:g} A: a graph without "
+                f"edges; raise data.cutoff, or set no_edges: allow for source {source.name}"
+            )
+        return
+    nearest = int(edges.distances.argmin())
+    if edges.distances[nearest] < SAME_PLACE_A:
+        first, second = sorted((int(edges.source[nearest]), int(edges.target[nearest])))
+        raise wrong(
+            f"atoms {first} and {second} are on one place ({edges.distances[nearest]:.3f} A apart"
+            f"{', through the periodic cell' if edges.images[nearest].any() else ''})"
+        )
+    if source.check_units:
+        _check_forces(structure, source)
+
+
+def check_lengths(ratios: Sequence[tuple[RawStructure, float]], source: GraphSource) -> None:
+    """Refuse lengths that hint at a wrong unit. ratios: structures with the median of their `bond_ratios`.
+
+    Raises DataError naming the structure in the middle.
+    """
+    if not ratios or not source.check_units:
+        return
+    structure, ratio = sorted(ratios, key=lambda pair: pair[1])[len(ratios) // 2]
+    if BOND_RANGE[0] <= ratio <= BOND_RANGE[1]:
+        return
+    guess = "too far for bonds: are they in bohr?" if ratio > 1 else "too near for bonds: are they in angstrom or nm?"
+    raise structure.wrong(
+        f"with length_unit {source.length_unit}, nearest atoms are {ratio:.2f} covalent distances apart, {guess} "
+        f"Set length_unit, or check_units: false for source {source.name} if this is meant"
+    )
+
+
+def bond_ratios(species: npt.NDArray[np.uint8], edges: Edges) -> npt.NDArray[np.float64]:
+    """For each atom that has neighbours: the smallest distance over the sum of covalent radii."""
+    ratios = edges.distances / (_RADII[species[edges.source]] + _RADII[species[edges.target]])
+    starts = np.flatnonzero(np.diff(edges.target, prepend=-1))
+    smallest: npt.NDArray[np.float64] = np.minimum.reduceat(ratios, starts)
+    return smallest
+
+
+def _check_forces(structure: Structure, source: GraphSource) -> None:
+    forces = structure.labels.get("forces")
+    if forces is None or np.isnan(forces).all():
+        return
+    largest = float(np.nanmax(np.abs(forces)))
+    if largest > LARGEST_FORCE:
+        raise structure.raw.wrong(
+            f"a force is {largest:.4g} eV/A with unit {source.labels['forces'].unit}; correct the unit, or set "
+            f"check_units: false for source {source.name} if this is meant"
+        )
+
+
+TOLERANCE = 0.1
+"""Elementary charges by which a sum of atoms' charges may miss a total charge: rounding of many, or a coarse integration."""
+
+
+def total_charges(
+    given_G: npt.NDArray[np.floating] | None,
+    charges_N: npt.NDArray[np.floating] | None,
+    graph_N: Int64Array,
+    graphs: int,
+) -> npt.NDArray[np.float64]:
+    """Total charge of each structure in elementary charges [G], NaN where neither label says.
+
+    given_G: labels of structures, NaN where missing. charges_N: of atoms, likewise. graph_N: the structure of each atom.
+    """
+    known_G = np.full(graphs, np.nan) if given_G is None else given_G.astype(np.float64)
+    if charges_N is None:
+        return known_G
+    # One charge that is missing makes the sum NaN, and with it what it would say of the structure.
+    # (Of no atoms numpy counts whole numbers, whatever the weights.)
+    sums_G = np.bincount(graph_N, weights=charges_N, minlength=graphs).astype(np.float64)
+    return np.where(np.isnan(known_G), np.rint(sums_G), known_G)
+
+
+def agreed_total(found: float, given: float | None) -> float | None:
+    """The total charge that is given, else the whole number nearest to what atoms' charges add up to.
+
+    None where that sum, `found` elementary charges, misses it, or is no number.
+    """
+    total = float(np.rint(found)) if given is None else given
+    return total if abs(found - total) <= TOLERANCE else None
+
+
+def check_charges(structure: Structure, source: GraphSource) -> None:
+    """Refuse charges that add up to no whole number, or not to the total charge, unless the source allows it.
+
+    Raises DataError.
+    """
+    charges = structure.labels.get("charges")
+    if charges is None or source.charge_sum == "any" or np.isnan(charges).any():
+        return
+    found, label = float(charges.sum()), structure.labels.get("total_charge")
+    given = None if label is None or np.isnan(label) else float(label)
+    if agreed_total(found, given) is not None:
+        return
+    against = "which is no whole number" if given is None else f"but its total_charge is {given:g} e"
+    then = (
+        f"{np.rint(found):+.0f} e is then taken for its total charge" if given is None else "total_charge then counts"
+    )
+    raise structure.raw.wrong(
+        f"its charges add up to {found:.3f} e, {against}; correct their unit ({source.labels['charges'].unit}) or the "
+        f"label, or set charge_sum: any for source {source.name} ({then})"
+    )

@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.config.materials import MaterialsModel
-from phalanx.families.materials.model.activations import silu
 from phalanx.families.materials.model.geometry import Geometry
-from phalanx.families.materials.model.layers import Atoms, ElementTable, Mlp
+from phalanx.families.materials.model.layers import Atoms, ElementTable, Mlp, silu
 from phalanx.families.materials.model.messages import sum_messages
+from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
 
 

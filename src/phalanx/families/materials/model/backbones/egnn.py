@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.materials import MaterialsModel
-from phalanx.families.materials.model.activations import silu
 from phalanx.families.materials.model.geometry import Geometry
-from phalanx.families.materials.model.layers import Atoms, Mlp, linear
+from phalanx.families.materials.model.layers import Atoms, Mlp, linear, silu
 from phalanx.families.materials.model.messages import sum_messages
+from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
 
 _LENGTH_EPS = 1e-8

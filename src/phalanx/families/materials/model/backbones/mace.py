@@ -10,8 +10,6 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.materials import MaterialsModel
-from phalanx.families.materials.model.activations import silu
 from phalanx.families.materials.model.couplings import (
     Path,
     component_range,
@@ -23,8 +21,9 @@ from phalanx.families.materials.model.couplings import (
     monomials,
 )
 from phalanx.families.materials.model.geometry import Geometry
-from phalanx.families.materials.model.layers import Atoms, Constant, ElementTable, Mlp, linear
+from phalanx.families.materials.model.layers import Atoms, Constant, ElementTable, Mlp, linear, silu
 from phalanx.families.materials.model.messages import sum_messages
+from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
 
 

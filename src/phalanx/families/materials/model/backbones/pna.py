@@ -14,11 +14,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.materials import MaterialsModel
-from phalanx.families.materials.model.activations import silu
 from phalanx.families.materials.model.geometry import Geometry
-from phalanx.families.materials.model.layers import Atoms, linear
+from phalanx.families.materials.model.layers import Atoms, linear, silu
 from phalanx.families.materials.model.messages import sum_messages
+from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
 
 _LARGEST_SCORE = 10.0

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from phalanx.config.materials import MaterialsModel
-from phalanx.families.materials.model.activations import shifted_softplus
 from phalanx.families.materials.model.geometry import Geometry
-from phalanx.families.materials.model.layers import Atoms, Mlp, linear
+from phalanx.families.materials.model.layers import Atoms, Mlp, linear, shifted_softplus
 from phalanx.families.materials.model.messages import sum_messages
+from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
 
 

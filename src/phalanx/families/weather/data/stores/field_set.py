@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.config.field_data import FieldData, FieldSource
+from phalanx.data.order import Int64Array
+from phalanx.errors import DataError
 from phalanx.families.weather.data.check import require_one_quantity, require_whole_axis
 from phalanx.families.weather.data.climatology import Climatology, mean_by_day
 from phalanx.families.weather.data.consistency import Body, require_alike
-from phalanx.families.weather.data.stores.grid import Float64Array, Grid
 from phalanx.families.weather.data.open import open_store
 from phalanx.families.weather.data.prepared import PreparedStore
 from phalanx.families.weather.data.samples import FieldReader, SplitSource
@@ -23,11 +23,11 @@ from phalanx.families.weather.data.statistics import (
     read_statistics,
     static_statistics,
 )
+from phalanx.families.weather.data.stores.grid import Float64Array, Grid
 from phalanx.families.weather.data.stores.store import BlockCache, FieldStore, hash_of
 from phalanx.families.weather.data.survey import Moments, Survey, merge_moments, survey_store
 from phalanx.families.weather.data.windows import SplitName, find_windows, period_frames, split_frames
-from phalanx.data.order import Int64Array
-from phalanx.errors import DataError
+from phalanx.families.weather.data_config import FieldData, FieldSource
 
 _SURVEY_BYTES = 4 * 2**30
 """Fields that are looked through as a run opens them; more must be prepared first, or every rank would read everything."""

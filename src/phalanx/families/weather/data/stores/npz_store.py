@@ -18,13 +18,13 @@ from typing import Any
 import cftime  # type: ignore[import-untyped]
 import numpy as np
 
-from phalanx.config.field_data import FieldSource
-from phalanx.families.weather.data.stores.grid import Float32Array, orient
-from phalanx.families.weather.data.stores.store import BlockCache, FieldStore, Naming, Segment, hash_of
-from phalanx.families.weather.data.stores.times import EPOCH, HOUR, TimeAxis, canonical
 from phalanx.data.file_record import check_still_whole
 from phalanx.data.order import Int64Array
 from phalanx.errors import DataError
+from phalanx.families.weather.data.stores.grid import Float32Array, orient
+from phalanx.families.weather.data.stores.store import BlockCache, FieldStore, Naming, Segment, hash_of
+from phalanx.families.weather.data.stores.times import EPOCH, HOUR, TimeAxis, canonical
+from phalanx.families.weather.data_config import FieldSource
 
 _NAME = re.compile(r"(\d{4}|\d{12})(?:-\d{12})?_(\d+)\.npz")
 """The year, or for CMIP the minute of the first frame, then the shard."""

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.config.field_data import FieldName
-from phalanx.families.weather.data.stores.grid import Float32Array, Grid
-from phalanx.families.weather.data.stores.times import HOUR, TimeAxis
 from phalanx.data.order import Int64Array
 from phalanx.errors import DataError
+from phalanx.families.weather.data.stores.grid import Float32Array, Grid
+from phalanx.families.weather.data.stores.times import HOUR, TimeAxis
+from phalanx.families.weather.data_config import FieldName
 
 
 @dataclass(frozen=True)

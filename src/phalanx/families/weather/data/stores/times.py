@@ -10,9 +10,9 @@ from typing import Any
 import cftime  # type: ignore[import-untyped]
 import numpy as np
 
-from phalanx.families.weather.data.stores.grid import Float32Array, Float64Array
 from phalanx.data.order import Int64Array
 from phalanx.errors import ConfigError, DataError
+from phalanx.families.weather.data.stores.grid import Float32Array, Float64Array
 
 EPOCH = "seconds since 1970-01-01 00:00:00"
 HOUR = 3600

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import xarray
 
-from phalanx.config.field_data import FieldSource
-from phalanx.config.field_names import level_name, split_level
-from phalanx.families.weather.data.stores.grid import Float32Array, Float64Array, Grid, Orientation, orient
-from phalanx.families.weather.data.packages import require_package
-from phalanx.families.weather.data.stores.times import TimeAxis, decode_times
 from phalanx.errors import DataError
+from phalanx.families.weather.data.packages import require_package
+from phalanx.families.weather.data.stores.grid import Float32Array, Float64Array, Grid, Orientation, orient
+from phalanx.families.weather.data.stores.times import TimeAxis, decode_times
+from phalanx.families.weather.data_config import FieldSource
+from phalanx.families.weather.field_names import level_name, split_level
 
 _LATITUDES = ("lat", "latitude", "nav_lat")
 _LONGITUDES = ("lon", "longitude", "nav_lon")

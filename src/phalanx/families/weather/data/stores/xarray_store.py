@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.config.field_data import FieldSource
+from phalanx.data.order import Int64Array
+from phalanx.errors import DataError
 from phalanx.families.weather.data.stores.grid import Float32Array, Grid
 from phalanx.families.weather.data.stores.store import BlockCache, FieldStore, Naming, Segment, hash_of
 from phalanx.families.weather.data.stores.times import TimeAxis
 from phalanx.families.weather.data.stores.xarray_file import FieldFile, Slot, open_file
-from phalanx.data.order import Int64Array
-from phalanx.errors import DataError
+from phalanx.families.weather.data_config import FieldSource
 
 _SHOWN = 20
 

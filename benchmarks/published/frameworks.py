@@ -1,0 +1,222 @@
+"""How other training programs carry out a step, as far as that differs from ours: a few switches for each, by its name.
+
+The time model of `phalanx.planner` is handed such a program in place of ours: it lists what a part of the model runs, and
+`BlockingDataParallel` what data-parallel ranks wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from phalanx.planner.time.framework import COMPILED, FrameworkProfile
+from phalanx.planner.time.operation_time import Floats
+from phalanx.planner.time.profile import NamedProfile
+from phalanx.planner.time.step_parts import Steps
+from phalanx.planner.time.step_time import Busiest, DataParallel
+from phalanx.planner.trace.family import PartName, Setting
+from phalanx.planner.trace.operations import Attention, Matmul, Operation
+
+
+@dataclass(frozen=True)
+class OtherFramework(FrameworkProfile):
+    """Another program."""
+
+    issues_exchanges: bool = False
+    """Whether exchanges cost the host what they do in our training: each collective of activations is called from Python,
+    and each parameter is gathered and reduced by itself, as FSDP2 does it. Else next to nothing."""
+    fused_attention: bool = True
+    """Whether scores stay on the chip; else they are written, and pass through memory several times."""
+    attention_dropout: bool = False
+    """Whether scores pass through memory once more for dropout; of no meaning with fused attention."""
+    fused_residual: bool = False
+    """Whether a bias behind a row-split matrix is added in the same pass as the residual, though nothing is compiled."""
+    sequence_parallel: bool = True
+    """Whether tensor-parallel ranks split what lies between the matmuls; else they sum whole activations, and each computes
+    norms and sums of all positions."""
+    overlap: bool = True
+    """Whether data-parallel communication runs behind computing; else it comes after it."""
+    even_stages: bool = False
+    """Whether all pipeline stages have equally many blocks, whatever the embedding and the head cost."""
+
+    def traced_setting(self, setting: Setting) -> Setting:
+        """Return the setting without recompute: what is recomputed is put together from the forward pass."""
+        return replace(setting, recompute="none")
+
+    def end_costs(self, setting: Setting) -> tuple[float, float]:
+        """Return the costs of the embedding and of the head, in blocks, by which stages are split."""
+        return (0.0, 0.0) if self.even_stages else super().end_costs(setting)
+
+    def part_operations(self, name: PartName, setting: Setting, microbatch: int) -> tuple[Operation, ...]:
+        """List what a part of the model runs.
+
+        Recomputing a block runs all of its forward pass again, and `selective` the attention core alone.
+        """
+        operations = list(super().part_operations(name, self.traced_setting(setting), microbatch))
+        if setting.recompute != "none" and name == "block":
+            again = [
+                replace(op, phase="recompute")
+                for op in operations
+                if op.phase == "forward" and (setting.recompute == "full" or op.attention is not None)
+            ]
+            forward = [op for op in operations if op.phase == "forward"]
+            operations = [*forward, *again, *(op for op in operations if op.phase != "forward")]
+        if setting.tp > 1 and not self.sequence_parallel:
+            operations = list(_with_whole_activations(_without_moves(operations), setting.tp, self.fused_residual))
+        elif setting.tp > 1 and self.fused_residual:
+            operations = _with_one_sum(operations)
+        if not self.fused_attention:
+            operations = [one for op in operations for one in unfused(op, self.attention_dropout)]
+        return tuple(operations)
+
+    def as_it_runs(self, named: NamedProfile) -> NamedProfile:
+        """Return a profile without what this program does not pay for.
+
+        Constants that were fitted to published runs hold what uncompiled blocks take, so there is no further share.
+        """
+        profile = replace(named.profile, eager_share=1.0)
+        if not self.issues_exchanges:
+            profile = replace(profile, exchange_host_s=0.0, shard_host_s=0.0)
+        return replace(named, profile=profile)
+
+
+class BlockingDataParallel(DataParallel):
+    """Data-parallel ranks that exchange all they hold once a step, when everything is computed."""
+
+    reduces_each_microbatch: ClassVar[bool] = False
+
+    def exposed(self, steps: Steps, busiest: Busiest) -> Floats:
+        """Return the seconds a step, [layouts]."""
+        held = (
+            busiest.blocks * steps.block_parameters
+            + busiest.embedding * steps.embedding_parameters
+            + busiest.head * steps.head_parameters
+        )
+        return self.gather(steps, held) + self.scatter(steps, held) + self.sum_replicas(steps, held)
+
+
+def _without_moves(operations: Sequence[Operation]) -> list[Operation]:
+    """Without the copies that bring activations in the order in which they are gathered and scattered."""
+    kept = []
+    for before, op, after in zip([None, *operations], operations, [*operations[1:], None], strict=False):
+        gathered = before is not None and _moves(before, "all_gather")
+        scattered = after is not None and _moves(after, "reduce_scatter")
+        if not (op.kind == "copy" and (gathered or scattered)):
+            kept.append(op)
+    return kept
+
+
+def _with_one_sum(operations: Sequence[Operation]) -> list[Operation]:
+    """Without the pass that adds the bias of a row-split matrix where another adds the residual right after."""
+    kept = []
+    for before, op, after in zip([None, *operations], operations, [*operations[1:], None], strict=False):
+        scattered = before is not None and _moves(before, "reduce_scatter")
+        if not (scattered and op.kind == "pointwise" and after is not None and after.kind == "pointwise"):
+            kept.append(op)
+    return kept
+
+
+def _with_whole_activations(operations: Sequence[Operation], tp: int, fused_residual: bool) -> Iterator[Operation]:
+    """With sums of whole activations in place of gathers and scatters; norms and sums pass over all positions."""
+    inside = {"forward": False, "recompute": False, "backward": False}
+    for op in _with_one_sum(operations) if fused_residual else operations:
+        collective = op.collective
+        if collective is not None and collective.axis == "tp":
+            inside[op.phase] = collective.operation == "all_gather"
+            if not inside[op.phase]:
+                yield replace(op, collective=replace(collective, operation="all_reduce"))
+            continue
+        split = collective is None and op.attention is None and op.matmul is None and not inside[op.phase]
+        spread = tp if split else 1
+        yield replace(op, bytes_read=op.bytes_read * spread, bytes_written=op.bytes_written * spread)
+
+
+def _moves(op: Operation, collective: str) -> bool:
+    return op.collective is not None and op.collective.axis == "tp" and op.collective.operation == collective
+
+
+def unfused(op: Operation, dropout: bool) -> list[Operation]:
+    """Return attention as products and passes over the scores, one byte an element of dropout's mask; other operations as
+    they are."""
+    x = op.attention
+    if x is None:
+        return [op]
+    batch, scores = x.samples * x.heads, x.samples * x.heads * x.queries * x.keys
+    queries, keys, size = x.queries, x.keys, x.head_size
+    products = [(queries, keys, size), (queries, size, keys)]
+    if x.backward:
+        products = [(keys, size, queries), (queries, keys, size), (queries, size, keys), (keys, size, queries)]
+    one = replace(op, attention=None, flops=0, bytes_written=0, weight_gradient=False)
+    found = []
+    for m, n, k in products:
+        traffic = x.width * batch * (m * n + m * k + n * k)
+        found.append(replace(one, matmul=Matmul(batch, m, n, k, x.width), bytes_read=traffic))
+    passes = [*_softmax_passes(x), *[2 * x.width + 1] * dropout]
+    return found + [replace(one, bytes_read=each * scores) for each in passes]
+
+
+def _softmax_passes(x: Attention) -> list[int]:
+    """Bytes an element of each pass over the scores: one where Megatron's softmax kernel scales and masks as well, else one
+    to and from 32 bits each, one each for scale and mask, and the softmax itself.
+
+    The kernel wants score matrices in fours, rows in fours and at most 4,096 columns (Megatron-LM,
+    megatron/core/fusions/fused_softmax.py, `is_kernel_available`).
+    """
+    if x.samples * x.heads % 4 == 0 and x.queries % 4 == 0 and x.keys <= 4096:
+        return [3 * x.width if x.backward else 2 * x.width]
+    return [x.width + 4, 8, 8, 12 if x.backward else 8, 4 + x.width]
+
+
+_MEGATRON = OtherFramework(
+    compiled=False,
+    host_work=3.0,
+    fused_attention=False,
+    attention_dropout=True,
+    fused_residual=True,
+    sequence_parallel=False,
+    reduce_bytes=2,
+    overlap=False,
+    even_stages=True,
+    single_rank_overhead=1.0,
+    low_precision_copy=False,
+    optimizer_bytes=46,
+)
+"""Gradients are copied to 32-bit and checked for overflow on their way to the optimizer."""
+
+_FSDP = OtherFramework(
+    compiled=False,
+    host_work=2.0,
+    reduce_bytes=2,
+    single_rank_overhead=1.0,
+    low_precision_copy=False,
+)
+
+_KNOWN: tuple[tuple[str, FrameworkProfile], ...] = (
+    ("llm foundry", _FSDP),
+    ("hf accelerate", _FSDP),
+    ("torchtitan", replace(_FSDP, compiled=True, host_work=1.0, issues_exchanges=True, reduce_bytes=4)),
+    ("nanotron", replace(_MEGATRON, fused_attention=True, reduce_bytes=4)),
+    ("megatron-lm", replace(_MEGATRON, reduce_bytes=4)),
+    ("megatron-deepspeed", _MEGATRON),
+    ("gpt-neox", _MEGATRON),
+    ("phalanx", COMPILED),
+)
+"""By what the lower-case name of a program begins with."""
+
+
+def framework_of(name: str, attention: str = "", sequence_parallel: bool | None = None) -> FrameworkProfile | None:
+    """Return what the program called `name` does, None for a program that is not known.
+
+    attention, sequence_parallel: the kernel and whether activations are split, where a source states them; "" and None
+    where it does not.
+    """
+    found = next((framework for start, framework in _KNOWN if name.lower().startswith(start)), None)
+    if not isinstance(found, OtherFramework):
+        return found
+    words = attention.lower()
+    if words and "no flash" not in words and ("flash" in words or "sdpa" in words):
+        found = replace(found, fused_attention=True)
+    elif "unfused" in words or "no flash" in words:
+        found = replace(found, fused_attention=False)
+    return found if sequence_parallel is None else replace(found, sequence_parallel=sequence_parallel)

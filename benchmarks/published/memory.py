@@ -1,0 +1,72 @@
+"""What published runs of other frameworks would hold: our model of the same layout, and what those frameworks keep besides.
+
+Only for comparing with published figures. Parameters, gradients and optimizer state need no switch: with ZeRO 1 ours take
+6 + 12 / d bytes a parameter, as Megatron's distributed optimizer does, and 18 without sharding, as Megatron does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.families.language.config import LanguageRun
+from phalanx.families.language.declare import relative_block_costs
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.planner.layouts.candidates import Candidates
+from phalanx.planner.measured.check import run_of
+from phalanx.planner.memory.model import Kernels, rank_memory
+from phalanx.planner.memory.parts import model_bytes
+from phalanx.planner.memory.stages import rank_holdings
+from phalanx.planner.trace.family import Kernel
+from published.runs import PublishedRun
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What a framework does otherwise than we do."""
+
+    attention: Kernel = "flash"
+    compiled: bool = False
+    whole_logits: int = 10
+    """Bytes for each logit of a micro-batch: 2 in bfloat16, 4 in float32 and 4 of its gradient. 0 where the loss runs over
+    chunks."""
+    split_between_blocks: bool = True
+    """Whether tensor-parallel ranks keep different parts of the activations between blocks, where a row does not say."""
+
+
+HABITS = {
+    "torchtitan": Habits(compiled=True),
+    "nanotron": Habits(),
+    "Phalanx": Habits(compiled=True, whole_logits=0),
+    "Megatron-DeepSpeed": Habits(attention="math", split_between_blocks=False),
+}
+"""By the first word of the framework's name."""
+
+
+def published_peak(published: PublishedRun) -> float | None:
+    """Modelled bytes of live tensors on the worst rank of a published run; None where too little is known of it."""
+    run, layout = run_of(published), published.layout
+    habits = HABITS.get(published.framework.partition(" ")[0])
+    if run is None or layout is None or habits is None:
+        return None
+    kernels = Kernels(habits.attention, habits.compiled)
+    ranks = rank_memory(run, layout, run.layout.recompute, kernels)
+    besides = _besides(run, layout, published.sequence_parallel, habits, kernels)
+    return max(rank.allocated + more for rank, more in zip(ranks, besides, strict=True))
+
+
+def _besides(
+    run: LanguageRun, layout: ResolvedLayout, split: bool | None, habits: Habits, kernels: Kernels
+) -> list[float]:
+    """Bytes that each pipeline rank holds besides."""
+    one = Candidates.of([layout], [run.layout.recompute])
+    parts = model_bytes(run, one, attention=kernels.attention, compiled=kernels.compiled)
+    costs = relative_block_costs(run.model, run.data.sequence_length)
+    held = rank_holdings(
+        layout.schedule, layout.pp, layout.stages_per_rank, layout.accumulation, run.model.n_layers, costs
+    )
+    split = habits.split_between_blocks if split is None else split
+    # Each rank has the whole of what stands between blocks, where ours has its part.
+    whole = 0.0 if split else (layout.tp - 1) * float(parts.hidden[0])
+    tokens = layout.microbatch * run.data.sequence_length // layout.cp
+    logits = habits.whole_logits * tokens * run.model.vocab_size / layout.tp
+    return [float(kept) * whole + float(head) * logits for kept, head in zip(held.blocks_kept, held.head, strict=True)]

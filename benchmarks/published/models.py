@@ -1,0 +1,54 @@
+"""The model of a published run: what its source leaves out, and which kinds of model no plan of ours is of."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from phalanx.config.model import LanguageModel
+from phalanx.planner.measured.cells import Row, Unusable
+from phalanx.planner.measured.models import model_of, preset_sizes
+
+_OTHER_KINDS = re.compile(r"\bvit\b|gnn|climax|orbit|weather|mlip", re.IGNORECASE)
+_MIXTURES = re.compile(r"moe|mixtral|\d+x\d+b|deepseek|kimi|gpt.?oss|_a\d+b|nemotron_3|qwen3_(30|235)", re.IGNORECASE)
+_LLAMA_2 = {
+    "7b": {"n_layers": 32, "d_model": 4096, "n_heads": 32, "n_kv_heads": 32, "d_ff": 11008, "vocab_size": 32000},
+    "13b": {"n_layers": 40, "d_model": 5120, "n_heads": 40, "n_kv_heads": 40, "d_ff": 13824, "vocab_size": 32000},
+    "70b": {"n_layers": 80, "d_model": 8192, "n_heads": 64, "n_kv_heads": 8, "d_ff": 28672, "vocab_size": 32000},
+}
+"""Llama 2 (Touvron et al., arXiv:2307.09288; config.json of meta-llama)."""
+_BIGSCIENCE_VOCABULARY = "250880"
+"""What its chronicles call "250k": padded to a multiple of 128 x 4 tensor-parallel ranks."""
+
+
+def published_model(row: Row) -> LanguageModel:
+    """Return the row's model.
+
+    Raises Unusable for other kinds of model, mixtures of experts, fine-tuning and unstated sizes.
+    """
+    name, family = row.text("model"), row.text("family")
+    if _OTHER_KINDS.search(f"{name} {family}"):
+        raise Unusable("it is not a language model")
+    if _MIXTURES.search(name) or (row.whole("ep") or 1) > 1:
+        raise Unusable("it is a mixture of experts")
+    if "lora" in name.lower():
+        raise Unusable("it trains adapters alone")
+    if "sft" in name.lower():
+        # NeMo's rates of these rows agree with its times when attention is left out.
+        raise Unusable("it fine-tunes on short samples packed together, which attend to less than the sequence length")
+    if row.text("vocab") == "250k" and row.text("group").startswith("bigscience"):
+        row.cells = {**row.cells, "vocab": _BIGSCIENCE_VOCABULARY}
+    return model_of(row, _known_sizes(row.text("group"), name))
+
+
+def _known_sizes(group: str, name: str) -> dict[str, Any]:
+    """Sizes of a model by its name alone; empty for one that is not known."""
+    words = re.split(r"[ \[(]", name.lower())[0].replace("_", "-")
+    llama = re.fullmatch(r"llama-?(\d(?:\.\d)?)-(\d+b)", words)
+    if llama:
+        words = f"llama{llama[1]}-{llama[2]}"
+        if llama[1] == "2":
+            return dict(_LLAMA_2.get(llama[2], {}))
+    if group == "frontier-dash":
+        words = f"gpt-{words}"
+    return preset_sizes(words) or preset_sizes(words.replace("3.1", "3"))

@@ -1,0 +1,130 @@
+"""The run file of the language family: what its sections are, and what of them does not fit together.
+
+The shape of a decoder, `LanguageModel`, stands in `config.model`: layers and attention kernels of `nn` and `layout` are
+described by it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from phalanx.config.bounds import PathText, Positions
+from phalanx.config.model import LanguageModel
+from phalanx.config.problems import Problem
+from phalanx.config.schema import Evaluation, Run
+from phalanx.config.section import Section, Words
+from phalanx.errors import ConfigError
+
+
+def _source_from_path(value: object) -> object:
+    return {"path": value} if isinstance(value, str) else value
+
+
+class DataSource(Section):
+    """One body of prepared text and its share of the training samples."""
+
+    path: PathText
+    """Folder written by `phalanx data prepare`, a Megatron `.bin/.idx` prefix, or a folder of MDS shards."""
+    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    """Share of the samples drawn from this source, relative to the other sources' weights."""
+
+
+class Data(Section):
+    """What the model is trained on."""
+
+    sources: Annotated[
+        list[Annotated[DataSource, BeforeValidator(_source_from_path)]],
+        Field(min_length=1),
+        Words("a list of at least one, each a path or a mapping with path and weight"),
+    ]
+    """Where the tokens come from; a plain path stands for a source of weight 1."""
+    sequence_length: Positions
+    """Tokens a sample."""
+    document_mask: bool = False
+    """Whether attention stops at document boundaries inside a packed sample."""
+    prefetch: Annotated[int, Field(ge=0, le=64)] = 2
+    """Batches read ahead in the background; 0 reads in the training loop."""
+    verify: bool = True
+    """Whether checksums of all training data are compared in the background as training begins."""
+
+
+class TextEvaluation(Evaluation):
+    """Held-out loss and sample text during training."""
+
+    prompt: str | None = None
+    """Text the model continues after each evaluation, in a run of one rank whose data has a tokenizer."""
+    prompt_tokens: Positions = 64
+    """Tokens it may write."""
+
+
+class LanguageRun(Run):
+    """A run that trains a language model."""
+
+    model: LanguageModel
+    data: Data
+    evaluation: TextEvaluation = TextEvaluation()
+
+    def find_problems(self) -> Iterator[Problem]:
+        """See `Run`."""
+        for rule in (_sequence, _attention, _evaluation):
+            yield from rule(self)
+
+    @property
+    def sample_tokens(self) -> int:
+        """See `Run`."""
+        return self.data.sequence_length
+
+
+def _sequence(run: LanguageRun) -> Iterator[Problem]:
+    length, longest = run.data.sequence_length, run.model.max_positions
+    if length > longest:
+        yield Problem(
+            ("data", "sequence_length"),
+            f"data.sequence_length={length} is longer than model.max_positions={longest}",
+            f"data.sequence_length={longest} or model.max_positions={length}",
+        )
+
+
+def _attention(run: LanguageRun) -> Iterator[Problem]:
+    """Kernels that do not give way to another: FlashAttention-4 has no bias, no mask but the causal one, and two formats;
+    FlexAttention adds up in 32 bits."""
+    kernel, precision = run.training.attention, run.layout.precision
+    unfit = {
+        "flash4": {
+            "model.positions=alibi": run.model.positions == "alibi",
+            "data.document_mask=true": run.data.document_mask,
+            f"layout.precision={precision}": precision not in ("bf16", "fp16"),
+        },
+        "flex": {f"layout.precision={precision}": precision == "fp64"},
+    }
+    for stated, present in unfit.get(kernel, {}).items():
+        if present:
+            yield Problem(
+                ("training", "attention"),
+                f"training.attention={kernel} cannot compute with {stated}",
+                "training.attention=auto",
+            )
+
+
+def _evaluation(run: LanguageRun) -> Iterator[Problem]:
+    evaluation, longest = run.evaluation, run.model.max_positions
+    if evaluation.prompt is not None and evaluation.prompt_tokens >= longest:
+        yield Problem(
+            ("evaluation", "prompt_tokens"),
+            f"evaluation.prompt_tokens={evaluation.prompt_tokens} leaves no room for the prompt in "
+            f"model.max_positions={longest}",
+            f"evaluation.prompt_tokens={max(1, longest // 2)}",
+        )
+
+
+def require_language(run: Run, what: str) -> LanguageRun:
+    """`run` as one of a language model. what: the thing that only these can do, as the subject of a sentence.
+
+    Raises ConfigError for other families.
+    """
+    if not isinstance(run, LanguageRun):
+        raise ConfigError(f"{what} works for model.family=language, not for model.family={run.model.family}")
+    return run

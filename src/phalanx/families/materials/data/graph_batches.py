@@ -1,0 +1,328 @@
+"""Several structures as one graph without links between them, and how such a batch is read from shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from phalanx.families.materials.data.graph_order import Located
+from phalanx.families.materials.data.graph_shards import LABEL_DTYPES, PreparedSource
+from phalanx.families.materials.data.structures.arrays import Int64Array, offsets, ragged_ranges
+from phalanx.families.materials.data.structures.labels import KINDS
+from phalanx.families.materials.data.structures.structures import total_charges
+
+PER_ATOM = ("species_N", "positions_N3", "graph_N", "forces_N3", "charges_N", "atom_properties_NP")
+"""Fields of a batch with a row for each atom; those of `edges_2E` and `_PER_EDGE` are edges', of others structures'."""
+_PER_EDGE = ("shifts_E3",)
+_FIELDS = {
+    "energy": "energy_G",
+    "forces": "forces_N3",
+    "stress": "stress_G33",
+    "charges": "charges_N",
+    "dipole": "dipole_G3",
+    "total_charge": "total_charge_G",
+}
+LABELS = ("energy_G", "forces_N3", "stress_G33", "charges_N", "dipole_G3", "properties_GP", "atom_properties_NP")
+"""Fields of a batch that a model may learn. None where no source of the stream has it, which is then so on every rank
+and in every step; NaN where a structure lacks it."""
+
+
+@dataclass(frozen=True)
+class GraphBatch:
+    """G structures of one rank with N atoms and E directed edges in all; lengths in A, energies in eV, charges in e.
+
+    Any of G, N and E may be 0: a rank may get fewer structures than it has micro-batches.
+    """
+
+    species_N: Tensor
+    """int64: atomic numbers."""
+    positions_N3: Tensor
+    """float32."""
+    graph_N: Tensor
+    """int64: the structure of each atom, ascending."""
+    edges_2E: Tensor
+    """int64: source and target atom, ordered by target."""
+    shifts_E3: Tensor
+    """float32: edge vector = position[target] + shift - position[source]."""
+    cells_G33: Tensor
+    """float32: lattice vectors as rows, zeros in directions that are not periodic."""
+    source_G: Tensor
+    """int64: number of the source."""
+    total_charge_G: Tensor | None
+    """float32; see `total_charge`, and 0 where that does not know. None where no source has charges."""
+    energy_G: Tensor | None
+    """float64."""
+    forces_N3: Tensor | None
+    """float32."""
+    stress_G33: Tensor | None
+    """float32, tension positive."""
+    charges_N: Tensor | None
+    """float32."""
+    dipole_G3: Tensor | None
+    """float32."""
+    properties_GP: Tensor | None
+    """float64: one column for each property that was asked for."""
+    atom_properties_NP: Tensor | None
+    """float32: one column for each atom property that was asked for."""
+    sample_indices: Tensor
+    """int64 [G]: global sample numbers."""
+    atoms: Int64Array
+    """Atoms of each structure [G], on the host."""
+    edges: Int64Array
+    """Edges of each structure [G], on the host."""
+    graphs_by_part: tuple[int, ...]
+    """Structures of each planned micro-batch, in order."""
+    tasks: tuple[str, ...]
+    """Fields that `target_counts` counts, in order."""
+    counts: Tensor | None = None
+    """What `target_counts` gives, int64 [T], where that was counted on reading."""
+    bounded: bool = False
+    """Whether the planned micro-batches keep to a budget of memory, so that no others will do."""
+
+    def to(self, device: torch.device) -> GraphBatch:
+        """The batch on `device`, copied without waiting when it lies in pinned memory."""
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in self._tensors()}
+        return replace(self, **moved)
+
+    def pinned(self) -> GraphBatch:
+        """A copy in pinned memory, from which an accelerator copies on its own."""
+        pinned: dict[str, Any] = {name: value.pin_memory() for name, value in self._tensors()}
+        return replace(self, **pinned)
+
+    def split(self, parts: int) -> Iterator[GraphBatch]:
+        """`parts` micro-batches, in order: the planned ones, or where another number is asked for, runs of equal size.
+
+        Those that keep to a budget are always the planned ones.
+        """
+        planned = self.bounded or parts == len(self.graphs_by_part)
+        counts = self.graphs_by_part if planned else self._even_runs(parts)
+        first = 0
+        for count in counts:
+            yield self._run(first, first + count)
+            first += count
+
+    def target_counts(self) -> Tensor:
+        """Numbers that are there for each of `tasks`: int64 [T]; 3 a force, 9 a stress."""
+        if self.counts is not None:
+            return self.counts
+        counts = torch.zeros(len(self.tasks), dtype=torch.int64, device=self.graph_N.device)
+        for number, name in enumerate(self.tasks):
+            label: Tensor | None = getattr(self, name)
+            if label is not None:
+                counts[number] = (~label.isnan()).sum()
+        return counts
+
+    def inputs(self) -> tuple[Tensor, dict[str, Any]]:
+        """Atomic numbers; everything else that a model takes, by name."""
+        named: dict[str, Any] = dict(self._tensors())
+        for name in ("species_N", "sample_indices", "counts"):
+            named.pop(name, None)
+        named["max_atoms"] = int(self.atoms.max(initial=0))
+        return self.species_N, named
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                yield name, value
+
+    def _even_runs(self, parts: int) -> list[int]:
+        sizes = self.atoms + self.edges
+        middles = 2 * np.cumsum(sizes) - sizes
+        cuts = np.searchsorted(middles, np.arange(1, parts) * (2 * sizes.sum()) / parts)
+        runs: list[int] = np.diff(np.concatenate(([0], cuts, [len(sizes)]))).tolist()
+        return runs
+
+    def _run(self, first: int, last: int) -> GraphBatch:
+        """Structures first..last-1, as views of the same memory where numbers need not change."""
+        graphs = slice(first, last)
+        before = int(self.atoms[:first].sum())
+        atoms = slice(before, before + int(self.atoms[graphs].sum()))
+        edges_before = int(self.edges[:first].sum())
+        edges = slice(edges_before, edges_before + int(self.edges[graphs].sum()))
+        changed: dict[str, Any] = {}
+        for name, value in self._tensors():
+            if name == "counts":
+                changed[name] = None
+            elif name == "edges_2E":
+                changed[name] = value[:, edges] - before
+            elif name == "graph_N":
+                changed[name] = value[atoms] - first
+            else:
+                changed[name] = value[atoms if name in PER_ATOM else edges if name in _PER_EDGE else graphs]
+        return replace(
+            self, **changed, atoms=self.atoms[graphs], edges=self.edges[graphs], graphs_by_part=(last - first,)
+        )
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What a stream's batches hold besides structures; the same for all of them."""
+
+    labels: tuple[str, ...]
+    """Labels that at least one source has."""
+    properties: tuple[str, ...]
+    atom_properties: tuple[str, ...]
+    tasks: tuple[str, ...]
+
+
+class Collator:
+    """Reads structures of several sources into batches."""
+
+    def __init__(self, sources: Sequence[PreparedSource], columns: Columns) -> None:
+        self.sources = list(sources)
+        self.columns = columns
+
+    def __call__(self, found: Located, parts: Sequence[int]) -> GraphBatch:
+        """The batch of these structures in this order; parts: how many of them each planned micro-batch takes."""
+        nodes, edges = offsets(found.atoms), offsets(found.edges)
+        arrays = self._empty(len(found.numbers), int(nodes[-1]), int(edges[-1]))
+        arrays["graph_N"] = np.repeat(np.arange(len(found.numbers), dtype=np.int64), found.atoms)
+        arrays["source_G"] = found.source.astype(np.int64)
+        for index, source in enumerate(self.sources):
+            mine = np.flatnonzero(found.source == index)
+            shards, rows = source.locate(found.item[mine])
+            for shard in np.unique(shards).tolist():
+                chosen = shards == shard
+                _Filler(source, shard, rows[chosen], mine[chosen], nodes, edges).fill(arrays, self.columns)
+        given, charges = arrays.get("total_charge_G"), arrays.get("charges_N")
+        if given is not None or charges is not None:
+            totals = total_charges(given, charges, arrays["graph_N"], len(found.numbers))
+            # A sum may round to -0.
+            arrays["total_charge_G"] = (np.nan_to_num(totals) + 0.0).astype(LABEL_DTYPES["total_charge"])
+        tensors: dict[str, Any] = dict.fromkeys(("total_charge_G", *LABELS))
+        tensors |= {name: torch.from_numpy(array) for name, array in arrays.items()}
+        batch = GraphBatch(
+            **tensors,
+            sample_indices=torch.from_numpy(found.numbers),
+            atoms=found.atoms,
+            edges=found.edges,
+            graphs_by_part=tuple(parts),
+            tasks=self.columns.tasks,
+        )
+        return replace(batch, counts=batch.target_counts())
+
+    def _empty(self, graphs: int, atoms: int, edges: int) -> dict[str, npt.NDArray[Any]]:
+        """Arrays to fill; labels begin as NaN."""
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "species_N": np.empty(atoms, dtype=np.int64),
+            "positions_N3": np.empty((atoms, 3), dtype=np.float32),
+            "cells_G33": np.empty((graphs, 3, 3), dtype=np.float32),
+            "edges_2E": np.empty((2, edges), dtype=np.int64),
+            "shifts_E3": np.zeros((edges, 3), dtype=np.float32),
+        }
+        for name in self.columns.labels:
+            shape = (atoms if KINDS[name].per_atom else graphs, *KINDS[name].shape)
+            arrays[_FIELDS[name]] = np.full(shape, np.nan, dtype=LABEL_DTYPES[name])
+        if self.columns.properties:
+            arrays["properties_GP"] = np.full((graphs, len(self.columns.properties)), np.nan)
+        if self.columns.atom_properties:
+            arrays["atom_properties_NP"] = np.full((atoms, len(self.columns.atom_properties)), np.nan, dtype=np.float32)
+        return arrays
+
+
+class _Filler:
+    """Copies chosen structures of one shard to their places in a batch.
+
+    By an index for each atom and edge: a copy for each structure would hold the interpreter, which the thread that trains
+    needs, and takes longer for structures of a few hundred edges.
+    """
+
+    def __init__(
+        self,
+        source: PreparedSource,
+        shard: int,
+        rows: Int64Array,
+        graphs: Int64Array,
+        nodes: Int64Array,
+        edges: Int64Array,
+    ) -> None:
+        """rows: structures of the shard. graphs: their numbers in the batch. nodes, edges: where each structure's atoms and
+        edges begin in the batch, and where the last one's end."""
+        self._source = source
+        self._arrays = source.shard(shard)
+        self._rows = rows
+        self._graphs = graphs
+        self._nodes = nodes[graphs]
+        self._atoms = _Rows.of(self._arrays["node_starts"], rows, nodes, graphs)
+        self._edges = _Rows.of(self._arrays["edge_starts"], rows, edges, graphs)
+
+    def fill(self, arrays: dict[str, npt.NDArray[Any]], columns: Columns) -> None:
+        shard = self._arrays
+        cells_G33 = arrays["cells_G33"][self._graphs] = shard["cells"][self._rows]
+        self._atoms.copy(arrays["species_N"], shard["species"])
+        self._atoms.copy(arrays["positions_N3"], shard["positions"])
+        first_E = np.repeat(self._nodes, self._edges.lengths)
+        for row, name in enumerate(("source", "target")):
+            self._edges.put(arrays["edges_2E"][row], self._edges.taken(shard[name]) + first_E)
+        if "images" in shard:
+            images_E3 = self._edges.taken(shard["images"]).astype(np.float32)
+            cells_E33 = np.repeat(cells_G33, self._edges.lengths, axis=0)
+            self._edges.put(arrays["shifts_E3"], np.einsum("ei,eij->ej", images_E3, cells_E33))
+        for name in columns.labels:
+            if name in shard:
+                self._put(arrays[_FIELDS[name]], shard[name], KINDS[name].per_atom)
+        if "dipole" in columns.labels:
+            # Sources prepared by older versions may have them, though they depend on the images that atoms are written as.
+            periodic_G = shard["periodic"][self._rows].any(axis=1)
+            arrays[_FIELDS["dipole"]][self._graphs[periodic_G]] = np.nan
+        manifest = self._source.manifest
+        self._put_columns(arrays, "properties", manifest.properties, columns.properties, per_atom=False)
+        self._put_columns(arrays, "atom_properties", manifest.atom_properties, columns.atom_properties, per_atom=True)
+
+    def _put_columns(
+        self,
+        arrays: dict[str, npt.NDArray[Any]],
+        name: str,
+        there: Sequence[str],
+        wanted: Sequence[str],
+        *,
+        per_atom: bool,
+    ) -> None:
+        field = "atom_properties_NP" if per_atom else "properties_GP"
+        for column, label in enumerate(wanted):
+            if label in there:
+                self._put(arrays[field][:, column], self._arrays[name][:, there.index(label)], per_atom)
+
+    def _put(self, to: npt.NDArray[Any], numbers: npt.NDArray[Any], per_atom: bool) -> None:
+        if per_atom:
+            self._atoms.copy(to, numbers)
+        else:
+            to[self._graphs] = numbers[self._rows]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of a shard's arrays, and the rows of a batch's arrays that they go to."""
+
+    lengths: Int64Array
+    """Of each structure."""
+    source: Int64Array
+    to: Int64Array | slice
+
+    @classmethod
+    def of(cls, starts: Int64Array, rows: Int64Array, places: Int64Array, graphs: Int64Array) -> _Rows:
+        """The atoms, or the edges, of structures `rows`, which are `graphs` of the batch. starts, places: where each
+        structure's begin in the shard and in the batch."""
+        lengths = starts[rows + 1] - starts[rows]
+        source = ragged_ranges(starts[rows], lengths)
+        if len(graphs) == len(places) - 1:
+            return cls(lengths, source, slice(None))
+        return cls(lengths, source, ragged_ranges(places[graphs], lengths))
+
+    def taken(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The shard's rows."""
+        return numbers.take(self.source, axis=0)
+
+    def put(self, to: npt.NDArray[Any], numbers: npt.NDArray[Any]) -> None:
+        """Rows in this order to their places."""
+        to[self.to] = numbers
+
+    def copy(self, to: npt.NDArray[Any], numbers: npt.NDArray[Any]) -> None:
+        """From the shard to the batch."""
+        self.put(to, self.taken(numbers))

@@ -1,0 +1,264 @@
+"""Shards of prepared structures: how one is laid out, written, and read back without copying more than is asked for.
+
+A shard holds G structures with N atoms and E edges in all (units eV, A, e):
+
+    node_starts [G+1], edge_starts [G+1]           where each structure's atoms and edges begin
+    species [N], positions [N, 3], cells [G, 3, 3], periodic [G, 3]
+    source [E], target [E]                         atoms counted within their structure
+    images [E, 3]                                  absent in a shard without a periodic structure
+    energy [G], forces [N, 3], stress [G, 3, 3], charges [N], dipole [G, 3], total_charge [G], properties [G, P],
+    atom_properties [N, P]                         NaN where missing; those that the source has
+    origin [G, 2]                                  number of the file and of the structure in it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from phalanx.data.file_record import Count, FileRecord, Part, check_content, check_size, check_still_whole
+from phalanx.errors import DataError
+from phalanx.families.materials.data.structures.arrays import Arrays, Int64Array, map_arrays, offsets, smallest_integers
+from phalanx.families.materials.data.structures.labels import KINDS
+from phalanx.families.materials.data.structures.neighbours import Edges
+from phalanx.families.materials.data.structures.structures import Structure
+from phalanx.families.materials.data_config import GraphData, GraphSource
+from phalanx.files import write_atomically
+
+LABEL_DTYPES = {"energy": "f8", "forces": "f4", "stress": "f4", "charges": "f4", "dipole": "f4", "total_charge": "f4"}
+"""Total energies keep float64: a float32 resolves one of 10^5 eV to 8 meV only."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A structure that passed all checks, with its edges."""
+
+    structure: Structure
+    edges: Edges
+    file: int
+    """Number of its file among the inputs."""
+
+
+def shard_arrays(items: Sequence[Prepared], source: GraphSource) -> Arrays:
+    """The arrays of a shard of these structures."""
+    structures = [item.structure for item in items]
+    arrays: Arrays = {
+        "node_starts": offsets(np.array([len(s.species) for s in structures])),
+        "edge_starts": offsets(np.array([len(item.edges) for item in items])),
+        "species": np.concatenate([s.species for s in structures]),
+        "positions": np.concatenate([s.positions for s in structures]).astype("f4"),
+        "cells": np.stack([s.cell for s in structures]).astype("f4"),
+        "periodic": np.array([s.periodic for s in structures], dtype=np.uint8),
+        "source": smallest_integers(np.concatenate([item.edges.source for item in items]), signed=False),
+        "target": smallest_integers(np.concatenate([item.edges.target for item in items]), signed=False),
+        "origin": np.array([(item.file, item.structure.raw.number) for item in items], dtype=np.int64),
+    }
+    if arrays["periodic"].any():
+        arrays["images"] = smallest_integers(np.concatenate([item.edges.images for item in items]), signed=True)
+    for name in source.labels:
+        join = np.concatenate if KINDS[name].per_atom else np.stack
+        arrays[name] = join([s.labels[name] for s in structures]).astype(LABEL_DTYPES[name])
+    if source.properties:
+        arrays["properties"] = np.array(
+            [[s.labels[name] for name in source.properties] for s in structures], dtype="f8"
+        )
+    if source.atom_properties:
+        columns = [np.concatenate([s.labels[name] for s in structures]) for name in source.atom_properties]
+        arrays["atom_properties"] = np.stack(columns, axis=1).astype("f4")
+    return arrays
+
+
+class PreparedSource:
+    """One split of a folder of prepared structures. Items are numbered 0.. within the split."""
+
+    def __init__(self, folder: Path, split: Split) -> None:
+        """Open the index; shards are opened when read. Raises DataError for a missing, truncated or altered file."""
+        self.path = folder
+        self.split = split
+        self.manifest = read_manifest(folder)
+        index = map_arrays(check_size(folder, self.manifest.index))
+        self._atoms, self._edges, self._items = index["atoms"], index["edges"], index[split]
+        for shard in self.manifest.shards:
+            check_size(folder, shard.data)
+        self._firsts = offsets(np.array([shard.counts.structures for shard in self.manifest.shards]))
+        if len(self._items) != self.manifest.splits[split].structures or len(self._atoms) != self._firsts[-1]:
+            raise DataError(
+                f"{folder / INDEX}: it does not list the structures that the manifest counts; prepare again"
+            )
+        self._open: dict[int, Arrays] = {}
+        self.fingerprint = f"{self.manifest.fingerprint}/{split}"
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def sizes(self, items: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Atoms [n] and edges [n] of these items, from the index alone."""
+        numbers = self._items[items]
+        return self._atoms[numbers].astype(np.int64), self._edges[numbers].astype(np.int64)
+
+    def locate(self, items: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """For each item its shard [n] and its row in that shard [n]."""
+        numbers = self._items[items]
+        shard = np.searchsorted(self._firsts, numbers, side="right") - 1
+        return shard, numbers - self._firsts[shard]
+
+    def shard(self, number: int) -> Arrays:
+        """Return the arrays of one shard, memory-mapped. Raises DataError for a file cut short since it was opened."""
+        record = self.manifest.shards[number].data
+        if number not in self._open:
+            self._open[number] = map_arrays(self.path / record.name)
+        check_still_whole(self.path / record.name, record.bytes)
+        return self._open[number]
+
+    def name(self, item: int) -> str:
+        """The file and place that an item was read from."""
+        shard, row = (int(part[0]) for part in self.locate(np.array([item])))
+        file, number = self.shard(shard)["origin"][row].tolist()
+        return f"{self.manifest.inputs[file]}: structure {number}"
+
+    def verify(self) -> None:
+        """Compare the checksums of every file. Raises DataError naming one that was altered."""
+        for record in (self.manifest.index, *(shard.data for shard in self.manifest.shards)):
+            check_content(self.path, record)
+
+
+def open_prepared(data: GraphData, split: Split) -> list[PreparedSource]:
+    """The `split` of each source. Raises DataError where one is not prepared, or not as `data` says."""
+    opened = []
+    for source in data.sources:
+        folder = Path(data.prepared) / source.name
+        check_settings(folder, read_manifest(folder), source, data)
+        opened.append(PreparedSource(folder, split))
+    return opened
+
+
+MANIFEST = "manifest.json"
+INDEX = "index.safetensors"
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+class Counts(Part):
+    """How much there is."""
+
+    structures: Count
+    atoms: Count
+    edges: Count
+    """Directed edges."""
+
+
+class ShardRecord(Part):
+    """One shard."""
+
+    counts: Counts
+    data: FileRecord
+
+
+class LabelStatistics(Part):
+    """One label or property over the training split, in eV, A and e."""
+
+    numbers: Count
+    """Numbers that are there: 3 a force."""
+    mean: float
+    std: float
+    """Population standard deviation; of the energy it includes the spread of sizes."""
+    largest: float
+    """Largest absolute value."""
+
+
+class Statistics(Part):
+    """What a model may want to know of the training split before it begins."""
+
+    elements: dict[int, int]
+    """Atoms of each atomic number."""
+    largest_atoms: Count
+    """Atoms of the largest structure, over all splits."""
+    largest_edges: Count
+    """Edges of the structure with most, over all splits."""
+    degrees: list[Count]
+    """Atoms with 0, 1, 2, ... incoming edges."""
+    labels: dict[str, LabelStatistics]
+    reference_energies: dict[int, float]
+    """Energy in eV of an atom of each element, by least squares over the energies; empty without energies."""
+    residual_std: float | None
+    """Standard deviation in eV an atom of energies minus the reference energies."""
+    total_charges: dict[int, int] = Field(default_factory=dict)
+    """Structures of each total charge, over all splits, of a source with charges or total charges; see `total_charge`."""
+    taken_for_neutral: Count = 0
+    """Structures of such a source that say nothing of their total charge."""
+
+
+class Manifest(Part):
+    """Everything a reader needs to know about a folder of prepared structures."""
+
+    format: Literal["phalanx-graphs"] = "phalanx-graphs"
+    version: Literal[1] = 1
+    source: str
+    settings: dict[str, Any]
+    """What the result depends on besides the files: see `settings_of`."""
+    inputs: list[str]
+    """Files read, in order."""
+    plan: str
+    """A hash of the settings and of the files' names, sizes and samples of their content."""
+    labels: list[str]
+    """Labels there are, in order."""
+    properties: list[str]
+    """Properties there are: the columns of the shards' `properties`."""
+    atom_properties: list[str]
+    """The columns of the shards' `atom_properties`."""
+    totals: Counts
+    splits: dict[Split, Counts]
+    index: FileRecord
+    shards: list[ShardRecord]
+    statistics: Statistics
+
+    def write(self, folder: Path) -> None:
+        """Write it into `folder`."""
+        write_atomically(folder / MANIFEST, self.model_dump_json(indent=1) + "\n")
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all data: equal exactly where a run would read the same."""
+        content = [self.index.sha256, *(shard.data.sha256 for shard in self.shards)]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def settings_of(source: GraphSource, data: GraphData) -> dict[str, Any]:
+    """What a prepared source depends on besides its files, as plain data."""
+    # What is only refused or not changes nothing of what is prepared.
+    kept = source.model_dump(mode="json", exclude={"name", "path", "weight", "charge_sum"})
+    shared = {"cutoff", "max_neighbours", "validation_fraction", "test_fraction"}
+    return kept | data.model_dump(mode="json", include=shared)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of `folder`. Raises DataError naming the file and what is wrong with it."""
+    path = folder / MANIFEST
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise DataError(
+            f"{path}: {error.strerror}; prepare the source first: phalanx data prepare-graphs RUN"
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "content"
+        raise DataError(f"{path}: {where}: {first['msg']}; prepare the source again") from None
+
+
+def check_settings(folder: Path, manifest: Manifest, source: GraphSource, data: GraphData) -> None:
+    """Refuse a folder prepared under other settings. Raises DataError naming the first that differs."""
+    wanted = settings_of(source, data)
+    for field in sorted(wanted.keys() | manifest.settings.keys()):
+        if wanted.get(field) != manifest.settings.get(field):
+            raise DataError(
+                f"{folder} was prepared with {field}={json.dumps(manifest.settings.get(field))}, source {source.name} now "
+                f"asks for {json.dumps(wanted.get(field))}; choose another data.prepared, or delete that folder"
+            )

@@ -1,0 +1,205 @@
+"""What is known of a training split: elements, degrees, spreads of labels, and the energy of an atom of each element."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.errors import DataError
+from phalanx.families.materials.data.graph_shards import SPLITS, LabelStatistics, PreparedSource, Statistics
+from phalanx.families.materials.data.structures.arrays import Arrays, ragged_ranges
+from phalanx.families.materials.data.structures.labels import KINDS, FloatArray, labels_of
+from phalanx.families.materials.data.structures.structures import ELEMENTS, total_charges
+from phalanx.families.materials.data_config import GraphSource
+
+_TRAIN = SPLITS.index("train")
+_ROUNDING = 1e-9
+"""Share of an energy an atom that sums of squares do not resolve."""
+
+
+def gather_statistics(shards: Sequence[Arrays], source: GraphSource) -> Statistics:
+    """Statistics over the training structures of all shards.
+
+    Raises DataError when a label is missing in every structure: its name in the files is then wrong.
+    """
+    elements = np.zeros(ELEMENTS + 1, dtype=np.int64)
+    degrees = np.zeros(1, dtype=np.int64)
+    for shard in shards:
+        elements += np.bincount(_composition(shard)[1], minlength=ELEMENTS + 1)
+        found = np.bincount(_degrees(shard))
+        degrees = _padded(degrees, len(found)) + _padded(found, len(degrees))
+    present = np.flatnonzero(elements)
+    energies, deviation = _reference_energies(shards, present) if "energy" in source.labels else ({}, None)
+    labels: dict[str, LabelStatistics] = {}
+    for name in source.labels:
+        labels[name] = _label_statistics(shards, name, KINDS[name].per_atom)
+    for column, given in enumerate(source.properties):
+        labels[given] = _label_statistics(shards, "properties", False, column)
+    for column, given in enumerate(source.atom_properties):
+        labels[given] = _label_statistics(shards, "atom_properties", True, column)
+    absent = [label for label in labels_of(source) if labels[label.name].numbers == 0]
+    if absent:
+        raise DataError(
+            f"{source.path}: no training structure has {absent[0].name} under the name {absent[0].key}; correct its key"
+        )
+    totals, unknown = _total_charges(shards)
+    return Statistics(
+        elements={int(element): int(elements[element]) for element in present},
+        largest_atoms=max(int(np.diff(shard["node_starts"]).max()) for shard in shards),
+        largest_edges=max(int(np.diff(shard["edge_starts"]).max()) for shard in shards),
+        degrees=degrees.tolist(),
+        labels=labels,
+        reference_energies=energies,
+        residual_std=deviation,
+        total_charges=dict(sorted(totals.items())),
+        taken_for_neutral=unknown,
+    )
+
+
+def joint_statistics(sources: Sequence[PreparedSource]) -> Statistics:
+    """Statistics of several data sets taken for one: what fits a model in which one branch takes all of them.
+
+    sources: training splits. Reference energies are fitted to all energies at once.
+    """
+    known = [source.manifest.statistics for source in sources]
+    elements: Counter[int] = sum((Counter(one.elements) for one in known), Counter())
+    totals: Counter[int] = sum((Counter(one.total_charges) for one in known), Counter())
+    names = dict.fromkeys(name for one in known for name in one.labels)
+    shards = [
+        source.shard(number)
+        for source in sources
+        if "energy" in source.manifest.labels
+        for number in range(len(source.manifest.shards))
+    ]
+    present = np.array(sorted(set().union(*(one.reference_energies for one in known))), dtype=np.int64)
+    energies, deviation = _reference_energies(shards, present) if len(present) else ({}, None)
+    return Statistics(
+        elements=dict(sorted(elements.items())),
+        largest_atoms=max(one.largest_atoms for one in known),
+        largest_edges=max(one.largest_edges for one in known),
+        degrees=[sum(counts) for counts in zip_longest(*(one.degrees for one in known), fillvalue=0)],
+        labels={name: _pooled([one.labels[name] for one in known if name in one.labels]) for name in names},
+        reference_energies=energies,
+        residual_std=deviation,
+        total_charges=dict(sorted(totals.items())),
+        taken_for_neutral=sum(one.taken_for_neutral for one in known),
+    )
+
+
+def _pooled(parts: Sequence[LabelStatistics]) -> LabelStatistics:
+    """Statistics of all numbers that the parts are about."""
+    numbers = sum(part.numbers for part in parts)
+    mean = sum(part.numbers * part.mean for part in parts) / max(numbers, 1)
+    squares = sum(part.numbers * (part.std**2 + (part.mean - mean) ** 2) for part in parts)
+    largest = max(part.largest for part in parts)
+    return LabelStatistics(numbers=numbers, mean=mean, std=(squares / max(numbers, 1)) ** 0.5, largest=largest)
+
+
+def _total_charges(shards: Sequence[Arrays]) -> tuple[Counter[int], int]:
+    """Structures of each total charge, rounded, and those of which nothing is known, where a source has such labels."""
+    counts: Counter[int] = Counter()
+    unknown = 0
+    for shard in shards:
+        given, charges = shard.get("total_charge"), shard.get("charges")
+        if given is None and charges is None:
+            continue
+        atoms = np.diff(shard["node_starts"])
+        found = total_charges(given, charges, np.repeat(np.arange(len(atoms)), atoms), len(atoms))
+        counts.update(np.rint(found[~np.isnan(found)]).astype(int).tolist())
+        unknown += int(np.isnan(found).sum())
+    return counts, unknown
+
+
+def _label_statistics(
+    shards: Sequence[Arrays], name: str, per_atom: bool, column: int | None = None
+) -> LabelStatistics:
+    """Statistics of one label; two passes, since a variance from sums of squares drowns in large means."""
+
+    def parts() -> Iterator[FloatArray]:
+        for shard in shards:
+            rows = _train_atoms(shard) if per_atom else _train_rows(shard)
+            values = shard[name][rows].astype(np.float64)
+            values = values if column is None else values[:, column]
+            yield values[~np.isnan(values)]
+
+    numbers = sum(len(part) for part in parts())
+    if numbers == 0:
+        return LabelStatistics(numbers=0, mean=0.0, std=0.0, largest=0.0)
+    mean = sum(float(part.sum()) for part in parts()) / numbers
+    variance = sum(float(((part - mean) ** 2).sum()) for part in parts()) / numbers
+    largest = max(float(np.abs(part).max(initial=0.0)) for part in parts())
+    return LabelStatistics(numbers=numbers, mean=mean, std=variance**0.5, largest=largest)
+
+
+def _reference_energies(
+    shards: Sequence[Arrays], present: npt.NDArray[np.int64]
+) -> tuple[dict[int, float], float | None]:
+    """Least squares of the energies on the numbers of atoms of each element; of several solutions the shortest."""
+    size = len(present)
+    normal, right = np.zeros((size, size)), np.zeros(size)
+    # An energy per atom taken off first leaves numbers small enough for the squares to keep their digits.
+    shift = None
+    for counts, energies in _energies(shards, present):
+        shift = energies.sum() / counts.sum() if shift is None and len(energies) else shift
+        if shift is not None:
+            normal += counts.T @ counts
+            right += counts.T @ (energies - shift * counts.sum(axis=1))
+    if shift is None:
+        return {}, None
+    solution = np.linalg.lstsq(normal, right, rcond=1e-12)[0] + shift
+    squares, largest, structures = 0.0, 0.0, 0
+    for counts, energies in _energies(shards, present):
+        size = counts.sum(axis=1)
+        squares += float((((energies - counts @ solution) / size) ** 2).sum())
+        largest = max(largest, float(np.abs(energies / size).max(initial=0.0)))
+        structures += len(energies)
+    deviation = float(np.sqrt(squares / structures))
+    pairs = zip(present.tolist(), solution.tolist(), strict=True)
+    # Fewer compositions than elements are met exactly: rounding is left, which is no scale of anything.
+    return dict(pairs), deviation if deviation > _ROUNDING * largest else 0.0
+
+
+def _energies(shards: Sequence[Arrays], present: npt.NDArray[np.int64]) -> Iterator[tuple[FloatArray, FloatArray]]:
+    """Of each shard: atoms of each present element [G, n], and energies [G], of training structures that have one."""
+    place = np.zeros(ELEMENTS + 1, dtype=np.int64)
+    place[present] = np.arange(len(present))
+    for shard in shards:
+        graph, species = _composition(shard)
+        rows = _train_rows(shard)
+        flat = np.bincount(graph * len(present) + place[species], minlength=len(rows) * len(present))
+        counts = flat.reshape(len(rows), len(present)).astype(np.float64)
+        energies = shard["energy"][rows]
+        known = ~np.isnan(energies)
+        yield counts[known], energies[known]
+
+
+def _composition(shard: Arrays) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+    """For each training atom: which training structure of the shard it belongs to, and its element."""
+    counts = np.diff(shard["node_starts"])[_train_rows(shard)]
+    return np.repeat(np.arange(len(counts)), counts), shard["species"][_train_atoms(shard)]
+
+
+def _degrees(shard: Arrays) -> npt.NDArray[np.int64]:
+    """Incoming edges of each training atom."""
+    first_atom = np.repeat(shard["node_starts"][:-1], np.diff(shard["edge_starts"]))
+    incoming = np.bincount(first_atom + shard["target"], minlength=int(shard["node_starts"][-1]))
+    found: npt.NDArray[np.int64] = incoming[_train_atoms(shard)]
+    return found
+
+
+def _train_rows(shard: Arrays) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(shard["split"] == _TRAIN)
+
+
+def _train_atoms(shard: Arrays) -> npt.NDArray[np.int64]:
+    rows = _train_rows(shard)
+    starts = shard["node_starts"]
+    return ragged_ranges(starts[rows], starts[rows + 1] - starts[rows])
+
+
+def _padded(values: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+    return np.pad(values, (0, max(0, length - len(values))))

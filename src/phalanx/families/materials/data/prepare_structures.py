@@ -1,0 +1,345 @@
+"""From files of structures to shards: in parallel, and restartable after any interruption.
+
+The files of a source are cut into pieces of a fixed number of structures; each piece becomes one shard in a work folder;
+when all are there an index and a manifest are written and everything is moved into place. The result depends on the files
+and the settings alone, not on the number of workers nor on how often the work was interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.data.file_record import FileRecord, file_record
+from phalanx.errors import DataError
+from phalanx.families.materials.data.graph_shards import (
+    INDEX,
+    MANIFEST,
+    SPLITS,
+    Counts,
+    Manifest,
+    Prepared,
+    ShardRecord,
+    Split,
+    check_settings,
+    read_manifest,
+    settings_of,
+    shard_arrays,
+)
+from phalanx.families.materials.data.graph_statistics import gather_statistics
+from phalanx.families.materials.data.structures.arrays import Arrays, Int64Array, map_arrays, write_arrays
+from phalanx.families.materials.data.structures.labels import labels_of, length_factor
+from phalanx.families.materials.data.structures.neighbours import find_edges
+from phalanx.families.materials.data.structures.structure_files import find_files, open_structures
+from phalanx.families.materials.data.structures.structures import (
+    RawStructure,
+    Structure,
+    bond_ratios,
+    check_lengths,
+    check_structure,
+    convert,
+)
+from phalanx.families.materials.data_config import GraphData, GraphSource
+from phalanx.files import clear_halves, write_atomically
+from phalanx.hardware.host import available_cores
+from phalanx.locks import FolderLock
+
+PIECE_STRUCTURES = 8192
+"""Structures of a shard: some seconds of one worker."""
+_SAMPLE_BYTES = 2**16
+_LOCK = ".prepare.lock"
+_WORK = ".work"
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how many pieces are done and how many there are."""
+
+
+def prepare_graphs(
+    data: GraphData,
+    *,
+    workers: int | None = None,
+    piece_structures: int = PIECE_STRUCTURES,
+    progress: Progress = lambda what, done, total: None,
+) -> dict[str, Manifest]:
+    """Prepare every source of `data` that is not prepared yet into its folder in `data.prepared`; returns the manifests.
+
+    workers: processes; None takes all cores. Stopped in any way, the same call goes on with the pieces that are done.
+
+    Raises:
+        ConfigError: a unit that is not known or does not fit its label.
+        DataError: no files, a structure that cannot be used (named by file and place), a folder with other data or in
+            use by another process, no room to write.
+    """
+    return {
+        source.name: _prepare(source, data, workers or available_cores(), piece_structures, progress)
+        for source in data.sources
+    }
+
+
+def _prepare(source: GraphSource, data: GraphData, workers: int, piece_structures: int, progress: Progress) -> Manifest:
+    labels_of(source)
+    length_factor(source)
+    out = Path(data.prepared) / source.name
+    files = find_files(source.path)
+    plan = _plan(files, source, data, piece_structures)
+    finished = _finished(out, plan, source, data)
+    if finished is not None:
+        return finished
+    try:
+        with FolderLock(out / _LOCK, DataError, "data.prepared"):
+            # Another process may have done it all before we got the lock.
+            finished = _finished(out, plan, source, data)
+            if finished is None:
+                finished = _run(source, data, files, plan, out, workers, piece_structures, progress)
+            return finished
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or out}: {error.strerror or error}; put that right and prepare again, which goes on with "
+            f"what is done, or choose another data.prepared"
+        ) from error
+
+
+def _plan(files: list[Path], source: GraphSource, data: GraphData, piece_structures: int) -> str:
+    """A hash of all that the result depends on, as far as can be told without reading all of the files."""
+    described = []
+    for path in files:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            head = file.read(_SAMPLE_BYTES)
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            described.append((path.name, size, hashlib.sha256(head + file.read()).hexdigest()))
+    return hashlib.sha256(json.dumps([settings_of(source, data), piece_structures, described]).encode()).hexdigest()
+
+
+def _finished(out: Path, plan: str, source: GraphSource, data: GraphData) -> Manifest | None:
+    """The manifest of `out` if that is done, None if there is none. Raises DataError for that of another plan."""
+    if not (out / MANIFEST).exists():
+        return None
+    manifest = read_manifest(out)
+    check_settings(out, manifest, source, data)
+    if manifest.plan != plan:
+        raise DataError(f"{out} was prepared from other files; delete it or choose another data.prepared")
+    shutil.rmtree(out / _WORK, ignore_errors=True)
+    return manifest
+
+
+def _run(
+    source: GraphSource,
+    data: GraphData,
+    files: list[Path],
+    plan: str,
+    out: Path,
+    workers: int,
+    piece_structures: int,
+    progress: Progress,
+) -> Manifest:
+    """Do what is not done yet, in an `out` that is locked."""
+    work = out / _WORK
+    _claim(out, work, plan)
+    pieces = _cut(files, source, work, piece_structures)
+    missing = [piece for piece in pieces if not piece.out.exists()]
+    done = len(pieces) - len(missing)
+    try:
+        for _ in make_pieces(missing, Job(source, data), workers):
+            done += 1
+            progress("preparing", done, len(pieces))
+    finally:
+        # Where one worker fails the others are ended in the midst of theirs: what they hold of a full disk goes too.
+        clear_halves(work)
+    manifest = _manifest(source, data, files, plan, work, [piece.out for piece in pieces])
+    for path in (*(piece.out for piece in pieces), work / INDEX):
+        path.replace(out / path.name)
+    manifest.write(out)
+    shutil.rmtree(work, ignore_errors=True)
+    return manifest
+
+
+def _claim(out: Path, work: Path, plan: str) -> None:
+    """Keep what was done under the same plan; clear what was done under another."""
+    marker = work / "plan"
+    if marker.exists() and marker.read_text() == plan:
+        clear_halves(work)
+        for moved in out.glob("shard-*.safetensors"):
+            moved.replace(work / moved.name)
+        return
+    others = [] if work.exists() else sorted(p.name for p in out.iterdir() if not p.name.startswith("."))
+    if others:
+        raise DataError(f"{out} holds other files ({', '.join(others[:3])}); choose another data.prepared")
+    for left in (work, *out.glob("shard-*.safetensors"), out / INDEX):
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink(missing_ok=True)
+    work.mkdir()
+    write_atomically(marker, plan)
+
+
+def _cut(files: list[Path], source: GraphSource, work: Path, piece_structures: int) -> list[Piece]:
+    """The pieces of all files, in order."""
+    pieces: list[Piece] = []
+    for number, path in enumerate(files):
+        structures = len(open_structures(path, source))
+        for start in range(0, structures, piece_structures):
+            out = work / f"shard-{len(pieces):05d}.safetensors"
+            pieces.append(Piece(path, number, start, min(structures, start + piece_structures), out))
+    if not pieces:
+        raise DataError(f"{source.path}: it holds no structures")
+    return pieces
+
+
+def _manifest(
+    source: GraphSource, data: GraphData, files: list[Path], plan: str, work: Path, shards: list[Path]
+) -> Manifest:
+    """Write the index of finished shards and describe them all."""
+    opened = [map_arrays(path) for path in shards]
+    atoms = np.concatenate([np.diff(shard["node_starts"]) for shard in opened])
+    edges = np.concatenate([np.diff(shard["edge_starts"]) for shard in opened])
+    split = np.concatenate([shard["split"] for shard in opened])
+    members: dict[Split, Int64Array] = {name: np.flatnonzero(split == number) for number, name in enumerate(SPLITS)}
+    if not len(members["train"]):
+        raise DataError(
+            f"{source.path}: every structure fell into validation or test; lower data.validation_fraction and test_fraction"
+        )
+    lists: Arrays = dict(members.items())
+    write_arrays(work / INDEX, {"atoms": atoms.astype("i4"), "edges": edges.astype("i4")} | lists)
+    return Manifest(
+        source=source.name,
+        settings=settings_of(source, data),
+        inputs=[str(path) for path in files],
+        plan=plan,
+        labels=list(source.labels),
+        properties=list(source.properties),
+        atom_properties=list(source.atom_properties),
+        totals=Counts(structures=len(atoms), atoms=int(atoms.sum()), edges=int(edges.sum())),
+        splits={
+            name: Counts(structures=len(items), atoms=int(atoms[items].sum()), edges=int(edges[items].sum()))
+            for name, items in members.items()
+        },
+        index=file_record(work / INDEX),
+        shards=[_record(path, shard) for path, shard in zip(shards, opened, strict=True)],
+        statistics=gather_statistics(opened, source),
+    )
+
+
+def _record(path: Path, shard: Arrays) -> ShardRecord:
+    counts = Counts(
+        structures=len(shard["split"]), atoms=int(shard["node_starts"][-1]), edges=int(shard["edge_starts"][-1])
+    )
+    data: FileRecord = file_record(path)
+    return ShardRecord(counts=counts, data=data)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Structures start..stop-1 of one file, and the shard they become."""
+
+    path: Path
+    file: int
+    """Number of the file among the inputs."""
+    start: int
+    stop: int
+    out: Path
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all pieces of a source share."""
+
+    source: GraphSource
+    data: GraphData
+
+
+def make_pieces(pieces: Sequence[Piece], job: Job, workers: int) -> Iterator[Piece]:
+    """Make every piece in `workers` processes, 1 being this one; yields each as it is done.
+
+    Raises DataError for what is wrong with a structure, and when a worker is killed; pieces that are done stay.
+    """
+    if workers == 1 or len(pieces) == 1:
+        for piece in pieces:
+            make_piece(piece, job)
+            yield piece
+        return
+    held, leash = multiprocessing.Pipe(duplex=False)
+    context = multiprocessing.get_context("forkserver")
+    # Imported once by the server that all workers are forked from, where it does not run yet.
+    context.set_forkserver_preload([__name__])
+    pool = ProcessPoolExecutor(min(workers, len(pieces)), context, _start_worker, (held,))
+    try:
+        running: dict[Future[None], Piece] = {pool.submit(make_piece, piece, job): piece for piece in pieces}
+        for future in as_completed(running):
+            future.result()
+            yield running[future]
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a worker process was killed, mostly for lack of memory; what is done is kept: prepare again with fewer workers"
+        ) from error
+    finally:
+        leash.close()
+        pool.shutdown(cancel_futures=True)
+        held.close()
+
+
+def make_piece(piece: Piece, job: Job) -> None:
+    """Read, check and write one piece. Raises DataError naming file and structure."""
+    source, data = job.source, job.data
+    labels, length = labels_of(source), length_factor(source)
+    items: list[Prepared] = []
+    splits: list[int] = []
+    ratios: list[tuple[RawStructure, float]] = []
+    for raw in open_structures(piece.path, source).read(piece.start, piece.stop):
+        structure = convert(raw, labels, length, missing_allowed=source.missing_labels == "allow")
+        edges = find_edges(structure.positions, structure.cell, structure.periodic, data.cutoff, data.max_neighbours)
+        check_structure(structure, edges, source, data.cutoff)
+        if len(edges):
+            ratios.append((raw, float(np.median(bond_ratios(structure.species, edges)))))
+        items.append(Prepared(structure, edges, piece.file))
+        splits.append(_split(structure, job))
+    if len(items) != piece.stop - piece.start:
+        raise DataError(
+            f"{piece.path}: {len(items)} structures found from {piece.start} on, {piece.stop - piece.start} expected; "
+            f"the file changed or is truncated"
+        )
+    check_lengths(ratios, source)
+    arrays = shard_arrays(items, source)
+    write_arrays(piece.out, arrays | {"split": np.array(splits, dtype=np.uint8)})
+
+
+def _split(structure: Structure, job: Job) -> int:
+    """Which of SPLITS a structure belongs to: by the hash of its group, or of its atoms where it has none."""
+    if job.source.group_by is None:
+        parts = (structure.species, structure.positions.astype("<f4"), structure.cell.astype("<f4"))
+        text = b"".join(part.tobytes() for part in parts)
+    else:
+        group = structure.raw.values.get(job.source.group_by)
+        if group is None:
+            raise structure.raw.wrong(f'it has no "{job.source.group_by}", which group_by asks for')
+        text = str(group).encode()
+    share = int.from_bytes(hashlib.sha256(text).digest()[:8], "little") / 2.0**64
+    if share < job.data.test_fraction:
+        return SPLITS.index("test")
+    held_out = share < job.data.test_fraction + job.data.validation_fraction
+    return SPLITS.index("validation" if held_out else "train")
+
+
+def _start_worker(leash: Connection) -> None:
+    """A worker leaves Ctrl-C to its parent, and ends when the parent does, however that ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(leash,), daemon=True).start()
+
+
+def _end_with_parent(leash: Connection) -> None:
+    leash.poll(None)
+    os._exit(1)

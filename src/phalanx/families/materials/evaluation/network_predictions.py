@@ -1,0 +1,153 @@
+"""A trained network of the materials family, ready to predict, from wherever its checkpoint lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from phalanx.checkpoint import Checkpoint, open_checkpoints, read_state, read_tensors
+from phalanx.config.load import parse_run
+from phalanx.errors import CheckpointError, ConfigError, DataError
+from phalanx.families.materials.config import MaterialsRun, learned
+from phalanx.families.materials.data.graph_shards import Split, open_prepared
+from phalanx.families.materials.data.trained_elements import trained_elements, untrained_by_source
+from phalanx.families.materials.inputs import GraphErrors, GraphEvaluator, columns_of
+from phalanx.families.materials.model.network import MaterialsNetwork
+from phalanx.families.materials.model_config import MaterialsModel
+from phalanx.layout.apply import apply_layout
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.execute import Executor
+from phalanx.layout.mesh import ONE_RANK
+from phalanx.layout.resolve import resolve_layout
+from phalanx.precision import PRECISIONS
+from phalanx.train.start import load_weights
+
+_PREFIX = "model."
+
+
+@dataclass(frozen=True)
+class LoadedNetwork:
+    """A network on one device, in evaluation mode."""
+
+    model: MaterialsNetwork
+    run: MaterialsRun
+    where: Path
+    """The checkpoint."""
+    step: int
+    """Optimizer steps it was trained for."""
+
+    def branch(self, name: str | None) -> int:
+        """Number of the branch called `name`, or of the only one. Raises ConfigError where there is no such."""
+        names = [branch.name for branch in self.run.model.branches]
+        if name is None and len(names) == 1:
+            return 0
+        if name not in names:
+            asked = "no branch is named" if name is None else f"there is no branch {name}"
+            raise ConfigError(f"{self.where}: {asked}; choose one of {', '.join(names)}")
+        return names.index(name)
+
+    def untaught(self, branch: int) -> dict[str, list[str]]:
+        """Of the heads `energy`, `charges` and `dipole` those that no label of the branch's source taught, each with the
+        branches that were taught it. Empty where weights were trained before, which may have been by other labels."""
+        run = self.run
+        if run.training.init_from is not None or len(run.model.branches) == 1:
+            return {}
+        taught = [_taught_heads(run.model, set(source.labels)) for source in run.data.sources]
+        names = [one.name for one in run.model.branches]
+        return {
+            head: [name for name, heads in zip(names, taught, strict=True) if head in heads]
+            for head in ("energy", "charges", "dipole")
+            if getattr(run.model, head) is not None and not _is_shared(run.model, head) and head not in taught[branch]
+        }
+
+
+def _taught_heads(model: MaterialsModel, labels: set[str]) -> set[str]:
+    """Heads that these labels of a source teach."""
+    used = labels & learned(model).keys()
+    by_charges = {"charges", "dipole"} if model.dipole is not None and model.dipole.from_charges else set[str]()
+    found = {"energy"} if used & {"energy", "forces", "stress"} else set[str]()
+    return found | (used & {"charges", "dipole"}) | (by_charges if used & by_charges else set())
+
+
+def _is_shared(model: MaterialsModel, head: str) -> bool:
+    from_charges = head == "dipole" and model.dipole is not None and model.dipole.from_charges
+    shared: bool = getattr(model, "charges" if from_charges else head).shared
+    return shared
+
+
+def load_network(path: Path, device: torch.device, dtype: torch.dtype | None = None) -> LoadedNetwork:
+    """The newest whole checkpoint of a run directory, or one checkpoint, whatever layout wrote it.
+
+    dtype: format of activations; by default that of the run, but float32 for a run in bfloat16, whose forces are too rough
+    to move atoms by. Raises CheckpointError where there is no sound checkpoint of a materials model.
+    """
+    newest, run = _open(path)
+    if dtype is None:
+        dtype = PRECISIONS[run.layout.precision].main_dtype
+    with torch.device("meta"):
+        model = MaterialsNetwork(run.model, dtype=dtype).to(dtype)
+    model.to_empty(device=device)
+    stored = read_tensors(newest.path, _PREFIX)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            tensor = stored.get(_PREFIX + name)
+            if tensor is None or tensor.shape != parameter.shape:
+                found = "is missing" if tensor is None else f"is {list(tensor.shape)}"
+                raise CheckpointError(f"{newest.path}: {name} {found}, but should be {list(parameter.shape)}")
+            parameter.copy_(tensor)
+    return LoadedNetwork(model.eval().requires_grad_(False), run, newest.path, newest.step)
+
+
+def split_errors(
+    path: Path, split: Split, device: torch.device, *, samples: int | None = None, overrides: Sequence[str] = ()
+) -> tuple[Path, GraphErrors]:
+    """The checkpoint that was found at `path`, and its errors on a split of the prepared data of its run.
+
+    samples: structures to take, spread evenly over the split; None takes all. overrides: fields of its run file to change.
+
+    Raises CheckpointError as `load_network` does, DataError where data are not prepared or the split is empty.
+    """
+    newest, run = _open(path, overrides)
+    alone = {
+        "dp_replicate": 1,
+        "dp_shard": 1,
+        "cp": 1,
+        "zero": 3,
+        "reshard_after_forward": "auto",
+        "branch_groups": "off",
+    }
+    run = run.model_copy(update={"layout": run.layout.model_copy(update=alone)})
+    training, sources = open_prepared(run.data, "train"), open_prepared(run.data, split)
+    if not any(len(source) for source in sources):
+        raise DataError(
+            f"the {split} split in {run.data.prepared} is empty; prepare with data.{split}_fraction above 0"
+        )
+    applied = apply_layout(run, resolve_layout(run, 1), ONE_RANK, device, AttentionChoice("sdpa"), fill=False)
+    load_weights(newest.path, applied)
+    applied.refresh()
+    evaluator = GraphEvaluator(run, sources, columns_of(run, training), device, samples)
+    untrained = _untrained(evaluator, newest.path)
+    return newest.path, replace(evaluator.errors(Executor(applied)), untrained=untrained)
+
+
+def _untrained(evaluator: GraphEvaluator, checkpoint: Path) -> dict[str, dict[int, int]] | None:
+    """See `GraphErrors.untrained`; None where the run does not say what it was trained on."""
+    trained = trained_elements(checkpoint)
+    if trained is None:
+        return None
+    found, names = evaluator.chosen(), [branch.name for branch in evaluator.run.model.branches]
+    return untrained_by_source(evaluator.sources, found, names, [trained])
+
+
+def _open(path: Path, overrides: Sequence[str] = ()) -> tuple[Checkpoint, MaterialsRun]:
+    newest = open_checkpoints(path).newest()
+    if newest is None:
+        raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
+    state = read_state(newest.path)
+    run = parse_run(str(state.get("run")), f"{newest.path}/state.json: run", overrides)
+    if not isinstance(run, MaterialsRun):
+        raise CheckpointError(f"{newest.path} is of model.family={run.model.family}; a materials model is needed")
+    return newest, run

@@ -1,0 +1,57 @@
+"""The weather family bound to a run: what it declares, and the class that answers every room (`families.family`)."""
+
+from __future__ import annotations
+
+from phalanx.families.weather import declare, sizes
+from phalanx.families.weather.config import WeatherRun
+from phalanx.families.weather.cost import WeatherTracing
+from phalanx.families.weather.inputs import WeatherInputs
+from phalanx.families.weather.layout import WeatherLayout
+from phalanx.families.weather.verification import WeatherVerification
+from phalanx.nn.initial import InitRules
+from phalanx.nn.kinds import ParameterKind
+from phalanx.nn.splits import SplitCount
+
+
+class BoundWeather(WeatherLayout, WeatherTracing, WeatherInputs, WeatherVerification):
+    """A forecaster bound to its run; the rooms' questions are answered by the modules beside this one."""
+
+    run: WeatherRun
+
+    axes = frozenset(("dp_replicate", "dp_shard", "tp", "pp"))
+    """Not `cp`: every token attends to every other, and `tp` shares out both heads and tokens between the matrices."""
+    position_unit = "tok"
+
+    def positions(self) -> SplitCount:
+        """Tokens: some of each location."""
+        return SplitCount(
+            "model.n_lat * model.n_lon / model.patch_size^2 * model.aggregation_queries", self.run.model.n_tokens
+        )
+
+    def initial_rules(self) -> InitRules:
+        """See `declare`."""
+        return declare.initial_rules(self.run.model)
+
+    def parameter_kind(self, name: str) -> ParameterKind:
+        """See `declare`."""
+        return declare.parameter_kind(name)
+
+    def split_counts(self) -> list[SplitCount]:
+        """See `declare`."""
+        return declare.tensor_split_counts(self.run.model)
+
+    def context_heads(self) -> SplitCount:
+        """Attention heads."""
+        return SplitCount("model.n_heads", self.run.model.n_heads)
+
+    def block_costs(self) -> tuple[float, float]:
+        """See `declare`."""
+        return declare.relative_block_costs(self.run.model)
+
+    def parameter_count(self) -> int:
+        """See `sizes`."""
+        return sizes.parameter_count(self.run.model)
+
+    def flops_per_sample(self) -> float:
+        """Of the operations this code needs; attention sees all pairs, so `training.flops` makes no difference."""
+        return float(sizes.model_flops_per_sample(self.run.model))

@@ -1,0 +1,16 @@
+"""Optimizers by name: how each is built and updated, what it keeps for a parameter, and the learning rate of a step.
+
+Knows parameters and the optimizer section of a run file; knows nothing of layouts, files or the training loop.
+"""
+
+from phalanx.optimizers.learning_rate import LearningRateSchedule
+from phalanx.optimizers.registry import OPTIMIZERS, OptimizerKind, build_optimizer, find_optimizer, set_learning_rate
+
+__all__ = [
+    "OPTIMIZERS",
+    "LearningRateSchedule",
+    "OptimizerKind",
+    "build_optimizer",
+    "find_optimizer",
+    "set_learning_rate",
+]

@@ -1,0 +1,106 @@
+"""What an optimizer is to a run, and finding the one that `optimizer.name` names.
+
+Another optimizer is a subclass of `OptimizerKind`, given to `OPTIMIZERS.register` or offered by an installed package:
+
+    [project.entry-points."phalanx.optimizers"]
+    lion = "my_package.lion:LION"
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.config.schema import Optimizer
+from phalanx.extensions import Registry
+from phalanx.nn.kinds import ParameterKind
+
+Group = dict[str, Any]
+"""Parameters that are updated alike, as `torch.optim.Optimizer` takes them: `params` and `weight_decay`."""
+
+
+class OptimizerKind(ABC):
+    """An optimizer that run files can name: how it is built and updated, and what it costs, for the planner.
+
+    Parameters come as this rank holds them: whole, or as DTensors of which it has a shard. State that is shaped like its
+    parameter is saved and loaded in any layout; a checkpoint names it `optimizer.<parameter>.<key of the state>`. All state
+    must be tensors, and must come into being in the first `step`.
+    """
+
+    state_values: int
+    """Values kept for each parameter, in the format of the main parameters: 2 for AdamW's two moments."""
+    value_passes: int
+    """Values that an update reads or writes for each parameter, gradient included: 7 for AdamW."""
+
+    @abstractmethod
+    def build(
+        self, groups: Sequence[Group], config: Optimizer, compute_copies: Mapping[Tensor, Tensor]
+    ) -> torch.optim.Optimizer:
+        """Return a fresh optimizer over `groups`, with the learning rate `config.lr`.
+
+        compute_copies: of each main parameter that is computed with in another format, the copy in that format. An optimizer
+        may write these as it updates, and then says so in `written_copies`; the others are renewed after the update.
+        Raises ConfigError for options that it does not know.
+        """
+
+    def update(self, optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
+        """Update with every gradient divided by `divisor`, or not at all where `skip` is 1 (both float32, 0-dim).
+
+        Waits for the device, to see whether to skip; an optimizer whose kernels read both for themselves does better.
+        """
+        if bool(skip):
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(divisor.to(parameter.grad.dtype))
+        optimizer.step()
+
+    def written_copies(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
+        """Return the compute copies that the last update left equal to their parameters; none by default."""
+        return ()
+
+
+OPTIMIZERS: Registry[OptimizerKind] = Registry(
+    "phalanx.optimizers",
+    built_in={"adamw": "phalanx.optimizers.adamw:ADAMW"},
+    accepts=lambda item: isinstance(item, OptimizerKind),
+    expected="an instance of a subclass of phalanx.optimizers.OptimizerKind",
+)
+"""Every optimizer that `optimizer.name` may name."""
+
+
+def find_optimizer(config: Optimizer) -> OptimizerKind:
+    """Return the optimizer that the run file names. Raises ConfigError where there is none of that name."""
+    return OPTIMIZERS.get(config.name, "optimizer.name")
+
+
+def build_optimizer(
+    parameters: Mapping[str, nn.Parameter],
+    config: Optimizer,
+    parameter_kind: Callable[[str], ParameterKind],
+    compute_copies: Mapping[Tensor, Tensor] | None = None,
+) -> torch.optim.Optimizer:
+    """Return the optimizer that `config` names over parameters by name, those with weight decay first.
+
+    parameter_kind: of the parameter with this name, as its family says. compute_copies: see `OptimizerKind.build`.
+    """
+    groups: dict[tuple[float, bool], Group] = {}
+    for name, parameter in parameters.items():
+        decay = 0.0 if parameter_kind(name) in config.no_decay else config.weight_decay
+        # One fused kernel takes either plain tensors (streamed matrices) or sharded ones, so they are groups of their own.
+        group = groups.setdefault((decay, isinstance(parameter, DTensor)), {"params": [], "weight_decay": decay})
+        group["params"].append(parameter)
+    ordered = sorted(groups.values(), key=lambda group: -group["weight_decay"])
+    return find_optimizer(config).build(ordered, config, compute_copies or {})
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Use `value` in every group from the next update on."""
+    for group in optimizer.param_groups:
+        group["lr"] = value

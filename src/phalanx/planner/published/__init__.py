@@ -1,1 +1,0 @@
-"""Published runs of other frameworks, as the models are checked against."""

@@ -1,0 +1,81 @@
+"""What our training step does that decides how long it takes: compiled or not, in which formats, by copies or collectives.
+
+The time model is handed such an object; a study of another program may hand it a subclass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from phalanx.planner.trace.family import PartName, Setting, part_tracer
+from phalanx.planner.trace.operations import Operation
+from phalanx.planner.trace.parts import part_costs
+from phalanx.precision import PRECISIONS
+
+
+@dataclass(frozen=True)
+class FrameworkProfile:
+    """How a training program carries out a step. The defaults are those of a compiled step of ours in 16 bits."""
+
+    compiled: bool = True
+    """Whether blocks are compiled, so that pointwise work is fused."""
+    host_work: float = 1.0
+    """What the host does to issue an operation, over what compiled code needs."""
+    reduce_bytes: int = 4
+    """Bytes of an element of the gradients that data-parallel ranks add up."""
+    gather_bytes: int = 2
+    """Bytes of an element of the parameters that they gather."""
+    copy_engines: bool = False
+    """Whether shards in one node exchange by copies instead of collectives."""
+    single_rank_overhead: float = 0.25
+    """What lies between two steps of a rank that waits for no other, over what lies between those of several ranks: 2.3 ms
+    in a trace of one H100 (benchmarks/README.md)."""
+    low_precision_copy: bool = True
+    """Whether a rank that holds whole parameters, or gathers them once a step, has them in 16 bits and passes their
+    gradients on into 32-bit sums."""
+    optimizer_bytes: int = 30
+    """Bytes an optimizer step reads and writes for each parameter: 32-bit main parameter, two moments and gradient read, all
+    but the gradient written, and the 16-bit copy."""
+
+    def computing_in(self, precision: str) -> FrameworkProfile:
+        """Return the same program with numbers of `precision`.
+
+        What is gathered and reduced has no fewer bytes than these numbers. In 32 bits and more there is no copy beside the
+        main parameters.
+        """
+        width = PRECISIONS[precision].compute_dtype.itemsize
+        if width <= self.gather_bytes:
+            return self
+        return replace(
+            self,
+            gather_bytes=width,
+            reduce_bytes=max(width, self.reduce_bytes),
+            low_precision_copy=self.low_precision_copy and width < 4,
+            optimizer_bytes=self.optimizer_bytes - self.gather_bytes + _ADAMW_VALUE_PASSES * (width - 4),
+        )
+
+    def updating_with(self, value_passes: int) -> FrameworkProfile:
+        """Return the same program with an optimizer that reads or writes so many values for each parameter."""
+        return replace(self, optimizer_bytes=self.optimizer_bytes + 4 * (value_passes - _ADAMW_VALUE_PASSES))
+
+    def part_operations(self, name: PartName, setting: Setting, microbatch: int) -> tuple[Operation, ...]:
+        """List what a part of the model runs, forward and backward, for a micro-batch of so many samples."""
+        return part_costs(name, setting, microbatch).costs.operations
+
+    def traced_setting(self, setting: Setting) -> Setting:
+        """Return the setting whose trace says what is asked of `setting`: operations and parameters."""
+        return setting
+
+    def end_costs(self, setting: Setting) -> tuple[float, float]:
+        """Return the costs of the embedding and of the head, in blocks: pipeline stages are split by these."""
+        return part_tracer(setting).relative_block_costs()
+
+
+_ADAMW_VALUE_PASSES = 7
+"""Values that AdamW reads or writes for each parameter: main parameter, two moments and gradient read, all but the gradient
+written."""
+
+COMPILED = FrameworkProfile()
+"""Our step with compiled blocks."""
+EAGER = replace(COMPILED, compiled=False, host_work=2.0)
+"""Our step with blocks that are not compiled."""

@@ -1,0 +1,354 @@
+"""What the optimizer steps of many layouts consist of: parts, how ranks share them out, and where their groups lie.
+
+Everything that does not depend on how fast a device or its links are: `step_time` adds that, again and again where
+constants are fitted. Arrays have one entry for each layout; layouts of several models may stand together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.hardware.machine import Machine
+from phalanx.hardware.topology import Placement, join, place
+from phalanx.planner.layouts.candidates import CONTEXTS, RECOMPUTES, SCHEDULES, Candidates
+from phalanx.planner.layouts.stage_layers import split
+from phalanx.planner.time.framework import FrameworkProfile
+from phalanx.planner.time.operation_time import Floats, Ints
+from phalanx.planner.time.part_time import Parts, at, parts_of
+from phalanx.planner.trace.family import PartName, Setting, part_tracer
+from phalanx.planner.trace.parts import PartCosts, part_costs
+from phalanx.precision import PRECISIONS
+
+
+@dataclass(frozen=True)
+class RankLayers:
+    """Blocks of the ranks of a pipeline. Arrays of [layouts]."""
+
+    first: Floats
+    """Of the rank that holds the embedding."""
+    last: Floats
+    """Of the rank that holds the head; 0 where that is the first."""
+    other: Floats
+    """Of the rank with most blocks among the others; 0 where there is none."""
+    mean: Floats
+    """Mean over all ranks."""
+
+    @property
+    def most(self) -> Floats:
+        """Of the rank with most."""
+        return np.maximum(np.maximum(self.first, self.last), self.other)
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Parameters as tensors, which are gathered and reduced one by one. Arrays of [layouts]."""
+
+    block: Floats
+    embedding: Floats
+    head: Floats
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What of a block is streamed, and how. Arrays of [layouts]; 0 where blocks are gathered whole."""
+
+    parameters: Floats
+    """Elements on one rank before data parallelism shares them out."""
+    piece: Floats
+    """Elements that stay on the rank that has most."""
+    messages: Floats
+    """Chunks that go around the ring in one pass."""
+    sent: Floats
+    """Elements of all of them."""
+    own: Floats
+    """Elements that arrive before the first product, where several ranks hold a chunk together."""
+    again: Floats
+    """Share of a pass that recompute repeats before the backward pass: what it needs to find the last chain's input."""
+    busy: Floats
+    """Share of a pass that has a message under way beside it."""
+
+    @classmethod
+    def of(cls, blocks: Sequence[PartCosts], recompute: Ints, random_drops: bool) -> Streams:
+        """Of these blocks, each with its choice of recompute. random_drops: whether dropout follows the last chain."""
+        rows = []
+        for block, choice in zip(blocks, recompute.tolist(), strict=True):
+            chains = block.chains
+            sent = [chain.sent for chain in chains]
+            first = sum(sent) if random_drops else sum(sent[:-1])
+            chunks = sum(chain.plan.chunks for chain in chains)
+            messages = sum(chain.plan.chunks - 1 for chain in chains)
+            rows.append(
+                (
+                    sum(parameter.count for parameter in block.parameters if parameter.streamed),
+                    sum(chain.piece for chain in chains),
+                    messages,
+                    sum(sent),
+                    sum(chain.own for chain in chains),
+                    first / max(sum(sent), 1) * (RECOMPUTES[choice] == "full"),
+                    messages / max(chunks, 1),
+                )
+            )
+        return cls(*np.asarray(rows, np.float64).reshape(-1, len(fields(cls))).T)
+
+    def take(self, which: Ints) -> Streams:
+        """Those at these positions."""
+        return Streams(**{field.name: getattr(self, field.name)[which] for field in fields(self)})
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of many layouts."""
+
+    layouts: Candidates
+    parts: Parts
+    embedding: Ints
+    """Positions in `parts`, as those of block and head."""
+    block: Ints
+    head: Ints
+    layers: RankLayers
+    unit: Ints
+    """Blocks whose parameters are gathered, and gradients reduced, together."""
+    joined: Floats
+    """1 where the first pipeline rank holds the head too, else 0."""
+    block_parameters: Floats
+    """Elements on one rank before data parallelism shares them out."""
+    embedding_parameters: Floats
+    head_parameters: Floats
+    tensors: Tensors
+    streams: Streams
+    alike: Ints
+    """Layouts with the same number have the same parts of the model, as many gathered together, and shards and replicas
+    that lie alike: their data-parallel ranks exchange the same."""
+    hidden_bytes: Floats
+    """Activations of one micro-batch between two stages, on one rank."""
+    shards: Placement
+    """The ranks that share out one copy of the parameters."""
+    replicas: Placement
+    """The ranks that hold the same part of them."""
+    pipeline: Placement
+
+    def __len__(self) -> int:
+        return len(self.layouts)
+
+    def take(self, which: Ints) -> Steps:
+        """Those at these positions."""
+        values: dict[str, object] = {"parts": self.parts}
+        for field in fields(self):
+            column = getattr(self, field.name)
+            if isinstance(column, Candidates | Streams):
+                values[field.name] = column.take(which)
+            elif isinstance(column, Placement | RankLayers | Tensors):
+                values[field.name] = at(column, which)
+            elif field.name != "parts":
+                values[field.name] = column[which]
+        return Steps(**values)  # type: ignore[arg-type]
+
+    @classmethod
+    def joined_up(cls, several: Sequence[Steps]) -> Steps:
+        """The steps of several lists, one after the other."""
+        starts = np.cumsum([0, *(steps.parts.count for steps in several)])
+        kinds = np.cumsum([0, *(int(steps.alike.max(initial=-1)) + 1 for steps in several)])
+        moved = [
+            replace(
+                steps,
+                embedding=steps.embedding + start,
+                block=steps.block + start,
+                head=steps.head + start,
+                alike=steps.alike + kind,
+            )
+            for steps, start, kind in zip(several, starts, kinds, strict=False)
+        ]
+        values: dict[str, object] = {"parts": Parts.joined([steps.parts for steps in several])}
+        for field in fields(cls):
+            columns = [getattr(steps, field.name) for steps in moved]
+            if isinstance(columns[0], Candidates | RankLayers | Streams | Tensors):
+                kind = type(columns[0])
+                values[field.name] = kind(
+                    **{
+                        inner.name: np.concatenate([getattr(column, inner.name) for column in columns])
+                        for inner in fields(kind)
+                    }
+                )
+            elif isinstance(columns[0], Placement):
+                values[field.name] = join(columns)
+            elif field.name != "parts":
+                values[field.name] = np.concatenate(columns)
+        return cls(**values)  # type: ignore[arg-type]
+
+
+def steps_of(
+    setting: Setting,
+    layouts: Candidates,
+    machine: Machine,
+    framework: FrameworkProfile,
+    chunk_tokens: Mapping[int, int] | None = None,
+    gather_blocks: int = 1,
+) -> Steps:
+    """The steps of `layouts` of one model.
+
+    setting: the model and how it is computed; degrees, context exchange and recompute are those of each layout.
+    chunk_tokens: tokens whose logits are held at once, by tensor-parallel degree; else those of `setting`. gather_blocks:
+    blocks that are gathered together, where a stage has as many. Raises ConfigError where a group needs links or a network
+    that the description of the machine does not have.
+    """
+    plain = replace(setting, compile=setting.compile and framework.compiled)
+    keys = _keys(layouts)
+    first, which = _distinct(keys)
+    distinct = np.stack([key[first] for key in keys], axis=1)
+    settings = [_setting_at(plain, key, chunk_tokens) for key in distinct.tolist()]
+    wanted = [(name, one, size) for one, size in settings for name in _PARTS]
+    sizes, blocks = _part_sizes(settings, framework)
+    counts = sizes[which]
+    alone = layouts.pp == 1
+    layers, joined = rank_layers(plain, layouts, framework)
+    unit = np.minimum(gather_blocks, np.ceil(layers.most / layouts.stages_per_rank).astype(np.int64))
+    samples, positions = layouts.microbatch, setting.length // layouts.cp
+    width = setting.model.d_model * PRECISIONS[setting.precision].compute_dtype.itemsize
+    shards = layouts.shards
+    world = layouts.world_size
+    shards_lie, like_shards = _placed(machine, shards, layouts.tp)
+    replicas_lie, like_replicas = _placed(machine, layouts.data_ranks * layouts.cp // shards, layouts.tp * shards)
+    pipelines_lie, _ = _placed(machine, layouts.pp, world // layouts.pp)
+    _, like_parts = _distinct([layouts.tp, layouts.cp, layouts.streamed, alone])
+    return Steps(
+        layouts=layouts,
+        parts=parts_of(wanted, framework),
+        embedding=3 * which,
+        block=3 * which + 1,
+        head=3 * which + 2,
+        layers=layers,
+        unit=unit,
+        joined=joined,
+        block_parameters=counts[:, 1],
+        embedding_parameters=counts[:, 0],
+        head_parameters=counts[:, 2] - np.where(alone, counts[:, 3], 0.0),
+        tensors=Tensors(block=counts[:, 5], embedding=counts[:, 4], head=counts[:, 6]),
+        streams=Streams.of(blocks, distinct[:, 3], _drops(setting)).take(which),
+        alike=_distinct([like_parts, like_shards, like_replicas, unit])[1],
+        hidden_bytes=samples * positions * width / layouts.tp,
+        shards=shards_lie,
+        replicas=replicas_lie,
+        pipeline=pipelines_lie,
+    )
+
+
+_PARTS: tuple[PartName, ...] = ("embedding", "block", "head")
+
+
+def _keys(layouts: Candidates) -> list[Ints]:
+    """What decides how the parts of a model are computed."""
+    context = layouts.context * (layouts.cp > 1)
+    return [
+        layouts.tp,
+        layouts.cp,
+        context,
+        layouts.recompute,
+        layouts.microbatch,
+        layouts.streamed,
+        layouts.splits_backward,
+    ]
+
+
+def _setting_at(plain: Setting, key: Sequence[int], chunk_tokens: Mapping[int, int] | None) -> tuple[Setting, int]:
+    """`plain` in layouts with these `_keys`, and samples of a micro-batch."""
+    tp, cp, context, recompute, microbatch, streamed, apart = key
+    one = replace(plain, tp=tp, cp=cp, context=CONTEXTS[context], recompute=RECOMPUTES[recompute], streamed=streamed)
+    if streamed > 1:
+        one = replace(one, compile=False)
+    if apart:
+        one = one.apart()
+    return one if chunk_tokens is None else replace(one, chunk_tokens=chunk_tokens[tp]), microbatch
+
+
+def _part_sizes(settings: Sequence[tuple[Setting, int]], framework: FrameworkProfile) -> tuple[Floats, list[PartCosts]]:
+    """(elements of embedding, block and head, of what both ends share, tensors of the three, [settings, 7]; the blocks)."""
+    sizes: list[tuple[int, ...]] = []
+    blocks: list[PartCosts] = []
+    for one, microbatch in settings:
+        # Parameters are the same with any recompute: ask a trace that is made anyway.
+        traced = replace(one, recompute="none") if one.streamed > 1 else framework.traced_setting(one)
+        embedding, block, head = (part_costs(name, traced, microbatch) for name in _PARTS)
+        blocks.append(block)
+        shared = head.largest_parameter.count if part_tracer(one).tied() else 0
+        counts = [part.parameter_count for part in (embedding, block, head)]
+        tensors = [sum(not parameter.streamed for parameter in part.parameters) for part in (embedding, block, head)]
+        sizes.append((*counts, shared, *tensors))
+    return np.asarray(sizes, np.float64), blocks
+
+
+def _drops(setting: Setting) -> bool:
+    """Whether anything is left out at random behind a chain, so that recompute needs its result."""
+    return setting.model.dropout > 0.0 or getattr(setting.model, "drop_path", 0.0) > 0.0
+
+
+def rank_layers(setting: Setting, layouts: Candidates, framework: FrameworkProfile) -> tuple[RankLayers, Floats]:
+    """(blocks of the ranks, 1 where the first rank holds the head too) of each layout."""
+    schedule = np.where(layouts.pp > 1, layouts.schedule, 0)
+    keys = [layouts.pp, layouts.stages_per_rank, schedule]
+    rows, which = _distinct(keys)
+    extra = framework.end_costs(setting)
+    blocks = setting.model.n_layers
+    distinct = zip(*(key[rows].tolist() for key in keys), strict=True)
+    table = np.asarray([_layers_of(blocks, extra, pp, each, SCHEDULES[name] == "zbv") for pp, each, name in distinct])
+    first, last, other, joined = table[which].T
+    return RankLayers(first, last, other, setting.model.n_layers / layouts.pp), joined
+
+
+@cache
+def _layers_of(
+    n_layers: int, extra: tuple[float, float], pp: int, per_rank: int, there_and_back: bool
+) -> tuple[float, float, float, float]:
+    stages = split(n_layers, pp * per_rank, *extra)
+    ranks = np.zeros(pp)
+    for stage, blocks in enumerate(stages):
+        turn, rank = divmod(stage, pp)
+        ranks[pp - 1 - rank if there_and_back and turn else rank] += blocks
+    if pp == 1 or (there_and_back and per_rank == 2):
+        return ranks[0], 0.0, ranks[1:].max(initial=0.0), 1.0
+    return ranks[0], ranks[-1], ranks[1:-1].max(initial=0.0), 0.0
+
+
+def _distinct(columns: Sequence[npt.NDArray[Any]]) -> tuple[Ints, Ints]:
+    """(positions of distinct rows, which of them each row is); quick for a million rows of small numbers."""
+    code, span = np.zeros(len(columns[0]), np.int64), 1
+    for column in columns:
+        number, size = column, int(column.max(initial=0)) + 1
+        if span * size > _TABLE:
+            first, code = _distinct_numbers(code)
+            span = len(first)
+        if span * size > _TABLE:
+            first, number = _distinct_numbers(column)
+            size = len(first)
+        code, span = code * size + number, span * size
+    return _distinct_numbers(code)
+
+
+def _distinct_numbers(column: npt.NDArray[Any]) -> tuple[Ints, Ints]:
+    highest = int(column.max(initial=0))
+    if highest > _TABLE:
+        _, first, which = np.unique(column, return_index=True, return_inverse=True)
+        return first, which
+    place = np.full(highest + 1, -1, np.int64)
+    column = column.astype(np.int64, copy=False)
+    place[column] = np.arange(len(column))
+    used = np.flatnonzero(place >= 0)
+    first = place[used]
+    place[used] = np.arange(len(used))
+    return first, place[column]
+
+
+_TABLE = 100_000
+"""Numbers up to which a table over all of them is quicker than sorting."""
+
+
+def _placed(machine: Machine, size: Ints, stride: Ints) -> tuple[Placement, Ints]:
+    """`place`, computed once for each distinct pair; and which of those each one is."""
+    stride = np.where(size > 1, stride, 1)
+    first, which = _distinct([size, stride])
+    return at(place(machine, size[first], stride[first]), which), which

@@ -1,0 +1,134 @@
+"""Other programs, emulated: how each changes what a part of the model runs, and what its host does not pay for."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from phalanx.config.model import LanguageModel
+from phalanx.hardware.collectives import default_constants
+from phalanx.hardware.machine import load_machine
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.planner.layouts.candidates import Candidates
+from phalanx.planner.measured.groups import System
+from phalanx.planner.time.framework import COMPILED
+from phalanx.planner.time.operation_time import Cause, Form, OperationTable, Way, operation_rows
+from phalanx.planner.time.part_time import part_times, parts_of
+from phalanx.planner.time.profile import NamedProfile, default_profile
+from phalanx.planner.time.step_parts import steps_of
+from phalanx.planner.time.step_time import StepCause
+from phalanx.planner.trace.family import Setting
+from phalanx.planner.trace.operations import Attention, Operation
+from published.frameworks import OtherFramework, framework_of, unfused
+from published.groups import PublishedGroup
+
+MODEL = LanguageModel.model_validate(
+    {
+        "n_layers": 4,
+        "d_model": 512,
+        "n_heads": 8,
+        "d_ff": 2048,
+        "vocab_size": 1024,
+        "max_positions": 256,
+        "mlp": "gelu",
+        "norm": "layernorm",
+    }
+)
+SETTING = Setting(MODEL, 256, compile=False)
+PROFILE = default_profile("A100-80GB").profile
+PLAIN = OtherFramework(compiled=False)
+
+
+def _rows(
+    framework: OtherFramework, tp: int = 1, recompute: str = "none", setting: Setting = SETTING
+) -> OperationTable:
+    setting = replace(setting, tp=tp, recompute=recompute)  # type: ignore[arg-type]
+    return OperationTable.of(operation_rows(0, framework.part_operations("block", setting, 2)))
+
+
+def test_unfused_attention_multiplies_whole_score_matrices() -> None:
+    fused, unfused = (_rows(replace(PLAIN, fused_attention=way)) for way in (True, False))
+    scores = 2 * MODEL.n_heads * 256**2 * MODEL.head_size
+    flops = unfused.flops[unfused.cause == Cause.ATTENTION].sum()
+    assert flops == 6 * 2 * scores
+    # Fused, it leaves out the upper half and computes the scores once more.
+    assert fused.flops[fused.cause == Cause.ATTENTION].sum() == 7 * scores
+
+
+@pytest.mark.parametrize(
+    ("samples", "heads", "length", "fused"), [(2, 2, 1024, True), (1, 2, 1024, False), (2, 2, 8192, False)]
+)
+def test_scores_pass_through_memory_once_where_the_softmax_kernel_takes_them(
+    samples: int, heads: int, length: int, fused: bool
+) -> None:
+    attention = Attention(samples, heads, heads, length, length, 64, causal=True, backward=False, width=2)
+    op = Operation("attention", "attention", "forward", torch.bfloat16, 0, 0, 0, attention=attention)
+    table = OperationTable.of(operation_rows(0, unfused(op, False)))
+    passes = table.bytes[table.form == Form.TRAFFIC] / (samples * heads * length**2)
+    assert passes.tolist() == ([4] if fused else [6, 8, 8, 8, 6])
+
+
+def test_a_bias_behind_a_split_matrix_is_added_with_the_residual() -> None:
+    biased = replace(SETTING, model=MODEL.model_copy(update={"bias": True}), tp=2)
+    ways = (replace(PLAIN, fused_residual=way) for way in (False, True))
+    apart, together = (_rows(way, 2, setting=biased) for way in ways)
+    # Behind attention and behind the MLP: a rank's half of the two samples is read and written once less, the bias read.
+    half = 2 * 256 * MODEL.d_model // 2
+    assert len(apart) - len(together) == 2
+    assert apart.bytes.sum() - together.bytes.sum() == 2 * 2 * (2 * half + MODEL.d_model)
+    # Without a bias there is nothing to add with it.
+    assert len(_rows(replace(PLAIN, fused_residual=True), tp=2)) == len(_rows(PLAIN, tp=2))
+
+
+def test_without_sequence_parallelism_sums_replace_gathers() -> None:
+    split, whole = (_rows(replace(PLAIN, sequence_parallel=way), tp=2) for way in (True, False))
+    assert np.sum(split.form == Form.ALL_GATHER) == np.sum(split.form == Form.REDUCE_SCATTER) == 4
+    assert np.sum(whole.form == Form.ALL_REDUCE) == 4
+    assert not np.any((whole.form == Form.ALL_GATHER) | (whole.form == Form.REDUCE_SCATTER))
+    # Norms and sums pass over all positions on each rank.
+    norms = [table.bytes[(table.cause == Cause.MEMORY) & ~table.weight] for table in (split, whole)]
+    assert norms[1].max() >= norms[0].max()
+
+
+def test_plain_recompute_runs_the_forward_pass_again() -> None:
+    none, full = _rows(PLAIN), _rows(PLAIN, recompute="full")
+    forward = none.flops[none.way == Way.FORWARD].sum()
+    assert full.flops.sum() == none.flops.sum() + forward
+
+
+def test_a_program_is_known_by_the_start_of_its_name() -> None:
+    assert framework_of("Phalanx 0.1") == COMPILED
+    assert framework_of("nobody's trainer") is None
+    megatron = framework_of("Megatron-LM", "unfused", sequence_parallel=True)
+    assert isinstance(megatron, OtherFramework) and megatron.sequence_parallel and not megatron.fused_attention
+    flash = framework_of("GPT-NeoX", "flash2")
+    assert isinstance(flash, OtherFramework) and flash.fused_attention
+
+
+def test_constants_of_other_programs_hold_what_uncompiled_blocks_take() -> None:
+    profile = NamedProfile("one", "H200", "", replace(PROFILE, eager_share=0.5, kernel_s=0.0))
+    megatron, torchtitan = framework_of("Megatron-LM"), framework_of("torchtitan")
+    assert isinstance(megatron, OtherFramework) and isinstance(torchtitan, OtherFramework)
+    machine, parts = load_machine("h200-x4"), parts_of([("block", SETTING, 8)], megatron)
+    slow, fast = (
+        part_times(parts, machine, default_constants(machine), one.profile).seconds[0, :, Cause.MEMORY]
+        for one in (profile, megatron.as_it_runs(profile))
+    )
+    assert slow.tolist() == pytest.approx((2 * fast).tolist())
+
+
+def test_hosts_of_other_programs_do_not_pay_for_exchanges() -> None:
+    machine = load_machine("h200-x4")
+    layouts = [ResolvedLayout(global_batch=64, dp_shard=4, zero=3, reshard_after_forward=True)]
+    for name, pays in (("Megatron-LM", False), ("torchtitan", True)):
+        framework = framework_of(name)
+        assert framework is not None
+        candidates = Candidates.of(layouts, ["none"] * len(layouts))
+        steps = steps_of(replace(SETTING, compile=False), candidates, machine, framework)
+        group = PublishedGroup(System("h200-x4", machine), framework, (), steps)
+        dear, free = (
+            group.step_times(NamedProfile("one", "H200", "", replace(PROFILE, shard_host_s=shard))).of(StepCause.HOST)
+            for shard in (1e-2, 0.0)
+        )
+        assert bool(dear[0] > free[0] + 1.0) == pays
