@@ -12,7 +12,7 @@ from layout_runs import refusal
 from phalanx.config.load import load_run
 from phalanx.families.registry import bind
 from phalanx.families.weather.config import WeatherRun
-from phalanx.layout import attention
+from phalanx.layout.context_parallel import kernel_choice
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, fastest
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
@@ -111,7 +111,7 @@ def test_the_fastest_attention_is_measured_once(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     cpu = torch.device("cpu")
     # Of the kernels an accelerator has, the CPU has this one.
-    found = attention._measure_whole((2, 16, 4, 8), torch.float32, cpu)
+    found = kernel_choice._measure_whole((2, 16, 4, 8), torch.float32, cpu)
     assert found.keys() == {"flash"} and found["flash"] > 0
     choice = fastest("a device", lambda: {"flash": 2.0, "cudnn": 1.0})
     assert (choice.name, choice.kernel) == ("cudnn", "sdpa")
