@@ -13,10 +13,10 @@ from phalanx.cli.data_sample import sample_app
 from phalanx.cli.data_science import prepare_fields_of, prepare_graphs_of
 from phalanx.cli.progress import progress
 from phalanx.families.language.data.documents import MAX_DOCUMENT_BYTES
-from phalanx.families.language.data.manifest import MANIFEST, PassedOver, read_manifest
-from phalanx.families.language.data.open import open_source
-from phalanx.families.language.data.prepare import Options, prepare
-from phalanx.families.language.data.sources import TokenSource
+from phalanx.families.language.data.open_tokens import open_source
+from phalanx.families.language.data.prepare_text import Options, prepare
+from phalanx.families.language.data.token_shards import MANIFEST, PassedOver, read_token_manifest
+from phalanx.families.language.data.token_source import TokenSource
 
 data_app = typer.Typer(
     help="Prepare text, structures and fields; look at them, verify them; make small data to begin with.",
@@ -129,7 +129,7 @@ def _show(path: Path, json_output: bool) -> None:
     train = splits["train"]
     facts["vocab_size"] = train.vocab_size
     facts["tokenizer"] = None if train.tokenizer is None else str(train.tokenizer)
-    passed_over = read_manifest(path).passed_over if (path / MANIFEST).exists() else None
+    passed_over = read_token_manifest(path).passed_over if (path / MANIFEST).exists() else None
     if passed_over is not None:
         facts["passed_over"] = passed_over.model_dump()
     if json_output:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 
+from phalanx.errors import ConfigError, DataError
 from phalanx.families.language.data import tokenizer as module
-from phalanx.families.language.data.prepare import Options, prepare
+from phalanx.families.language.data.prepare_text import Options, prepare
 from phalanx.families.language.data.tokenizer import (
     check_trainable,
     encode_texts,
@@ -20,7 +21,6 @@ from phalanx.families.language.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from phalanx.errors import ConfigError, DataError
 from token_data import write_tokenizer
 
 SHARED = Path(__file__).parents[5] / "shared" / "data"

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from graph_files import graph_data, write_set
 
-from phalanx.families.materials.data_config import GraphData
+from graph_files import graph_data, write_set
+from phalanx.errors import DataError
 from phalanx.families.materials.data.prepare import prepare_graphs
 from phalanx.families.materials.data.shards import open_prepared
-from phalanx.errors import DataError
+from phalanx.families.materials.data_config import GraphData
 
 BAD = 5
 """Number of the structure that is spoilt, of 8."""

@@ -6,15 +6,15 @@ import itertools
 
 import numpy as np
 import pytest
-from graph_files import prepared_sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.families.materials.data_config import GraphData
+from graph_files import prepared_sources
 from phalanx.families.materials.data.balance import divide, divide_within, longest_first
 from phalanx.families.materials.data.branches import BranchGroups, sizes_by_cost
 from phalanx.families.materials.data.shards import PreparedSource, open_prepared
 from phalanx.families.materials.data.stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.families.materials.data_config import GraphData
 
 STEPS = range(1, 9)
 sizes_of = st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(lambda sizes: sizes[0] > 0).map(tuple)

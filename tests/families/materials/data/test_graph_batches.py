@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from graph_files import graph_data, prepared_sources, write_set
 
-from phalanx.families.materials.data_config import GraphData
+from graph_files import graph_data, prepared_sources, write_set
+from phalanx.errors import ConfigError, DataError
 from phalanx.families.materials.data.batches import LABELS, GraphBatch
 from phalanx.families.materials.data.cost import CostModel
 from phalanx.families.materials.data.prepare import prepare_graphs
 from phalanx.families.materials.data.shards import PreparedSource, open_prepared
 from phalanx.families.materials.data.stream import GraphBatchStream, graph_columns, graph_order
-from phalanx.errors import ConfigError, DataError
+from phalanx.families.materials.data_config import GraphData
 
 KCAL = 0.043364104241801
 STEPS = 8

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phalanx.errors import ConfigError
 from phalanx.families.materials.data.balance import divide
 from phalanx.families.materials.data.cost import CostModel
 from phalanx.families.materials.data.order import GraphOrder
-from phalanx.errors import ConfigError
 
 COST = CostModel(1.0, 0.3)
 

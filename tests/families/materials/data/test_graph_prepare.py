@@ -8,18 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from graph_files import graph_data, prepared_sources, two_sources, write_set
 
-from phalanx.families.materials.data_config import GraphData
-from phalanx.families.materials.data import pieces
-from phalanx.families.materials.data import prepare
-from phalanx.families.materials.data.structures.arrays import map_arrays, write_arrays
+from graph_files import graph_data, prepared_sources, two_sources, write_set
+from phalanx.errors import ConfigError, DataError
+from phalanx.families.materials.data import pieces, prepare
 from phalanx.families.materials.data.manifest import SPLITS, read_manifest
-from phalanx.families.materials.data.structures.neighbours import find_edges
 from phalanx.families.materials.data.pieces import Job, Piece
 from phalanx.families.materials.data.prepare import prepare_graphs
 from phalanx.families.materials.data.shards import PreparedSource, open_prepared
-from phalanx.errors import ConfigError, DataError
+from phalanx.families.materials.data.structures.arrays import map_arrays, write_arrays
+from phalanx.families.materials.data.structures.neighbours import find_edges
+from phalanx.families.materials.data_config import GraphData
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -6,10 +6,10 @@ import ase.units
 import numpy as np
 import pytest
 
-from phalanx.families.materials.data_config import GraphSource
+from phalanx.errors import ConfigError
 from phalanx.families.materials.data.structures.labels import labels_of, length_factor
 from phalanx.families.materials.data.structures.units import ENERGY, FORCE, LENGTH, STRESS, parse_unit, unit_of
-from phalanx.errors import ConfigError
+from phalanx.families.materials.data_config import GraphSource
 
 
 @pytest.mark.parametrize(

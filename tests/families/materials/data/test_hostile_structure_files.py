@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.lib.format as npy
 import pytest
-from graph_files import write_set
 
-from phalanx.families.materials.data_config import GraphSource
-from phalanx.families.materials.data.structures import ase_files
-from phalanx.families.materials.data.structures import npz
-from phalanx.families.materials.data.open import open_structures
+from graph_files import write_set
 from phalanx.errors import DataError
+from phalanx.families.materials.data.open import open_structures
+from phalanx.families.materials.data.structures import ase_files, npz
+from phalanx.families.materials.data_config import GraphSource
 
 HYDROGEN = "1\n{comment}\nH 0.0 0.0 0.0\n"
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from graph_files import graph_data
 
-from phalanx.families.materials.data_config import GraphData
+from graph_files import graph_data
 from phalanx.families.materials.data.prepare import prepare_graphs
 from phalanx.families.materials.data.shards import open_prepared
 from phalanx.families.materials.data.stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.families.materials.data_config import GraphData
 
 FOLDER = Path(__file__).resolve().parents[5] / "shared/data/molecules"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no molecule sets at {FOLDER}")

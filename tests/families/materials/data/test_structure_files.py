@@ -11,14 +11,14 @@ import ase.io
 import numpy as np
 import pytest
 from ase.calculators.singlepoint import SinglePointCalculator
-from graph_files import write_set
 
-from phalanx.families.materials.data_config import GraphSource
+from graph_files import write_set
+from phalanx.errors import DataError
+from phalanx.families.materials.data.open import open_structures
 from phalanx.families.materials.data.structures.files import StructureFile, find_files
 from phalanx.families.materials.data.structures.labels import labels_of
-from phalanx.families.materials.data.open import open_structures
 from phalanx.families.materials.data.structures.structures import convert
-from phalanx.errors import DataError
+from phalanx.families.materials.data_config import GraphSource
 
 STRUCTURES = 7
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from graph_files import graph_data, write_set
 
-from phalanx.families.materials.model_config import Branch
+from graph_files import graph_data, write_set
+from phalanx.errors import CheckpointError
 from phalanx.families.materials.data.manifest import Statistics
 from phalanx.families.materials.data.prepare import prepare_graphs
 from phalanx.families.materials.data.shards import open_prepared
 from phalanx.families.materials.data.trained_elements import elements_of, trained_elements, untrained_in, write_elements
-from phalanx.errors import CheckpointError
+from phalanx.families.materials.model_config import Branch
 
 
 def statistics(*elements: int) -> Statistics:

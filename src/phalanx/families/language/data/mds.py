@@ -21,11 +21,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from phalanx.families.language.data.manifest import Split
-from phalanx.families.language.data.mds_columns import TokenColumn
-from phalanx.families.language.data.sources import Int64Array, TokenSource
-from phalanx.families.language.data.token_file import read_bytes
 from phalanx.errors import DataError
+from phalanx.families.language.data.mds_columns import TokenColumn
+from phalanx.families.language.data.token_shards import Split
+from phalanx.families.language.data.token_source import Int64Array, TokenSource, read_bytes
 
 INDEX = "index.json"
 SPLIT_FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "validation": ("validation", "valid", "val")}

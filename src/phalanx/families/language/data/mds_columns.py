@@ -16,8 +16,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.families.language.data.sources import Int64Array
 from phalanx.errors import DataError
+from phalanx.families.language.data.token_source import Int64Array
 
 _USUAL_NAMES = ("tokens", "input_ids")
 _ID_TYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 32: "uint32", 33: "int32", 64: "uint64", 65: "int64"}

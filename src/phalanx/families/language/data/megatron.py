@@ -18,10 +18,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.families.language.data.manifest import Split
-from phalanx.families.language.data.sources import Int64Array, SegmentedStream, TokenSource
-from phalanx.families.language.data.token_file import TokenFile
 from phalanx.errors import DataError
+from phalanx.families.language.data.token_shards import Split
+from phalanx.families.language.data.token_source import Int64Array, SegmentedStream, TokenFile, TokenSource
 
 VALIDATION_ENDINGS = ("_validation", "_valid", "_val")
 """What follows a prefix in the name of its validation data; the first that exists is taken."""

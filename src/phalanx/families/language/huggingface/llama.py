@@ -13,11 +13,11 @@ from phalanx.families.language.huggingface.architecture import (
     GENERAL_KEYS,
     Architecture,
     ConfigFields,
+    Counterpart,
     KnownKeys,
     Positive,
     Size,
 )
-from phalanx.families.language.huggingface.rules import Counterpart
 
 One = Annotated[float, Field(ge=1.0, le=1.0, exclude=True)]
 """A field that is read, to refuse other values, and not written."""

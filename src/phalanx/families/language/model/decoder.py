@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from phalanx.config.model import LanguageModel
 from phalanx.counter_random import CounterDropout, DropoutContext
-from phalanx.families.language.model.loss import ChunkLoss, LossSum, chunk_loss, linear_cross_entropy
+from phalanx.families.language.model.cross_entropy import ChunkLoss, LossSum, chunk_loss, linear_cross_entropy
 from phalanx.nn.attention import (
     Attention,
     AttentionKernel,

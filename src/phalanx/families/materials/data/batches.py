@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from phalanx.families.materials.data.structures.labels import KINDS
 from phalanx.families.materials.data.order import Located
-from phalanx.families.materials.data.structures.ragged import Int64Array, offsets, ragged_ranges
 from phalanx.families.materials.data.shards import LABEL_DTYPES, PreparedSource
+from phalanx.families.materials.data.structures.labels import KINDS
+from phalanx.families.materials.data.structures.ragged import Int64Array, offsets, ragged_ranges
 from phalanx.families.materials.data.structures.total_charge import total_charges
 
 PER_ATOM = ("species_N", "positions_N3", "graph_N", "forces_N3", "charges_N", "atom_properties_NP")

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.families.materials.config import MaterialsRun
-from phalanx.families.materials.model_config import Branch, MaterialsModel
 from phalanx.families.materials.data.manifest import Manifest, Statistics, read_manifest
 from phalanx.families.materials.data.shards import open_prepared
 from phalanx.families.materials.data.statistics import joint_statistics
+from phalanx.families.materials.model_config import Branch, MaterialsModel
 
 Units = dict[str, Any]
 """Fields of the `model` section: `mean_neighbors`, and `branches` with a mapping of fields each."""

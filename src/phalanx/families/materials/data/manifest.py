@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from phalanx.families.materials.data_config import GraphData, GraphSource
-from phalanx.data.file_record import Count, FileRecord, Part
+from phalanx.data.prepared_folder import Count, FileRecord, Part
 from phalanx.errors import DataError
+from phalanx.families.materials.data_config import GraphData, GraphSource
 from phalanx.files import write_atomically
 
 MANIFEST = "manifest.json"

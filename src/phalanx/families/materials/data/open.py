@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from phalanx.families.materials.data_config import GraphSource
+from phalanx.errors import DataError
 from phalanx.families.materials.data.structures.files import StructureFile, Wanted
 from phalanx.families.materials.data.structures.labels import labels_of
-from phalanx.errors import DataError
+from phalanx.families.materials.data_config import GraphSource
 
 _FORMATS = {
     "npz": ("phalanx.families.materials.data.structures.npz", "NpzFile"),

@@ -17,11 +17,11 @@ from typing import Literal
 
 import numpy as np
 
-from phalanx.families.materials.data.cost import CostModel
-from phalanx.families.materials.data.structures.ragged import Int64Array
-from phalanx.families.materials.data.shards import PreparedSource
-from phalanx.data.order import ORDER_VERSION, EpochShuffle, Mixture, stable_key
+from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Mixture, stable_key
 from phalanx.errors import ConfigError
+from phalanx.families.materials.data.cost import CostModel
+from phalanx.families.materials.data.shards import PreparedSource
+from phalanx.families.materials.data.structures.ragged import Int64Array
 
 _WINDOW = 2**13
 """Samples of a window, about: few enough to be cut in milliseconds."""

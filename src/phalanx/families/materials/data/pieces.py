@@ -16,16 +16,16 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.families.materials.data_config import GraphData, GraphSource
+from phalanx.errors import DataError
+from phalanx.families.materials.data.manifest import SPLITS
+from phalanx.families.materials.data.open import open_structures
+from phalanx.families.materials.data.shards import Prepared, shard_arrays
 from phalanx.families.materials.data.structures.arrays import write_arrays
 from phalanx.families.materials.data.structures.checks import bond_ratios, check_lengths, check_structure
 from phalanx.families.materials.data.structures.labels import labels_of, length_factor
-from phalanx.families.materials.data.manifest import SPLITS
 from phalanx.families.materials.data.structures.neighbours import find_edges
-from phalanx.families.materials.data.open import open_structures
-from phalanx.families.materials.data.shards import Prepared, shard_arrays
 from phalanx.families.materials.data.structures.structures import RawStructure, Structure, convert
-from phalanx.errors import DataError
+from phalanx.families.materials.data_config import GraphData, GraphSource
 
 
 @dataclass(frozen=True)

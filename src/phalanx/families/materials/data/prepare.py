@@ -15,12 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.hardware.host import available_cores
-from phalanx.families.materials.data_config import GraphData, GraphSource
-from phalanx.data.file_record import FileRecord, file_record
-from phalanx.families.materials.data.structures.arrays import Arrays, map_arrays, write_arrays
-from phalanx.families.materials.data.structures.files import find_files
-from phalanx.families.materials.data.structures.labels import labels_of, length_factor
+from phalanx.data.prepared_folder import FileRecord, file_record
+from phalanx.errors import DataError
 from phalanx.families.materials.data.manifest import (
     INDEX,
     MANIFEST,
@@ -35,10 +31,14 @@ from phalanx.families.materials.data.manifest import (
 )
 from phalanx.families.materials.data.open import open_structures
 from phalanx.families.materials.data.pieces import Job, Piece, make_pieces
-from phalanx.families.materials.data.structures.ragged import Int64Array
 from phalanx.families.materials.data.statistics import gather_statistics
-from phalanx.errors import DataError
+from phalanx.families.materials.data.structures.arrays import Arrays, map_arrays, write_arrays
+from phalanx.families.materials.data.structures.files import find_files
+from phalanx.families.materials.data.structures.labels import labels_of, length_factor
+from phalanx.families.materials.data.structures.ragged import Int64Array
+from phalanx.families.materials.data_config import GraphData, GraphSource
 from phalanx.files import clear_halves, write_atomically
+from phalanx.hardware.host import available_cores
 from phalanx.locks import FolderLock
 
 PIECE_STRUCTURES = 8192

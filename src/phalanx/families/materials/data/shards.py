@@ -19,15 +19,15 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.families.materials.data_config import GraphData, GraphSource
-from phalanx.data.file_record import check_content, check_size, check_still_whole
+from phalanx.data.prepared_folder import check_content, check_size, check_still_whole
+from phalanx.errors import DataError
+from phalanx.families.materials.data.manifest import INDEX, Split, check_settings, read_manifest
 from phalanx.families.materials.data.structures.arrays import Arrays, map_arrays, smallest_integers
 from phalanx.families.materials.data.structures.edges import Edges
 from phalanx.families.materials.data.structures.labels import KINDS
-from phalanx.families.materials.data.manifest import INDEX, Split, check_settings, read_manifest
 from phalanx.families.materials.data.structures.ragged import Int64Array, offsets
 from phalanx.families.materials.data.structures.structures import Structure
-from phalanx.errors import DataError
+from phalanx.families.materials.data_config import GraphData, GraphSource
 
 LABEL_DTYPES = {"energy": "f8", "forces": "f4", "stress": "f4", "charges": "f4", "dipole": "f4", "total_charge": "f4"}
 """Total energies keep float64: a float32 resolves one of 10^5 eV to 8 meV only."""

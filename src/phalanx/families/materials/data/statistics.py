@@ -9,15 +9,15 @@ from itertools import zip_longest
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.families.materials.data_config import GraphSource
+from phalanx.errors import DataError
+from phalanx.families.materials.data.manifest import SPLITS, LabelStatistics, Statistics
+from phalanx.families.materials.data.shards import PreparedSource
 from phalanx.families.materials.data.structures.arrays import Arrays
 from phalanx.families.materials.data.structures.labels import KINDS, FloatArray, labels_of
-from phalanx.families.materials.data.manifest import SPLITS, LabelStatistics, Statistics
 from phalanx.families.materials.data.structures.ragged import ragged_ranges
-from phalanx.families.materials.data.shards import PreparedSource
 from phalanx.families.materials.data.structures.structures import ELEMENTS
 from phalanx.families.materials.data.structures.total_charge import total_charges
-from phalanx.errors import DataError
+from phalanx.families.materials.data_config import GraphSource
 
 _TRAIN = SPLITS.index("train")
 _ROUNDING = 1e-9

@@ -11,16 +11,16 @@ from typing import Literal
 
 import numpy as np
 
-from phalanx.families.materials.data_config import GraphData
+from phalanx.data.batch_stream import SteppedStream
+from phalanx.errors import ConfigError, DataError
 from phalanx.families.materials.data.balance import Division, by_number, divide, divide_within, longest_first
 from phalanx.families.materials.data.batches import LABELS, Collator, Columns, GraphBatch
 from phalanx.families.materials.data.branches import BranchGroups
 from phalanx.families.materials.data.cost import CostModel
 from phalanx.families.materials.data.order import GraphOrder, Located
-from phalanx.families.materials.data.structures.ragged import Int64Array
 from phalanx.families.materials.data.shards import PreparedSource
-from phalanx.data.stream import SteppedStream
-from phalanx.errors import ConfigError, DataError
+from phalanx.families.materials.data.structures.ragged import Int64Array
+from phalanx.families.materials.data_config import GraphData
 
 _STEPS_KEPT = 128
 """Of which the imbalance is known: more than can be read ahead."""

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.families.materials.model_config import Branch
+from phalanx.errors import CheckpointError
 from phalanx.families.materials.data.manifest import Statistics
 from phalanx.families.materials.data.order import Located
-from phalanx.families.materials.data.structures.ragged import Int64Array, ragged_ranges
 from phalanx.families.materials.data.shards import PreparedSource
+from phalanx.families.materials.data.structures.ragged import Int64Array, ragged_ranges
 from phalanx.families.materials.data.structures.structures import ELEMENTS
-from phalanx.errors import CheckpointError
+from phalanx.families.materials.model_config import Branch
 from phalanx.files import write_atomically
 
 FILE = "elements.json"

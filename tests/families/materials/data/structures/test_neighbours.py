@@ -8,10 +8,10 @@ import pytest
 import torch
 from ase.neighborlist import neighbor_list
 
+from phalanx.errors import DataError
 from phalanx.families.materials.data.structures import device_neighbours
 from phalanx.families.materials.data.structures.device_neighbours import device_edges
 from phalanx.families.materials.data.structures.neighbours import find_edges
-from phalanx.errors import DataError
 
 Periodic = tuple[bool, bool, bool]
 CASES: dict[str, tuple[int, float, float, Periodic]] = {

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from graph_files import graph_data, write_set
 
+from graph_files import graph_data, write_set
 from phalanx.cli.data_science import charges_in_words
-from phalanx.families.materials.data_config import GraphData
+from phalanx.errors import DataError
 from phalanx.families.materials.data.batches import Collator
 from phalanx.families.materials.data.order import Located
 from phalanx.families.materials.data.prepare import prepare_graphs
@@ -18,7 +18,7 @@ from phalanx.families.materials.data.shards import open_prepared
 from phalanx.families.materials.data.statistics import joint_statistics
 from phalanx.families.materials.data.stream import graph_columns
 from phalanx.families.materials.data.structures.total_charge import total_charges
-from phalanx.errors import DataError
+from phalanx.families.materials.data_config import GraphData
 
 CHARGES = np.array([0.0, 1.0, -2.0, 0.0, 1.0, 0.0])
 """Of the structures of a set."""

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.errors import DataError, PhalanxError
 from phalanx.families.materials.data.structures.files import StructureFile, Wanted, bounded_lines
 from phalanx.families.materials.data.structures.structures import RawStructure
-from phalanx.errors import DataError, PhalanxError
 
 try:
     import ase.db

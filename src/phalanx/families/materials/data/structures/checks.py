@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.families.materials.data_config import GraphSource
 from phalanx.families.materials.data.structures.edges import Edges
 from phalanx.families.materials.data.structures.structures import RawStructure, Structure
 from phalanx.families.materials.data.structures.total_charge import check_charges
+from phalanx.families.materials.data_config import GraphSource
 
 SAME_PLACE_A = 0.05
 """Atoms nearer than this are one atom written twice: nuclei so close have energies of keV."""

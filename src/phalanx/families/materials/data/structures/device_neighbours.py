@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.families.materials.data.structures.edges import TIE_A
 from phalanx.errors import DataError
+from phalanx.families.materials.data.structures.edges import TIE_A
 
 _MARGIN = 1e-4
 """Bins are wider than the cutoff by this share: rounding may put an atom into the bin beside its own."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, AnyStr
 
+from phalanx.errors import DataError
 from phalanx.families.materials.data.structures.labels import Label
 from phalanx.families.materials.data.structures.structures import RawStructure
-from phalanx.errors import DataError
 
 
 @dataclass(frozen=True)

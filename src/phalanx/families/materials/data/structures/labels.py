@@ -16,9 +16,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.families.materials.data_config import GraphLabel, GraphSource
-from phalanx.families.materials.data.structures.units import CHARGE, DIPOLE, ENERGY, FORCE, LENGTH, STRESS, Dimension, parse_unit, unit_of
 from phalanx.errors import ConfigError
+from phalanx.families.materials.data.structures.units import (
+    CHARGE,
+    DIPOLE,
+    ENERGY,
+    FORCE,
+    LENGTH,
+    STRESS,
+    Dimension,
+    parse_unit,
+    unit_of,
+)
+from phalanx.families.materials.data_config import GraphLabel, GraphSource
 
 FloatArray = npt.NDArray[np.float64]
 

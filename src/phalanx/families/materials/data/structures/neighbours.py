@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.families.materials.data.structures.edges import TIE_A, Edges
 from phalanx.errors import PhalanxError
+from phalanx.families.materials.data.structures.edges import TIE_A, Edges
 
 try:
     import vesin

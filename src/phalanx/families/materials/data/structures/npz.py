@@ -19,9 +19,9 @@ import numpy as np
 import numpy.lib.format as npy
 import numpy.typing as npt
 
+from phalanx.errors import DataError
 from phalanx.families.materials.data.structures.files import StructureFile, Wanted
 from phalanx.families.materials.data.structures.structures import RawStructure
-from phalanx.errors import DataError
 
 _ATOMS = ("ptr", "z", "numbers", "species", "pos", "positions", "cell", "pbc")
 """Arrays that are read whatever labels are wanted."""

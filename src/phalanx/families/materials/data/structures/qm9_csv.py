@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.errors import DataError
 from phalanx.families.materials.data.structures.files import LONGEST_LINE, StructureFile, Wanted, bounded_lines
 from phalanx.families.materials.data.structures.labels import FloatArray
 from phalanx.families.materials.data.structures.structures import RawStructure
-from phalanx.errors import DataError
 
 _ELEMENTS, _POSITIONS = "Elements", "XYZ_Ang"
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|NaN")

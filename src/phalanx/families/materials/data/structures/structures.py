@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.families.materials.data.structures.labels import FloatArray, Label
 from phalanx.errors import DataError
+from phalanx.families.materials.data.structures.labels import FloatArray, Label
 
 ELEMENTS = 118
 """Atomic numbers run from 1 to this."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.families.materials.data_config import GraphSource
 from phalanx.families.materials.data.structures.ragged import Int64Array
 from phalanx.families.materials.data.structures.structures import Structure
+from phalanx.families.materials.data_config import GraphSource
 
 TOLERANCE = 0.1
 """Elementary charges by which a sum of atoms' charges may miss a total charge: rounding of many, or a coarse integration."""
