@@ -23,22 +23,22 @@ class Batch(Protocol):
 
     @property
     def sample_indices(self) -> Tensor:
-        """int64 [B]: global sample numbers."""
+        """Return the global sample numbers, int64 [B]."""
 
     def to(self, device: torch.device) -> Self:
-        """The batch on `device`, copied without waiting when it lies in pinned memory."""
+        """Return the batch on `device`, copied asynchronously where it lies in pinned memory."""
 
     def pinned(self) -> Self:
-        """A copy in pinned memory, from which an accelerator copies on its own."""
+        """Return a copy in pinned memory, from which an accelerator copies without the CPU."""
 
     def split(self, parts: int) -> Iterator[Self]:
-        """`parts` micro-batches, in order; or the number that the batch was planned with, the same on every rank."""
+        """Yield `parts` micro-batches, in order; or as many as the batch was planned with, the same number on every rank."""
 
     def target_counts(self) -> Tensor:
-        """How many targets each task has in these samples: [T], what the summed losses of `T` tasks are divided by."""
+        """Return how many targets each task has in these samples, [T]: the divisors of the summed losses of `T` tasks."""
 
     def inputs(self) -> tuple[Tensor, dict[str, Any]]:
-        """What the first stage takes, and what every stage takes besides, by name."""
+        """Return the input of the first stage, and the inputs that every stage takes besides, by name."""
 
 
 class BatchStream(Protocol):
@@ -46,13 +46,13 @@ class BatchStream(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for streams that read the same samples in the same order."""
+        """Return a text that is equal for streams that read the same samples in the same order."""
 
     def seek(self, step: int) -> None:
-        """Go on after `step`, the last step already done."""
+        """Continue after `step`, the last step that is done."""
 
     def next(self) -> Batch:
-        """The batch of the next step."""
+        """Return the batch of the next step."""
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -67,10 +67,10 @@ class Reader(Protocol[BatchT_co]):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for readers that give the same sample for every number."""
+        """Return a text that is equal for readers that give the same sample for every number."""
 
     def read(self, numbers: Int64Array) -> BatchT_co:
-        """The samples with these global numbers, int64 [n], in order."""
+        """Read the samples with these global numbers, int64 [n], in order."""
 
 
 class SteppedStream(ABC, Generic[BatchT]):
@@ -84,15 +84,15 @@ class SteppedStream(ABC, Generic[BatchT]):
 
     @abstractmethod
     def batch(self, step: int) -> BatchT:
-        """This rank's samples of optimizer step `step`, counted from 1."""
+        """Return this rank's samples of optimizer step `step`, counted from 1."""
 
     def seek(self, step: int) -> None:
-        """Go on after `step`, the last step already done."""
+        """Continue after `step`, the last step that is done."""
         self.close()
         self._step = step
 
     def next(self) -> BatchT:
-        """The batch of the next step. Raises what reading it raised."""
+        """Return the batch of the next step. Raises what reading it raised."""
         self._step += 1
         if self.prefetch == 0:
             return self.batch(self._step)
@@ -134,7 +134,7 @@ class ReadAheadStream(SteppedStream[BatchT]):
         self._reader = reader
 
     def batch(self, step: int) -> BatchT:
-        """This rank's samples of optimizer step `step`, counted from 1."""
+        """Return this rank's samples of optimizer step `step`, counted from 1."""
         first = (step - 1) * self.global_batch + self.offset
         batch = self._reader.read(np.arange(first, first + self.share, dtype=np.int64))
         return batch.pinned() if self.pin_memory else batch
@@ -153,7 +153,7 @@ class ReadAhead(Generic[BatchT]):
         self._thread.start()
 
     def next(self) -> BatchT:
-        """The next batch. Raises what reading it raised, and again on every later call."""
+        """Return the next batch. Raises what reading it raised, and again on every later call."""
         item = self._failure or self._ready.get()
         if isinstance(item, Exception):
             self._failure = item

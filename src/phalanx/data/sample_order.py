@@ -36,7 +36,7 @@ def _scramble(x: UInt64Array) -> UInt64Array:
 
 
 def stable_key(*parts: object) -> int:
-    """A 64-bit key made from the text of `parts`: the same in every process, on every machine, for ever."""
+    """Return a 64-bit key made from the text of `parts`: the same in every process, on every machine, for ever."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
@@ -59,7 +59,7 @@ class EpochShuffle:
         self._columns = np.uint64(-(-items // rows))
 
     def __call__(self, place: Int64Array) -> Int64Array:
-        """Items read at each `place` (n, any shape) of an endless reading; place // items is the epoch."""
+        """Return the items read at each `place` (n, any shape) of an endless reading; place // items is the epoch."""
         epoch, item = np.divmod(np.atleast_1d(place), self.items)
         keys = self._round_keys(epoch)
         shuffled = self._network(item.astype(np.uint64), keys)
@@ -70,7 +70,7 @@ class EpochShuffle:
         return shuffled.astype(np.int64)
 
     def _round_keys(self, epoch: Int64Array) -> UInt64Array:
-        """One key a round and element (rounds, n), from the key of this shuffle and each element's epoch."""
+        """Return one key a round and element (rounds, n), from the key of this shuffle and each element's epoch."""
         epoch_key = _scramble(np.uint64(self.key) ^ _scramble(epoch.astype(np.uint64) * _GOLDEN))
         rounds = np.arange(1, _ROUNDS + 1, dtype=np.uint64)[:, None]
         return _scramble(epoch_key[None, :] + rounds * _GOLDEN)
@@ -85,7 +85,7 @@ class EpochShuffle:
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """`weights` as the smallest whole numbers in the same ratio; their sum is the period of the mixture.
+    """Return `weights` as the smallest whole numbers in the same ratio; their sum is the period of the mixture.
 
     Weights are taken as the decimals they print as. Where that would need a period beyond 2**31 samples they are
     rounded to parts of 2**30, so no share is off by more than one in a thousand million.
@@ -136,7 +136,7 @@ class Mixture:
         return len(self._nodes) - 1
 
     def __call__(self, number: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """For each global sample `number` (n,): its source (n,) and its place in that source's own reading (n,)."""
+        """Return for each global sample `number` (n,) its source (n,) and its place in that source's own reading (n,)."""
         place = np.array(number, dtype=np.int64, ndmin=1)
         node = np.full_like(place, self._root)
         for _ in range(self._depth):
@@ -149,7 +149,7 @@ class Mixture:
         return -1 - node, place
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the first `samples` global samples came from each source."""
+        """Return how many of the first `samples` global samples came from each source."""
         counts = [0] * len(self.weights)
         waiting = [(self._root, samples)]
         while waiting:
@@ -164,6 +164,6 @@ class Mixture:
 
 
 def _share(k: Int64Array, weight: Int64Array, total: Int64Array) -> Int64Array:
-    """floor(k * weight / total) without overflow: weight and total stay below 2**31, k below 2**62."""
+    """Return floor(k * weight / total) without overflow: weight and total stay below 2**31, k below 2**62."""
     periods, rest = np.divmod(k, total)
     return periods * weight + rest * weight // total
