@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from phalanx.data.prepared_folder import MANIFEST
 from phalanx.errors import DataError
 from phalanx.families.language.data import prepare_text as preparing
-from phalanx.families.language.data.prepare_text import Options, prepare
-from phalanx.families.language.data.token_shards import MANIFEST
+from phalanx.families.language.data.prepare_text import Options, prepare_text
 from phalanx.families.language.data.tokenize_pieces import Settings
 from phalanx.files import TEMPORARY
 
@@ -51,7 +51,7 @@ def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     out = tmp_path_factory.mktemp("straight") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparing, "PIECE_BYTES", PIECE_BYTES)
-        prepare([str(corpus)], out, OPTIONS, workers=1)
+        prepare_text([str(corpus)], out, OPTIONS, workers=1)
     return contents(out)
 
 
@@ -134,7 +134,7 @@ def assert_the_same_command_goes_on(
 
     monkeypatch.setattr(preparing, "PIECE_BYTES", PIECE_BYTES)
     monkeypatch.setattr(preparing, "tokenize_pieces", listening)
-    prepare([str(corpus)], out, OPTIONS, workers=2)
+    prepare_text([str(corpus)], out, OPTIONS, workers=2)
     assert done and made and not done & made
     assert contents(out) == straight
 
@@ -205,7 +205,7 @@ def test_two_at_once_are_kept_apart(start: Start, corpus: Path, straight: dict[s
     assert error.startswith(f"error: {out} is in use by process {process.pid} on host {socket.gethostname()} (since ")
     assert error.endswith("; end it first, or choose another --out\n")
     with pytest.raises(DataError, match=f"is in use by process {process.pid} on host"):
-        prepare([str(corpus)], out, Options(vocab_size=400), workers=1)
+        prepare_text([str(corpus)], out, Options(vocab_size=400), workers=1)
     assert before <= pieces(out)
     os.kill(process.pid, signal.SIGCONT)
     process.communicate()
@@ -226,9 +226,9 @@ def test_what_workers_were_writing_goes(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare([str(corpus)], out, OPTIONS, workers=1, progress=fail)
+        prepare_text([str(corpus)], out, OPTIONS, workers=1, progress=fail)
     assert not list((out / ".work").glob(".*"))
-    prepare([str(corpus)], out, OPTIONS, workers=1)
+    prepare_text([str(corpus)], out, OPTIONS, workers=1)
     assert contents(out) == straight
 
 

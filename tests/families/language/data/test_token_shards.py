@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phalanx.data.prepared_folder import MANIFEST
 from phalanx.errors import DataError
-from phalanx.families.language.data.token_shards import MANIFEST, ShardSource, ShardWriter, read_token_manifest
+from phalanx.families.language.data.token_shards import ShardSource, ShardWriter, read_manifest
 from token_data import END, VOCABULARY, write_token_folder
 
 

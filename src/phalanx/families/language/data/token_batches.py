@@ -39,7 +39,7 @@ class TokenBatch:
     """int64 [B]: global sample numbers."""
 
     def to(self, device: torch.device) -> TokenBatch:
-        """The batch on `device`, copied without waiting when it lies in pinned memory."""
+        """Return the batch on `device`, copied asynchronously where it lies in pinned memory."""
         documents = None if self.document_ids is None else self.document_ids.to(device, non_blocking=True)
         return TokenBatch(
             self.tokens.to(device, non_blocking=True),
@@ -49,14 +49,14 @@ class TokenBatch:
         )
 
     def pinned(self) -> TokenBatch:
-        """A copy in pinned memory, from which an accelerator copies on its own."""
+        """Return a copy in pinned memory, from which an accelerator copies without the CPU."""
         documents = None if self.document_ids is None else self.document_ids.pin_memory()
         return TokenBatch(
             self.tokens.pin_memory(), self.targets.pin_memory(), documents, self.sample_indices.pin_memory()
         )
 
     def split(self, parts: int) -> Iterator[TokenBatch]:
-        """`parts` micro-batches of equal size, in order."""
+        """Yield `parts` micro-batches of equal size, in order."""
         samples = len(self.tokens) // parts
         assert samples * parts == len(self.tokens)
         for start in range(0, len(self.tokens), samples):
@@ -65,11 +65,11 @@ class TokenBatch:
             yield TokenBatch(self.tokens[rows], self.targets[rows], documents, self.sample_indices[rows])
 
     def target_counts(self) -> Tensor:
-        """Targets that take part in the loss, int64 [1]."""
+        """Return the number of targets that take part in the loss, int64 [1]."""
         return (self.targets != IGNORED).sum()[None]
 
     def inputs(self) -> tuple[Tensor, dict[str, Any]]:
-        """Token ids; targets and document ids."""
+        """Return the token ids for the first stage; targets and document ids for every stage."""
         named = {"targets_BS": self.targets}
         if self.document_ids is not None:
             named["document_ids_BS"] = self.document_ids
@@ -107,7 +107,7 @@ class SampleReader:
         self.fingerprint = hashlib.sha256(json.dumps(description).encode()).hexdigest()
 
     def locate(self, numbers: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """For each global sample number: its source and the number of the sample in that source."""
+        """Return for each global sample number its source and the number of the sample in that source."""
         source, place = self._mixture(numbers)
         sample = np.empty_like(place)
         for index, order in enumerate(self._orders):
@@ -117,7 +117,7 @@ class SampleReader:
         return source, sample
 
     def read(self, numbers: Int64Array) -> TokenBatch:
-        """The samples with these global numbers."""
+        """Read the samples with these global numbers, int64 [B]."""
         source, sample = self.locate(numbers)
         length = self.sequence_length
         rows = np.empty((len(numbers), length + 1), dtype=np.int64)

@@ -1,6 +1,6 @@
-"""The manifest of a folder of token shards: what is in it, and how to tell that nothing was lost or altered.
+"""The native format of tokens: a folder of shards with a manifest, its reader and its writer.
 
-    manifest.json               this file's content
+    manifest.json               what is in the folder, with checksums
     tokenizer.json              the tokenizer the tokens come from
     train-00000.bin, ...        token ids, little-endian uint16 or uint32, one document after the other
     train-00000.documents, ...  where each document of that shard begins, in tokens, little-endian int64
@@ -19,14 +19,22 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from phalanx.data.prepared_folder import Count, FileRecord, Part, check_content, check_size, file_record
+from phalanx.data.prepared_folder import (
+    MANIFEST,
+    Count,
+    FileRecord,
+    Part,
+    check_content,
+    check_size,
+    file_record,
+    read_checked,
+    write_manifest,
+)
 from phalanx.errors import DataError
 from phalanx.families.language.data.token_source import Int64Array, SegmentedStream, TokenFile, TokenSource
-from phalanx.files import write_atomically
 
-MANIFEST = "manifest.json"
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
@@ -88,28 +96,19 @@ class Manifest(Part):
     splits: dict[Split, SplitRecord]
 
     def write(self, folder: Path) -> None:
-        """Write it into `folder`; it comes last, so a folder with a manifest is complete."""
-        write_atomically(folder / MANIFEST, self.model_dump_json(indent=1) + "\n")
+        """Write the manifest into `folder`, after all files that it lists."""
+        write_manifest(folder, self)
 
     def fingerprint(self, split: Split) -> str:
-        """A hash of all token data of a split and its tokenizer: equal exactly where a run would read the same."""
+        """Return a hash of all token data of a split and its tokenizer: equal exactly where a run would read the same."""
         shards = [shard.data.sha256 for shard in self.splits[split].shards]
         return hashlib.sha256(json.dumps([self.tokenizer.file.sha256, self.dtype, shards]).encode()).hexdigest()
 
 
 def read_token_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of `folder`. Raises DataError naming the file and what is wrong with it."""
-    path = folder / MANIFEST
-    try:
-        return Manifest.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise DataError(
-            f"{path}: {error.strerror}; make it with: phalanx data prepare INPUT... --out {folder}"
-        ) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "content"
-        raise DataError(f"{path}: {where}: {first['msg']}; prepare the data again") from None
+    make = f"make it with: phalanx data prepare INPUT... --out {folder}"
+    return read_checked(folder / MANIFEST, Manifest, missing=make, malformed="prepare the data again")
 
 
 class ShardSource(TokenSource):
@@ -140,13 +139,18 @@ class ShardSource(TokenSource):
         self._starts: Int64Array | None = None
 
     def read(self, starts: Int64Array, length: int) -> Int64Array:
-        """Tokens [n, length] from each of `starts` on."""
+        """Return tokens [n, length] from each of `starts` on."""
         return self._stream.read(starts, length)
 
     def document_of(self, places: Int64Array) -> Int64Array:
-        """The number of the document that each place belongs to."""
+        """Return the number of the document that each place belongs to."""
         if self._starts is None:
-            self._starts = self._read_starts()
+            # Read when first needed: 8 bytes a document, which only runs with a document mask want.
+            parts, before = [np.empty(0, dtype=np.int64)], 0
+            for shard in self._split.shards:
+                parts.append(np.fromfile(check_size(self.path, shard.starts), "<i8") + before)
+                before += shard.tokens
+            self._starts = np.concatenate(parts)
         return np.searchsorted(self._starts, places, side="right") - 1
 
     def verify(self) -> None:
@@ -156,17 +160,9 @@ class ShardSource(TokenSource):
             check_content(self.path, shard.data)
             check_content(self.path, shard.starts)
 
-    def _read_starts(self) -> Int64Array:
-        """Starts of all documents in the stream; 8 bytes a document."""
-        parts, before = [], 0
-        for shard in self._split.shards:
-            parts.append(np.fromfile(check_size(self.path, shard.starts), "<i8") + before)
-            before += shard.tokens
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
-
 
 class ShardWriter:
-    """Takes documents one by one and writes them as shards of about `shard_tokens` tokens; documents stay whole."""
+    """Writes documents, one by one, as shards of about `shard_tokens` tokens; documents stay whole."""
 
     def __init__(self, folder: Path, split: Split, dtype: np.dtype[Any], shard_tokens: int) -> None:
         self._folder = folder
@@ -187,7 +183,7 @@ class ShardWriter:
         self._text_bytes += text_bytes
 
     def close(self) -> SplitRecord:
-        """Write what is left; returns the record of the whole split."""
+        """Write what is left and return the record of the whole split."""
         if self._tokens:
             self._flush()
         return SplitRecord(
@@ -201,8 +197,16 @@ class ShardWriter:
         name = f"{self._split}-{len(self._shards):05d}"
         lengths = [len(document) for document in self._documents]
         data, starts = self._folder / f"{name}.bin", self._folder / f"{name}.documents"
-        _write(data, np.concatenate(self._documents))
-        _write(starts, np.cumsum([0, *lengths[:-1]]).astype("<i8"))
+        contents: dict[Path, npt.NDArray[Any]] = {
+            data: np.concatenate(self._documents),
+            starts: np.cumsum([0, *lengths[:-1]]).astype("<i8"),
+        }
+        for path, values in contents.items():
+            with path.open("wb") as file:
+                # Not tofile(), whose errors on a full disk do not say so.
+                file.write(values.data)
+                file.flush()
+                os.fsync(file.fileno())
         self._shards.append(
             ShardRecord(
                 tokens=self._tokens,
@@ -213,11 +217,3 @@ class ShardWriter:
             )
         )
         self._documents, self._tokens, self._text_bytes = [], 0, 0
-
-
-def _write(path: Path, values: npt.NDArray[Any]) -> None:
-    with path.open("wb") as file:
-        # Not tofile(), whose errors on a full disk do not say so.
-        file.write(values.data)
-        file.flush()
-        os.fsync(file.fileno())

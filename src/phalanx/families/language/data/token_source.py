@@ -1,7 +1,7 @@
-"""Bodies of tokens a run can read: one interface, whatever the format on disk.
+"""Streams of tokens that a run can read: one interface, whatever the format on disk.
 
-A source is one split of one body: a long stream of tokens in which documents follow each other. It is read by place, in
-any order; it holds no position and no state.
+A source is one split of one data set: a long stream of tokens in which documents follow each other. It is read by place,
+in any order, and holds neither a position nor any state.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class TokenSource(ABC):
-    """One split of one body of tokens."""
+    """One split of one data set."""
 
     path: Path
-    """Where it lies, for messages."""
+    """Where the data lie, for messages."""
     tokens: int
     """Length of the stream."""
     fingerprint: str
@@ -43,52 +43,25 @@ class TokenSource(ABC):
 
     @abstractmethod
     def read(self, starts: Int64Array, length: int) -> Int64Array:
-        """Tokens [n, length]: row i is the stream from starts[i] on. starts[i] + length never exceeds `tokens`."""
+        """Return tokens [n, length]: row i is the stream from starts[i] on.
+
+        starts: int64 [n]; starts[i] + length never exceeds `tokens`. Raises DataError for a file changed since opening.
+        """
 
     @abstractmethod
     def document_of(self, places: Int64Array) -> Int64Array:
-        """For each place in the stream, the number of its document (any increasing numbering), same shape."""
+        """Return for each place in the stream the number of its document (any increasing numbering), same shape."""
 
     @abstractmethod
     def verify(self) -> None:
         """Read everything and compare checksums. Raises DataError naming the file, expected and found."""
 
     def samples(self, length: int) -> int:
-        """Whole samples of `length` tokens, each with the token after its last as target; they do not overlap."""
+        """Return the number of whole samples of `length` tokens, each with the token after its last as target.
+
+        Samples do not overlap.
+        """
         return max(0, (self.tokens - 1) // length)
-
-
-class SegmentedStream:
-    """Several files read as one stream."""
-
-    def __init__(self, segments: list[TokenFile]) -> None:
-        self.segments = segments
-        self.ends = np.cumsum([len(segment) for segment in segments], dtype=np.int64)
-        self.length = int(self.ends[-1]) if segments else 0
-
-    def read(self, starts: Int64Array, length: int) -> Int64Array:
-        """Tokens [n, length] from each of `starts` on, as int64."""
-        out = np.empty((len(starts), length), dtype=np.int64)
-        first = np.searchsorted(self.ends, starts, side="right")
-        last = np.searchsorted(self.ends, starts + length - 1, side="right")
-        for row, (start, a, b) in enumerate(zip(starts.tolist(), first.tolist(), last.tolist(), strict=True)):
-            if a == b:
-                offset = start - (int(self.ends[a - 1]) if a else 0)
-                out[row] = self.segments[a].read(offset, offset + length)
-            else:
-                out[row] = self._across(start, length)
-        return out
-
-    def _across(self, start: int, length: int) -> npt.NDArray[np.generic]:
-        parts, missing = [], length
-        segment = int(np.searchsorted(self.ends, start, side="right"))
-        offset = start - (int(self.ends[segment - 1]) if segment else 0)
-        while missing:
-            part = self.segments[segment].read(offset, offset + missing)
-            parts.append(part)
-            missing -= len(part)
-            segment, offset = segment + 1, 0
-        return np.concatenate(parts)
 
 
 class TokenFile:
@@ -98,7 +71,7 @@ class TokenFile:
     """
 
     def __init__(self, path: Path, dtype: np.dtype[np.integer]) -> None:
-        """Open it. Raises DataError where that is not possible."""
+        """Open the file. Raises DataError where that is not possible."""
         try:
             self._file = path.open("rb", buffering=0)
         except OSError as error:
@@ -120,9 +93,38 @@ class TokenFile:
         return read_bytes(self._file.fileno(), self.path, first, last)
 
 
+class SegmentedStream:
+    """Several token files read as one stream."""
+
+    def __init__(self, segments: list[TokenFile]) -> None:
+        self.segments = segments
+        self.ends = np.cumsum([len(segment) for segment in segments], dtype=np.int64)
+        self.length = int(self.ends[-1]) if segments else 0
+
+    def read(self, starts: Int64Array, length: int) -> Int64Array:
+        """Return tokens [n, length] from each of `starts` on, as int64."""
+        out = np.empty((len(starts), length), dtype=np.int64)
+        segments = np.searchsorted(self.ends, starts, side="right")
+        for row, start, first in zip(out, starts.tolist(), segments.tolist(), strict=True):
+            segment = first
+            offset = start - (int(self.ends[segment - 1]) if segment else 0)
+            filled = 0
+            # A sample may begin in one file and end in the next.
+            while filled < length:
+                part = self.segments[segment].read(offset, offset + length - filled)
+                row[filled : filled + len(part)] = part
+                filled += len(part)
+                segment, offset = segment + 1, 0
+        return out
+
+
 def read_bytes(descriptor: int, path: Path, first: int, last: int) -> bytes:
-    """Return bytes from `first` to before `last` of a file. Raises DataError where they are not there or cannot be read."""
+    """Return bytes from `first` to before `last` of an open file; `path` names it in messages.
+
+    Raises DataError where they are not there or cannot be read.
+    """
     parts = []
+    # One call may return fewer bytes than were asked for.
     while first < last:
         try:
             part = os.pread(descriptor, last - first, first)

@@ -98,7 +98,7 @@ def tokenize_pieces(jobs: Iterator[tuple[list[str], Path]], settings: Settings, 
 
 
 def _collect(running: set[Future[None]]) -> set[Future[None]]:
-    """Wait for one of them; returns those that still run. Raises what a worker raised."""
+    """Await one of the running tasks; return those that still run. Raises what a worker raised."""
     done, still = wait(running, return_when=FIRST_COMPLETED)
     for future in done:
         future.result()
@@ -107,7 +107,7 @@ def _collect(running: set[Future[None]]) -> set[Future[None]]:
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Processes started meanwhile ignore Ctrl-C from their first moment on: the parent alone decides."""
+    """Let processes that are started meanwhile ignore Ctrl-C from their first moment on: the parent alone decides."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

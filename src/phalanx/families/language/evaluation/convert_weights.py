@@ -103,7 +103,7 @@ def convert(
 
 
 def _reporting(weights: Weights, progress: Progress) -> Callable[[str], Tensor]:
-    """Reads tensors and tells how far it is."""
+    """Return a reader of tensors that reports its progress."""
     total = sum(map(prod, weights.shapes.values()))
     done = 0
 
@@ -120,7 +120,7 @@ def _reporting(weights: Weights, progress: Progress) -> Callable[[str], Tensor]:
 def _write_checkpoint(
     target: Path, weights: Weights, files: TokenizerFiles, dtype: torch.dtype, progress: Progress
 ) -> None:
-    """A folder that `training.init_from`, `generate` and `evaluate` take: checkpoints/, tokenizer/ and model.yaml."""
+    """Write a folder that `training.init_from`, `generate` and `evaluate` take: checkpoints/, tokenizer/ and model.yaml."""
     with new_folder(target) as folder:
         scratch = folder / ".weights"
         tensors = _in_scratch_file(scratch, weights, dtype, progress)
@@ -135,7 +135,7 @@ def _write_checkpoint(
 
 
 def _in_scratch_file(scratch: Path, weights: Weights, dtype: torch.dtype, progress: Progress) -> dict[str, Tensor]:
-    """All tensors in `dtype`, in memory that the system may move to the file `scratch`."""
+    """Read all tensors in `dtype` into memory that the system may move to the file `scratch`."""
     total = sum(map(prod, weights.shapes.values()))
     with scratch.open("wb") as file:
         # Without the blocks reserved, a full disk would end the process instead of raising.
@@ -154,7 +154,7 @@ def _in_scratch_file(scratch: Path, weights: Weights, dtype: torch.dtype, progre
 
 
 def _model_section(model: LanguageModel, target: Path) -> str:
-    """The `model` section of a run file that starts from these weights."""
+    """Return the `model` section of a run file that starts from these weights."""
     given = model.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     return (
         "# The model section of a run file. To train from these weights, put it into one and add\n"

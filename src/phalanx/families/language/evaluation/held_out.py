@@ -125,7 +125,7 @@ def _open(loaded: LoadedModel, data: Path | None, split: Split) -> list[TokenSou
 
 
 def _byte_counts(loaded: LoadedModel, source: TokenSource) -> torch.Tensor | None:
-    """Bytes of text that each token of `source` stands for; None where neither data nor model has a tokenizer."""
+    """Return bytes of text that each token of `source` stands for; None where neither data nor model has a tokenizer."""
     ours = loaded.tokenizer
     if source.tokenizer is None:
         return None if ours is None else ours.byte_counts(loaded.model.config.vocab_size)
@@ -154,17 +154,17 @@ class HeldOut:
 
     @property
     def loss(self) -> float:
-        """Mean cross-entropy in nats a token."""
+        """Return mean cross-entropy in nats a token."""
         return self.nats / self.tokens if self.tokens else math.nan
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
+        """Return exp(loss)."""
         return math.exp(self.loss) if self.loss < 700.0 else self.loss * math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Cross-entropy in bits a byte of text, comparable between tokenizers; None where the bytes are not known."""
+        """Return cross-entropy in bits a byte of text, comparable between tokenizers; None where the bytes are not known."""
         return self.nats / math.log(2.0) / self.bytes if self.bytes else None
 
     def __add__(self, other: HeldOut) -> HeldOut:
@@ -176,7 +176,7 @@ class HeldOut:
         )
 
     def as_dict(self) -> dict[str, float | int | None]:
-        """All figures by name."""
+        """Return all figures by name."""
         return {
             "loss": self.loss,
             "perplexity": self.perplexity,
@@ -263,7 +263,7 @@ def score_split(
     sharing: Sharing = WHOLE,
     progress: Callable[[int], None] = lambda samples: None,
 ) -> HeldOut:
-    """Scores of the split `source`.
+    """Score the split `source`.
 
     sequence_length: tokens a sample. numbers: the samples to score, see `spread_samples`; None scores all. microbatch:
     samples computed at a time. document_mask: whether attention stops at document boundaries. byte_counts: bytes of text
@@ -297,12 +297,12 @@ def score_split(
 
 
 def sample_count(source: TokenSource, sequence_length: int) -> int:
-    """Samples that hold every target of a split once, the last one perhaps in part."""
+    """Return how many samples hold every target of a split once, the last one perhaps in part."""
     return max(0, math.ceil((source.tokens - 1) / sequence_length))
 
 
 def spread_samples(sources: Sequence[TokenSource], sequence_length: int, samples: int | None) -> list[list[int]]:
-    """For each source the numbers of the samples to score: all, or `samples` in all, spread evenly over the sources.
+    """Return for each source the numbers of the samples to score: all, or `samples` in all, spread evenly over the sources.
 
     Always the same ones, so that scores can be compared.
     """
@@ -316,7 +316,7 @@ def spread_samples(sources: Sequence[TokenSource], sequence_length: int, samples
 def _read(
     source: TokenSource, numbers: Sequence[int], length: int, size: int, document_mask: bool
 ) -> tuple[TokenBatch, int]:
-    """Samples as int64 [size, length], whose shape never changes, so nothing recompiles; and the largest token id."""
+    """Read samples as int64 [size, length], whose shape never changes, so nothing recompiles; also return the largest id."""
     tokens = np.zeros((size, length), dtype=np.int64)
     targets = np.full((size, length), IGNORED, dtype=np.int64)
     documents = np.zeros((size, length), dtype=np.int32)

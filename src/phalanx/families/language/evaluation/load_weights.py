@@ -18,10 +18,10 @@ from torch import Tensor
 from phalanx.checkpoint import open_checkpoints, read_manifest, read_state, read_tensors
 from phalanx.config.load import parse_run
 from phalanx.config.model import LanguageModel
-from phalanx.data.prepared_folder import check_size
+from phalanx.config.schema import LanguageRun
+from phalanx.data.prepared_folder import MANIFEST, check_size
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.families.language.config import LanguageRun
-from phalanx.families.language.data.token_shards import MANIFEST, read_token_manifest
+from phalanx.families.language.data.token_shards import read_manifest
 from phalanx.families.language.evaluation.text_tokenizer import TextTokenizer
 from phalanx.families.language.huggingface.folder_files import (
     TOKENIZER,
@@ -59,11 +59,11 @@ class Weights(ABC):
 
     @abstractmethod
     def format_of(self, name: str) -> torch.dtype:
-        """Number format in which the tensor `name` is stored."""
+        """Return number format in which the tensor `name` is stored."""
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """The tensor `name`. Raises CheckpointError where it is damaged."""
+        """Read the tensor `name`. Raises CheckpointError where it is damaged."""
 
     @abstractmethod
     def close(self) -> None:
@@ -71,12 +71,12 @@ class Weights(ABC):
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor by name, in the decoder's order."""
+        """Return shape of every tensor by name, in the decoder's order."""
         with torch.device("meta"):
             return {name: tuple(parameter.shape) for name, parameter in Decoder(self.model).named_parameters()}
 
     def widest_format(self) -> torch.dtype:
-        """The number format that holds every tensor exactly."""
+        """Return the number format that holds every tensor exactly."""
         return reduce(torch.promote_types, {self.format_of(name) for name in self.shapes})
 
     def __enter__(self) -> Self:
@@ -108,11 +108,11 @@ class HuggingFaceWeights(Weights):
         self.tokenizer = TokenizerFiles.read(path, self._folder.special_tokens)
 
     def format_of(self, name: str) -> torch.dtype:
-        """Number format in which the tensor `name` is stored."""
+        """Return number format in which the tensor `name` is stored."""
         return self._folder.format_of(name)
 
     def read(self, name: str) -> Tensor:
-        """The tensor `name`."""
+        """Read the tensor `name`."""
         return self._folder.read(name)
 
     def close(self) -> None:
@@ -144,11 +144,11 @@ class PhalanxWeights(Weights):
         self._held: dict[str, Tensor] = {}
 
     def format_of(self, name: str) -> torch.dtype:
-        """Number format in which the tensor `name` is stored."""
+        """Return number format in which the tensor `name` is stored."""
         return self._formats[name]
 
     def read(self, name: str) -> Tensor:
-        """The tensor `name`, checksums verified."""
+        """Read the tensor `name` and verify its checksums."""
         parts = name.split(".")
         group = PREFIX + ".".join(parts[: 2 if parts[0] == "blocks" else 1]) + "."
         if group != self._group:
@@ -176,7 +176,7 @@ class PhalanxWeights(Weights):
 
 
 def imported_state(model: LanguageModel, special: SpecialTokens, source: Path) -> dict[str, Any]:
-    """The state.json of a checkpoint that holds imported weights: no optimizer, no data position, step 0."""
+    """Return the state.json of a checkpoint that holds imported weights: no optimizer, no data position, step 0."""
     return {
         "step": 0,
         "weights_only": True,
@@ -187,7 +187,7 @@ def imported_state(model: LanguageModel, special: SpecialTokens, source: Path) -
 
 
 def _described(state: dict[str, Any], where: Path) -> tuple[LanguageRun | None, LanguageModel]:
-    """The run and the model that a checkpoint's state describes."""
+    """Return the run and the model that a checkpoint's state describes."""
     if isinstance(state.get("run"), str):
         run = parse_run(state["run"], f"{where}/state.json: run")
         if not isinstance(run, LanguageRun):
@@ -209,41 +209,34 @@ def _special_tokens(state: dict[str, Any]) -> SpecialTokens:
 
 
 def _run_root(checkpoint: Path) -> Path:
-    """The folder that holds checkpoints/, or for a checkpoint that was copied elsewhere its own parent."""
+    """Return the folder that holds checkpoints/, or for a checkpoint that was copied elsewhere its own parent."""
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
 
 
 def tokenizer_files(weights: Weights, override: Path | None = None) -> TokenizerFiles:
-    """The tokenizer of `weights`, or the one at `override` (a tokenizer.json, or a folder with one); empty if none is found.
+    """Find the tokenizer of `weights`: at `override`, beside the weights, or with the data that they were trained on.
 
-    Raises CheckpointError if there is none at `override`, DataError if the run's data is there but damaged.
+    override: a tokenizer.json, or a folder with one. The result is empty where none is found. Raises CheckpointError
+    where there is none at `override`, DataError where the run's data is there but damaged.
     """
-    beside = weights.tokenizer
-    if not beside.files and weights.run is not None:
-        beside = _of_data(weights.run) or beside
-    return beside if override is None else _at(override, beside.special)
-
-
-def _at(path: Path, special: SpecialTokens) -> TokenizerFiles:
-    if path.is_dir():
-        found = TokenizerFiles.read(path, special)
-        if not found.files:
-            raise CheckpointError(f"--tokenizer={path} holds no {TOKENIZER}")
-        return found
-    if not path.is_file():
-        raise CheckpointError(f"--tokenizer={path} does not exist; give a {TOKENIZER}, or a folder with one")
-    return TokenizerFiles({TOKENIZER: path.read_bytes()}, special)
-
-
-def _of_data(run: LanguageRun) -> TokenizerFiles | None:
-    """The tokenizer in the first of the run's data folders that is still there and has one."""
-    for source in run.data.sources:
-        folder = Path(source.path)
-        if (folder / MANIFEST).is_file():
-            record = read_token_manifest(folder).tokenizer
+    found = weights.tokenizer
+    if not found.files and weights.run is not None:
+        folders = (Path(source.path) for source in weights.run.data.sources)
+        folder = next((folder for folder in folders if (folder / MANIFEST).is_file()), None)
+        if folder is not None:
+            record = read_manifest(folder).tokenizer
             content = check_size(folder, record.file).read_bytes()
-            return TokenizerFiles({TOKENIZER: content}, SpecialTokens(end=(record.end_of_document,)))
-    return None
+            found = TokenizerFiles({TOKENIZER: content}, SpecialTokens(end=(record.end_of_document,)))
+    if override is None:
+        return found
+    if override.is_dir():
+        given = TokenizerFiles.read(override, found.special)
+        if not given.files:
+            raise CheckpointError(f"--tokenizer={override} holds no {TOKENIZER}")
+        return given
+    if not override.is_file():
+        raise CheckpointError(f"--tokenizer={override} does not exist; give a {TOKENIZER}, or a folder with one")
+    return TokenizerFiles({TOKENIZER: override.read_bytes()}, found.special)
 
 
 _CHUNK_LOGITS = 2**24
@@ -277,27 +270,19 @@ def load_for_inference(
     Raises CheckpointError where there is no sound checkpoint, or the tokenizer asked for is not there.
     """
     with open_weights(path) as weights:
-        chosen = dtype or _usual_dtype(weights.run, device)
-        require_cpu_format(chosen, device, "--precision")
-        model = _build(weights, device, chosen)
+        if dtype is None and weights.run is not None:
+            dtype = PRECISIONS[weights.run.layout.precision]
+        elif dtype is None:
+            dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        require_cpu_format(dtype, device, "--precision")
+        with torch.device("meta"):
+            chunk = max(128, _CHUNK_LOGITS // weights.model.vocab_size)
+            model = Decoder(weights.model, dtype=dtype, chunk_tokens=chunk)
+        # Every layer casts its parameters to the activations' format, so keeping them in it changes no number.
+        model.to(dtype).to_empty(device=device)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights.read(name))
         files = tokenizer_files(weights, tokenizer)
         found = TextTokenizer.from_files(files, weights.where) if files.files else None
-        return LoadedModel(model, weights.run, found, weights.where, weights.step)
-
-
-def _build(weights: Weights, device: torch.device, dtype: torch.dtype) -> Decoder:
-    with torch.device("meta"):
-        chunk = max(128, _CHUNK_LOGITS // weights.model.vocab_size)
-        model = Decoder(weights.model, dtype=dtype, chunk_tokens=chunk)
-    # Every layer casts its parameters to the activations' format, so keeping them in it changes no number.
-    model.to(dtype).to_empty(device=device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights.read(name))
-    return model.eval()
-
-
-def _usual_dtype(run: LanguageRun | None, device: torch.device) -> torch.dtype:
-    if run is not None:
-        return PRECISIONS[run.layout.precision].compute_dtype
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
+        return LoadedModel(model.eval(), weights.run, found, weights.where, weights.step)

@@ -45,12 +45,12 @@ class TextTokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """All tokens with their ids."""
+        """Return all tokens with their ids."""
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return vocabulary
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Tokens of `text`, after what the tokenizer itself puts in front where the model was trained with a token that
+        """Encode `text`, after what the tokenizer itself puts in front where the model was trained with a token that
         begins documents; empty text is the start of a document."""
         # Our own training has documents one after the other, with nothing but the end of one before the next.
         begins = self.special.begin is not None
@@ -60,11 +60,12 @@ class TextTokenizer:
         return ids or list(begin)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out."""
+        """Decode `ids`, special tokens left out."""
         return decode_ids(self._tokenizer, ids, self._name)
 
     def byte_counts(self, vocab_size: int) -> Tensor:
-        """UTF-8 bytes of text that each token stands for, int64 [vocab_size]; 0 for special tokens and unused rows.
+        """Return the number of UTF-8 bytes of text that each token stands for, int64 [vocab_size]; 0 for special
+        tokens and unused rows.
 
         Exact for byte-level tokenizers and for those with byte fallback: the tokens of a text have as many bytes together
         as the text that the tokenizer gives back for them.
@@ -90,12 +91,12 @@ class TextStream:
         self._start = max(0, self._shown - 8)
 
     def push(self, token: int) -> str:
-        """The text that `token` completes, perhaps none."""
+        """Return the text that `token` completes, perhaps none."""
         self._ids.append(token)
         return self._advance(final=False)
 
     def finish(self) -> str:
-        """What remains at the end, a cut character shown as such."""
+        """Return what remains at the end, a cut character shown as such."""
         return self._advance(final=True)
 
     def _advance(self, *, final: bool) -> str:

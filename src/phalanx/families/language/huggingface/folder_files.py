@@ -15,12 +15,12 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 
 
 def is_huggingface_folder(path: Path) -> bool:
-    """Whether `path` looks like a Hugging Face checkpoint."""
+    """Return whether `path` looks like a Hugging Face checkpoint."""
     return (path / "config.json").is_file()
 
 
 def file_inside(path: Path, name: str) -> Path:
-    """The file `name` of a checkpoint folder. Raises CheckpointError if it is missing or lies outside the folder.
+    """Return the path of the file `name` of a checkpoint folder. Raises CheckpointError if it is missing or lies outside.
 
     A link is followed within the folder and, for a snapshot of Hugging Face's download cache, into the `blobs` folder
     where that cache keeps its files.
@@ -40,7 +40,7 @@ def file_inside(path: Path, name: str) -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`. Raises CheckpointError for anything else."""
+    """Read the JSON object in `file`. Raises CheckpointError for anything else."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -68,13 +68,13 @@ class SpecialTokens:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """From `bos_token_id` and `eos_token_id` (one id or a list) of a Hugging Face configuration."""
+        """Read `bos_token_id` and `eos_token_id` (one id or a list) of a Hugging Face configuration."""
         begin, end = config.get("bos_token_id"), config.get("eos_token_id")
         ends = end if isinstance(end, list) else [end]
         return cls(next(_ids([begin]), None), tuple(_ids(ends)))
 
     def as_config(self) -> dict[str, Any]:
-        """The same two fields again."""
+        """Return the same two fields of a Hugging Face configuration."""
         end = list(self.end) if len(self.end) > 1 else (self.end[0] if self.end else None)
         return {"bos_token_id": self.begin, "eos_token_id": end}
 
@@ -88,7 +88,7 @@ class TokenizerFiles:
 
     @classmethod
     def read(cls, folder: Path, special: SpecialTokens) -> Self:
-        """The tokenizer files among those in `folder`; none without a `tokenizer.json`.
+        """Read the tokenizer files among those in `folder`; none without a `tokenizer.json`.
 
         special: the special tokens, if known; those that are not come from `tokenizer_config.json`.
         """

@@ -105,7 +105,7 @@ class MptFields(ConfigFields):
         return self
 
     def to_model(self) -> LanguageModel:
-        """The decoder that computes the same."""
+        """Return the decoder that computes the same."""
         return LanguageModel(
             n_layers=self.n_layers,
             d_model=self.d_model,
@@ -124,7 +124,7 @@ class MptFields(ConfigFields):
 
     @classmethod
     def from_model(cls, model: LanguageModel) -> Self:
-        """The fields for a decoder that fits."""
+        """Return the fields for a decoder that fits."""
         return cls(
             vocab_size=model.vocab_size,
             d_model=model.d_model,

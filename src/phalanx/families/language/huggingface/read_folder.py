@@ -29,6 +29,9 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 
+ARCHITECTURES = (LLAMA, GPT2, MPT)
+_BY_POSITIONS = {"rope": LLAMA, "learned": GPT2, "alibi": MPT}
+_UNKNOWN_KEY = "what it changes is not known; if it is nothing, take it out of config.json"
 _FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SHOWN = 5
 _HEAD = "lm_head.weight"
@@ -67,28 +70,33 @@ class HuggingFaceFolder:
 
     @property
     def names(self) -> list[str]:
-        """Our names of all tensors, in the decoder's order."""
+        """Return our names of all tensors, in the decoder's order."""
         return list(self._rules)
 
     def format_of(self, name: str) -> torch.dtype:
-        """Number format in which our tensor `name` is stored; one that holds all parts, where they differ."""
-        return reduce(torch.promote_types, (self._format(self._stored_name(part)) for part in self._rules[name].theirs))
+        """Return the number format in which our tensor `name` is stored; one that holds all parts, where they differ."""
+        stored = [self._stored_name(theirs) for theirs in self._rules[name].theirs]
+        formats = (_FORMATS[self._tensors[part].get_slice(part).get_dtype()] for part in stored)
+        return reduce(torch.promote_types, formats)
 
     def read(self, name: str) -> Tensor:
-        """Our tensor `name`, on the CPU, in its stored format. Raises CheckpointError where it holds NaN or infinities."""
+        """Read our tensor `name` on the CPU, in its stored format. Raises CheckpointError where it holds NaN or
+        infinities."""
         rule = self._rules[name]
-        parts = [self._tensors[self._stored_name(part)].get_tensor(self._stored_name(part)) for part in rule.theirs]
-        for stored, part in zip(map(self._stored_name, rule.theirs), parts, strict=True):
+        parts = []
+        for stored in map(self._stored_name, rule.theirs):
+            part = self._tensors[stored].get_tensor(stored)
             broken = part.numel() - int(part.isfinite().sum())
             if broken:
                 raise CheckpointError(
                     f"{self.path}: {broken:,} of {part.numel():,} numbers of tensor {stored} are NaN or infinite; "
                     f"nothing can be computed with them, fetch or save the model again"
                 )
+            parts.append(part)
         return rule.join(parts).contiguous()
 
     def _read_special_tokens(self) -> SpecialTokens:
-        """What ends a text is a matter of generation, so generation_config.json has the last word on it."""
+        """Read the special tokens of the configuration, overruled by those of generation_config.json."""
         fields = {"bos_token_id": self.config.get("bos_token_id"), "eos_token_id": self.config.get("eos_token_id")}
         if (self.path / GENERATION).exists():
             settings = read_json(file_inside(self.path, GENERATION))
@@ -98,31 +106,27 @@ class HuggingFaceFolder:
     def _open_weights(self) -> None:
         self._tensors: dict[str, Any] = {}
         for file_name in weight_files(self.path):
-            opened = self._open(file_name)
+            path = file_inside(self.path, file_name)
+            try:
+                opened = self._files.enter_context(safe_open(str(path), framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} is not a whole safetensors file: {error}; fetch it again") from None
             for tensor in opened.keys():  # noqa: SIM118
                 if tensor in self._tensors:
                     raise CheckpointError(f"{self.path / file_name}: tensor {tensor} is in another weight file as well")
                 self._tensors[tensor] = opened
+        # Compared before rules are made for each layer: a forged config.json may ask for any number.
         if self.model.n_layers > len(self._tensors):
             raise CheckpointError(
                 f"{self.path}: config.json asks for {self.model.n_layers} layers, but the weight files hold "
                 f"{len(self._tensors)} tensors"
             )
+        # Checkpoints of the bare model, without a head, leave the first part of every name out.
         prefix = self.architecture.prefix
         self._prefix_left_out = not any(name.startswith(prefix) for name in self._tensors)
 
-    def _open(self, name: str) -> Any:
-        path = file_inside(self.path, name)
-        try:
-            return self._files.enter_context(safe_open(str(path), framework="pt"))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is not a whole safetensors file: {error}; fetch it again") from None
-
     def _stored_name(self, theirs: str) -> str:
         return theirs.removeprefix(self.architecture.prefix) if self._prefix_left_out else theirs
-
-    def _format(self, stored: str) -> torch.dtype:
-        return _FORMATS[self._tensors[stored].get_slice(stored).get_dtype()]
 
     def _check_tensors(self) -> None:
         expected = {
@@ -173,7 +177,7 @@ class HuggingFaceFolder:
 
 
 def weight_files(path: Path) -> list[str]:
-    """Names of the weight files in a checkpoint folder. Raises CheckpointError where there are none to be read safely."""
+    """Return the names of a checkpoint folder's weight files. Raises CheckpointError where none can be read safely."""
     if (path / INDEX).exists():
         weight_map = read_json(file_inside(path, INDEX)).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -190,14 +194,8 @@ def weight_files(path: Path) -> list[str]:
     raise CheckpointError(f"{path} holds no weights: neither {WEIGHTS} nor {INDEX}")
 
 
-ARCHITECTURES = (LLAMA, GPT2, MPT)
-
-_UNKNOWN_KEY = "what it changes is not known; if it is nothing, take it out of config.json"
-_BY_POSITIONS = {"rope": LLAMA, "learned": GPT2, "alibi": MPT}
-
-
 def architecture_for(model: LanguageModel) -> Architecture:
-    """The architecture that computes what `model` describes.
+    """Return the architecture that computes what `model` describes.
 
     Raises ConfigError naming every field without a counterpart. Each architecture has one kind of positions, so these
     decide which one is meant.
@@ -213,7 +211,7 @@ def architecture_for(model: LanguageModel) -> Architecture:
 
 
 def read_config(values: Mapping[str, Any], where: str) -> tuple[Architecture, LanguageModel]:
-    """The architecture and decoder that a parsed `config.json` describes; `where` names the file in messages.
+    """Return the architecture and decoder that a parsed `config.json` describes; `where` names the file in messages.
 
     Raises CheckpointError for another architecture and for every setting the decoder has no counterpart for.
     """
@@ -238,18 +236,13 @@ def read_config(values: Mapping[str, Any], where: str) -> tuple[Architecture, La
     try:
         return found, found.config.model_validate(dict(values)).to_model()
     except ValidationError as error:
-        problems = (
-            _problem(values, detail["loc"], _UNKNOWN_KEY if detail["type"] == "extra_forbidden" else detail["msg"])
-            for detail in error.errors()
-        )
+        problems = []
+        for detail in error.errors():
+            unknown = detail["type"] == "extra_forbidden"
+            reason = _UNKNOWN_KEY if unknown else detail["msg"].removeprefix("Value error, ")
+            value: Any = values
+            for part in detail["loc"]:
+                value = value.get(part) if isinstance(value, dict) else None
+            field = ".".join(map(str, detail["loc"]))
+            problems.append(f"{field}={value!r} has no counterpart in the decoder: {reason}" if field else reason)
         raise CheckpointError("\n".join(f"{where}: {problem}" for problem in problems)) from None
-
-
-def _problem(values: Mapping[str, Any], path: tuple[int | str, ...], message: str) -> str:
-    reason = message.removeprefix("Value error, ")
-    if not path:
-        return reason
-    value: Any = values
-    for part in path:
-        value = value.get(part) if isinstance(value, dict) else None
-    return f"{'.'.join(map(str, path))}={value!r} has no counterpart in the decoder: {reason}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.language.huggingface.architecture import Architecture, TensorRule
 from phalanx.families.language.huggingface.folder_files import DEFAULT_SHARD_BYTES, TokenizerFiles
 from phalanx.families.language.huggingface.read_folder import GENERATION, INDEX, WEIGHTS
+from phalanx.files import whole_folder
 
 _FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -51,21 +51,17 @@ def write_folder(path: Path, export: Export) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` at the end; nothing stays where that fails.
+    """Yield a folder to fill, which becomes `path` at the end; nothing stays where that fails.
 
     Raises ConfigError if `path` is already in use, PhalanxError if it cannot be written.
     """
     refuse_used(path)
     path = path.absolute()
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        partial.replace(path)
+        with whole_folder(path) as folder:
+            yield folder
     except OSError as error:
         raise PhalanxError(f"{path} cannot be written: {error.strerror}; nothing was left there") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def refuse_used(path: Path) -> None:
@@ -109,7 +105,8 @@ def _plan_shards(rules: Sequence[TensorRule], dtype: torch.dtype, limit: int) ->
 
 
 def _write_safetensors(file: Path, rules: Sequence[TensorRule], export: Export) -> None:
-    """The safetensors format: length of the header (8 bytes, little-endian), header as JSON, then the bytes of all tensors.
+    """Write a safetensors file: length of the header (8 bytes, little-endian), header as JSON, then the bytes of all
+    tensors.
 
     The safetensors package wants all tensors of a file in memory at once; this does not.
     """

@@ -89,7 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def chunk_loss(logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool) -> tuple[Tensor, Tensor]:
-    """Summed loss of one chunk and, if asked for, its gradient with respect to the logits (in their format)."""
+    """Return summed loss of one chunk and, if asked for, its gradient with respect to the logits (in their format)."""
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     kept_N = targets_N != IGNORED
     safe_N = targets_N.clamp(min=0)
