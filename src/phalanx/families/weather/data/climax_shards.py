@@ -36,7 +36,7 @@ _DAMAGED = (zipfile.BadZipFile, ValueError, OSError, KeyError, EOFError)
 
 
 def is_climax(folder: Path) -> bool:
-    """Whether `folder` holds ClimaX shards."""
+    """Return whether `folder` holds ClimaX shards."""
     return (folder / "lat.npy").is_file() and (folder / "lon.npy").is_file()
 
 
@@ -87,22 +87,22 @@ class NpzStore(FieldStore):
                 out[row, column] = self._converted(self.variables[variable], field)
 
     def read_static(self) -> Float32Array:
-        """The fields without time [S, H, W]: the first frame of each, as shards repeat them in every frame."""
+        """Read the fields without time, [S, H, W]: the first frame of each, as shards repeat them in every frame."""
         fields = [self._converted(name, self._array(self.segments[0], name)[0, 0]) for name in self.statics]
         return np.stack(fields) if fields else np.empty((0, *self.grid.shape), dtype=np.float32)
 
     def locate(self, variable: int, frame: int) -> tuple[Path, int]:
-        """The file that holds a frame of a variable, and the time index in that file."""
+        """Find the file that holds a frame of a variable, and the time index in that file."""
         return self.locate_in_segments(frame)
 
     def ends_year(self, frame: int) -> bool:
-        """Whether a year ends with `frame` and the next begins so soon that only the dropped days can be missing."""
+        """Return whether a year ends with `frame` and the next begins so soon that only the dropped days can be missing."""
         hours = int(self.times.seconds[frame + 1] - self.times.seconds[frame]) / HOUR
         last = any(segment.end == frame + 1 for segment in self.segments)
         return last and hours <= _LOST_HOURS
 
     def _check(self, path: Path) -> int:
-        """Frames of a shard, after a look at every array of the run in it."""
+        """Return the number of frames of a shard, after a look at every array of the run in it."""
         lengths: dict[str, int] = {}
         for name in (*self.variables, *self.statics):
             array = self._array(Segment(path, 0, 0), name)
@@ -119,7 +119,7 @@ class NpzStore(FieldStore):
         return frames
 
     def _array(self, segment: Segment, name: str) -> Any:
-        """The array of a variable: mapped where the shard is not compressed, else read whole and kept for a while."""
+        """Return the array of a variable: mapped where the shard is not compressed, else read whole and kept for a while."""
         stored = self._naming.stored(name)
         path = segment.path
         if (path, stored) in self._maps:
@@ -163,7 +163,7 @@ class NpzStore(FieldStore):
 
 
 def _in_order(folder: Path) -> list[tuple[str, int, Path]]:
-    """(begin, shard, path) of all shards. Raises DataError where one is missing or there twice."""
+    """Return (begin, shard, path) of all shards in order. Raises DataError where one is missing or there twice."""
     found: dict[tuple[str, int], Path] = {}
     for path in sorted(path for split in _SPLITS for path in (folder / split).glob("*.npz")):
         match = _NAME.fullmatch(path.name)
@@ -205,7 +205,7 @@ def _read_coordinates(path: Path) -> Any:
 
 
 def _map(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Any:
-    """A stored member of a zip file as a memory map."""
+    """Map a stored member of a zip file into memory."""
     with archive.open(info) as member:
         version = np.lib.format.read_magic(member)
         reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

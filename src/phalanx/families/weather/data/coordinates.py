@@ -37,12 +37,12 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """Return rows and columns."""
         return len(self.latitudes), len(self.longitudes)
 
     @property
     def wraps(self) -> bool:
-        """Whether the last column is the western neighbour of the first."""
+        """Return whether the last column is the western neighbour of the first."""
         columns = len(self.longitudes)
         if columns < 2:
             return False
@@ -51,7 +51,7 @@ class Grid:
         return bool(abs(step * columns - 360) < min(360 * _TOLERANCE, step / 2))
 
     def difference(self, other: Grid) -> str | None:
-        """The first way in which `other` is another grid, in words; None where it is the same."""
+        """Return the first way in which `other` is another grid, in words; None where it is the same."""
         if self.shape != other.shape:
             return f"{other.shape[0]} x {other.shape[1]} points instead of {self.shape[0]} x {self.shape[1]}"
         pairs = (("latitude", self.latitudes, other.latitudes), ("longitude", self.longitudes, other.longitudes))
@@ -63,7 +63,7 @@ class Grid:
         return None
 
     def area_weights(self) -> Float64Array:
-        """Areas of the cells [H, W] divided by their mean.
+        """Return the areas of the cells [H, W] divided by their mean.
 
         A cell reaches half-way to its neighbours and its area is the difference of the sines of its latitude bounds
         times its width, so it is exact and positive at the poles too (WeatherBench 2, Rasp et al. 2024, section 3.1).
@@ -107,7 +107,7 @@ class Orientation:
 
 
 def orient(latitudes: Float64Array, longitudes: Float64Array, where: str) -> tuple[Grid, Orientation]:
-    """The grid of a file from its coordinates in degrees, in their order in the file, and how to get there.
+    """Return the grid of a file from its coordinates in degrees, in their order in the file, and how to get there.
 
     where: names the file in messages. Raises DataError for coordinates that are no latitude-longitude grid.
     """
@@ -158,12 +158,12 @@ class TimeAxis:
         return len(self.seconds)
 
     def text(self, frame: int) -> str:
-        """The time of a frame, to the minute."""
+        """Return the time of a frame, to the minute."""
         return date_text(int(self.seconds[frame]), self.calendar)
 
     @cached_property
     def step(self) -> int:
-        """The usual time between frames in seconds; 0 of a single frame."""
+        """Return the usual time between frames in seconds; 0 of a single frame."""
         return int(np.median(np.diff(self.seconds))) if len(self.seconds) > 1 else 0
 
     @cached_property
@@ -172,29 +172,31 @@ class TimeAxis:
 
     @cached_property
     def days_of_year(self) -> Int64Array:
-        """[T]: from 0; the same for a date of every year, so of a leap year where the calendar has any."""
+        """Return the day of the year [T], from 0; the same for a date of every year, so of a leap year where the
+        calendar has any."""
         if self.calendar == "360_day":
             return np.array([30 * (date.month - 1) + date.day - 1 for date in self._dates], dtype=np.int64)
         return np.array([_DAYS_BEFORE[date.month - 1] + date.day - 1 for date in self._dates], dtype=np.int64)
 
     @property
     def days_in_year(self) -> int:
-        """How many values `days_of_year` has."""
+        """Return how many values `days_of_year` has."""
         return 360 if self.calendar == "360_day" else 366
 
     @property
     def seconds_of_day(self) -> Int64Array:
-        """[T]: seconds since midnight."""
+        """Return seconds since midnight, [T]."""
         return np.mod(self.seconds, DAY)
 
     @cached_property
     def parts_of_cycles(self) -> Float32Array:
-        """[T, 2]: the part of the year, and of the day, that has passed, from 0 to 1."""
+        """Return the part of the year, and of the day, that has passed, from 0 to 1, [T, 2]."""
         year = (self.days_of_year + self.seconds_of_day / DAY) / self.days_in_year
         return np.stack([year, self.seconds_of_day / DAY], axis=1).astype(np.float32)
 
     def nearest(self, wanted: Int64Array, tolerance: int = 0) -> Int64Array:
-        """For each time `wanted` (seconds, any shape) the nearest frame, or -1 where none is within `tolerance` seconds."""
+        """Return for each time `wanted` (seconds, any shape) the nearest frame, or -1 where none is within `tolerance`
+        seconds."""
         after = np.clip(np.searchsorted(self.seconds, wanted), 0, len(self.seconds) - 1)
         before = np.maximum(after - 1, 0)
         closer = np.abs(self.seconds[before] - wanted) <= np.abs(self.seconds[after] - wanted)
@@ -203,7 +205,7 @@ class TimeAxis:
 
 
 def canonical(calendar: str) -> str:
-    """One name for each calendar. Raises ConfigError for an unknown one."""
+    """Return one name for each calendar. Raises ConfigError for an unknown one."""
     name = _SAME.get(calendar.lower(), calendar.lower())
     known = (_GREGORIAN, "noleap", "all_leap", "360_day", "julian")
     if name not in known:
@@ -212,7 +214,7 @@ def canonical(calendar: str) -> str:
 
 
 def decode_times(values: Float64Array | Int64Array, units: str, calendar: str, where: str) -> TimeAxis:
-    """The time axis that numbers of a file stand for. where: names the file in messages.
+    """Return the time axis that numbers of a file stand for. where: names the file in messages.
 
     Raises DataError where units and calendar do not fit or times are missing, repeated or out of order.
     """
@@ -242,12 +244,12 @@ def decode_times(values: Float64Array | Int64Array, units: str, calendar: str, w
 
 
 def date_text(seconds: int, calendar: str) -> str:
-    """Seconds since 1970 as a date, to the minute."""
+    """Return seconds since 1970 as a date, to the minute."""
     return str(cftime.num2date(seconds, EPOCH, calendar).strftime("%Y-%m-%d %H:%M"))
 
 
 def moment_bounds(moment: str, calendar: str) -> tuple[int, int]:
-    """First and last second, since 1970, that a date as in 2015, 2015-12 or 2015-12-31 stands for.
+    """Return first and last second, since 1970, that a date as in 2015, 2015-12 or 2015-12-31 stands for.
 
     Raises ConfigError for a date that `calendar` does not have.
     """

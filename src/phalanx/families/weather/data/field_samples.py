@@ -48,11 +48,11 @@ class Cases:
         return len(self.start)
 
     def take(self, chosen: slice | Int64Array) -> Cases:
-        """Some of them."""
+        """Return the chosen cases."""
         return Cases(self.source[chosen], self.start[chosen], self.target[chosen])
 
     def batches(self, size: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Cases]:
-        """Rank `rank`'s share, `size` at a time: whatever the numbers, every case goes to one rank, once."""
+        """Yield rank `rank`'s share, `size` at a time: whatever the numbers, every case goes to one rank, once."""
         mine = self.take(slice(rank, None, ranks))
         for first in range(0, len(mine), size):
             yield mine.take(slice(first, first + size))
@@ -98,7 +98,7 @@ class FieldReader:
         self.fingerprint = self._fingerprint(seed, statistics_key)
 
     def locate(self, numbers: Int64Array) -> Cases:
-        """Source, input frame and target frame of each global sample number."""
+        """Return source, input frame and target frame of each global sample number."""
         source, place = self._mixture(numbers)
         start, target = np.empty_like(place), np.empty_like(place)
         draw = uniform_values(self._lead_key, torch.from_numpy(np.asarray(numbers, dtype=np.int64))).numpy()
@@ -117,11 +117,11 @@ class FieldReader:
         return Cases(source, start, target)
 
     def read(self, numbers: Int64Array) -> FieldBatch:
-        """The samples with these global numbers, int64 [B]."""
+        """Read the samples with these global numbers, int64 [B]."""
         return self.read_cases(self.locate(numbers), numbers)
 
     def read_cases(self, cases: Cases, numbers: Int64Array | None = None) -> FieldBatch:
-        """The inputs and targets of given forecasts. numbers: their global sample numbers, 0 where None."""
+        """Return the inputs and targets of given forecasts. numbers: their global sample numbers, 0 where None."""
         rows, columns = self.grid.shape
         fields = np.empty((len(cases), len(self.inputs) + len(self.statics), rows, columns), dtype=np.float32)
         targets = np.empty((len(cases), len(self.outputs), rows, columns), dtype=np.float32)
@@ -152,7 +152,7 @@ class FieldReader:
         )
 
     def read_outputs(self, cases: Cases, *, at_start: bool = False) -> Tensor:
-        """The output variables [n, V_out, H, W], float32 in their own units, at the targets or at the inputs."""
+        """Return the output variables [n, V_out, H, W], float32 in their own units, at the targets or at the inputs."""
         out = np.empty((len(cases), len(self.outputs), *self.grid.shape), dtype=np.float32)
         for index, mine in self._by_source(cases):
             frames = (cases.start if at_start else cases.target)[mine]
@@ -160,13 +160,13 @@ class FieldReader:
         return torch.from_numpy(out)
 
     def cases(self, source: int = 0) -> Cases:
-        """Every forecast of a source's split: all inputs in order of time, each with all its lead times."""
+        """Return every forecast of a source's split: all inputs in order of time, each with all its lead times."""
         windows = self.sources[source].windows
         row, lead = np.nonzero(windows.targets >= 0)
         return Cases(np.full(len(row), source, dtype=np.int64), windows.starts[row], windows.targets[row, lead])
 
     def lead_hours(self, cases: Cases) -> Tensor:
-        """int64 [n]: the lead time asked for behind each case, in hours, also where frames lie a little off it."""
+        """Return the lead time asked for of each case in hours, int64 [n], also where frames lie a little off it."""
         hours = np.empty(len(cases))
         for index, mine in self._by_source(cases):
             seconds = self.sources[index].store.times.seconds
@@ -175,12 +175,12 @@ class FieldReader:
         return torch.from_numpy(leads[np.abs(hours[:, None] - leads).argmin(axis=1)])
 
     def normalise(self, outputs: Tensor) -> Tensor:
-        """Output variables [..., V_out, H, W] in their own units as the model sees them."""
+        """Normalise output variables [..., V_out, H, W] in their own units, as the model sees them."""
         mean, std = self._output_scale.tensors(outputs)
         return (outputs - mean) / std
 
     def denormalise(self, outputs: Tensor) -> Tensor:
-        """Normalised output variables [..., V_out, H, W] in their own units."""
+        """Return normalised output variables [..., V_out, H, W] in their own units."""
         mean, std = self._output_scale.tensors(outputs)
         return outputs * std + mean
 
@@ -204,7 +204,7 @@ class FieldReader:
 
 @contextmanager
 def _rows(array: Float32Array, rows: Int64Array) -> Iterator[Float32Array]:
-    """The given rows of an array, to be written to: the array itself where they are all of it, which saves a copy."""
+    """Yield the given rows of an array, to be written to: the array itself where they are all of it, which saves a copy."""
     if len(rows) == len(array):
         yield array
         return
@@ -221,7 +221,7 @@ class _Scale:
         self._std = statistics.std_of(names).astype(np.float32).reshape(-1, 1, 1)
 
     def normalise(self, fields: Float32Array) -> Float32Array:
-        """In place; gives the fields back."""
+        """Normalise fields [..., V, H, W] in place and return them."""
         fields -= self._mean
         fields /= self._std
         return fields
@@ -249,25 +249,25 @@ class FieldBatch:
     """int64 [B]: global sample numbers."""
 
     def to(self, device: torch.device) -> FieldBatch:
-        """The batch on `device`, copied without waiting when it lies in pinned memory."""
+        """Return the batch on `device`, copied asynchronously where it lies in pinned memory."""
         return FieldBatch(*(tensor.to(device, non_blocking=True) for tensor in self._tensors()))
 
     def pinned(self) -> FieldBatch:
-        """A copy in pinned memory, from which an accelerator copies on its own."""
+        """Return a copy in pinned memory, from which an accelerator copies without the CPU."""
         return FieldBatch(*(tensor.pin_memory() for tensor in self._tensors()))
 
     def split(self, parts: int) -> Iterator[FieldBatch]:
-        """`parts` micro-batches, in order."""
+        """Yield `parts` micro-batches of equal size, in order."""
         assert len(self.fields) % parts == 0, (len(self.fields), parts)
         for pieces in zip(*(tensor.chunk(parts) for tensor in self._tensors()), strict=True):
             yield FieldBatch(*pieces)
 
     def target_counts(self) -> Tensor:
-        """int64 [1]: target values that are there."""
+        """Return the number of target values that are there, int64 [1]."""
         return (~self.targets.isnan()).sum().reshape(1)
 
     def inputs(self) -> tuple[Tensor, dict[str, Any]]:
-        """The fields for the first stage; for every stage targets, lead times, and the fields that changes add to."""
+        """Return the fields for the first stage; for every stage targets, lead times, and the fields that changes add to."""
         others = {"fields_BVHW": self.fields, "targets_BVHW": self.targets, "lead_hours_B": self.lead_hours}
         return self.fields, others
 

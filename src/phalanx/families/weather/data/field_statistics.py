@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
+from phalanx.data.prepared_folder import read_checked
 from phalanx.data.sample_order import Int64Array
 from phalanx.errors import DataError
 from phalanx.families.weather.data.coordinates import DAY, Float32Array, Float64Array, TimeAxis
@@ -43,11 +44,11 @@ class FieldStatistics(_Part):
     """By name in the run, static fields too."""
 
     def mean_of(self, names: Sequence[str]) -> Float64Array:
-        """[n]: means of these variables."""
+        """Return the means of these variables, [n]."""
         return np.array([self.variables[name].mean for name in names])
 
     def std_of(self, names: Sequence[str]) -> Float64Array:
-        """[n]: standard deviations of these variables."""
+        """Return the standard deviations of these variables, [n]."""
         return np.array([self.variables[name].std for name in names])
 
     def write(self, path: Path) -> None:
@@ -56,15 +57,9 @@ class FieldStatistics(_Part):
 
 
 def read_statistics(path: Path, names: Sequence[str]) -> FieldStatistics:
-    """Statistics of at least the variables `names` from a file. Raises DataError naming the file and what is wrong."""
-    try:
-        statistics = FieldStatistics.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; data.statistics names a file written by an earlier run") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "content"
-        raise DataError(f"{path}: {where}: {first['msg']}") from None
+    """Read statistics of at least the variables `names` from a file. Raises DataError naming the file and what is wrong."""
+    earlier = "data.statistics names a file written by an earlier run"
+    statistics = read_checked(path, FieldStatistics, missing=earlier)
     missing = [name for name in names if name not in statistics.variables]
     if missing:
         raise DataError(f"{path} has no statistics of {', '.join(missing)}; it has {', '.join(statistics.variables)}")
@@ -72,7 +67,7 @@ def read_statistics(path: Path, names: Sequence[str]) -> FieldStatistics:
 
 
 def static_statistics(names: Sequence[str], fields: Float32Array) -> dict[str, VariableStatistics]:
-    """Of static fields [S, H, W], each over its points; a field that is the same everywhere gets the deviation 1."""
+    """Return statistics of static fields [S, H, W], each over its points; a constant field gets the deviation 1."""
     found = {}
     for name, field in zip(names, fields.astype(np.float64), strict=True):
         found[name] = VariableStatistics(mean=float(field.mean()), std=float(field.std()) or 1.0)
@@ -82,7 +77,7 @@ def static_statistics(names: Sequence[str], fields: Float32Array) -> dict[str, V
 def difference_std(
     store: FieldStore, variables: Sequence[int], starts: Int64Array, targets: Int64Array
 ) -> Float64Array:
-    """[V]: standard deviation of what a variable changes by from frame `starts[i]` to `targets[i]`, both int64 [n].
+    """Return the standard deviation [V] of each variable's change from frame `starts[i]` to `targets[i]`, both int64 [n].
 
     Over all points and pairs that have both values, each counted once. It scales what a model that predicts the change
     has to predict. NaN where no pair has values.
@@ -118,7 +113,7 @@ class Climatology:
     """Where the frames come from, for messages."""
 
     def at(self, times: TimeAxis, frames: Int64Array) -> Float32Array:
-        """The climatology [n, V, H, W] of the times of `frames`, int64 [n].
+        """Return the climatology [n, V, H, W] of the times of `frames`, int64 [n].
 
         Raises DataError for a time of year that the climatology has no frame of.
         """
@@ -138,7 +133,7 @@ class Climatology:
 
 
 def mean_by_day(store: FieldStore, variables: Sequence[int], frames: Int64Array, *, days: int) -> Climatology:
-    """The climatology of some variables of a store over `frames`, each mean over a window of `days` days of the year.
+    """Return the climatology of some variables of a store over `frames`, each mean over a window of `days` days of the year.
 
     The window counts each frame once and wraps around the year's end, as in WeatherBench 2 (Rasp et al. 2024, section
     3.2) but for its weights, which are equal here. Data with less than a day between frames has means for each time of day.
@@ -168,7 +163,7 @@ def mean_by_day(store: FieldStore, variables: Sequence[int], frames: Int64Array,
 
 
 def _window_sums(values: Float64Array, days: int) -> Float64Array:
-    """Sums over the days around each day, the first axis taken as a circle; an even number of days reaches further back."""
+    """Return sums over the days around each day, the first axis taken as a circle; an even number reaches further back."""
     before, after = days // 2, (days - 1) // 2
     around = np.concatenate([values[len(values) - before :], values, values[:after]])
     sums = np.cumsum(np.concatenate([np.zeros((1, *values.shape[1:])), around]), axis=0)
@@ -177,7 +172,7 @@ def _window_sums(values: Float64Array, days: int) -> Float64Array:
 
 
 def _parts_of_day(times: TimeAxis) -> int:
-    """Frames a day, where that is a whole number greater than one."""
+    """Return frames a day, where that is a whole number greater than one."""
     return DAY // times.step if 0 < times.step < DAY and DAY % times.step == 0 else 1
 
 

@@ -57,32 +57,32 @@ class FieldStore(ABC):
         """
 
     def read(self, frames: Int64Array, variables: Sequence[int]) -> Float32Array:
-        """Fields [n, len(variables), H, W] of these frames; see `fill`."""
+        """Read the fields [n, len(variables), H, W] of these frames; see `fill`."""
         out = np.empty((len(frames), len(variables), *self.grid.shape), dtype=np.float32)
         self.fill(out, frames, variables)
         return out
 
     @abstractmethod
     def read_static(self) -> Float32Array:
-        """The fields without time [S, H, W]."""
+        """Read the fields without time, [S, H, W]."""
 
     @abstractmethod
     def locate(self, variable: int, frame: int) -> tuple[Path, int]:
-        """The file that holds a frame of a variable, and the time index in that file."""
+        """Find the file that holds a frame of a variable, and the time index in that file."""
 
     def place(self, variable: int, frame: int) -> str:
-        """File, variable and time of a frame, in words for messages."""
+        """Return file, variable and time of a frame, in words for messages."""
         path, index = self.locate(variable, frame)
         return f"{path}: {self.variables[variable]}, time index {index} ({self.times.text(frame)})"
 
     @property
     def frame_bytes(self) -> int:
-        """Bytes of one frame of all variables in memory."""
+        """Return the bytes of one frame of all variables in memory."""
         rows, columns = self.grid.shape
         return 4 * len(self.variables) * rows * columns
 
     def locate_in_segments(self, frame: int) -> tuple[Path, int]:
-        """File and time index of a frame, where files hold all variables."""
+        """Find file and time index of a frame, where files hold all variables."""
         segment = next(segment for segment in self.segments if segment.first <= frame < segment.end)
         return segment.path, frame - segment.first
 
@@ -94,15 +94,15 @@ class Naming:
         self._rules = {rule.name: rule for rule in names}
 
     def stored(self, name: str) -> str:
-        """The name in the files."""
+        """Return the name in the files."""
         return self._rules[name].stored_as if name in self._rules else name
 
     def scale(self, name: str) -> float:
-        """Factor on the stored numbers."""
+        """Return the factor on the stored numbers."""
         return self._rules[name].scale if name in self._rules else 1.0
 
     def offset(self, name: str) -> float:
-        """Added after the factor."""
+        """Return what is added after the factor."""
         return self._rules[name].offset if name in self._rules else 0.0
 
     def convert(self, name: str, fields: Float32Array) -> Float32Array:
@@ -114,12 +114,12 @@ class Naming:
         return fields
 
     def told(self, name: str) -> str:
-        """The name in the files, and in the run where that differs."""
+        """Return the name in the files, and in the run where that differs."""
         stored = self.stored(name)
         return name if name == stored else f"{stored} (for {name})"
 
     def describe(self, names: Sequence[str]) -> list[tuple[str, str, float, float]]:
-        """Everything about some variables, for fingerprints."""
+        """Return all rules for some variables, for fingerprints."""
         return [(name, self.stored(name), self.scale(name), self.offset(name)) for name in names]
 
 
@@ -134,7 +134,7 @@ class BlockCache:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, load: Callable[[], Float32Array]) -> Float32Array:
-        """The piece known as `key`, from memory or by `load`."""
+        """Return the piece known as `key`, from memory or by `load`."""
         with self._lock:
             block = self._blocks.get(key)
             if block is not None:
@@ -174,7 +174,7 @@ def require_regular(
 
 
 def hash_of(*parts: object) -> str:
-    """A checksum of the text and bytes of `parts`."""
+    """Return a checksum of the text and bytes of `parts`."""
     digest = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes) else repr(part).encode()

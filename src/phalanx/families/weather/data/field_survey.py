@@ -48,7 +48,7 @@ class Survey:
     """[segments]: frames of each file."""
 
     def moments(self, frames: Int64Array) -> Moments:
-        """Statistics over `frames`, int64 [n], less what is blank in them."""
+        """Return statistics over `frames`, int64 [n], less what is blank in them."""
         count, mean = self._counted[frames], np.nan_to_num(self.mean[frames])
         total = count.sum(axis=0)
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -57,7 +57,7 @@ class Survey:
             return Moments(len(frames), overall, np.sqrt(squares.sum(axis=0) / total))
 
     def whole_profile(self) -> Float64Array:
-        """[V, H]: mean by latitude over all frames."""
+        """Return the mean by latitude over all frames, [V, H]."""
         there = np.isfinite(self.profile)
         weights = there * self.segment_frames[:, None, None]
         total = weights.sum(axis=0)
@@ -66,7 +66,7 @@ class Survey:
         return whole
 
     def select(self, columns: Sequence[int], scale: Float64Array, offset: Float64Array) -> Survey:
-        """The survey of some variables, each number multiplied by scale [V] and shifted by offset [V]."""
+        """Return the survey of some variables, each number multiplied by scale [V] and shifted by offset [V]."""
         chosen = list(columns)
         ends = [(end[:, chosen] * scale + offset).astype(np.float32) for end in (self.low, self.high)]
         return Survey(
@@ -80,24 +80,25 @@ class Survey:
         )
 
     def points(self, frames: Int64Array) -> Float64Array:
-        """[V]: values behind `moments` of the same frames."""
+        """Return the number of values behind `moments` of the same frames, [V]."""
         count: Float64Array = self._counted[frames].sum(axis=0).astype(np.float64)
         return count
 
     @cached_property
     def _counted(self) -> Int64Array:
-        """Points with a value in frames that were written."""
+        """Return the number of points with a value in frames that were written."""
         return np.where(self.blank, 0, self.valid)
 
     @property
     def usual(self) -> Int64Array:
-        """[V]: the most points with a value that any frame has."""
+        """Return the most points with a value that any frame has, [V]."""
         most: Int64Array = self.valid.max(axis=0)
         return most
 
     @property
     def blank(self) -> BoolArray:
-        """Frames that hold one number throughout where others vary and none is as low: a chunk that was never written."""
+        """Return frames that hold one number throughout where others vary and none is as low: a chunk that was never
+        written."""
         varies = (self.high > self.low) & (self.valid > 0)
         constant = (self.high == self.low) & (self.valid > 1)
         lowest = np.where(varies, self.low, np.inf).min(axis=0)
@@ -106,13 +107,13 @@ class Survey:
 
     @property
     def incomplete(self) -> BoolArray:
-        """Frames with fewer values than usual, or blank."""
+        """Return frames with fewer values than usual, or blank."""
         incomplete: BoolArray = (self.valid < self.usual) | self.blank
         return incomplete
 
     @property
     def empty(self) -> BoolArray:
-        """Frames without any value, or blank."""
+        """Return frames without any value, or blank."""
         empty: BoolArray = (self.valid == 0) | self.blank
         return empty
 
@@ -135,7 +136,7 @@ class Surveyor:
         )
 
     def add(self, first: int, variable: int, block: Float32Array) -> None:
-        """Frames [n, H, W] of a variable from frame `first` on. Raises DataError for infinite values."""
+        """Add frames [n, H, W] of a variable from frame `first` on. Raises DataError for infinite values."""
         infinite = np.isinf(block).any(axis=(1, 2))
         if infinite.any():
             raise DataError(
@@ -159,7 +160,7 @@ class Surveyor:
         np.add.at(self._counts[:, variable], self._segment[rows], count_by_latitude)
 
     def finish(self) -> Survey:
-        """The survey of all that was added."""
+        """Return the survey of all that was added."""
         profile = np.divide(self._sums, self._counts, out=np.full_like(self._sums, np.nan), where=self._counts > 0)
         lengths = np.array([segment.end - segment.first for segment in self._store.segments], dtype=np.int64)
         return Survey(self._valid, self._mean, self._squares, self._low, self._high, profile, lengths)
@@ -178,7 +179,7 @@ def survey_store(store: FieldStore) -> Survey:
 
 
 def merge_moments(parts: Sequence[Moments], points: Sequence[Float64Array]) -> Moments:
-    """Statistics of several bodies of frames together. points: values behind each part, [V]."""
+    """Merge statistics of several bodies of frames. points: values behind each part, [V]."""
     with np.errstate(invalid="ignore"):
         # NaN for a variable that has no value anywhere.
         weights = np.stack(points) / np.sum(points, axis=0)

@@ -58,11 +58,11 @@ class FieldSet:
 
     @property
     def grid(self) -> Grid:
-        """The grid of all sources."""
+        """Return the grid of all sources."""
         return self.stores[0].grid
 
     def reader(self, split: SplitName, *, seed: int, leads: Sequence[int] | None = None) -> FieldReader:
-        """Samples of a split. leads: hours, where others than those of the run are wanted.
+        """Return a reader of a split. leads: hours, where others than those of the run are wanted.
 
         Raises ConfigError where the run has no such split, DataError where it holds no sample.
         """
@@ -91,7 +91,8 @@ class FieldSet:
                 store.verify()
 
     def climatology(self, source: int = 0) -> Climatology:
-        """The mean of a source's output variables for each day of the year and time of day, over `data.climatology`."""
+        """Return the mean of a source's output variables for each day of the year and time of day, over
+        `data.climatology`."""
         store = self.stores[source]
         frames = self._train[source]
         if self.data.climatology is not None:
@@ -101,7 +102,8 @@ class FieldSet:
         return mean_by_day(store, columns, whole, days=self.data.climatology_days)
 
     def difference_std(self, lead_hours: int, source: int = 0) -> Float64Array:
-        """[V_out]: standard deviation of the change of each output variable over a lead time, over the training split."""
+        """Return the standard deviation [V_out] of each output variable's change over a lead time, over the training
+        split."""
         store = self.stores[source]
         windows = find_windows(self.data, store, self.surveys[source], "train", [lead_hours])
         columns = [self.variables.index(name) for name in self.data.target_variables]
@@ -131,7 +133,7 @@ class FieldSet:
 
     @cached_property
     def _training_moments(self) -> Moments:
-        """Of all training frames of all sources, each value counted once."""
+        """Return moments of all training frames of all sources, each value counted once."""
         parts = [survey.moments(frames) for survey, frames in zip(self.surveys, self._train, strict=True)]
         points = [survey.points(frames) for survey, frames in zip(self.surveys, self._train, strict=True)]
         return merge_moments(parts, points)
@@ -206,7 +208,8 @@ _PATTERN = "*?["
 
 
 def open_store(source: FieldSource, variables: Sequence[str], statics: Sequence[str], cache: BlockCache) -> FieldStore:
-    """The fields at `source.path`: a prepared folder, ClimaX shards, a netCDF file, a zarr store, or several of these two.
+    """Open the fields at `source.path`: a prepared folder, ClimaX shards, a netCDF file, a zarr store, or several of
+    these two.
 
     Raises DataError where nothing readable is there, or something is wrong with what is.
     """
@@ -229,7 +232,7 @@ def require_fields(path: Path) -> None:
 
 
 def field_files(path: Path) -> list[Path]:
-    """The netCDF files and zarr stores at `path`: itself, those in the folder, or those a pattern names."""
+    """Find the netCDF files and zarr stores at `path`: itself, those in the folder, or those a pattern names."""
     if any(sign in path.name for sign in _PATTERN):
         found = sorted(item for item in path.parent.glob(path.name) if _is_fields(item))
         if not found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -10,15 +9,16 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from phalanx.data.prepared_folder import file_record
+from phalanx.config.field_data import FieldSource
+from phalanx.data.prepared_folder import file_record, write_manifest
 from phalanx.errors import DataError
 from phalanx.families.weather.data.coordinates import HOUR
 from phalanx.families.weather.data.field_checks import require_one_quantity, require_whole_axis
-from phalanx.families.weather.data.field_store import BlockCache, FieldStore
+from phalanx.families.weather.data.field_store import BlockCache
 from phalanx.families.weather.data.field_survey import Survey, Surveyor
 from phalanx.families.weather.data.open_fields import open_store
 from phalanx.families.weather.data.prepared_fields import FIELDS, FieldsManifest, ShardRecord
-from phalanx.families.weather.data_config import FieldSource
+from phalanx.files import whole_folder
 
 _SHARD_BYTES = 256 * 2**20
 
@@ -47,14 +47,32 @@ def prepare_fields(
         raise DataError(f"{out} is already there; remove it or name another folder")
     store = open_store(source, variables, statics, BlockCache(cache_mb * 2**20))
     require_whole_axis(store, skip_gaps=skip_gaps, tolerance_hours=time_tolerance_hours)
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        shards, survey = _write_shards(store, partial, max(1, shard_bytes // store.frame_bytes), progress)
+    surveyor = Surveyor(store)
+    shards = []
+    shard_frames = max(1, shard_bytes // store.frame_bytes)
+    with whole_folder(out) as folder:
+        for number, first in enumerate(range(0, len(store.times), shard_frames)):
+            frames = np.arange(first, min(first + shard_frames, len(store.times)), dtype=np.int64)
+            block_TVHW = np.empty((len(frames), len(store.variables), *store.grid.shape), dtype="<f4")
+            # Variable by variable: so each compressed piece of a file is read once.
+            for variable in range(len(store.variables)):
+                block_TVHW[:, variable] = store.read(frames, [variable])[:, 0]
+                surveyor.add(first, variable, block_TVHW[:, variable])
+            path = folder / f"frames-{number:05}.bin"
+            path.write_bytes(block_TVHW.data)
+            shards.append(ShardRecord(frames=len(frames), file=file_record(path)))
+            progress(int(frames[-1]) + 1, len(store.times))
+        survey = surveyor.finish()
         if check_units:
             require_one_quantity(store, survey)
-        _write_arrays(store, survey, partial / FIELDS)
+        arrays = {
+            **{field.name: getattr(survey, field.name) for field in fields(Survey)},
+            "times": store.times.seconds,
+            "latitudes": store.grid.latitudes,
+            "longitudes": store.grid.longitudes,
+            "static": store.read_static(),
+        }
+        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, folder / FIELDS)
         manifest = FieldsManifest(
             format="phalanx-fields",
             variables=list(store.variables),
@@ -69,42 +87,8 @@ def prepare_fields(
             columns=store.grid.shape[1],
             source=source.path,
             converted=[rule for rule in source.names if rule.name in (*variables, *statics)],
-            arrays=file_record(partial / FIELDS),
+            arrays=file_record(folder / FIELDS),
             shards=shards,
         )
-        manifest.write(partial)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        write_manifest(folder, manifest)
     return manifest
-
-
-def _write_shards(
-    store: FieldStore, folder: Path, shard_frames: int, progress: Callable[[int, int], None]
-) -> tuple[list[ShardRecord], Survey]:
-    surveyor = Surveyor(store)
-    shards = []
-    for number, first in enumerate(range(0, len(store.times), shard_frames)):
-        frames = np.arange(first, min(first + shard_frames, len(store.times)), dtype=np.int64)
-        block = np.empty((len(frames), len(store.variables), *store.grid.shape), dtype="<f4")
-        # Variable by variable: so each compressed piece of a file is read once.
-        for variable in range(len(store.variables)):
-            block[:, variable] = store.read(frames, [variable])[:, 0]
-            surveyor.add(first, variable, block[:, variable])
-        path = folder / f"frames-{number:05}.bin"
-        with path.open("wb") as file:
-            file.write(block.data)
-        shards.append(ShardRecord(frames=len(frames), file=file_record(path)))
-        progress(int(frames[-1]) + 1, len(store.times))
-    return shards, surveyor.finish()
-
-
-def _write_arrays(store: FieldStore, survey: Survey, path: Path) -> None:
-    arrays = {field.name: getattr(survey, field.name) for field in fields(Survey)}
-    arrays |= {
-        "times": store.times.seconds,
-        "latitudes": store.grid.latitudes,
-        "longitudes": store.grid.longitudes,
-        "static": store.read_static(),
-    }
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)

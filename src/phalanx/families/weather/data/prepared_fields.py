@@ -15,21 +15,28 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from phalanx.data.prepared_folder import FileRecord, Part, check_content, check_size, check_still_whole
+from phalanx.config.field_data import FieldName, FieldSource
+from phalanx.data.prepared_folder import (
+    MANIFEST,
+    FileRecord,
+    Part,
+    check_content,
+    check_size,
+    check_still_whole,
+    read_checked,
+)
 from phalanx.data.sample_order import Int64Array
 from phalanx.errors import DataError
 from phalanx.families.weather.data.coordinates import Float32Array, Grid, TimeAxis
 from phalanx.families.weather.data.field_store import FieldStore, Naming, Segment, hash_of
 from phalanx.families.weather.data.field_survey import Survey
-from phalanx.families.weather.data_config import FieldName, FieldSource
-from phalanx.files import write_atomically
 
-MANIFEST = "manifest.json"
 FIELDS = "fields.safetensors"
+_AGAIN = "prepare the fields again"
 _Count = Annotated[int, Field(ge=1)]
 
 
@@ -66,27 +73,15 @@ class FieldsManifest(Part):
     arrays: FileRecord
     shards: list[ShardRecord]
 
-    def write(self, folder: Path) -> None:
-        """Write it into `folder`; it comes last, so a folder with a manifest is complete."""
-        write_atomically(folder / MANIFEST, self.model_dump_json(indent=1) + "\n")
-
 
 def is_prepared(path: Path) -> bool:
-    """Whether a folder of prepared fields lies at `path`."""
+    """Return whether a folder of prepared fields lies at `path`."""
     return (path / MANIFEST).is_file() and (path / FIELDS).is_file()
 
 
 def read_fields_manifest(folder: Path) -> FieldsManifest:
     """Read and check the manifest of `folder`. Raises DataError naming the file and what is wrong with it."""
-    path = folder / MANIFEST
-    try:
-        return FieldsManifest.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; prepare the fields again") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "content"
-        raise DataError(f"{path}: {where}: {first['msg']}; prepare the fields again") from None
+    return read_checked(folder / MANIFEST, FieldsManifest, missing=_AGAIN, malformed=_AGAIN)
 
 
 class PreparedStore(FieldStore):
@@ -140,17 +135,17 @@ class PreparedStore(FieldStore):
             self._naming.convert(self.variables[variable], out[:, position])
 
     def read_static(self) -> Float32Array:
-        """The fields without time [S, H, W]."""
+        """Read the fields without time, [S, H, W]."""
         return self._static
 
     def read_survey(self) -> Survey:
-        """The survey made when the folder was prepared, of this store's variables."""
+        """Return the survey made when the folder was prepared, of this store's variables."""
         scale = np.array([self._naming.scale(name) for name in self.variables])
         offset = np.array([self._naming.offset(name) for name in self.variables])
         return self._survey.select(self._columns, scale, offset)
 
     def locate(self, variable: int, frame: int) -> tuple[Path, int]:
-        """The file that holds a frame of a variable, and the time index in that file."""
+        """Find the file that holds a frame of a variable, and the time index in that file."""
         return self.locate_in_segments(frame)
 
     def verify(self) -> None:
@@ -176,7 +171,7 @@ class PreparedStore(FieldStore):
 
 
 def _still_to_apply(names: Sequence[FieldName], manifest: FieldsManifest, folder: Path) -> list[FieldName]:
-    """The rules that preparing has not applied: a run file may keep those of the files that its folder was made of.
+    """Return the rules that preparing has not applied: a run file may keep those of the files that its folder was made of.
 
     Raises DataError for a rule that would have made other numbers of what was prepared.
     """

@@ -43,7 +43,7 @@ class Windows:
     """The first few of those: file, variable, time index."""
 
     def report(self) -> str:
-        """What was left out, in one line for the log."""
+        """Say what was left out, in one line for the log."""
         if not self.incomplete:
             return f"{self.split}: {len(self.starts)} samples"
         more = f" and {self.incomplete - len(self.places)} more" if self.incomplete > len(self.places) else ""
@@ -54,7 +54,7 @@ class Windows:
 
 
 def split_frames(data: FieldData, store: FieldStore, split: SplitName) -> Int64Array:
-    """The frames of a split, those left out for the gap to an earlier split excepted.
+    """Return the frames of a split, those left out for the gap to an earlier split excepted.
 
     Raises ConfigError where splits overlap or the run has no such split, DataError where no frame lies in it.
     """
@@ -84,7 +84,7 @@ def split_frames(data: FieldData, store: FieldStore, split: SplitName) -> Int64A
 
 
 def period_frames(period: Period, store: FieldStore, field: str) -> Int64Array:
-    """The frames of a stretch of time. field: its name in the run file. Raises DataError where there are none."""
+    """Return the frames of a stretch of time. field: its name in the run file. Raises DataError where there are none."""
     first = _moment(period.first, store, last=False)
     last = _moment(period.last, store, last=True)
     seconds = store.times.seconds
@@ -107,7 +107,7 @@ def _moment(moment: str, store: FieldStore, *, last: bool) -> int:
 
 
 def find_windows(data: FieldData, store: FieldStore, survey: Survey, split: SplitName, leads: Sequence[int]) -> Windows:
-    """The samples of a split. leads: hours.
+    """Find the samples of a split. leads: hours.
 
     Raises DataError where no sample is left or no lead time fits the time steps, and with `data.missing` = refuse for the
     first frame with missing values.

@@ -66,7 +66,7 @@ class FieldFile:
     """None where nothing in the file depends on time."""
 
     def find(self, name: str) -> Slot | None:
-        """Where the variable `name` lies: under that name, or as its level of an array with a level dimension."""
+        """Find the variable `name`: under that name, or as its level of an array with a level dimension."""
         if name in self.dataset.data_vars:
             return Slot(name, None)
         named = split_level(name)
@@ -80,11 +80,11 @@ class FieldFile:
         return Slot(array, int(found[0])) if found.size else None
 
     def in_time(self, slot: Slot) -> bool:
-        """Whether a variable depends on time."""
+        """Return whether a variable depends on time."""
         return self.time_dim is not None and self.time_dim in self.dataset[slot.array].dims
 
     def names(self) -> Iterator[str]:
-        """Names by which all arrays with a place on the grid are found, level by level."""
+        """Yield the names by which all arrays with a place on the grid are found, level by level."""
         for name, array in self.dataset.data_vars.items():
             if not {self.lat_dim, self.lon_dim} <= set(array.dims):
                 continue
@@ -92,7 +92,7 @@ class FieldFile:
             yield from [str(name)] if levels is None else [level_name(str(name), level) for level in levels.tolist()]
 
     def _levels(self, array: Any) -> Float64Array | None:
-        """The pressure levels of an array in hPa; None where it has no such dimension."""
+        """Return the pressure levels of an array in hPa; None where it has no such dimension."""
         dim = next((dim for dim in array.dims if dim in _LEVELS and dim in self.dataset.coords), None)
         if dim is None:
             return None
@@ -100,7 +100,7 @@ class FieldFile:
         return levels / 100 if str(self.dataset[dim].attrs.get("units", "")).lower() == "pa" else levels
 
     def block_frames(self, slot: Slot) -> int:
-        """Frames that are best read together: those compressed together, else a quarter of a MiB."""
+        """Return how many frames are best read together: those compressed together, else a quarter of a MiB."""
         array = self.dataset[slot.array]
         chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
         if chunks and self.time_dim in array.dims:
@@ -109,11 +109,11 @@ class FieldFile:
         return max(1, _PLAIN_BLOCK_BYTES // (4 * rows * columns))
 
     def read(self, slot: Slot, first: int, end: int) -> Float32Array:
-        """Frames first..end-1 of a variable, [n, H, W] in the orientation of the grid."""
+        """Read frames first..end-1 of a variable, [n, H, W] in the orientation of the grid."""
         return self._values(slot, {self.time_dim: slice(first, end)}, f"time indices {first} to {end - 1}")
 
     def read_static(self, slot: Slot) -> Float32Array:
-        """A field without time, [H, W]."""
+        """Read a field without time, [H, W]."""
         return self._values(slot, {}, "no time")
 
     def _values(self, slot: Slot, index: dict[Any, Any], what: str) -> Float32Array:

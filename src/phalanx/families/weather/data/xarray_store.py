@@ -83,7 +83,7 @@ class XarrayStore(FieldStore):
                 out[row, column] = self._frame(variable, number, frame)
 
     def read_static(self) -> Float32Array:
-        """The fields without time [S, H, W]."""
+        """Read the fields without time, [S, H, W]."""
         fields = [
             self._naming.convert(name, file.read_static(slot))
             for name, (file, slot) in zip(self.statics, self._static, strict=True)
@@ -91,7 +91,7 @@ class XarrayStore(FieldStore):
         return np.stack(fields) if fields else np.empty((0, *self.grid.shape), dtype=np.float32)
 
     def locate(self, variable: int, frame: int) -> tuple[Path, int]:
-        """The file that holds a frame of a variable, and the time index in that file."""
+        """Find the file that holds a frame of a variable, and the time index in that file."""
         number = int(np.searchsorted(self._starts[variable], frame, side="right")) - 1
         piece = self._pieces[variable][number]
         return piece.file.path, frame - piece.first
@@ -109,7 +109,7 @@ class XarrayStore(FieldStore):
         return frame_HW
 
     def _pieces_of(self, name: str, files: Sequence[FieldFile]) -> list[_Piece]:
-        """The parts of a variable in the order of their times."""
+        """Return the parts of a variable in the order of their times."""
         stored = self._naming.stored(name)
         found = [(file, slot) for file in files if (slot := file.find(stored)) is not None and file.in_time(slot)]
         if not found:
@@ -159,7 +159,7 @@ def _same_grid(files: Sequence[FieldFile]) -> Grid:
 
 
 def _joined(name: str, pieces: Sequence[_Piece]) -> TimeAxis:
-    """The times of a variable over all its files."""
+    """Return the times of a variable over all its files."""
     axes = [piece.file.times for piece in pieces if piece.file.times is not None]
     for piece, axis in zip(pieces, axes, strict=True):
         if axis.calendar != axes[0].calendar:
@@ -203,7 +203,7 @@ def _known(stored: str, files: Sequence[FieldFile]) -> str:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, or of all files of a store."""
+    """Return bytes of a file, or of all files of a store."""
     if path.is_file():
         return path.stat().st_size
     return sum(part.stat().st_size for part in path.rglob("*") if part.is_file())

@@ -38,17 +38,17 @@ class ScoreRow:
 
     @property
     def baseline_rmse(self) -> float:
-        """Of the better of the two baselines."""
+        """Return the error of the better of the two baselines."""
         others = [x for x in (self.persistence_rmse, self.climatology_rmse) if x is not None and math.isfinite(x)]
         return min(others, default=math.nan)
 
     @property
     def skill(self) -> float:
-        """Share of the better baseline's error that the model saves; negative where it is worse."""
+        """Return share of the better baseline's error that the model saves; negative where it is worse."""
         return 1.0 - self.rmse / self.baseline_rmse if self.baseline_rmse else math.nan
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values ready for JSON; what is not a number becomes None."""
+        """Return plain values ready for JSON; what is not a number becomes None."""
         values = {**asdict(self), "skill": self.skill}
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
@@ -84,7 +84,7 @@ class Comparison:
             scores.all_reduce()
 
     def rows(self) -> list[ScoreRow]:
-        """One a lead time and variable."""
+        """Return one row for each lead time and variable."""
         known = self.climatologies is not None
         both = zip(self._model.results(), self._persistence.results(), self._climatology.results(), strict=True)
         return [
@@ -107,7 +107,7 @@ class Comparison:
 def known_climatologies(
     fields: FieldSet, reader: FieldReader, most_bytes: int | None = None
 ) -> tuple[dict[int, Climatology] | None, str | None]:
-    """The climatologies of the sources of `reader`, by number; or None, and why there are none.
+    """Return the climatologies of the sources of `reader`, by number; or None, and why there are none.
 
     There are none where they do not cover the split of `reader`, or where more than `most_bytes` would have to be read.
     """
@@ -138,12 +138,12 @@ class LeadSkill:
 
     @property
     def percent(self) -> str:
-        """The mean with its sign."""
+        """Return the mean with its sign."""
         return f"{self.mean:+.0%}"
 
 
 def skill_by_lead(rows: Sequence[ScoreRow]) -> list[LeadSkill]:
-    """The skill at each lead time of which anything could be scored."""
+    """Return the skill at each lead time of which anything could be scored."""
     found = []
     for lead in dict.fromkeys(row.lead_hours for row in rows):
         skills = [row.skill for row in rows if row.lead_hours == lead and math.isfinite(row.skill)]
@@ -154,7 +154,7 @@ def skill_by_lead(rows: Sequence[ScoreRow]) -> list[LeadSkill]:
 
 
 def skill_in_words(rows: Sequence[ScoreRow]) -> str:
-    """The skill at each lead time."""
+    """Describe the skill at each lead time in a sentence."""
     parts = [
         f"{at.lead_hours} h {at.percent} ({at.better} of {at.variables} variables better)" for at in skill_by_lead(rows)
     ]
@@ -166,17 +166,17 @@ Forecast = Callable[[Cases], Tensor]
 
 
 def persistence(reader: FieldReader) -> Forecast:
-    """The forecast that nothing changes from the input on."""
+    """Return the forecast that nothing changes from the input on."""
     return lambda cases: reader.read_outputs(cases, at_start=True)
 
 
 def climatology_forecast(reader: FieldReader, climatologies: Mapping[int, Climatology]) -> Forecast:
-    """The forecast of the usual for the day. climatologies: by number of the source."""
+    """Return the forecast of the usual for the day. climatologies: by number of the source."""
     return lambda cases: climatology_at(reader, climatologies, cases)
 
 
 def climatology_at(reader: FieldReader, climatologies: Mapping[int, Climatology], cases: Cases) -> Tensor:
-    """The climatology at the targets, float32 [n, V_out, H, W]. Raises DataError for a day that it does not cover."""
+    """Return the climatology at the targets, float32 [n, V_out, H, W]. Raises DataError for a day that it does not cover."""
     out = torch.empty((len(cases), len(reader.outputs), *reader.grid.shape))
     for source, climatology in climatologies.items():
         mine = torch.from_numpy(cases.source == source).nonzero()[:, 0]
@@ -197,7 +197,7 @@ def score_forecasts(
     rank: int = 0,
     ranks: int = 1,
 ) -> ForecastScores:
-    """Scores of `forecast` for every input of the split of `source` and every lead time of `reader`.
+    """Score `forecast` for every input of the split of `source` and every lead time of `reader`.
 
     climatologies: by number of the source, for the anomaly correlation; None leaves it out. batch: forecasts at a time.
     rank, ranks: which share this rank scores; add the shares up with `all_reduce` or `merge`. A model that needs all ranks

@@ -91,7 +91,7 @@ class ForecastScores:
             self._table.add({"correlation": self._correlation(forecast, truth, climatology, there)}, there, lead_hours)
 
     def merge(self, other: ForecastScores) -> ForecastScores:
-        """The scores of both bodies of forecasts together."""
+        """Return the scores of both bodies of forecasts together."""
         assert (self.variables, self.lead_hours) == (other.variables, other.lead_hours)
         merged = ForecastScores(self.variables, self.lead_hours, self._area)
         merged._table.sums = self._table.sums + other._table.sums
@@ -102,7 +102,7 @@ class ForecastScores:
         self._table.all_reduce()
 
     def results(self) -> list[Score]:
-        """One score a lead time and variable."""
+        """Return one score for each lead time and variable."""
         return [
             Score(
                 variable=cell.variable,
@@ -167,7 +167,7 @@ class EnsembleScores:
         self._table.add(values, there, lead_hours)
 
     def merge(self, other: EnsembleScores) -> EnsembleScores:
-        """The scores of both bodies of forecasts together."""
+        """Return the scores of both bodies of forecasts together."""
         assert (self.variables, self.lead_hours, self.members) == (other.variables, other.lead_hours, other.members)
         assert self.independent == other.independent
         merged = EnsembleScores(self.variables, self.lead_hours, self._area, self.members, independent=self.independent)
@@ -179,7 +179,7 @@ class EnsembleScores:
         self._table.all_reduce()
 
     def results(self) -> list[EnsembleScore]:
-        """One score a lead time and variable."""
+        """Return one score for each lead time and variable."""
         found = []
         for cell in self._table.cells():
             rmse, spread = math.sqrt(cell.mean("squared")), math.sqrt(cell.mean("variance"))
@@ -234,7 +234,7 @@ def _crps_terms(members: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mean_weights(area_HW: Tensor, there_BVHW: Tensor) -> Tensor:
-    """Weights [B, V, H, W] of an area mean over the points that are there; NaN where none is."""
+    """Return weights [B, V, H, W] of an area mean over the points that are there; NaN where none is."""
     weights_BVHW = area_HW * there_BVHW
     total: Tensor = weights_BVHW.sum((-2, -1), keepdim=True)
     return weights_BVHW / total

@@ -77,7 +77,7 @@ class Forecasts:
     """Why climatology and anomaly correlation are missing; None where they are not."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Scores and what they belong to, ready for JSON."""
+        """Return the scores and what they belong to, ready for JSON."""
         return {
             "split": self.split,
             "starts": self.starts,
@@ -88,7 +88,7 @@ class Forecasts:
 
 
 def load_forecaster(path: Path, device: torch.device, overrides: Sequence[str] = ()) -> LoadedForecaster:
-    """The newest whole checkpoint of a run directory, or one checkpoint, whatever layout wrote it.
+    """Load the newest whole checkpoint of a run directory, or one checkpoint, whatever layout wrote it.
 
     overrides: fields of its run file to change, as `section.field=value`. Fields are normalised as in training unless
     `data.statistics` says otherwise. Raises CheckpointError where there is no sound checkpoint of a weather model.
@@ -121,7 +121,7 @@ def load_forecaster(path: Path, device: torch.device, overrides: Sequence[str] =
 
 
 def plan_steps(trained: Sequence[int], hours: int) -> dict[int, tuple[int, ...]]:
-    """For every lead time up to `hours` that steps of the `trained` lead times add up to: the fewest such steps.
+    """Return for every lead time up to `hours` the fewest steps of the `trained` lead times that add up to it.
 
     Of equally few the last step is the shortest, so that longer lead times build on shorter ones.
     """
@@ -176,7 +176,8 @@ def forecast_split(
 
 
 def lead_steps(run: WeatherRun, hours: int, step_hours: int | None) -> dict[int, tuple[int, ...]]:
-    """The steps that make up each lead time up to `hours`; see `plan_steps` and `forecast_split`. Raises ConfigError."""
+    """Return the steps that make up each lead time up to `hours`; see `plan_steps` and `forecast_split`. Raises
+    ConfigError."""
     trained = run.data.leads if run.data.rollout_hours is None else [run.data.rollout_hours]
     if step_hours is not None and step_hours not in trained:
         raise ConfigError(f"--step {step_hours}: the model was trained on lead times of {_listed(trained)} hours")
@@ -204,7 +205,7 @@ def _usual(outputs: Sequence[str]) -> list[str]:
 
 
 def spread_rows(windows: Windows, count: int | None, sources: int) -> Int64Array:
-    """Rows of `windows`, evenly spread: the share of one of `sources` sources in `count`; all where that is None."""
+    """Return rows of `windows`, evenly spread: the share of one of `sources` sources in `count`; all where that is None."""
     rows = len(windows.starts)
     wanted = rows if count is None else max(1, min(rows, count // sources))
     return np.linspace(0, rows - 1, wanted).round().astype(np.int64)
@@ -214,7 +215,8 @@ def spread_rows(windows: Windows, count: int | None, sources: int) -> Int64Array
 def forecasts_of(
     model: Forecaster, reader: FieldReader, source: int, rows: Int64Array, steps: dict[int, tuple[int, ...]]
 ) -> Iterator[tuple[Cases, Tensor]]:
-    """For each lead time the cases of these inputs that have a truth, and their forecasts in the units of the fields."""
+    """Yield for each lead time the cases of these inputs that have a truth, and their forecasts in the units of the
+    fields."""
     windows = reader.sources[source].windows
     starts, targets = windows.starts[rows], windows.targets[rows]
     sources = np.full(len(rows), source, dtype=np.int64)

@@ -68,7 +68,7 @@ class FieldEmbedding(nn.Module):
     def forward(
         self, fields_BVHW: Tensor, lead_hours_B: Tensor, positions: Positions, dropout: DropoutContext | None = None
     ) -> Tensor:
-        """Fields -> tokens [B, S, D] in the model's activation format, of the rows `positions.rows_S`.
+        """Embed fields as tokens [B, S, D] in the model's activation format, of the rows `positions.rows_S`.
 
         fields: finite and normalised, in the order of `config.input_names`. lead_hours: hours from the fields to what is
         predicted. rows: whole locations, whose tokens follow one another.
@@ -81,11 +81,11 @@ class FieldEmbedding(nn.Module):
         return dropped
 
     def needed_rows(self, positions: Positions) -> Tensor:
-        """The rows that `tokens` starts from: those that come out, unless ranks exchange rows on the way."""
+        """Return the rows that `tokens` starts from: those that come out, unless ranks exchange rows on the way."""
         return positions.rows_S
 
     def tokens(self, fields_BVHW: Tensor, rows_S: Tensor) -> Tensor:
-        """Aggregated tokens [B, S, D] of these rows, without place and lead time."""
+        """Return aggregated tokens [B, S, D] of these rows, without place and lead time."""
         config = self.config
         patches_BLVP = patches_of(fields_BVHW.to(self.dtype), config.patch_size)
         if len(rows_S) != config.n_tokens:
@@ -96,7 +96,8 @@ class FieldEmbedding(nn.Module):
         return tokens
 
     def variable_maps(self, variables: list[int]) -> tuple[Tensor, Tensor]:
-        """How these variables' patches become tokens: weight [V, D, P] and offset [V, D], in the activation format."""
+        """Return what turns these variables' patches into tokens: weight [V, D, P] and offset [V, D], in the
+        activation format."""
         weight_VDP = take(self.patches.weight, variables, 0).to(self.dtype)
         # Bias and variable embedding always occur as a sum; it is formed before rounding.
         offset_VD = take(self.patches.bias + self.variables, variables, 0).to(self.dtype)
@@ -106,7 +107,7 @@ class FieldEmbedding(nn.Module):
         return weight_VDP, offset_VD
 
     def places(self, locations_S: Tensor) -> Tensor:
-        """Embedding of these locations, [S, D]."""
+        """Return embedding of these locations, [S, D]."""
         if self.positions is not None:
             return self.positions.index_select(0, locations_S).to(self.dtype)
         assert self.place is not None
@@ -122,7 +123,7 @@ class FieldEmbedding(nn.Module):
 
 
 def _level_features(names: list[str], device: torch.device) -> Tensor:
-    """Waves of each variable's pressure, [V, 2 * FEATURES]; zeros for variables of the surface."""
+    """Return waves of each variable's pressure, [V, 2 * FEATURES]; zeros for variables of the surface."""
     levels = [pressure_level(name) for name in names]
     pressure_V = torch.tensor([level or 0 for level in levels], dtype=torch.float64, device=device)
     on_level_V = torch.tensor([level is not None for level in levels], device=device)
@@ -147,7 +148,7 @@ class _Aggregation(nn.Module):
         self.output = Linear(width, width, bias=True)
 
     def directions(self, queries_ND: Tensor) -> Tensor:
-        """Directions in token space whose product with a token is its score under each query and head, [N, A, D]."""
+        """Return directions in token space whose product with a token is its score under each query and head, [N, A, D]."""
         query_NAE = self._heads(self.query(queries_ND) * self.head_size**-0.5)
         key_AED = self.key.weight.to(queries_ND.dtype).unflatten(0, (-1, self.head_size))
         return torch.einsum("nae,aed->nad", query_NAE, key_AED)
@@ -157,7 +158,7 @@ class _Aggregation(nn.Module):
         return by_head
 
     def finish(self, mixed_BLNAE: Tensor) -> Tensor:
-        """Values under each head -> tokens [B, L*N, D]: bias of the values, output projection."""
+        """Turn the values under each head into tokens [B, L*N, D]: add the bias of the values, project."""
         assert self.value.bias is not None
         mixed = mixed_BLNAE.flatten(-2) + self.value.bias.to(mixed_BLNAE.dtype)
         tokens: Tensor = self.output(mixed.flatten(1, 2))
@@ -168,11 +169,11 @@ class PatchAggregation(_Aggregation):
     """Attention to variables as they come out of the patches."""
 
     def forward(self, patches_BLVP: Tensor, weight_VDP: Tensor, offset_VD: Tensor) -> Tensor:
-        """Tokens [B, L*N, D] of all queries; see `attend`."""
+        """Return tokens [B, L*N, D] of all queries; see `attend`."""
         return self.attend(patches_BLVP, weight_VDP, offset_VD, slice(None))
 
     def attend(self, patches_BLVP: Tensor, weight_VDP: Tensor, offset_VD: Tensor, queries: slice) -> Tensor:
-        """Tokens [B, L*N, D] of `queries`, over the variables given; N is the number of queries.
+        """Return tokens [B, L*N, D] of `queries`, over the variables given; N is the number of queries.
 
         A variable's token would be weight_DP x_P + offset_D. All in the format of the activations.
         """
@@ -195,7 +196,7 @@ class TokenAggregation(_Aggregation):
     """Attention to tokens of a location, few of them."""
 
     def forward(self, tokens_BLGD: Tensor) -> Tensor:
-        """[B, L, G, D] -> tokens [B, L*N, D] of all queries."""
+        """Attend to tokens [B, L, G, D]: tokens [B, L*N, D] of all queries."""
         direction_NAD = self.directions(self.queries.to(tokens_BLGD.dtype))
         share_BLNAG = torch.einsum("blgd,nad->blnag", tokens_BLGD, direction_NAD).softmax(dim=-1)
         value_BLGAE = self._heads(self.value.product(tokens_BLGD, None))
@@ -216,23 +217,24 @@ class HierarchicalAggregation(nn.Module):
         self.final = TokenAggregation(config, config.aggregation_queries)
 
     def forward(self, patches_BLVP: Tensor, weight_VDP: Tensor, offset_VD: Tensor) -> Tensor:
-        """Tokens [B, L*K, D], as of `PatchAggregation`."""
+        """Return tokens [B, L*K, D], as of `PatchAggregation`."""
         return self.combine(self.partial(patches_BLVP, weight_VDP, offset_VD, range(len(self.sizes))))
 
     def partial(self, patches_BLVP: Tensor, weight_VDP: Tensor, offset_VD: Tensor, groups: range) -> Tensor:
-        """Tokens [B, L, len(groups), D] of consecutive groups; patches, weights and offsets are of their variables alone."""
+        """Return tokens [B, L, len(groups), D] of consecutive groups; patches, weights and offsets are of their
+        variables alone."""
         sizes = [self.sizes[group] for group in groups]
         parts = zip(patches_BLVP.split(sizes, 2), weight_VDP.split(sizes), offset_VD.split(sizes), groups, strict=True)
         return torch.stack([self.groups.attend(x, w, c, slice(g, g + 1)) for x, w, c, g in parts], dim=2)
 
     def combine(self, tokens_BLGD: Tensor) -> Tensor:
-        """[B, L, G, D] of all groups -> tokens [B, L*K, D]."""
+        """Combine the tokens [B, L, G, D] of all groups into tokens [B, L*K, D]."""
         tokens: Tensor = self.final(tokens_BLGD)
         return tokens
 
 
 def build_aggregation(config: WeatherModel) -> PatchAggregation | HierarchicalAggregation:
-    """The aggregation `config.aggregation` asks for."""
+    """Build the aggregation that `config.aggregation` asks for."""
     if config.aggregation == "hierarchical":
         return HierarchicalAggregation(config)
     return PatchAggregation(config, config.aggregation_queries)

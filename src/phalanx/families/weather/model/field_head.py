@@ -27,7 +27,7 @@ class PatchOutput(Linear):
         self.selected = output_places(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., V, P] for the variables that are predicted; the rows of others are not used."""
+        """Project [..., in] to [..., V, P] for the variables that are predicted; the rows of others are not used."""
         assert self.bias is not None
         weight = take(self.weight.unflatten(0, (-1, self.points)), self.selected, 0).flatten(0, 1)
         bias = take(self.bias.unflatten(0, (-1, self.points)), self.selected, 0).flatten()
@@ -55,7 +55,7 @@ class FieldHead(nn.Module):
         *,
         fields_BVHW: Tensor | None = None,
     ) -> Tensor:
-        """Summed loss [1] of these rows' patches; without targets the predicted fields, see `states`.
+        """Return summed loss [1] of these rows' patches; without targets the predicted fields, see `states`.
 
         x: tokens behind the last block, of the rows `rows_S` of every sample (whole locations; None means all). targets:
         [B, V, H, W] of `config.output_names`, whole fields, NaN where there is none. fields: the inputs, needed where the
@@ -72,7 +72,7 @@ class FieldHead(nn.Module):
         return squared_error_sum(predicted_BLVP, targets_BLVP, weight_LP, self._loss_weights(x_BSD.device))
 
     def patches(self, x_BSD: Tensor) -> Tensor:
-        """What the head itself gives for each location, [B, L, V, P] in the activation format."""
+        """Return the head's own output for each location, [B, L, V, P] in the activation format."""
         x_BSD = self.norm(x_BSD)
         for layer in self.layers:
             x_BSD = F.gelu(layer(x_BSD))
@@ -81,14 +81,15 @@ class FieldHead(nn.Module):
         return out
 
     def states(self, x_BSD: Tensor, rows_S: Tensor | None = None, *, fields_BVHW: Tensor | None = None) -> Tensor:
-        """Predicted fields of each location, [B, L, V, P] in at least float32; arguments as of `forward`."""
+        """Return predicted fields of each location, [B, L, V, P] in at least float32; arguments as of `forward`."""
         patches_BLVP = self.patches(x_BSD)
         if self.config.prediction == "change":
             return self._added(patches_BLVP, fields_BVHW, rows_S)
         return patches_BLVP.to(torch.promote_types(patches_BLVP.dtype, torch.float32))
 
     def _added(self, change_BLVP: Tensor, fields_BVHW: Tensor | None, rows_S: Tensor | None) -> Tensor:
-        """Input fields + scale * change, in at least float32: a small change of a large field survives no bfloat16 sum."""
+        """Add scale * change to the input fields, in at least float32: a small change of a large field survives no
+        bfloat16 sum."""
         assert fields_BVHW is not None, "prediction=change needs the input fields"
         dtype = torch.promote_types(change_BLVP.dtype, torch.float32)
         change_BLVP = change_BLVP.to(dtype)
@@ -99,7 +100,7 @@ class FieldHead(nn.Module):
         return self._located(patches_of(before, self.config.patch_size), rows_S, 1).to(dtype) + change_BLVP
 
     def _located(self, patches: Tensor, rows_S: Tensor | None, dim: int) -> Tensor:
-        """The patches of these rows' locations along `dim`."""
+        """Return the patches of these rows' locations along `dim`."""
         if rows_S is None or len(rows_S) == self.config.n_tokens:
             return patches
         tokens = self.config.aggregation_queries
@@ -129,5 +130,5 @@ def squared_error_sum(
 
 
 def target_counts(targets_BVHW: Tensor) -> Tensor:
-    """How many targets are valid, int64 [1]."""
+    """Return how many targets are valid, int64 [1]."""
     return (~targets_BVHW.isnan()).sum()[None]

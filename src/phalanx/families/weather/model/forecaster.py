@@ -46,7 +46,7 @@ class Forecaster(nn.Module):
         lead_hours_B: Tensor,
         dropout: DropoutContext | None = None,
     ) -> Tensor:
-        """Summed loss [1]; see `loss`. The number of targets is `loss.target_counts(targets)`."""
+        """Return summed loss [1]; see `loss`. The number of targets is `loss.target_counts(targets)`."""
         positions = self.all_positions(fields_BVHW.device)
         hidden = self.hidden(fields_BVHW, positions, lead_hours_B=lead_hours_B, dropout=dropout)
         return self.loss(hidden, targets_BVHW, positions.rows_S, fields_BVHW=fields_BVHW)
@@ -59,7 +59,7 @@ class Forecaster(nn.Module):
         lead_hours_B: Tensor,
         dropout: DropoutContext | None = None,
     ) -> Tensor:
-        """Activations behind the last block of this part, [B, S, D].
+        """Return the activations behind the last block of this model chunk, [B, S, D].
 
         inputs: fields [B, V, H, W] of `config.input_names`, finite and normalised; or activations where the part does not
         hold the embedding. positions: the tokens computed here; `rows_S` are whole locations. lead_hours: from the inputs to
@@ -74,7 +74,7 @@ class Forecaster(nn.Module):
     def loss(
         self, x_BSD: Tensor, targets_BVHW: Tensor, rows_S: Tensor | None = None, *, fields_BVHW: Tensor | None = None
     ) -> Tensor:
-        """Squared error weighted by area, summed over the valid targets of these rows: [1], in at least float32.
+        """Return squared error weighted by area, summed over the valid targets of these rows: [1], in at least float32.
 
         x: activations behind the model's last block. rows: None means all. targets: whole fields of `config.output_names`,
         NaN where there is none. fields: the inputs, needed where `config.prediction` is change.
@@ -83,18 +83,19 @@ class Forecaster(nn.Module):
         return loss
 
     def predict(self, x_BSD: Tensor, *, fields_BVHW: Tensor | None = None) -> Tensor:
-        """Predicted fields [B, V, H, W] of `config.output_names`, in at least float32, from activations of all rows."""
+        """Return the predicted fields [B, V, H, W] of `config.output_names`, in at least float32, from activations of
+        all rows."""
         patches_BLVP = self.head(x_BSD, None, fields_BVHW=fields_BVHW)
         return fields_of(patches_BLVP, self.config.n_lat, self.config.patch_size)
 
     @torch.no_grad()
     def forecast(self, fields_BVHW: Tensor, lead_hours_B: Tensor) -> Tensor:
-        """Fields [B, V, H, W] of `config.output_names` predicted for `lead_hours_B` hours on; dropout is off."""
+        """Return fields [B, V, H, W] of `config.output_names` predicted for `lead_hours_B` hours on; dropout is off."""
         hidden = self.hidden(fields_BVHW, self.all_positions(fields_BVHW.device), lead_hours_B=lead_hours_B)
         return self.predict(hidden, fields_BVHW=fields_BVHW)
 
     def next_inputs(self, fields_BVHW: Tensor, predicted_BVHW: Tensor) -> Tensor:
-        """What the next step of a roll-out starts from: inputs with the predicted fields in them, all others as they are."""
+        """Return the inputs of the next step of a roll-out: these inputs with the predicted fields in them."""
         places = outputs_among_inputs(self.config)
         following = fields_BVHW.clone()
         # Exactly the mean is how points without a value look: there they stay as they are.
@@ -103,13 +104,13 @@ class Forecaster(nn.Module):
         return following
 
     def all_positions(self, device: torch.device) -> Positions:
-        """All tokens of a sample."""
+        """Return all tokens of a sample."""
         rows_S = torch.arange(self.config.n_tokens, device=device)
         return Positions(rows_S, rows_S)
 
 
 def attend(query_BASE: Tensor, key_BASE: Tensor, value_BASE: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(E)) v over all tokens: [B, A, S, E]."""
+    """Return softmax(q k^T / sqrt(E)) v over all tokens, [B, A, S, E]."""
     return F.scaled_dot_product_attention(query_BASE, key_BASE, value_BASE)
 
 
@@ -137,7 +138,7 @@ class Attention(nn.Module):
             self.key_norm = Norm(config.head_size, kind="layernorm", eps=config.norm_eps, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, D]."""
+        """Map activations [B, S, D] to [B, S, D]."""
         query, key, value = self.qkv(x_BSD).unflatten(-1, (-1, 3, self.head_size)).unbind(-2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -155,7 +156,7 @@ class MLP(nn.Module):
         self.down = Linear(config.ff_size, config.d_model, bias=True)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, D]."""
+        """Map activations [B, S, D] to [B, S, D]."""
         hidden: Tensor = self.down(F.gelu(self.up(x_BSD)))
         return hidden
 
@@ -173,7 +174,8 @@ class Block(nn.Module):
         self.mlp_dropout = CounterDropout(config.dropout, site=1)
 
     def forward(self, x_BSD: Tensor, dropout: DropoutContext | None = None, kept_2B: Tensor | None = None) -> Tensor:
-        """[B, S, D] -> [B, S, D]. kept: factor of each sample's attention and MLP branch, from `path_factors`."""
+        """Map activations [B, S, D] to [B, S, D]. kept: factor of each sample's attention and MLP branch, from
+        `path_factors`."""
         mixed = self.attention_dropout(self.attention(self.attention_norm(x_BSD)), dropout)
         x_BSD = x_BSD + _scaled(mixed, kept_2B, 0)
         hidden = self.mlp_dropout(self.mlp(self.mlp_norm(x_BSD)), dropout)
@@ -185,7 +187,8 @@ def _scaled(branch_BSD: Tensor, kept_2B: Tensor | None, branch: int) -> Tensor:
 
 
 def path_factors(config: WeatherModel, layer: int, dropout: DropoutContext | None) -> Tensor | None:
-    """Factors of the two residual branches of block `layer` for each sample, float64 [2, B]; None where nothing is dropped.
+    """Return factors of the two residual branches of block `layer` for each sample, float64 [2, B]; None where nothing
+    is dropped.
 
     A branch of a sample is left out with a chance that grows linearly from 0 in the first block to `drop_path` in the last,
     and divided by the chance of being kept otherwise (stochastic depth, Huang et al. 2016). Whether it is left out is a

@@ -15,21 +15,22 @@ from phalanx.families.weather.sizes import FEATURES
 
 
 def patches_of(fields_BVHW: Tensor, patch_size: int) -> Tensor:
-    """[B, V, H, W] -> [B, L, V, P]: locations row by row from the first latitude, points of a patch row by row too."""
+    """Cut fields [B, V, H, W] into patches [B, L, V, P]: locations row by row from the first latitude, points of a
+    patch too."""
     tiles = fields_BVHW.unflatten(-1, (-1, patch_size)).unflatten(-3, (-1, patch_size))
     patches_BLVP: Tensor = tiles.permute(0, 2, 4, 1, 3, 5).flatten(4, 5).flatten(1, 2)
     return patches_BLVP
 
 
 def fields_of(patches_BLVP: Tensor, n_lat: int, patch_size: int) -> Tensor:
-    """The inverse of `patches_of` for a grid of `n_lat` rows: [B, L, V, P] -> [B, V, H, W]."""
+    """Join patches [B, L, V, P] into fields [B, V, H, W] of `n_lat` rows: the inverse of `patches_of`."""
     tiles = patches_BLVP.unflatten(3, (patch_size, patch_size)).unflatten(1, (n_lat // patch_size, -1))
     fields_BVHW: Tensor = tiles.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
     return fields_BVHW
 
 
 def latitudes(config: WeatherModel, device: torch.device) -> Tensor:
-    """Latitudes of the rows' points in degrees, float64 [H]: evenly spaced."""
+    """Return latitudes of the rows' points in degrees, float64 [H]: evenly spaced."""
     rows = torch.arange(config.n_lat, dtype=torch.float64, device=device)
     if config.first_latitude is None or config.last_latitude is None:
         return (rows + 0.5) * (180.0 / config.n_lat) - 90.0
@@ -37,7 +38,7 @@ def latitudes(config: WeatherModel, device: torch.device) -> Tensor:
 
 
 def cell_edges(config: WeatherModel, device: torch.device) -> Tensor:
-    """Latitudes between which the rows' cells lie, degrees, float64 [H + 1].
+    """Return latitudes between which the rows' cells lie, degrees, float64 [H + 1].
 
     Halfway between points, and as far beyond the outer points; cells end at the poles (a row of points on a pole has a
     polar cap of half the height).
@@ -48,7 +49,7 @@ def cell_edges(config: WeatherModel, device: torch.device) -> Tensor:
 
 
 def row_weights(config: WeatherModel, device: torch.device) -> Tensor:
-    """Weight of a point in each row, float64 [H], with mean 1 over the grid.
+    """Return weight of a point in each row, float64 [H], with mean 1 over the grid.
 
     `cos`: cosine of the latitude (ClimaX). `area`: the exact area of the cell, from the sines of its edges (WeatherBench 2,
     Rasp et al. 2024), which is not 0 for points on a pole.
@@ -61,7 +62,7 @@ def row_weights(config: WeatherModel, device: torch.device) -> Tensor:
 
 
 def patch_places(config: WeatherModel, device: torch.device) -> Tensor:
-    """Where each patch lies, float64 [L, 4]: its centre as a point (x, y, z) of the unit sphere, and its area in steradians.
+    """Return for each patch, float64 [L, 4], its centre as a point (x, y, z) of the unit sphere, and its area in steradians.
 
     Longitudes go round the globe in even steps. The centre halves the area.
     """
@@ -76,22 +77,22 @@ def patch_places(config: WeatherModel, device: torch.device) -> Tensor:
 
 
 def input_places(config: WeatherModel) -> list[int]:
-    """Numbers, among the model's variables, of those it reads."""
+    """Return numbers, among the model's variables, of those it reads."""
     return [config.variables.index(name) for name in config.input_names]
 
 
 def output_places(config: WeatherModel) -> list[int]:
-    """Numbers, among the model's variables, of those it predicts."""
+    """Return numbers, among the model's variables, of those it predicts."""
     return [config.variables.index(name) for name in config.output_names]
 
 
 def outputs_among_inputs(config: WeatherModel) -> list[int]:
-    """Numbers of the predicted variables among the fields that are read."""
+    """Return numbers of the predicted variables among the fields that are read."""
     return [config.input_names.index(name) for name in config.output_names]
 
 
 def take(tensor: Tensor, places: Sequence[int], dim: int) -> Tensor:
-    """The elements of `tensor` at `places` along `dim`; a view where they are consecutive."""
+    """Return the elements of `tensor` at `places` along `dim`; a view where they are consecutive."""
     first, count = places[0], len(places)
     if list(places) == list(range(first, first + count)):
         return tensor.narrow(dim, first, count)
@@ -99,13 +100,14 @@ def take(tensor: Tensor, places: Sequence[int], dim: int) -> Tensor:
 
 
 def pressure_level(name: str) -> int | None:
-    """Pressure in hPa that ends a variable's name (`temperature_850`, `t850`); None for variables of the surface (`u10`)."""
+    """Return pressure in hPa that ends a variable's name (`temperature_850`, `t850`); None for variables of the
+    surface (`u10`)."""
     found = split_level(name)
     return None if found is None else found[1]
 
 
 def wave_features(x: Tensor, shortest: float, longest: float, count: int = FEATURES) -> Tensor:
-    """Sine and cosine of `x` at `count` wavelengths, evenly spaced in their logarithm: float64 [..., 2 * count].
+    """Return sine and cosine of `x` at `count` wavelengths, evenly spaced in their logarithm: float64 [..., 2 * count].
 
     The expansion of Aurora (Bodnar et al. 2024, arXiv:2405.13063, section B.4). x: in the unit of the wavelengths.
     """
@@ -116,7 +118,8 @@ def wave_features(x: Tensor, shortest: float, longest: float, count: int = FEATU
 
 
 def sine_table(index: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Elements of a table [N, D] that starts row n with the waves of n (Vaswani et al. 2017), as ClimaX's variables do.
+    """Return elements of a table [N, D] that starts row n with the waves of n (Vaswani et al. 2017), as ClimaX's
+    variables do.
 
     index: int64, row-major in the whole table. Half of a row is sines, half cosines, of n / 10000^(2i/D).
     """
@@ -125,7 +128,8 @@ def sine_table(index: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def grid_table(columns: int, index: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Elements of a table [L, D] for locations of a grid with `columns` columns: waves of the column, then of the row.
+    """Return elements of a table [L, D] for locations of a grid with `columns` columns: waves of the column, then of
+    the row.
 
     The order is that of the published tables (MAE, He et al. 2022). index: int64, row-major in the whole table.
     """
@@ -136,7 +140,7 @@ def grid_table(columns: int, index: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _wave(place: Tensor, feature: Tensor, width: int) -> Tensor:
-    """The wave number `feature` of `width` at the whole number `place`."""
+    """Return the wave number `feature` of `width` at the whole number `place`."""
     half = width // 2
     # From the C library's power function, one by one: a vectorised one may round differently.
     slowness = torch.tensor([10000.0 ** (-i / half) for i in range(half)], dtype=torch.float64, device=place.device)
@@ -145,7 +149,7 @@ def _wave(place: Tensor, feature: Tensor, width: int) -> Tensor:
 
 
 def sine(angle: Tensor, quarter_turns: Tensor) -> Tensor:
-    """sin(angle + quarter_turns * pi/2) of float64 `angle` from 0 to about 1e5, within 1e-11.
+    """Return sin(angle + quarter_turns * pi/2) of float64 `angle` from 0 to about 1e5, within 1e-11.
 
     By additions and multiplications alone, which all devices and all vector widths round alike: a value then does not
     depend on which part of a table is computed where.
@@ -166,7 +170,7 @@ _HALF_PI_LOW = math.pi / 2 - _HALF_PI_HIGH
 
 
 def _series(x: Tensor, coefficients: list[float]) -> Tensor:
-    """The polynomial with these coefficients, lowest power first, by Horner's rule."""
+    """Evaluate the polynomial with these coefficients, lowest power first, by Horner's rule."""
     total = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         total = total.mul(x).add(coefficient)

@@ -70,19 +70,19 @@ class Atmosphere:
 
     @cached_property
     def _coupling(self) -> Float64Array:
-        """S of the module's equation [3, 3], in 1/m^2."""
+        """Return S of the module's equation [3, 3], in 1/m^2."""
         upper, lower = (radius**-2 for radius in _RADII)
         return np.array([[-upper, upper, 0.0], [upper, -upper - lower, lower], [0.0, lower, -lower]])
 
     @cached_property
     def _inverse(self) -> Float64Array:
-        """[N, 3, 3]: potential vorticity to stream function; the mean of both is 0."""
+        """Return what turns potential vorticity into stream function, [N, 3, 3]; the mean of both is 0."""
         operators = self.harmonics.laplacian[1:, None, None] / RADIUS**2 * np.eye(3) + self._coupling
         return np.concatenate([np.zeros((1, 3, 3)), np.linalg.inv(operators)])
 
     @cached_property
     def equilibrium(self) -> ComplexArray:
-        """Stream function that temperature relaxes to."""
+        """Return stream function that temperature relaxes to."""
         sines = self.harmonics.sines
         cosines = np.sqrt(1 - sines**2)
         upper, lower = self.physics.shears
@@ -178,12 +178,12 @@ class Harmonics:
 
     @property
     def columns(self) -> int:
-        """Longitudes of the Gaussian grid, at least 3 T + 1 and a multiple of 16."""
+        """Return the number of longitudes of the Gaussian grid, at least 3 T + 1 and a multiple of 16."""
         return -(-(3 * self.truncation + 1) // 16) * 16
 
     @property
     def rows(self) -> int:
-        """Latitudes of the Gaussian grid, at least (3 T + 1) / 2."""
+        """Return the number of latitudes of the Gaussian grid, at least (3 T + 1) / 2."""
         return self.columns // 2
 
     @cached_property
@@ -193,17 +193,17 @@ class Harmonics:
 
     @property
     def sines(self) -> Float64Array:
-        """[H]: sines of the latitudes of the Gaussian grid, south to north."""
+        """Return the sines of the latitudes of the Gaussian grid, south to north, [H]."""
         return self._quadrature[0]
 
     @cached_property
     def zonal(self) -> Float64Array:
-        """[M, 1]: m of each coefficient."""
+        """Return m of each coefficient, [M, 1]."""
         return np.arange(self.truncation + 1, dtype=np.float64)[:, None]
 
     @cached_property
     def laplacian(self) -> Float64Array:
-        """[N]: what the Laplacian on the unit sphere multiplies coefficients by, -n (n + 1)."""
+        """Return the eigenvalues of the Laplacian on the unit sphere, -n (n + 1), [N]."""
         total = np.arange(self.truncation + 1, dtype=np.float64)
         return -total * (total + 1)
 
