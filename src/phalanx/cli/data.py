@@ -16,7 +16,7 @@ from phalanx.data.prepared_folder import MANIFEST
 from phalanx.families.language.data.documents import MAX_DOCUMENT_BYTES
 from phalanx.families.language.data.open_tokens import open_source
 from phalanx.families.language.data.prepare_text import Options, prepare_text
-from phalanx.families.language.data.token_shards import PassedOver, read_manifest
+from phalanx.families.language.data.token_shards import PassedOver, read_token_manifest
 from phalanx.families.language.data.token_source import TokenSource
 
 data_app = typer.Typer(

@@ -20,7 +20,7 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.families.language.data import prepare_text as preparing
 from phalanx.families.language.data.documents import PYTHON_STDLIB, find_files, read_documents
 from phalanx.families.language.data.prepare_text import Options, prepare_text
-from phalanx.families.language.data.token_shards import ShardSource, read_manifest
+from phalanx.families.language.data.token_shards import ShardSource, read_token_manifest
 from phalanx.families.language.data.tokenizer import load_tokenizer, text_share
 from phalanx.locks import FolderLock
 
@@ -115,7 +115,7 @@ def test_a_given_tokenizer_is_used(corpus: Path, tmp_path: Path) -> None:
     prepare_text([str(corpus)], tmp_path / "first", OPTIONS, workers=1)
     options = Options(tokenizer=str(tmp_path / "first"), validation_fraction=0.0)
     manifest = prepare_text([str(corpus / "a.jsonl")], tmp_path / "second", options, workers=1)
-    first = read_manifest(tmp_path / "first").tokenizer
+    first = read_token_manifest(tmp_path / "first").tokenizer
     assert (manifest.tokenizer.vocab_size, manifest.tokenizer.end_of_document) == (
         first.vocab_size,
         first.end_of_document,

@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.data.prepared_folder import MANIFEST
 from phalanx.errors import DataError
-from phalanx.families.language.data.token_shards import ShardSource, ShardWriter, read_manifest
+from phalanx.families.language.data.token_shards import ShardSource, ShardWriter, read_token_manifest
 from token_data import END, VOCABULARY, write_token_folder
 
 

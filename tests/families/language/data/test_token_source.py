@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from phalanx.data.prepared_folder import MANIFEST
 from phalanx.errors import DataError
-from phalanx.families.language.data.token_shards import ShardSource, read_manifest
+from phalanx.families.language.data.token_shards import ShardSource, read_token_manifest
 from phalanx.families.language.data.token_source import SegmentedStream
 from token_data import END, VOCABULARY, in_files, write_token_folder
 

@@ -7,13 +7,12 @@ import shlex
 from pathlib import Path
 from typing import Literal, overload
 
-from phalanx.config.schema import LanguageRun
 from phalanx.data.prepared_folder import MANIFEST, check_size
 from phalanx.errors import DataError
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.mds import INDEX, MdsSource, is_mds, mds_split
 from phalanx.families.language.data.megatron import MegatronSource, megatron_prefix, megatron_split
-from phalanx.families.language.data.token_shards import ShardSource, Split, read_manifest
+from phalanx.families.language.data.token_shards import ShardSource, Split, read_token_manifest
 from phalanx.families.language.data.token_source import TokenSource
 from phalanx.families.language.data.tokenizer import load_tokenizer
 from phalanx.families.language.huggingface.folder_files import TOKENIZER, TOKENIZER_FOLDER
@@ -39,7 +38,7 @@ def open_source(path: Path, split: Split) -> TokenSource | None:
     source: TokenSource | None = None
     prefix = megatron_prefix(path)
     if (path / MANIFEST).exists():
-        if split in read_manifest(path).splits:
+        if split in read_token_manifest(path).splits:
             source = ShardSource(path, split)
     elif is_mds(path):
         folder = mds_split(path, split)
@@ -104,7 +103,7 @@ def check_same_tokenizer(run: LanguageRun) -> None:
     the command that prepares the second folder with the first's tokenizer.
     """
     folders = [Path(source.path) for source in run.data.sources]
-    manifests = {folder: read_manifest(folder) for folder in folders if (folder / MANIFEST).is_file()}
+    manifests = {folder: read_token_manifest(folder) for folder in folders if (folder / MANIFEST).is_file()}
     tokenizers = {folder: check_size(folder, manifest.tokenizer.file) for folder, manifest in manifests.items()}
     if not tokenizers:
         return

@@ -47,7 +47,7 @@ from phalanx.families.language.data.tokenizer import (
     vocabulary_size,
 )
 from phalanx.files import write_atomically
-from phalanx.hardware.cores import available_cores
+from phalanx.hardware.host import available_cores
 
 PIECE_BYTES = 2**22
 """Text of a piece, about: enough to keep a worker busy for seconds, little enough to lose."""
@@ -112,7 +112,7 @@ def prepare_text(
     return prepare_once(
         out,
         plan,
-        read=read_manifest,
+        read=read_token_manifest,
         build=build,
         results=("tokenizer.json", *(f"{split}-*" for split in SPLITS)),
         option="--out",

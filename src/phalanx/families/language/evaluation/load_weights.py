@@ -18,10 +18,10 @@ from torch import Tensor
 from phalanx.checkpoint import open_checkpoints, read_manifest, read_state, read_tensors
 from phalanx.config.load import parse_run
 from phalanx.config.model import LanguageModel
-from phalanx.config.schema import LanguageRun
 from phalanx.data.prepared_folder import MANIFEST, check_size
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.families.language.data.token_shards import read_manifest
+from phalanx.families.language.config import LanguageRun
+from phalanx.families.language.data.token_shards import read_token_manifest
 from phalanx.families.language.evaluation.text_tokenizer import TextTokenizer
 from phalanx.families.language.huggingface.folder_files import (
     TOKENIZER,
@@ -224,7 +224,7 @@ def tokenizer_files(weights: Weights, override: Path | None = None) -> Tokenizer
         folders = (Path(source.path) for source in weights.run.data.sources)
         folder = next((folder for folder in folders if (folder / MANIFEST).is_file()), None)
         if folder is not None:
-            record = read_manifest(folder).tokenizer
+            record = read_token_manifest(folder).tokenizer
             content = check_size(folder, record.file).read_bytes()
             found = TokenizerFiles({TOKENIZER: content}, SpecialTokens(end=(record.end_of_document,)))
     if override is None:
@@ -271,7 +271,7 @@ def load_for_inference(
     """
     with open_weights(path) as weights:
         if dtype is None and weights.run is not None:
-            dtype = PRECISIONS[weights.run.layout.precision]
+            dtype = PRECISIONS[weights.run.layout.precision].compute_dtype
         elif dtype is None:
             dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         require_cpu_format(dtype, device, "--precision")

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from phalanx.config.field_data import FieldSource
 from phalanx.data.prepared_folder import file_record, write_manifest
 from phalanx.errors import DataError
 from phalanx.families.weather.data.coordinates import HOUR
@@ -18,6 +17,7 @@ from phalanx.families.weather.data.field_store import BlockCache
 from phalanx.families.weather.data.field_survey import Survey, Surveyor
 from phalanx.families.weather.data.open_fields import open_store
 from phalanx.families.weather.data.prepared_fields import FIELDS, FieldsManifest, ShardRecord
+from phalanx.families.weather.data_config import FieldSource
 from phalanx.files import whole_folder
 
 _SHARD_BYTES = 256 * 2**20

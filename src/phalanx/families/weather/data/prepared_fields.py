@@ -19,7 +19,6 @@ from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from phalanx.config.field_data import FieldName, FieldSource
 from phalanx.data.prepared_folder import (
     MANIFEST,
     FileRecord,
@@ -34,6 +33,7 @@ from phalanx.errors import DataError
 from phalanx.families.weather.data.coordinates import Float32Array, Grid, TimeAxis
 from phalanx.families.weather.data.field_store import FieldStore, Naming, Segment, hash_of
 from phalanx.families.weather.data.field_survey import Survey
+from phalanx.families.weather.data_config import FieldName, FieldSource
 
 FIELDS = "fields.safetensors"
 _AGAIN = "prepare the fields again"
