@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.data.batch import Batch
+from phalanx.data.batch_stream import Batch
 from phalanx.layout.apply import Applied
 from phalanx.layout.mesh import Axis
 from phalanx.layout.shard import prepare_microbatch

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.data.batch import Batch
+from phalanx.data.batch_stream import Batch
 from phalanx.layout.share import SequenceShare
 from phalanx.layout.working_copy import WorkingCopy
 from phalanx.torch_compat import common as compat

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from phalanx.errors import DataError
 from phalanx.families.language.data import documents as module
 from phalanx.families.language.data.documents import (
     PYTHON_STDLIB,
@@ -23,7 +24,6 @@ from phalanx.families.language.data.documents import (
     read_texts,
     sample_hash,
 )
-from phalanx.errors import DataError
 
 GET_AGAIN = "; it is damaged or cut short: get it again, or leave it out"
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from foreign_tokens import LISTS, encode, write_mds, write_tokens
 from foreign_tokens import MDS_FLAT as FLAT
+from phalanx.errors import DataError
 from phalanx.families.language.data import mds as module
 from phalanx.families.language.data.mds import MdsSource, is_mds, mds_split
-from phalanx.errors import DataError
 
 
 @pytest.mark.parametrize(

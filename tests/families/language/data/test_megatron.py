@@ -7,8 +7,8 @@ import pytest
 
 from foreign_tokens import MEGATRON_FLAT as FLAT
 from foreign_tokens import SEQUENCES, write_megatron
-from phalanx.families.language.data.megatron import MegatronSource, megatron_prefix, megatron_split
 from phalanx.errors import DataError
+from phalanx.families.language.data.megatron import MegatronSource, megatron_prefix, megatron_split
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64", "uint16"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from phalanx.families.weather.data.stores.grid import Grid, orient
 from phalanx.errors import DataError
+from phalanx.families.weather.data.coordinates import Grid, orient
 
 EVERY_90 = np.arange(4) * 90.0
 
