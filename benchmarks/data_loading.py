@@ -27,10 +27,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from phalanx.data.file_record import file_record
-from phalanx.families.language.data.batches import SampleReader, TokenBatchStream
-from phalanx.families.language.data.manifest import Manifest, ShardRecord, SplitRecord, TokenizerRecord
-from phalanx.families.language.data.open import open_source
+from phalanx.data.prepared_folder import file_record
+from phalanx.families.language.data.open_tokens import open_source
+from phalanx.families.language.data.token_batches import SampleReader, TokenBatchStream
+from phalanx.families.language.data.token_shards import Manifest, ShardRecord, SplitRecord, TokenizerRecord
 
 VOCABULARY, END = 50257, 50256
 DOCUMENT_TOKENS = 700

@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
 
 from phalanx.config.load import load_run
-from phalanx.families.language.data.batches import TokenBatch
+from phalanx.families.language.data.token_batches import TokenBatch
 from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.data_parallel.state_bytes import state_bytes

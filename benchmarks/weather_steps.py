@@ -34,7 +34,7 @@ from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.families.weather.config import WeatherRun
-from phalanx.families.weather.data.batches import FieldBatch
+from phalanx.families.weather.data.field_samples import FieldBatch
 from phalanx.files import write_atomically
 from phalanx.hardware.device import Moment, choose_device, synchronize
 from phalanx.layout.apply import ParallelModel, apply_layout

@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from phalanx.data.file_record import file_record
-from phalanx.families.language.data.manifest import (
+from phalanx.data.prepared_folder import file_record
+from phalanx.families.language.data.token_shards import (
     Manifest,
     ShardRecord,
     SplitRecord,
     TokenizerRecord,
 )
-from phalanx.families.language.data.sources import SegmentedStream
-from phalanx.families.language.data.token_file import TokenFile
+from phalanx.families.language.data.token_source import SegmentedStream, TokenFile
 
 END = 256
 VOCABULARY = 257

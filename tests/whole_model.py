@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from layout_runs import Fields, run_with
 from phalanx.families.language.config import LanguageRun
-from phalanx.families.language.data.batches import TokenBatch
+from phalanx.families.language.data.token_batches import TokenBatch
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor

@@ -12,7 +12,7 @@ import yaml
 
 from materials_runs import write_materials_run, write_molecules
 from phalanx.config.load import load_run
-from phalanx.families.weather.data.stores.field_set import FieldSet
+from phalanx.families.weather.data.open_fields import FieldSet
 from weather_runs import write_weather_run
 
 if TYPE_CHECKING:

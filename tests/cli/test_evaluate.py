@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from phalanx.cli.main import run
-from phalanx.families.language.data.manifest import read_manifest
+from phalanx.families.language.data.token_shards import read_token_manifest
 from small_models import LLAMA, huggingface_config, random_decoder, save_huggingface, save_run
 from token_data import write_run_file, write_token_folder
 
@@ -36,7 +36,7 @@ def scores(call: Call, *arguments: str) -> dict[str, Any]:
 
 def test_every_token_of_the_validation_split_is_scored(call: Call, trained: Path) -> None:
     facts = scores(call, str(trained))
-    split = read_manifest(trained.parent / "data").splits["validation"]
+    split = read_token_manifest(trained.parent / "data").splits["validation"]
     assert facts["tokens"] == split.tokens - 1
     assert facts["samples"] == facts["samples_in_all"] == math.ceil((split.tokens - 1) / 32)
     # One token a byte, ends of documents none; the first byte of the split is nobody's target.
@@ -119,7 +119,7 @@ def test_what_cannot_be_scored(call: Call, trained: Path, tmp_path: Path) -> Non
 
 def test_an_empty_split_is_named(call: Call, trained: Path, tmp_path: Path) -> None:
     data = write_token_folder(tmp_path / "data")
-    manifest = read_manifest(data)
+    manifest = read_token_manifest(data)
     manifest.model_copy(update={"splits": {"train": manifest.splits["train"]}}).write(data)
     assert refusal(call, str(trained), "--data", str(data)) == (
         1,

@@ -13,10 +13,10 @@ from phalanx.config.load import load_run
 from phalanx.ensemble.document import read_ensemble
 from phalanx.ensemble.members import open_member
 from phalanx.errors import ConfigError
-from phalanx.families.language.data.open import open_source
+from phalanx.families.language.data.open_tokens import open_source
 from phalanx.families.language.ensemble import build_language
-from phalanx.families.language.evaluation.load import load_for_inference
-from phalanx.families.language.evaluation.score import score
+from phalanx.families.language.evaluation.held_out import score
+from phalanx.families.language.evaluation.load_weights import load_for_inference
 from phalanx.report.ensemble_page import render_ensemble
 from phalanx.train.start import train
 from token_data import write_run_file, write_token_folder

@@ -16,7 +16,7 @@ from phalanx.ensemble.share import Share
 from phalanx.errors import ConfigError
 from phalanx.families.weather import ensemble as weather
 from phalanx.families.weather.ensemble import build_forecasts
-from phalanx.families.weather.evaluation.forecast import forecast_split, load_forecaster
+from phalanx.families.weather.evaluation.forecast_split import forecast_split, load_forecaster
 from phalanx.report.ensemble_page import render_ensemble
 from phalanx.train.start import train
 from weather_runs import write_weather_run

@@ -12,11 +12,12 @@ from phalanx.cli.console import output, print_error, print_json, print_pairs, sh
 from phalanx.cli.data_sample import sample_app
 from phalanx.cli.data_science import prepare_fields_of, prepare_graphs_of
 from phalanx.cli.progress import progress
+from phalanx.data.prepared_folder import MANIFEST
 from phalanx.families.language.data.documents import MAX_DOCUMENT_BYTES
-from phalanx.families.language.data.manifest import MANIFEST, PassedOver, read_manifest
-from phalanx.families.language.data.open import open_source
-from phalanx.families.language.data.prepare import Options, prepare
-from phalanx.families.language.data.sources import TokenSource
+from phalanx.families.language.data.open_tokens import open_source
+from phalanx.families.language.data.prepare_text import Options, prepare_text
+from phalanx.families.language.data.token_shards import PassedOver, read_token_manifest
+from phalanx.families.language.data.token_source import TokenSource
 
 data_app = typer.Typer(
     help="Prepare text, structures and fields; look at them, verify them; make small data to begin with.",
@@ -67,7 +68,7 @@ def prepare_data(
     )
     try:
         with progress() as report:
-            prepare(inputs, out, options, workers=workers, max_document_bytes=max_document_bytes, progress=report)
+            prepare_text(inputs, out, options, workers=workers, max_document_bytes=max_document_bytes, progress=report)
     except KeyboardInterrupt:
         print_error("stopped; what is done is kept: the same command goes on from there")
         raise
@@ -129,7 +130,7 @@ def _show(path: Path, json_output: bool) -> None:
     train = splits["train"]
     facts["vocab_size"] = train.vocab_size
     facts["tokenizer"] = None if train.tokenizer is None else str(train.tokenizer)
-    passed_over = read_manifest(path).passed_over if (path / MANIFEST).exists() else None
+    passed_over = read_token_manifest(path).passed_over if (path / MANIFEST).exists() else None
     if passed_over is not None:
         facts["passed_over"] = passed_over.model_dump()
     if json_output:

@@ -90,7 +90,7 @@ def prepare_fields_of(
     if not isinstance(loaded, WeatherRun):
         raise ConfigError(f"{run} has model.family={loaded.model.family}; prepare-fields takes runs of family weather")
     data = loaded.data
-    prepare = import_module("phalanx.families.weather.data.prepare").prepare_fields
+    prepare = import_module("phalanx.families.weather.data.prepare_fields").prepare_fields
     written: list[str] = []
     for number, source in enumerate(data.sources):
         folder = out if len(data.sources) == 1 else out / str(number)

@@ -9,9 +9,8 @@ from typing import Literal
 
 from phalanx.cli.console import output, print_json, print_pairs
 from phalanx.cli.inference import load, progress_bar
-from phalanx.families.language.evaluation.held_out import HeldOut
-from phalanx.families.language.evaluation.load import LoadedModel
-from phalanx.families.language.evaluation.score import Scores, score
+from phalanx.families.language.evaluation.held_out import HeldOut, Scores, score
+from phalanx.families.language.evaluation.load_weights import LoadedModel
 
 
 def evaluate(

@@ -8,8 +8,13 @@ from typing import Literal
 
 from phalanx.cli.console import output, print_json
 from phalanx.cli.inference import progress_bar
-from phalanx.families.weather.evaluation.forecast import Forecasts, LoadedForecaster, forecast_split, load_forecaster
-from phalanx.families.weather.evaluation.table import skill_in_words
+from phalanx.families.weather.evaluation.compare_forecasts import skill_in_words
+from phalanx.families.weather.evaluation.forecast_split import (
+    Forecasts,
+    LoadedForecaster,
+    forecast_split,
+    load_forecaster,
+)
 from phalanx.files import write_atomically
 from phalanx.hardware.device import choose_device
 from phalanx.report.forecast_page import render_forecasts

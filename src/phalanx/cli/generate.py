@@ -8,8 +8,8 @@ from pathlib import Path
 from phalanx.cli.console import for_terminal, print_json
 from phalanx.cli.inference import load
 from phalanx.errors import ConfigError
-from phalanx.families.language.evaluation.generate import Generation, generate_text
-from phalanx.families.language.evaluation.load import LoadedModel
+from phalanx.families.language.evaluation.generate_text import Generation, generate_text
+from phalanx.families.language.evaluation.load_weights import LoadedModel
 from phalanx.families.language.model.sampling import Sampling
 
 _MOST_BYTES = 2**24

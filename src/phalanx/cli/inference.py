@@ -8,7 +8,7 @@ import torch
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from phalanx.errors import ConfigError
-from phalanx.families.language.evaluation.load import LoadedModel, load_for_inference
+from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
 from phalanx.hardware.device import choose_device
 from phalanx.precision import PRECISIONS
 from phalanx.printable_console import plain_console

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.data.batch import Batch
+from phalanx.data.batch_stream import Batch
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.data_parallel.gradients import sum_gradients
 from phalanx.layout.stage import TrainingPass

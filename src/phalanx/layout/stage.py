@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.data.batch import Batch
+from phalanx.data.batch_stream import Batch
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.data_parallel.low_precision import LowPrecisionParameters
 from phalanx.torch_compat import common as compat

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.families.weather.evaluation.forecast import FieldMap, Forecasts, LoadedForecaster
-from phalanx.families.weather.evaluation.table import ScoreRow, skill_by_lead
+from phalanx.families.weather.evaluation.compare_forecasts import ScoreRow, skill_by_lead
+from phalanx.families.weather.evaluation.forecast_split import FieldMap, Forecasts, LoadedForecaster
 from phalanx.report.drawing import WIDTH, Drawing, Plot, Scale, fit_scale
 from phalanx.report.formatting import format_number
 from phalanx.report.page import Tile, render_page

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from phalanx.config.schema import Run
-from phalanx.data.batch import BatchStream
+from phalanx.data.batch_stream import BatchStream
 from phalanx.errors import DataError
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import Executor

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from phalanx.config.schema import Optimizer, Run
-from phalanx.data.batch import Batch
+from phalanx.data.batch_stream import Batch
 from phalanx.families.registry import bind
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import Executor

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import Any, ClassVar
 
 from phalanx.config.schema import Run
-from phalanx.data.batch import Batch
+from phalanx.data.batch_stream import Batch
 from phalanx.layout.family import LayoutModel
 from phalanx.layout.spec import ResolvedLayout
 

@@ -12,8 +12,8 @@ from layout_runs import refusal
 from phalanx.config.load import load_run
 from phalanx.families.registry import bind
 from phalanx.families.weather.config import WeatherRun
-from phalanx.layout.context_parallel import kernel_choice
 from phalanx.layout.apply import apply_layout
+from phalanx.layout.context_parallel import kernel_choice
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, fastest
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.family import BuildContext, LayoutModel

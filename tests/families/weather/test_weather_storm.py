@@ -12,7 +12,7 @@ import yaml
 
 from field_files import REAL
 from phalanx.config.load import load_run
-from phalanx.families.weather.evaluation.forecast import forecast_split, load_forecaster
+from phalanx.families.weather.evaluation.forecast_split import forecast_split, load_forecaster
 from phalanx.train.start import train
 from weather_runs import SECTIONS
 

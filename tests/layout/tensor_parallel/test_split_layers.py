@@ -14,8 +14,8 @@ from torch import Tensor
 from distributed_ranks import run_ranks
 from phalanx.config.model import LanguageModel
 from phalanx.families.language.declare import tensor_splits
+from phalanx.families.language.model.cross_entropy import IGNORED, chunk_loss
 from phalanx.families.language.model.decoder import Decoder
-from phalanx.families.language.model.loss import IGNORED, chunk_loss
 from phalanx.layout.mesh import Axis, build_mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.tensor_parallel.collectives import exchange, gather, gather_values, scatter_sum

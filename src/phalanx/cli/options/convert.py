@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from phalanx.cli.arguments import PRECISION_NAMES, Json, TokenizerPath
-from phalanx.families.language.huggingface.folder import DEFAULT_SHARD_BYTES
+from phalanx.families.language.huggingface.folder_files import DEFAULT_SHARD_BYTES
 
 
 def convert(

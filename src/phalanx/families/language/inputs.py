@@ -10,14 +10,18 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
-from phalanx.families.language.data.batches import SampleReader, TokenBatchStream
-from phalanx.families.language.data.open import open_source
-from phalanx.families.language.data.same_tokenizer import check_same_tokenizer
-from phalanx.families.language.data.sources import TokenSource
+from phalanx.families.language.data.open_tokens import check_same_tokenizer, open_source
+from phalanx.families.language.data.token_batches import SampleReader, TokenBatchStream
+from phalanx.families.language.data.token_source import TokenSource
 from phalanx.families.language.evaluation.held_out import HeldOut, Sharing, score_split, spread_samples
-from phalanx.families.language.evaluation.text import TextTokenizer
-from phalanx.families.language.huggingface.folder import is_huggingface_folder
-from phalanx.families.language.huggingface.tokens import TOKENIZER, TOKENIZER_FOLDER, SpecialTokens, TokenizerFiles
+from phalanx.families.language.evaluation.text_tokenizer import TextTokenizer
+from phalanx.families.language.huggingface.folder_files import (
+    TOKENIZER,
+    TOKENIZER_FOLDER,
+    SpecialTokens,
+    TokenizerFiles,
+    is_huggingface_folder,
+)
 from phalanx.families.language.model.sampling import generate_tokens
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh

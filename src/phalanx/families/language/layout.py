@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from phalanx.counter_random import DropoutContext
 from phalanx.families.language.config import LanguageRun
-from phalanx.families.language.data.batches import TokenBatch
+from phalanx.families.language.data.token_batches import TokenBatch
 from phalanx.families.language.declare import tensor_splits
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, AttentionShape, choose_attention

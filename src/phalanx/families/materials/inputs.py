@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor
 
-from phalanx.data.batch import BatchStream
+from phalanx.data.batch_stream import BatchStream
 from phalanx.errors import DataError
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.cost_fitting import Balancer, BalancerState

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.data.batch import Batch
+from phalanx.data.batch_stream import Batch
 from phalanx.families.materials.config import MaterialsRun, one_program_obstacle
 from phalanx.families.materials.data.graph_batches import GraphBatch
 from phalanx.families.materials.evaluation.error_sums import error_sums

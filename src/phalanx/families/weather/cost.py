@@ -14,8 +14,7 @@ from phalanx.families.weather import declare
 from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.declare import tensor_splits
 from phalanx.families.weather.layout import WeatherStage, share_embedding
-from phalanx.families.weather.model.block import Attention, AttentionCore
-from phalanx.families.weather.model.forecaster import Forecaster
+from phalanx.families.weather.model.forecaster import Attention, AttentionCore, Forecaster
 from phalanx.families.weather.model_config import WeatherModel
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout

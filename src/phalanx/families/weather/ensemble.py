@@ -23,18 +23,18 @@ from phalanx.ensemble.members import Member, require_alike
 from phalanx.ensemble.share import ALONE, Share
 from phalanx.errors import ConfigError
 from phalanx.families.weather.config import WeatherRun
-from phalanx.families.weather.data.samples import Cases, FieldReader
-from phalanx.families.weather.data.stores.field_set import FieldSet
-from phalanx.families.weather.data.stores.times import HOUR
-from phalanx.families.weather.data.windows import SplitName
-from phalanx.families.weather.evaluation.forecast import (
+from phalanx.families.weather.data.coordinates import HOUR
+from phalanx.families.weather.data.field_samples import Cases, FieldReader
+from phalanx.families.weather.data.open_fields import FieldSet
+from phalanx.families.weather.data.sample_windows import SplitName
+from phalanx.families.weather.evaluation.forecast_scores import EnsembleScore, EnsembleScores, ForecastScores
+from phalanx.families.weather.evaluation.forecast_split import (
     LoadedForecaster,
     forecasts_of,
     lead_steps,
     load_forecaster,
     spread_rows,
 )
-from phalanx.families.weather.evaluation.scores import EnsembleScore, EnsembleScores, ForecastScores
 from phalanx.families.weather.inputs import require_grid
 
 _BATCH = 8
@@ -108,7 +108,7 @@ def build_forecasts(
     """Forecast both splits with all members, up to `hours` (None: the longest lead time trained on). Every rank calls it.
 
     starts: inputs of each split, spread evenly; None takes all. Raises ConfigError for members that do not go together, and
-    as `families.weather.evaluation.forecast.forecast_split` does.
+    as `families.weather.evaluation.forecast_split.forecast_split` does.
     """
     if len(members) < 2:
         raise ConfigError("an ensemble has at least two members; name more runs")

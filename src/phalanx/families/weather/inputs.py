@@ -15,22 +15,19 @@ from torch import Tensor
 
 from phalanx.errors import DataError
 from phalanx.families.weather.config import WeatherRun
-from phalanx.families.weather.data.batches import FieldBatchStream
-from phalanx.families.weather.data.climatology import Climatology
-from phalanx.families.weather.data.open import require_fields
-from phalanx.families.weather.data.samples import Cases, FieldReader
-from phalanx.families.weather.data.statistics import FieldStatistics
-from phalanx.families.weather.data.stores.field_set import FieldSet
-from phalanx.families.weather.data.stores.grid import Grid
-from phalanx.families.weather.evaluation.table import (
+from phalanx.families.weather.data.coordinates import Grid
+from phalanx.families.weather.data.field_samples import Cases, FieldBatchStream, FieldReader
+from phalanx.families.weather.data.field_statistics import Climatology, FieldStatistics
+from phalanx.families.weather.data.open_fields import FieldSet, require_fields
+from phalanx.families.weather.evaluation.compare_forecasts import (
     Comparison,
     ScoreRow,
     known_climatologies,
     skill_by_lead,
     skill_in_words,
 )
-from phalanx.families.weather.model.grid import latitudes, row_weights
-from phalanx.families.weather.model.loss import squared_error_sum, target_counts
+from phalanx.families.weather.model.field_head import squared_error_sum, target_counts
+from phalanx.families.weather.model.grid_features import latitudes, row_weights
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from phalanx.counter_random import DropoutContext
 from phalanx.families.weather.config import WeatherRun
-from phalanx.families.weather.data.batches import FieldBatch
+from phalanx.families.weather.data.field_samples import FieldBatch
 from phalanx.families.weather.declare import tensor_splits
-from phalanx.families.weather.model.embedding import FieldEmbedding
+from phalanx.families.weather.model.field_embedding import FieldEmbedding
 from phalanx.families.weather.model.forecaster import Forecaster
-from phalanx.families.weather.model.grid import fields_of
+from phalanx.families.weather.model.grid_features import fields_of
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, choose_whole_attention
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.family import BuildContext, LayoutModel

@@ -65,7 +65,7 @@ def model_flops_per_sample(model: WeatherModel, convention: FlopsConvention = "n
 
     Six per parameter and token of each matrix product (a multiply and an add forward, twice that backward), and attention
     in full, 12 * d_model * tokens^2 a block. For the aggregation of variables `needed` counts the products that depend on
-    the sample when its weights are multiplied first (see `families.weather.model.aggregation`), `published` those of
+    the sample when its weights are multiplied first (see `families.weather.model.field_embedding`), `published` those of
     a key and a value for every variable at every location, as ClimaX and ORBIT compute it and count it in their figures.
     """
     return (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.counter_random import normal_values, random_bits, stream_key
 from phalanx.families.weather.config import WeatherRun
-from phalanx.families.weather.data.batches import FieldBatch
+from phalanx.families.weather.data.field_samples import FieldBatch
 from phalanx.families.weather.model_config import WeatherModel
 from phalanx.families.weather.sizes import in_words
 from phalanx.verify.family import VerifiableModel, most_stages

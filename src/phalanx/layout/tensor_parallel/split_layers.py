@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.families.language.model.cross_entropy import IGNORED
 from phalanx.families.language.model.decoder import OutputHead, TokenEmbedding
-from phalanx.families.language.model.loss import IGNORED
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplit, TensorSplits
 from phalanx.layout.tensor_parallel.collectives import gather, gather_values, scatter_sum
@@ -144,8 +144,8 @@ class SplitEmbedding(TokenEmbedding):
 def vocabulary_chunk_loss(
     tp: Axis, start: int, logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """As `families.language.model.loss.chunk_loss`, for logits of the vocabulary's rows from `start` on: ranks exchange two
-    numbers a token, the log-partition of their part and the target's logit."""
+    """As `families.language.model.cross_entropy.chunk_loss`, for logits of the vocabulary's rows from `start` on: ranks
+    exchange two numbers a token, the log-partition of their part and the target's logit."""
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     kept_N = targets_N != IGNORED
     local_N = targets_N - start

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.schema import Run
-from phalanx.data.batch import Batch
+from phalanx.data.batch_stream import Batch
 from phalanx.families.registry import bind
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from phalanx.config.model import LanguageModel, Model
 from phalanx.config.schema import Run
-from phalanx.data.batch import Batch
+from phalanx.data.batch_stream import Batch
 from phalanx.families.family import BoundModel
 from phalanx.families.registry import bind, bound_class
 from phalanx.families.sizes import check_parameter_count

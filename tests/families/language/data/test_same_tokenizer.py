@@ -7,11 +7,11 @@ import pytest
 from command_line import Outcome
 from phalanx.cli.main import run as run_phalanx
 from phalanx.config.load import load_run
-from phalanx.data.file_record import file_record
+from phalanx.data.prepared_folder import file_record
 from phalanx.errors import DataError
 from phalanx.families.language.config import LanguageRun
-from phalanx.families.language.data.manifest import read_manifest
-from phalanx.families.language.data.same_tokenizer import check_same_tokenizer
+from phalanx.families.language.data.open_tokens import check_same_tokenizer
+from phalanx.families.language.data.token_shards import read_token_manifest
 from phalanx.families.language.data.tokenizer import load_tokenizer
 from phalanx.train.start import train
 from token_data import write_run_file, write_token_folder
@@ -29,7 +29,7 @@ def with_another_tokenizer(folder: Path, *, same_tokens: bool = False) -> Path:
         first, second = vocabulary["a"], vocabulary["b"]
         file.write_text(text.replace(f'"a": {first},', f'"a": {second},').replace(f'"b": {second},', f'"b": {first},'))
         assert load_tokenizer(file).get_vocab() != vocabulary
-    manifest = read_manifest(folder)
+    manifest = read_token_manifest(folder)
     record = manifest.tokenizer.model_copy(update={"file": file_record(file)})
     manifest.model_copy(update={"tokenizer": record, "inputs": ["my texts"]}).write(folder)
     return folder

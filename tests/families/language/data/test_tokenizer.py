@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 
 from phalanx.errors import ConfigError, DataError
 from phalanx.families.language.data import tokenizer as module
-from phalanx.families.language.data.prepare import Options, prepare
+from phalanx.families.language.data.prepare_text import Options, prepare_text
 from phalanx.families.language.data.tokenizer import (
     check_trainable,
     encode_texts,
@@ -205,4 +205,4 @@ def test_preparing_with_such_a_pattern_ends_in_the_same_words(tmp_path: Path) ->
     file = hostile(tmp_path / "tokenizer.json", pre_tokenizer=pattern)
     (tmp_path / "text.txt").write_text("a" * 60 + "!")
     with pytest.raises(DataError, match=f"^{file}: its pre_tokenizer fails on a text of 61 characters"):
-        prepare([str(tmp_path / "text.txt")], tmp_path / "out", Options(tokenizer=str(file)), workers=1)
+        prepare_text([str(tmp_path / "text.txt")], tmp_path / "out", Options(tokenizer=str(file)), workers=1)

@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 from phalanx.checkpoint import open_checkpoints, read_state
 from phalanx.config.model import LanguageModel
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.families.language.evaluation.convert import convert
-from phalanx.families.language.evaluation.load import load_for_inference
-from phalanx.families.language.evaluation.weights import open_weights
+from phalanx.families.language.evaluation.convert_weights import convert
+from phalanx.families.language.evaluation.load_weights import load_for_inference, open_weights
 from small_models import (
     FAMILIES,
     LLAMA,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from phalanx.errors import ConfigError
-from phalanx.families.language.evaluation.generate import generate_text
-from phalanx.families.language.evaluation.load import LoadedModel, load_for_inference
+from phalanx.families.language.evaluation.generate_text import generate_text
+from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
 from phalanx.families.language.model.sampling import Sampling, generate_tokens
 from small_models import READER, byte_tokenizer, random_decoder, save_run
 

@@ -6,8 +6,8 @@ import pytest
 import tokenizers
 import torch
 
-from phalanx.families.language.evaluation.text import TextStream, TextTokenizer
-from phalanx.families.language.huggingface.tokens import SpecialTokens
+from phalanx.families.language.evaluation.text_tokenizer import TextStream, TextTokenizer
+from phalanx.families.language.huggingface.folder_files import SpecialTokens
 from small_models import byte_tokenizer
 
 TEXT = "def café(x):\n    return '🎉 naïve'  # über\n"

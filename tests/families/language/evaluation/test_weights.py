@@ -11,8 +11,7 @@ import torch
 from phalanx.checkpoint import CheckpointStore
 from phalanx.config.load import dump_run, load_run
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.families.language.evaluation.load import load_for_inference
-from phalanx.families.language.evaluation.weights import open_weights
+from phalanx.families.language.evaluation.load_weights import load_for_inference, open_weights
 from small_models import LLAMA, READER, byte_tokenizer, random_decoder, run_of, save_run
 
 CPU = torch.device("cpu")

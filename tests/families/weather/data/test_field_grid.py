@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from phalanx.errors import DataError
-from phalanx.families.weather.data.stores.grid import Grid, orient
+from phalanx.families.weather.data.coordinates import Grid, orient
 
 EVERY_90 = np.arange(4) * 90.0
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from field_files import dataset, field_data, write_climax
-from phalanx.families.weather.data.prepare import prepare_fields
+from phalanx.families.weather.data.prepare_fields import prepare_fields
 
 READ = """
 import json, sys
@@ -20,7 +20,7 @@ for name in json.loads(sys.argv[1]):
 from phalanx.families.weather.data_config import FieldData
 from phalanx.errors import PhalanxError
 try:
-    from phalanx.families.weather.data.stores.field_set import FieldSet
+    from phalanx.families.weather.data.open_fields import FieldSet
     fields = FieldSet(FieldData.model_validate_json(sys.argv[2]))
     print("frames", len(fields.stores[0].times))
 except PhalanxError as error:

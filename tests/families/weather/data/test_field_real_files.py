@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from field_files import REAL
-from phalanx.families.weather.data.batches import FieldBatchStream
-from phalanx.families.weather.data.open import open_store
-from phalanx.families.weather.data.prepare import prepare_fields
-from phalanx.families.weather.data.samples import FieldReader
-from phalanx.families.weather.data.stores.field_set import FieldSet
-from phalanx.families.weather.data.stores.store import BlockCache
+from phalanx.families.weather.data.field_samples import FieldBatchStream, FieldReader
+from phalanx.families.weather.data.field_store import BlockCache
+from phalanx.families.weather.data.open_fields import FieldSet, open_store
+from phalanx.families.weather.data.prepare_fields import prepare_fields
 from phalanx.families.weather.data_config import FieldData
 
 pytestmark = pytest.mark.skipif(not REAL.is_dir(), reason=f"the weather fields are not at {REAL}")

@@ -11,13 +11,11 @@ import xarray
 
 from field_files import dataset, field, field_data, write_climax
 from phalanx.errors import DataError
-from phalanx.families.weather.data.climatology import mean_by_day
-from phalanx.families.weather.data.open import open_store
-from phalanx.families.weather.data.prepare import prepare_fields
-from phalanx.families.weather.data.statistics import read_statistics
-from phalanx.families.weather.data.stores import field_set
-from phalanx.families.weather.data.stores.field_set import FieldSet
-from phalanx.families.weather.data.stores.store import BlockCache
+from phalanx.families.weather.data import open_fields as field_set
+from phalanx.families.weather.data.field_statistics import mean_by_day, read_statistics
+from phalanx.families.weather.data.field_store import BlockCache
+from phalanx.families.weather.data.open_fields import FieldSet, open_store
+from phalanx.families.weather.data.prepare_fields import prepare_fields
 from phalanx.families.weather.data_config import FieldSource
 
 HOURS = np.arange(240) * 6

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from phalanx.errors import ConfigError, DataError
-from phalanx.families.weather.data.stores.times import DAY, HOUR, TimeAxis, decode_times, moment_bounds
+from phalanx.families.weather.data.coordinates import DAY, HOUR, TimeAxis, decode_times, moment_bounds
 
 
 def test_the_same_times_in_other_units_are_the_same_seconds() -> None:

@@ -12,10 +12,15 @@ import torch
 from phalanx.config.load import load_run
 from phalanx.errors import ConfigError
 from phalanx.families.weather.config import WeatherRun
-from phalanx.families.weather.data.stores.field_set import FieldSet
-from phalanx.families.weather.evaluation import forecast as module
-from phalanx.families.weather.evaluation.forecast import LoadedForecaster, forecast_split, load_forecaster, plan_steps
-from phalanx.families.weather.evaluation.table import Comparison, known_climatologies
+from phalanx.families.weather.data.open_fields import FieldSet
+from phalanx.families.weather.evaluation import forecast_split as module
+from phalanx.families.weather.evaluation.compare_forecasts import Comparison, known_climatologies
+from phalanx.families.weather.evaluation.forecast_split import (
+    LoadedForecaster,
+    forecast_split,
+    load_forecaster,
+    plan_steps,
+)
 from phalanx.families.weather.inputs import spread_cases
 from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.train.start import train

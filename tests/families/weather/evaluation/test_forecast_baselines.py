@@ -13,12 +13,16 @@ import torch
 
 from field_files import LATITUDES, REAL, dataset, field, field_data
 from phalanx.errors import DataError
-from phalanx.families.weather.data.samples import FieldReader
-from phalanx.families.weather.data.stores.field_set import FieldSet
+from phalanx.families.weather.data.field_samples import FieldReader
+from phalanx.families.weather.data.open_fields import FieldSet
 from phalanx.families.weather.data_config import FieldData
-from phalanx.families.weather.evaluation.baselines import climatology_forecast, persistence, score_forecasts
-from phalanx.families.weather.evaluation.scores import Score
-from phalanx.families.weather.evaluation.table import ScoreRow
+from phalanx.families.weather.evaluation.compare_forecasts import (
+    ScoreRow,
+    climatology_forecast,
+    persistence,
+    score_forecasts,
+)
+from phalanx.families.weather.evaluation.forecast_scores import Score
 
 HOURS = np.arange(366 * 4 * 2) * 6
 

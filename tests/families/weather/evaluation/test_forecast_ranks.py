@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_ranks import run_ranks
-from phalanx.families.weather.evaluation.scores import EnsembleScores, ForecastScores
+from phalanx.families.weather.evaluation.forecast_scores import EnsembleScores, ForecastScores
 
 Table = list[tuple[float, ...]]
 _FORECASTS = 7

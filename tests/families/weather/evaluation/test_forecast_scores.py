@@ -13,8 +13,14 @@ import xarray
 from scores.continuous import additive_bias, mae, mse
 from scores.probability import crps_for_ensemble
 
-from phalanx.families.weather.data.stores.grid import Grid
-from phalanx.families.weather.evaluation.scores import EnsembleScores, ForecastScores, Score, ensemble_crps, fair_crps
+from phalanx.families.weather.data.coordinates import Grid
+from phalanx.families.weather.evaluation.forecast_scores import (
+    EnsembleScores,
+    ForecastScores,
+    Score,
+    ensemble_crps,
+    fair_crps,
+)
 
 VARIABLES = ("z500", "t850")
 LEADS = (24, 72)

@@ -8,8 +8,14 @@ from functools import partial
 import pytest
 import torch
 
-from phalanx.families.weather.model.features import grid_table, sine, sine_table, wave_features
-from phalanx.families.weather.model.variables import pressure_level, take
+from phalanx.families.weather.model.grid_features import (
+    grid_table,
+    pressure_level,
+    sine,
+    sine_table,
+    take,
+    wave_features,
+)
 from phalanx.families.weather.sizes import FEATURES
 from phalanx.nn.initial import Table
 

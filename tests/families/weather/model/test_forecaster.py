@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.counter_random import DropoutContext
-from phalanx.families.weather.model.block import path_factors
-from phalanx.families.weather.model.forecaster import Forecaster
-from phalanx.families.weather.model.grid import fields_of, latitudes, patches_of
-from phalanx.families.weather.model.loss import target_counts
+from phalanx.families.weather.model.field_head import target_counts
+from phalanx.families.weather.model.forecaster import Forecaster, path_factors
+from phalanx.families.weather.model.grid_features import fields_of, latitudes, patches_of
 from phalanx.nn.positions import Positions
 from phalanx.nn.splits import ModelChunk
 from published_climax import published_copy, published_loss

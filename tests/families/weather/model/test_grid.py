@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from phalanx.families.weather.model.grid import latitudes, patch_places, row_weights
+from phalanx.families.weather.model.grid_features import latitudes, patch_places, row_weights
 from small_forecasters import small
 
 CPU = torch.device("cpu")

@@ -6,8 +6,17 @@ import numpy as np
 import pytest
 from scipy.special import sph_harm_y
 
-from phalanx.families.weather.sample.quasigeostrophic import DAY, RADIUS, ROTATION, UNDISTURBED, Atmosphere, Physics
-from phalanx.families.weather.sample.spherical import ComplexArray, Harmonics, legendre_functions
+from phalanx.families.weather.sample.quasigeostrophic import (
+    DAY,
+    RADIUS,
+    ROTATION,
+    UNDISTURBED,
+    Atmosphere,
+    ComplexArray,
+    Harmonics,
+    Physics,
+    legendre_functions,
+)
 
 HARMONICS = Harmonics(21)
 

@@ -52,7 +52,7 @@ class InputFile:
 
 
 def find_files(inputs: Sequence[str]) -> list[InputFile]:
-    """Every file of text behind `inputs` (files, folders, `python-stdlib`), each folder in sorted order.
+    """Find every file of text behind `inputs` (files, folders, `python-stdlib`), each folder in sorted order.
 
     Raises DataError for an input that does not exist, has an unknown ending, or is a folder without text.
     """
@@ -131,7 +131,7 @@ def _known_endings() -> str:
 
 
 def sample_hash(file: InputFile) -> str:
-    """A hash of what is stored: of all of it up to 1 MiB, of 16 stretches of 64 KiB spread evenly over a larger file.
+    """Return a hash of a file's bytes: of all up to 1 MiB, of 16 stretches of 64 KiB spread evenly over a larger file.
 
     Raises DataError when the file cannot be read.
     """
@@ -145,7 +145,7 @@ def sample_hash(file: InputFile) -> str:
 
 @contextmanager
 def _explained(file: InputFile) -> Iterator[None]:
-    """What goes wrong with the file itself becomes a DataError that names it."""
+    """Turn whatever goes wrong with the file itself into a DataError that names it."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -183,7 +183,7 @@ class _ZstandardFile(io.RawIOBase):
         self._plain = memoryview(b"")
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True: io.BufferedReader asks."""
         return True
 
     def readinto(self, buffer: Any) -> int:
@@ -229,7 +229,7 @@ def _read_text(file: InputFile, _text_field: str, max_bytes: int) -> Iterator[st
 
 
 def _read_python(file: InputFile, _text_field: str, max_bytes: int) -> Iterator[str]:
-    """Python source in the encoding it declares (PEP 263); a file that does not hold to it is left out."""
+    """Yield Python source decoded as it declares (PEP 263), or the empty text where that fails."""
     with _explained(file), _open(file) as stream:
         content = _read_whole(file, stream, max_bytes)
     try:
@@ -294,7 +294,7 @@ def _text_of(line: bytes, text_field: str, where: str) -> str:
 
 
 def _whole_characters(text: str) -> str:
-    """JSON, and some encodings, can spell half a character, which no encoding can write."""
+    """Replace halves of characters, which JSON and some encodings can spell and no encoding can write."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -15,17 +15,17 @@ import os
 from collections.abc import Sequence
 from functools import cache, lru_cache, partial
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, field_validator
 
+from phalanx.data.prepared_folder import Count, read_checked
 from phalanx.errors import DataError
-from phalanx.families.language.data.manifest import Split
 from phalanx.families.language.data.mds_columns import TokenColumn
-from phalanx.families.language.data.sources import Int64Array, TokenSource
-from phalanx.families.language.data.token_file import read_bytes
+from phalanx.families.language.data.token_shards import Split
+from phalanx.families.language.data.token_source import Int64Array, TokenSource, read_bytes
 
 INDEX = "index.json"
 SPLIT_FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "validation": ("validation", "valid", "val")}
@@ -41,12 +41,11 @@ _UNPACKERS = {
     "bz2": "bunzip2 --keep *.bz2",
     "br": "brotli --decompress *.br",
 }
-_Count = Annotated[int, Field(ge=0)]
 
 
 class _FileRecord(BaseModel):
     basename: str
-    bytes: _Count
+    bytes: Count
     hashes: dict[str, str] = {}
 
     @field_validator("basename")
@@ -63,8 +62,8 @@ class _ShardRecord(BaseModel):
     version: Literal[2]
     column_names: list[str]
     column_encodings: list[str]
-    column_sizes: list[_Count | None]
-    samples: _Count
+    column_sizes: list[Count | None]
+    samples: Count
     raw_data: _FileRecord
     zip_data: _FileRecord | None = None
     compression: str | None = None
@@ -76,7 +75,8 @@ class _Index(BaseModel):
 
 
 def mds_split(folder: Path, split: Split) -> Path | None:
-    """Folder of a split: a subfolder of its name; without any such, `folder` itself is train and validation is None."""
+    """Return the folder of a split: a subfolder of its name; without any, `folder` itself is train and validation is
+    None."""
     divided = {s: [folder / n for n in names if (folder / n / INDEX).is_file()] for s, names in SPLIT_FOLDERS.items()}
     if divided[split]:
         return divided[split][0]
@@ -84,7 +84,7 @@ def mds_split(folder: Path, split: Split) -> Path | None:
 
 
 def is_mds(folder: Path) -> bool:
-    """Whether `folder`, or a split's subfolder of it, holds MDS shards."""
+    """Return whether `folder`, or a split's subfolder of it, holds MDS shards."""
     return mds_split(folder, "train") is not None or mds_split(folder, "validation") is not None
 
 
@@ -103,20 +103,25 @@ class MdsSource(TokenSource):
             DataError: a file that is missing, truncated, lengthened, malformed, compressed, or holds no tokens.
         """
         self.path = folder
-        content, index = _read_index(folder)
+        index = read_checked(
+            folder / INDEX,
+            _Index,
+            missing="an MDS folder has one",
+            malformed="only MDS shards of version 2 can be read",
+        )
         self._shards = [record for record in index.shards if record.samples]
         self.unchecked = _unchecked(self._shards)
         self._bytes_dtype = bytes_dtype
         self._first_samples = np.cumsum([0] + [record.samples for record in self._shards], dtype=np.int64)
         self._shard = lru_cache(maxsize=_OPEN_SHARDS)(self._open_shard)
-        digest = hashlib.sha256(content + bytes_dtype.encode())
+        digest = hashlib.sha256((folder / INDEX).read_bytes() + bytes_dtype.encode())
         lengths = [self._shard(number).summarize(digest) for number in range(len(self._shards))]
         self._ends: Int64Array = np.cumsum(np.concatenate([np.empty(0, np.int64), *lengths]), dtype=np.int64)
         self.tokens = int(self._ends[-1]) if len(self._ends) else 0
         self.fingerprint = digest.hexdigest()
 
     def read(self, starts: Int64Array, length: int) -> Int64Array:
-        """Tokens [n, length] from each of `starts` on. Raises DataError for a sample changed since opening."""
+        """Return tokens [n, length] from each of `starts` on. Raises DataError for a sample changed since opening."""
         out = np.empty((len(starts), length), dtype=np.int64)
         samples = np.searchsorted(self._ends, starts, side="right").tolist()
         for row, start, first in zip(out, starts.tolist(), samples, strict=True):
@@ -131,7 +136,7 @@ class MdsSource(TokenSource):
         return out
 
     def document_of(self, places: Int64Array) -> Int64Array:
-        """The number of the MDS sample that each place belongs to."""
+        """Return the number of the MDS sample that each place belongs to."""
         return np.searchsorted(self._ends, places, side="right")
 
     def verify(self) -> None:
@@ -142,22 +147,20 @@ class MdsSource(TokenSource):
             _check_size(self.path, record)
             known = {name: value for name, value in record.raw_data.hashes.items() if _can_compute(name)}
             for name, expected in known.items():
-                found = _hash_of(path, name)
+                new = getattr(_xxhash(), name) if name in _XXHASH_NAMES else partial(hashlib.new, name)
+                with path.open("rb") as file:
+                    found = str(hashlib.file_digest(file, new).hexdigest())
                 if found != expected:
                     raise DataError(f"{path}: {name} {found} found, {expected} expected; the file was altered")
-            if not known:
-                self._decode_all(number)
-
-    def _decode_all(self, shard: int) -> None:
-        first, last = self._first_samples[shard : shard + 2].tolist()
-        for sample in range(first, last):
-            ids = self._sample(sample)
-            if len(ids) and int(ids.min()) < 0:
-                path = self._shard(shard).path
-                raise DataError(f"{path}: sample {sample - first} holds token id {ids.min()}; the file was altered")
+            # Without a hash, decoding finds at least what cannot be tokens.
+            first, last = self._first_samples[number : number + 2].tolist()
+            for sample in range(first, last) if not known else ():
+                ids = self._sample(sample)
+                if len(ids) and int(ids.min()) < 0:
+                    raise DataError(f"{path}: sample {sample - first} holds token id {ids.min()}; the file was altered")
 
     def _sample(self, number: int) -> npt.NDArray[np.integer]:
-        """Token ids of a sample, counted over all shards."""
+        """Return token ids of a sample, counted over all shards."""
         shard = int(np.searchsorted(self._first_samples, number, side="right")) - 1
         local = number - int(self._first_samples[shard])
         opened = self._shard(shard)
@@ -180,7 +183,7 @@ class MdsSource(TokenSource):
 
 @cache
 def _xxhash() -> Any:
-    """The package xxhash, None where it is not installed."""
+    """Return the package xxhash, None where it is not installed."""
     try:
         return importlib.import_module("xxhash")
     except ImportError:
@@ -191,14 +194,8 @@ def _can_compute(name: str) -> bool:
     return name in _HASH_NAMES or (name in _XXHASH_NAMES and _xxhash() is not None)
 
 
-def _hash_of(path: Path, name: str) -> str:
-    new = getattr(_xxhash(), name) if name in _XXHASH_NAMES else partial(hashlib.new, name)
-    with path.open("rb") as file:
-        return str(hashlib.file_digest(file, new).hexdigest())
-
-
 def _unchecked(shards: Sequence[_ShardRecord]) -> str | None:
-    """What hashes cannot tell of these shards, None where each has one that this machine can compute."""
+    """Say what hashes cannot tell of these shards; None where each has one that this machine can compute."""
     without = [record for record in shards if not any(_can_compute(name) for name in record.raw_data.hashes)]
     if not without:
         return None
@@ -236,7 +233,8 @@ class _Shard:
             )
 
     def summarize(self, digest: hashlib._Hash) -> Int64Array:
-        """Tokens of each sample (samples,), from sizes alone; they and the first sample go into `digest`."""
+        """Return the number of tokens of each sample (samples,), from sizes alone; they and the first sample go into
+        `digest`."""
         content = np.memmap(self.path, np.uint8, mode="r")
         try:
             lengths = self._column.lengths(content, self._offsets.astype(np.int64))
@@ -254,7 +252,7 @@ class _Shard:
         return lengths
 
     def tokens(self, sample: int) -> npt.NDArray[np.integer]:
-        """Token ids of one sample of this shard. Raises DataError for a malformed one."""
+        """Return token ids of one sample of this shard. Raises DataError for a malformed one."""
         start, end = self._offsets[sample : sample + 2].tolist()
         try:
             return self._column.decode(np.frombuffer(self._bytes(start, end), np.uint8))
@@ -265,21 +263,8 @@ class _Shard:
         return read_bytes(self._file.fileno(), self.path, first, last)
 
 
-def _read_index(folder: Path) -> tuple[bytes, _Index]:
-    path = folder / INDEX
-    try:
-        content = path.read_bytes()
-        return content, _Index.model_validate_json(content)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; an MDS folder has one") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "content"
-        raise DataError(f"{path}: {where}: {first['msg']}; only MDS shards of version 2 can be read") from None
-
-
 def _check_size(folder: Path, record: _ShardRecord) -> Path:
-    """Path of an uncompressed shard. Raises DataError when it is missing, compressed, or not as long as indexed."""
+    """Return path of an uncompressed shard. Raises DataError when it is missing, compressed, or not as long as indexed."""
     path = folder / record.raw_data.basename
     try:
         found = path.stat().st_size

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.errors import DataError
-from phalanx.families.language.data.sources import Int64Array
+from phalanx.families.language.data.token_source import Int64Array
 
 _USUAL_NAMES = ("tokens", "input_ids")
 _ID_TYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 32: "uint32", 33: "int32", 64: "uint64", 65: "int64"}
@@ -40,7 +40,7 @@ class _Encoding:
 
     @classmethod
     def parse(cls, text: str, bytes_dtype: str) -> Self:
-        """Raises ValueError saying why tokens cannot be read from this encoding."""
+        """Parse the name of an encoding. Raises ValueError saying why tokens cannot be read from it."""
         kind, *details = text.split(":")
         if kind == "pkl":
             raise ValueError("pickled columns are not read, for unpickling runs code from the file")
@@ -57,7 +57,7 @@ class _Encoding:
         return cls(dtype, tokens=math.prod(map(int, dims)))
 
     def decode(self, field: npt.NDArray[np.uint8]) -> npt.NDArray[np.integer]:
-        """Ids of an array written as `field`, all dims in one. Raises ValueError for a malformed one."""
+        """Return ids of an array written as `field`, all dims in one. Raises ValueError for a malformed one."""
         at = 0
         dtype = self.dtype
         if dtype is None:
@@ -78,7 +78,7 @@ class _Encoding:
         return np.frombuffer(field, dtype, offset=at) if at < len(field) else np.empty(0, dtype)
 
     def lengths(self, sizes: Int64Array, first: npt.NDArray[np.uint8]) -> Int64Array:
-        """Ids in lists of `sizes` bytes each (n,), all of the type of the `first`; -1 where no list has that size."""
+        """Return ids in lists of `sizes` bytes each (n,), all of the type of the `first`; -1 where no list has that size."""
         dtype = self.dtype or _type_of(first)
         rest = sizes - (self.dtype is None)
         if not self.shaped:
@@ -104,7 +104,8 @@ class TokenColumn:
     def find(
         cls, names: list[str], encodings: list[str], sizes: list[int | None], where: Path, bytes_dtype: str
     ) -> Self:
-        """The column named tokens or input_ids, else the only array. Raises DataError naming `where` and the columns."""
+        """Find the column named tokens or input_ids, else the only array. Raises DataError naming `where` and the
+        columns."""
         if not len(names) == len(encodings) == len(sizes):
             raise DataError(f"{where}: {len(names)} column names, {len(encodings)} encodings, {len(sizes)} sizes")
         usual = [names.index(name) for name in _USUAL_NAMES if name in names]
@@ -127,15 +128,16 @@ class TokenColumn:
 
     @property
     def smallest_sample(self) -> int:
-        """Bytes of a sample whose columns without a fixed size are empty."""
+        """Return bytes of a sample whose columns without a fixed size are empty."""
         return self._head + sum(size or 0 for size in self.sizes)
 
     def decode(self, sample: npt.NDArray[np.uint8]) -> npt.NDArray[np.integer]:
-        """Token ids of a `sample` given as its bytes. Raises ValueError for a malformed one."""
+        """Return token ids of a `sample` given as its bytes. Raises ValueError for a malformed one."""
         return self.encoding.decode(self._field(sample))
 
     def lengths(self, content: npt.NDArray[np.uint8], offsets: Int64Array) -> Int64Array:
-        """Tokens of each sample (n,) of a shard whose samples lie between `offsets` (n + 1,). Raises ValueError.
+        """Return the number of tokens of each sample (n,) of a shard whose samples lie between `offsets` (n + 1,).
+        Raises ValueError.
 
         Takes them from the offsets alone unless other columns vary in size too; then from the head of each sample.
         """
@@ -156,11 +158,11 @@ class TokenColumn:
 
     @property
     def _head(self) -> int:
-        """Bytes of a sample that say how long its columns are."""
+        """Return bytes of a sample that say how long its columns are."""
         return 4 * self.sizes.count(None)
 
     def _field(self, sample: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """The bytes of the token column in those of a sample. Raises ValueError where sizes do not add up."""
+        """Return the bytes of the token column in those of a sample. Raises ValueError where sizes do not add up."""
         written = iter(np.frombuffer(sample, "<u4", self._head // 4).tolist())
         sizes = [next(written) if size is None else size for size in self.sizes]
         if self._head + sum(sizes) != len(sample):
@@ -177,7 +179,7 @@ def _id_type(name: str) -> np.dtype[np.integer]:
 
 
 def _type_of(field: npt.NDArray[np.uint8]) -> np.dtype[np.integer]:
-    """Type that an array's first byte names."""
+    """Return the type that an array's first byte names."""
     code = int(field[0]) if len(field) else 0
     if code not in _ID_TYPES:
         raise ValueError(f"array of the unknown or non-integer type {code}")

@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.errors import DataError
-from phalanx.families.language.data.manifest import Split
-from phalanx.families.language.data.sources import Int64Array, SegmentedStream, TokenSource
-from phalanx.families.language.data.token_file import TokenFile
+from phalanx.families.language.data.token_shards import Split
+from phalanx.families.language.data.token_source import Int64Array, SegmentedStream, TokenFile, TokenSource
 
 VALIDATION_ENDINGS = ("_validation", "_valid", "_val")
 """What follows a prefix in the name of its validation data; the first that exists is taken."""
@@ -37,13 +36,13 @@ _PROBE_BYTES = 4096
 
 
 def megatron_prefix(path: Path) -> Path | None:
-    """The prefix that `path` means, given with or without .bin or .idx; None where neither file is there."""
+    """Return the prefix that `path` means, given with or without .bin or .idx; None where neither file is there."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     return prefix if _with_ending(prefix, ".idx").is_file() or _with_ending(prefix, ".bin").is_file() else None
 
 
 def megatron_split(prefix: Path, split: Split) -> Path | None:
-    """Prefix of a split: `prefix` itself is train; validation is its sibling with a known ending, or None."""
+    """Return the prefix of a split: `prefix` itself is train; validation is its sibling with a known ending, or None."""
     if split == "train":
         return prefix
     siblings = (_with_ending(prefix, ending) for ending in VALIDATION_ENDINGS)
@@ -67,15 +66,19 @@ class MegatronSource(TokenSource):
         self._check_size()
         self._ids = TokenFile(self.path, self._index.dtype)
         self._stream = SegmentedStream([self._ids])
-        self.fingerprint = self._hash()
+        digest = hashlib.sha256(self._index.content.data)
+        size = len(self._ids) * self._index.dtype.itemsize
+        for start in np.linspace(0, max(0, size - _PROBE_BYTES), _PROBES, dtype=np.int64).tolist():
+            digest.update(self._ids.read_bytes(start, min(size, start + _PROBE_BYTES)))
+        self.fingerprint = digest.hexdigest()
         self._starts: Int64Array | None = None
 
     def read(self, starts: Int64Array, length: int) -> Int64Array:
-        """Tokens [n, length] from each of `starts` on."""
+        """Return tokens [n, length] from each of `starts` on."""
         return self._stream.read(starts, length)
 
     def document_of(self, places: Int64Array) -> Int64Array:
-        """The number of the document that each place belongs to."""
+        """Return the number of the document that each place belongs to."""
         if self._starts is None:
             self._starts = self._index.document_starts(self.tokens)
         return np.searchsorted(self._starts, places, side="right") - 1
@@ -103,13 +106,6 @@ class MegatronSource(TokenSource):
                 f"{self.path}: {found} bytes found, {expected} expected by {self._index.path.name}; "
                 "one of the two is truncated or altered"
             )
-
-    def _hash(self) -> str:
-        digest = hashlib.sha256(self._index.content.data)
-        size = len(self._ids) * self._index.dtype.itemsize
-        for start in np.linspace(0, max(0, size - _PROBE_BYTES), _PROBES, dtype=np.int64).tolist():
-            digest.update(self._ids.read_bytes(start, min(size, start + _PROBE_BYTES)))
-        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -142,7 +138,7 @@ class _Index:
             raise DataError(f"{path}: version {version} found, {_VERSION} expected")
         if code not in _ID_TYPES:
             found = _OTHER_TYPES.get(code, "unknown")
-            raise DataError(f"{path}: type code {code} ({found}) found; token ids are {_known_types()}")
+            raise DataError(f"{path}: type code {code} ({found}) found; token ids are {', '.join(_ID_TYPES.values())}")
         expected = _HEADER.size + 12 * sequences + 8 * documents
         if size != expected:
             raise DataError(
@@ -150,19 +146,25 @@ class _Index:
                 "indices; the file is truncated, altered, or of a multimodal dataset, which cannot be read"
             )
         pointers_at = _HEADER.size + 4 * sequences
-        index = cls(
+        starts = np.frombuffer(content, "<i8", documents, pointers_at + 8 * sequences)
+        whole = starts.size and starts[0] == 0 and starts[-1] == sequences
+        if not whole or (np.diff(starts) < 0).any():
+            raise DataError(
+                f"{path}: document indices must rise from 0 to {sequences}, the number of sequences, "
+                "and do not; the file is altered"
+            )
+        return cls(
             path,
             content,
             np.dtype(_ID_TYPES[code]).newbyteorder("<"),
             np.frombuffer(content, "<i4", sequences, _HEADER.size),
             np.frombuffer(content, "<i8", sequences, pointers_at),
-            np.frombuffer(content, "<i8", documents, pointers_at + 8 * sequences),
+            starts,
         )
-        index._check_documents()
-        return index
 
     def count_tokens(self) -> int:
-        """Tokens of all sequences. Raises DataError unless each sequence begins where the one before it ends."""
+        """Return the number of tokens of all sequences. Raises DataError unless each sequence begins where the one
+        before it ends."""
         tokens = 0
         for first in range(0, len(self.lengths), _AT_ONCE):
             lengths = self.lengths[first : first + _AT_ONCE].astype(np.int64)
@@ -181,25 +183,12 @@ class _Index:
         return tokens
 
     def document_starts(self, tokens: int) -> Int64Array:
-        """The place in the stream at which each document begins, and the end; 8 bytes a document."""
+        """Return the place in the stream at which each document begins, and the end; 8 bytes a document."""
         starts = np.full(len(self.documents), tokens, dtype=np.int64)
         inner = self.documents < len(self.pointers)
         starts[inner] = self.pointers[self.documents[inner]] // self.dtype.itemsize
         return starts
 
-    def _check_documents(self) -> None:
-        documents, last = self.documents, len(self.lengths)
-        whole = documents.size and documents[0] == 0 and documents[-1] == last
-        if not whole or (np.diff(documents) < 0).any():
-            raise DataError(
-                f"{self.path}: document indices must rise from 0 to {last}, the number of sequences, "
-                "and do not; the file is altered"
-            )
-
 
 def _with_ending(prefix: Path, ending: str) -> Path:
     return prefix.with_name(prefix.name + ending)
-
-
-def _known_types() -> str:
-    return ", ".join(_ID_TYPES.values())

@@ -46,7 +46,9 @@ def train_tokenizer(documents: Iterable[str], total_bytes: int, vocab_size: int)
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_chosen(documents, TRAINING_BYTES / max(1, total_bytes)), trainer)
+    share = TRAINING_BYTES / max(1, total_bytes)
+    chosen = (text for text in documents if share >= 1.0 or text_share(text, b"tokenizer") < share)
+    tokenizer.train_from_iterator(chosen, trainer)
     return tokenizer
 
 
@@ -65,12 +67,8 @@ def check_trainable(vocab_size: int, end_token: str | None) -> None:
         )
 
 
-def _chosen(documents: Iterable[str], share: float) -> Iterator[str]:
-    return (text for text in documents if share >= 1.0 or text_share(text, b"tokenizer") < share)
-
-
 def text_share(text: str, purpose: bytes = b"") -> float:
-    """A number in [0, 1) that depends on the text and the purpose alone, evenly spread over texts.
+    """Return a number in [0, 1) that depends on the text and the purpose alone, evenly spread over texts.
 
     purpose: at most 16 bytes; numbers for different purposes are independent, the empty one chooses the split.
     """
@@ -90,7 +88,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
             return parse_tokenizer(file.read_bytes(), file)
         if vocabulary.is_file() and merges.is_file():
             with _panics_explained(f"{vocabulary}: not a vocabulary that can be read"):
-                made = _from_gpt2(vocabulary, merges)
+                made = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+            made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            made.decoder = decoders.ByteLevel()
+            if made.token_to_id(END_OF_DOCUMENT) is not None:
+                made.add_special_tokens([END_OF_DOCUMENT])
             _check_ids(made, vocabulary)
             return made
     except DataError:
@@ -215,22 +217,13 @@ def _check_ids(tokenizer: Tokenizer, where: Path | str) -> None:
         )
 
 
-def _from_gpt2(vocabulary: Path, merges: Path) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    if tokenizer.token_to_id(END_OF_DOCUMENT) is not None:
-        tokenizer.add_special_tokens([END_OF_DOCUMENT])
-    return tokenizer
-
-
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """One more than the largest id the tokenizer can give."""
+    """Return one more than the largest id the tokenizer can give."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def end_of_document(tokenizer: Tokenizer, named: str | None = None) -> int:
-    """Id of the token that ends a document: the one `named`, else the first known one that the tokenizer has.
+    """Return id of the token that ends a document: the one `named`, else the first known one that the tokenizer has.
 
     Raises ConfigError when it has none of them.
     """

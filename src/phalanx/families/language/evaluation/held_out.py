@@ -1,8 +1,4 @@
-"""Held-out loss of a model on a split, every token once. Knows no files; the trainer uses it as `phalanx evaluate` does.
-
-A split is one stream of tokens. Samples cut it without overlap, so each token but the first is a target exactly once; the
-last sample may be shorter, and is filled up with positions that do not count.
-"""
+"""Scoring a loaded model on prepared data: which data, cut into which samples, and how many bytes its tokens stand for."""
 
 from __future__ import annotations
 
@@ -10,17 +6,136 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.errors import DataError
-from phalanx.families.language.data.batches import TokenBatch
-from phalanx.families.language.data.sources import TokenSource
+from phalanx.errors import ConfigError, DataError
+from phalanx.families.language.data.open_tokens import open_source
+from phalanx.families.language.data.token_batches import TokenBatch
+from phalanx.families.language.data.token_shards import Split
+from phalanx.families.language.data.token_source import TokenSource
+from phalanx.families.language.evaluation.load_weights import LoadedModel
+from phalanx.families.language.evaluation.text_tokenizer import TextTokenizer
+from phalanx.families.language.model.cross_entropy import IGNORED, LossSum
 from phalanx.families.language.model.decoder import Decoder
-from phalanx.families.language.model.loss import IGNORED, LossSum
+
+DEFAULT_LENGTH = 2048
+"""Tokens a sample for a model without a run, unless it has fewer positions."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Held-out scores, of each source and of all together."""
+
+    split: Split
+    sequence_length: int
+    samples: int
+    """Samples scored."""
+    samples_in_all: int
+    """Samples that the split has."""
+    sources: dict[str, HeldOut]
+    """By path."""
+    total: HeldOut
+
+
+def score(
+    loaded: LoadedModel,
+    *,
+    data: Path | None = None,
+    split: Split = "validation",
+    samples: int | None = None,
+    sequence_length: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Scores:
+    """Score `loaded` on `split` of the prepared folder `data`, or of the run's own data.
+
+    samples: how many samples to score, spread evenly over the split; None scores every token. sequence_length: tokens a
+    sample; by default the run's, and 2048 or what the model has for imported weights. progress: called with the samples
+    done and in all.
+
+    Raises ConfigError where there is nothing to score or the length does not fit, DataError for data that is not usable
+    or that another tokenizer made.
+    """
+    length = _length(loaded, sequence_length)
+    sources = _open(loaded, data, split)
+    chosen = spread_samples(sources, length, samples)
+    total = sum(map(len, chosen))
+    if total == 0:
+        paths = ", ".join(str(source.path) for source in sources)
+        raise DataError(
+            f"the {split} split of {paths} holds no token to score; prepare more text, or name another split"
+        )
+    done = 0
+
+    def report(scored: int) -> None:
+        nonlocal done
+        done += scored
+        progress(done, total)
+
+    each = [
+        evaluate_split(
+            loaded.model,
+            source,
+            sequence_length=length,
+            device=loaded.model.embedding.weight.device,
+            numbers=numbers,
+            document_mask=loaded.run is not None and loaded.run.data.document_mask,
+            byte_counts=_byte_counts(loaded, source),
+            progress=report,
+        )
+        for source, numbers in zip(sources, chosen, strict=True)
+    ]
+    return Scores(
+        split=split,
+        sequence_length=length,
+        samples=total,
+        samples_in_all=sum(sample_count(source, length) for source in sources),
+        sources={str(source.path): scores for source, scores in zip(sources, each, strict=True)},
+        total=sum(each[1:], start=each[0]),
+    )
+
+
+def _length(loaded: LoadedModel, wanted: int | None) -> int:
+    limit = loaded.model.config.max_positions
+    usual = min(limit, DEFAULT_LENGTH) if loaded.run is None else loaded.run.data.sequence_length
+    length = usual if wanted is None else wanted
+    if not 1 <= length <= limit:
+        raise ConfigError(f"--length={length} must be from 1 to {limit}, the positions that the model has")
+    return length
+
+
+def _open(loaded: LoadedModel, data: Path | None, split: Split) -> list[TokenSource]:
+    if data is not None:
+        paths = [data]
+    elif loaded.run is not None:
+        paths = [Path(source.path) for source in loaded.run.data.sources]
+    else:
+        raise ConfigError(f"{loaded.where} names no data; give a folder that `phalanx data prepare` wrote with --data")
+    opened = [open_source(path, split) for path in paths]
+    found = [source for source in opened if source is not None and source.tokens > 1]
+    if not found:
+        raise DataError(
+            f"{', '.join(map(str, paths))}: the {split} split is empty; prepare more text, or name another split"
+        )
+    return found
+
+
+def _byte_counts(loaded: LoadedModel, source: TokenSource) -> torch.Tensor | None:
+    """Return bytes of text that each token of `source` stands for; None where neither data nor model has a tokenizer."""
+    ours = loaded.tokenizer
+    if source.tokenizer is None:
+        return None if ours is None else ours.byte_counts(loaded.model.config.vocab_size)
+    theirs = TextTokenizer.from_file(source.tokenizer, source.end_of_document)
+    if ours is not None and ours.vocabulary != theirs.vocabulary:
+        raise DataError(
+            f"{source.path} was prepared with another tokenizer than that of {loaded.where}; prepare the text again with it"
+        )
+    return theirs.byte_counts(loaded.model.config.vocab_size)
+
 
 _BATCH_TOKENS = 16384
 """Tokens computed at a time where the caller does not say how many samples."""
@@ -39,17 +154,17 @@ class HeldOut:
 
     @property
     def loss(self) -> float:
-        """Mean cross-entropy in nats a token."""
+        """Return mean cross-entropy in nats a token."""
         return self.nats / self.tokens if self.tokens else math.nan
 
     @property
     def perplexity(self) -> float:
-        """exp(loss)."""
+        """Return exp(loss)."""
         return math.exp(self.loss) if self.loss < 700.0 else self.loss * math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Cross-entropy in bits a byte of text, comparable between tokenizers; None where the bytes are not known."""
+        """Return cross-entropy in bits a byte of text, comparable between tokenizers; None where the bytes are not known."""
         return self.nats / math.log(2.0) / self.bytes if self.bytes else None
 
     def __add__(self, other: HeldOut) -> HeldOut:
@@ -61,7 +176,7 @@ class HeldOut:
         )
 
     def as_dict(self) -> dict[str, float | int | None]:
-        """All figures by name."""
+        """Return all figures by name."""
         return {
             "loss": self.loss,
             "perplexity": self.perplexity,
@@ -148,7 +263,7 @@ def score_split(
     sharing: Sharing = WHOLE,
     progress: Callable[[int], None] = lambda samples: None,
 ) -> HeldOut:
-    """Scores of the split `source`.
+    """Score the split `source`.
 
     sequence_length: tokens a sample. numbers: the samples to score, see `spread_samples`; None scores all. microbatch:
     samples computed at a time. document_mask: whether attention stops at document boundaries. byte_counts: bytes of text
@@ -182,12 +297,12 @@ def score_split(
 
 
 def sample_count(source: TokenSource, sequence_length: int) -> int:
-    """Samples that hold every target of a split once, the last one perhaps in part."""
+    """Return how many samples hold every target of a split once, the last one perhaps in part."""
     return max(0, math.ceil((source.tokens - 1) / sequence_length))
 
 
 def spread_samples(sources: Sequence[TokenSource], sequence_length: int, samples: int | None) -> list[list[int]]:
-    """For each source the numbers of the samples to score: all, or `samples` in all, spread evenly over the sources.
+    """Return for each source the numbers of the samples to score: all, or `samples` in all, spread evenly over the sources.
 
     Always the same ones, so that scores can be compared.
     """
@@ -201,7 +316,7 @@ def spread_samples(sources: Sequence[TokenSource], sequence_length: int, samples
 def _read(
     source: TokenSource, numbers: Sequence[int], length: int, size: int, document_mask: bool
 ) -> tuple[TokenBatch, int]:
-    """Samples as int64 [size, length], whose shape never changes, so nothing recompiles; and the largest token id."""
+    """Read samples as int64 [size, length], whose shape never changes, so nothing recompiles; also return the largest id."""
     tokens = np.zeros((size, length), dtype=np.int64)
     targets = np.full((size, length), IGNORED, dtype=np.int64)
     documents = np.zeros((size, length), dtype=np.int32)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
+import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
 
 from phalanx.config.model import LanguageModel
-from phalanx.families.language.huggingface.rules import Counterpart, TensorRule, tensor_rules
+from phalanx.families.language.model.decoder import Decoder
+from phalanx.nn.layers import gate_block
 
 # fmt: off
 GENERAL_KEYS = frozenset(
@@ -60,29 +63,27 @@ class KnownKeys(BaseModel):
     def _drop_irrelevant(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        declared = {*cls.model_fields, *cls._aliases()}
-        return {
-            key: value
-            for key, value in values.items()
-            if key in declared or not (key in cls.irrelevant or _switches_nothing_on(value))
-        }
-
-    @classmethod
-    def _aliases(cls) -> set[str]:
         aliases = (field.validation_alias for field in cls.model_fields.values())
-        return {str(name) for alias in aliases if isinstance(alias, AliasChoices) for name in alias.choices}
+        other_names = {str(name) for alias in aliases if isinstance(alias, AliasChoices) for name in alias.choices}
+        declared = {*cls.model_fields, *other_names}
+
+        def matters(key: str, value: object) -> bool:
+            switches_on = not (value is None or value is False or value in ({}, [], ""))
+            return key in declared or (key not in cls.irrelevant and switches_on)
+
+        return {key: value for key, value in values.items() if matters(key, value)}
 
 
 class ConfigFields(KnownKeys):
     """The fields of `config.json` that say what a model computes, with Hugging Face's defaults."""
 
     def to_model(self) -> LanguageModel:
-        """The decoder that computes the same."""
+        """Return the decoder that computes the same."""
         raise NotImplementedError
 
     @classmethod
     def from_model(cls, model: LanguageModel) -> Self:
-        """The fields for a decoder that fits the architecture (`Architecture.misfits` is empty)."""
+        """Return the fields for a decoder that fits the architecture (`Architecture.misfits` is empty)."""
         raise NotImplementedError
 
 
@@ -108,11 +109,11 @@ class Architecture:
     """The values that a decoder's fields must have to fit; a tuple holds alternatives."""
 
     def rules(self, model: LanguageModel) -> list[TensorRule]:
-        """One rule for each parameter of the decoder."""
+        """Return one rule for each parameter of the decoder."""
         return tensor_rules(model, self.counterparts)
 
     def misfits(self, model: LanguageModel) -> list[str]:
-        """The fields of `model` that the architecture has no counterpart for: "model.norm=rmsnorm (it has layernorm)"."""
+        """Return the fields of `model` without a counterpart, as in "model.norm=rmsnorm (it has layernorm)"."""
         found = resolved_fields(model)
         return [
             f"model.{field}={_show(found[field])} (it has {_show(needed)})"
@@ -121,18 +122,14 @@ class Architecture:
         ]
 
     def config_json(self, model: LanguageModel) -> dict[str, Any]:
-        """Content of `config.json` for a decoder that fits."""
+        """Return the content of `config.json` for a decoder that fits."""
         fields = self.config.from_model(model).model_dump(exclude_none=True)
         return {"architectures": [self.name], "model_type": self.model_type, **fields}
 
 
 def resolved_fields(model: LanguageModel) -> dict[str, object]:
-    """Every field of `model`, with the sizes that null stands for filled in."""
+    """Return every field of `model`, with the sizes that null stands for filled in."""
     return {**model.model_dump(), "n_kv_heads": model.kv_heads, "head_dim": model.head_size, "d_ff": model.ff_size}
-
-
-def _switches_nothing_on(value: object) -> bool:
-    return value is None or value is False or value in ({}, [], "")
 
 
 def _show(value: object) -> str:
@@ -141,3 +138,89 @@ def _show(value: object) -> str:
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """The Hugging Face modules that together hold one module (or one parameter) of ours."""
+
+    names: tuple[str, ...]
+    """Their names; `*` stands for the layer."""
+    rows: Literal["same", "qkv", "gate_up"] = "same"
+    """What the rows are, where ours are in another order: query, key, value (in one tensor or three), or gate and up."""
+    transposed: bool = False
+    """Whether matrices are kept as [in, out]."""
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """One tensor of ours and the tensors of theirs that hold the same numbers."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    shape: tuple[int, ...]
+    """Shape of ours."""
+    counterpart: Counterpart
+    model: LanguageModel
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Join their tensors, given in the order of `theirs`, into ours."""
+        model = self.model
+        parts = [self._transposed(part) for part in parts]
+        if self.counterpart.rows == "qkv":
+            if len(parts) == 1:
+                sizes = [heads * model.head_size for heads in (model.n_heads, model.kv_heads, model.kv_heads)]
+                parts = parts[0].split(sizes)
+            # All queries, keys and values become for each key/value head its query heads, its key, its value, so that a
+            # contiguous slice of the rows is a whole part of the layer.
+            heads = [part.unflatten(0, (model.kv_heads, -1, model.head_size)) for part in parts]
+            return torch.cat(heads, dim=1).flatten(0, 2)
+        if self.counterpart.rows == "gate_up":
+            gate_up = [part.unflatten(0, (-1, gate_block(model.ff_size))) for part in parts]
+            return torch.stack(gate_up, dim=1).flatten(0, 2)
+        return parts[0]
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """Split our tensor into theirs, in the order of `theirs`: the inverse of `join`."""
+        model = self.model
+        parts: Sequence[Tensor] = (tensor,)
+        if self.counterpart.rows == "qkv":
+            group = model.n_heads // model.kv_heads
+            heads = tensor.unflatten(0, (model.kv_heads, group + 2, model.head_size))
+            parts = [part.flatten(0, 2) for part in heads.split([group, 1, 1], dim=1)]
+            if len(self.theirs) == 1:
+                parts = (torch.cat(parts),)
+        elif self.counterpart.rows == "gate_up":
+            gate_up = tensor.unflatten(0, (-1, 2, gate_block(model.ff_size)))
+            parts = [part.flatten(0, 1) for part in gate_up.unbind(1)]
+        return [self._transposed(part) for part in parts]
+
+    def their_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each of their tensors, by name."""
+        parts = self.split(torch.empty(self.shape, device="meta"))
+        return {name: tuple(part.shape) for name, part in zip(self.theirs, parts, strict=True)}
+
+    def _transposed(self, tensor: Tensor) -> Tensor:
+        return tensor.T if self.counterpart.transposed and tensor.dim() == 2 else tensor
+
+
+def tensor_rules(model: LanguageModel, counterparts: Mapping[str, Counterpart]) -> list[TensorRule]:
+    """Return a rule for every parameter of the decoder that `model` describes, in the decoder's own order.
+
+    counterparts: by our module name, or by parameter name where a module's parameters have different homes; `*` stands
+    for the layer.
+    """
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    rules = []
+    for ours, parameter in decoder.named_parameters():
+        pattern, layer = ours, ""
+        if ours.startswith("blocks."):
+            _, layer, rest = ours.split(".", 2)
+            pattern = f"blocks.*.{rest}"
+        module, _, kind = pattern.rpartition(".")
+        suffix = "" if pattern in counterparts else f".{kind}"
+        counterpart = counterparts[pattern if pattern in counterparts else module]
+        theirs = tuple(name.replace("*", layer) + suffix for name in counterpart.names)
+        rules.append(TensorRule(ours, theirs, tuple(parameter.shape), counterpart, model))
+    return rules

@@ -11,10 +11,10 @@ from phalanx.families.language.huggingface.architecture import (
     GENERAL_KEYS,
     Architecture,
     ConfigFields,
+    Counterpart,
     Positive,
     Size,
 )
-from phalanx.families.language.huggingface.rules import Counterpart
 
 
 class GPT2Fields(ConfigFields):
@@ -47,7 +47,7 @@ class GPT2Fields(ConfigFields):
     tie_word_embeddings: bool = True
 
     def to_model(self) -> LanguageModel:
-        """The decoder that computes the same."""
+        """Return the decoder that computes the same."""
         return LanguageModel(
             n_layers=self.n_layer,
             d_model=self.n_embd,
@@ -65,7 +65,7 @@ class GPT2Fields(ConfigFields):
 
     @classmethod
     def from_model(cls, model: LanguageModel) -> Self:
-        """The fields for a decoder that fits."""
+        """Return the fields for a decoder that fits."""
         return cls(
             vocab_size=model.vocab_size,
             n_positions=model.max_positions,

@@ -13,11 +13,11 @@ from phalanx.families.language.huggingface.architecture import (
     GENERAL_KEYS,
     Architecture,
     ConfigFields,
+    Counterpart,
     KnownKeys,
     Positive,
     Size,
 )
-from phalanx.families.language.huggingface.rules import Counterpart
 
 One = Annotated[float, Field(ge=1.0, le=1.0, exclude=True)]
 """A field that is read, to refuse other values, and not written."""
@@ -50,7 +50,7 @@ class RopeParameters(KnownKeys):
         return self
 
     def to_scaling(self) -> RopeScaling | None:
-        """Our form of it."""
+        """Return the decoder's form of the scaling."""
         if self.rope_type == "default":
             return None
         return RopeScaling.model_validate(
@@ -64,7 +64,7 @@ class RopeParameters(KnownKeys):
 
     @classmethod
     def from_scaling(cls, scaling: RopeScaling) -> Self:
-        """Their form of it."""
+        """Return Hugging Face's form of the scaling."""
         return cls(
             rope_type="llama3",
             factor=scaling.factor,
@@ -106,7 +106,7 @@ class LlamaFields(ConfigFields):
         return self
 
     def to_model(self) -> LanguageModel:
-        """The decoder that computes the same."""
+        """Return the decoder that computes the same."""
         rope = self.rope_scaling or self.rope_parameters or RopeParameters()
         return LanguageModel(
             n_layers=self.num_hidden_layers,
@@ -129,7 +129,8 @@ class LlamaFields(ConfigFields):
 
     @classmethod
     def from_model(cls, model: LanguageModel) -> Self:
-        """The fields for a decoder that fits. Rotary settings are written as transformers 4 does; version 5 reads them."""
+        """Return the fields for a decoder that fits. Rotary settings are written as transformers 4 does; version 5
+        reads them."""
         return cls(
             vocab_size=model.vocab_size,
             hidden_size=model.d_model,

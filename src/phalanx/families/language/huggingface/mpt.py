@@ -16,11 +16,11 @@ from phalanx.families.language.huggingface.architecture import (
     GENERAL_KEYS,
     Architecture,
     ConfigFields,
+    Counterpart,
     KnownKeys,
     Positive,
     Size,
 )
-from phalanx.families.language.huggingface.rules import Counterpart
 
 Unlimited = Annotated[Literal[-1], Field(exclude=True)]
 """A window that bounds nothing. It is read, to refuse other values, and not written."""
@@ -105,7 +105,7 @@ class MptFields(ConfigFields):
         return self
 
     def to_model(self) -> LanguageModel:
-        """The decoder that computes the same."""
+        """Return the decoder that computes the same."""
         return LanguageModel(
             n_layers=self.n_layers,
             d_model=self.d_model,
@@ -124,7 +124,7 @@ class MptFields(ConfigFields):
 
     @classmethod
     def from_model(cls, model: LanguageModel) -> Self:
-        """The fields for a decoder that fits."""
+        """Return the fields for a decoder that fits."""
         return cls(
             vocab_size=model.vocab_size,
             d_model=model.d_model,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from phalanx.config.model import LanguageModel
 from phalanx.counter_random import CounterDropout, DropoutContext
-from phalanx.families.language.model.loss import ChunkLoss, LossSum, chunk_loss, linear_cross_entropy
+from phalanx.families.language.model.cross_entropy import ChunkLoss, LossSum, chunk_loss, linear_cross_entropy
 from phalanx.nn.attention import (
     Attention,
     AttentionKernel,
@@ -37,7 +37,7 @@ class ContextBuilder(Protocol):
         document_ids_BS: Tensor | None = None,
         past: int = 0,
     ) -> RotaryContext:
-        """Positions and masks for one forward pass."""
+        """Return positions and masks for one forward pass."""
 
 
 class TokenEmbedding(nn.Module):
@@ -56,7 +56,7 @@ class TokenEmbedding(nn.Module):
         self.dropout = CounterDropout(config.dropout, site=0)
 
     def forward(self, tokens_BS: Tensor, positions_S: Tensor, dropout: DropoutContext | None = None) -> Tensor:
-        """Token ids -> activations [B, S, D] in the model's activation format.
+        """Embed token ids [B, S] as activations [B, S, D] in the model's activation format.
 
         positions_S: global positions of the rows that come out.
         """
@@ -67,7 +67,7 @@ class TokenEmbedding(nn.Module):
         return dropped
 
     def lookup(self, tokens_BS: Tensor) -> Tensor:
-        """Rows of the token table [B, S, D], in the model's activation format."""
+        """Return rows of the token table [B, S, D], in the model's activation format."""
         return F.embedding(tokens_BS, self.weight).to(self.dtype)
 
 
@@ -90,7 +90,7 @@ class Block(nn.Module):
         dropout: DropoutContext | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """[B, S, D] -> [B, S, D]."""
+        """Map activations [B, S, D] to [B, S, D]."""
         mixed = self.attention(self.attention_norm(x_BSD), context, cache)
         x_BSD = x_BSD + self.attention_dropout(mixed, dropout)
         hidden: Tensor = self.mlp_dropout(self.mlp(self.mlp_norm(x_BSD)), dropout)
@@ -118,7 +118,7 @@ class OutputHead(nn.Module):
         self.loss_kernel: ChunkLoss = chunk_loss
 
     def forward(self, x_BSD: Tensor, targets_BS: Tensor, tied_weight_VD: Tensor | None = None) -> LossSum:
-        """Summed loss of the targets, [B, S] int64, under the logits of [B, S, D]; z-loss only in training mode."""
+        """Return summed loss of the targets, [B, S] int64, under the logits of [B, S, D]; z-loss only in training mode."""
         return linear_cross_entropy(
             self.norm(x_BSD).flatten(0, 1),
             self._weight(tied_weight_VD),
@@ -129,7 +129,7 @@ class OutputHead(nn.Module):
         )
 
     def logits(self, x_BSD: Tensor, tied_weight_VD: Tensor | None = None) -> Tensor:
-        """Logits [B, S, V] in the activation format."""
+        """Return logits [B, S, V] in the activation format."""
         return F.linear(self.norm(x_BSD), self._weight(tied_weight_VD).to(x_BSD.dtype))
 
     def _weight(self, tied_weight_VD: Tensor | None) -> Tensor:
@@ -174,7 +174,8 @@ class Decoder(nn.Module):
         document_ids_BS: Tensor | None = None,
         dropout: DropoutContext | None = None,
     ) -> LossSum:
-        """Summed next-token loss. tokens, targets: int64 [B, S]; document_ids: [B, S] to keep attention in documents."""
+        """Return summed next-token loss. tokens, targets: int64 [B, S]; document_ids: [B, S] to keep attention in
+        documents."""
         positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         positions = Positions(positions_S, positions_S)
         hidden = self.hidden(tokens_BS, positions, document_ids_BS=document_ids_BS, dropout=dropout)
@@ -188,7 +189,7 @@ class Decoder(nn.Module):
         document_ids_BS: Tensor | None = None,
         dropout: DropoutContext | None = None,
     ) -> Tensor:
-        """Activations behind the last block of this part.
+        """Return the activations behind the last block of this model chunk, [B, S, D].
 
         inputs: token ids [B, S], or activations [B, S, D] where the part does not hold the embedding. document_ids: of
         whole samples, whatever part of their positions is computed here.
@@ -202,7 +203,7 @@ class Decoder(nn.Module):
         return x_BSD
 
     def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> LossSum:
-        """Summed loss of activations behind the model's last block."""
+        """Return summed loss of activations behind the model's last block."""
         loss: LossSum = self.head(x_BSD, targets_BS, self._tied_weight())
         return loss
 
@@ -210,7 +211,7 @@ class Decoder(nn.Module):
     def logits(
         self, tokens_BS: Tensor, caches: list[KeyValueCache] | None = None, *, last_only: bool = False
     ) -> Tensor:
-        """Logits [B, S, V] in the activation format, for generation and scoring; dropout is off.
+        """Return logits [B, S, V] in the activation format, for generation and scoring; dropout is off.
 
         With `caches` (one a layer, from `new_caches`), tokens_BS continues what the caches have seen. last_only: logits of
         the last position alone, [B, 1, V].
@@ -229,11 +230,11 @@ class Decoder(nn.Module):
         return self.embedding.weight if self._tied_here() else None
 
     def _tied_here(self) -> bool:
-        """Whether this part holds both the table and the head that shares it."""
+        """Return whether this part holds both the table and the head that shares it."""
         return self.config.tied_head and self.part.first
 
     def new_caches(self) -> list[KeyValueCache]:
-        """Empty key/value caches, one a layer."""
+        """Return empty key/value caches, one a layer."""
         return [KeyValueCache() for _ in self.blocks]
 
 

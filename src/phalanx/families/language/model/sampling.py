@@ -45,7 +45,7 @@ def generate_tokens(
     seed: int = 0,
     eod: int | Collection[int] | None = None,
 ) -> Iterator[int]:
-    """The tokens that follow `prompt_ids`, at most `max_tokens`, one by one as they are drawn.
+    """Return the tokens that follow `prompt_ids`, at most `max_tokens`, one by one as they are drawn.
 
     eod: token (or tokens) that end a document; drawing one ends the iteration, and it is not given out. The same seed
     gives the same tokens. Raises ConfigError for an empty prompt, a token outside the vocabulary, and a prompt that
@@ -66,7 +66,8 @@ def generate_batch(
     seeds: Sequence[int],
     ends: Collection[int] = (),
 ) -> Iterator[list[int | None]]:
-    """Several continuations of one prompt at once, one a seed: each step gives a token a continuation, None once ended."""
+    """Return several continuations of one prompt at once, one a seed: each step gives a token a continuation, None
+    once ended."""
     _check(model, prompt_ids, max_tokens)
     return _generate(model, prompt_ids, max_tokens, sampling, seeds, ends)
 
@@ -106,14 +107,14 @@ keys, so for each token (benchmarks/README.md)."""
 
 
 def _next_logits(model: Decoder, tokens_BS: Tensor, caches: list[KeyValueCache]) -> Tensor:
-    """[B, 1, V], of what follows `tokens_BS`."""
+    """Return the logits [B, 1, V] of the token that follows `tokens_BS`."""
     # The choice of kernels is the whole process's: it ends before a token is given out.
     with sdpa_kernel(list(_ANY_LENGTH)):
         return model.logits(tokens_BS, caches, last_only=True)
 
 
 def draw_token(logits_V: Tensor, sampling: Sampling, draw: torch.Generator) -> int:
-    """One token from logits [V] (float32, on the CPU): temperature comes first, then top-k, then top-p.
+    """Return one token from logits [V] (float32, on the CPU): temperature comes first, then top-k, then top-p.
 
     Raises PhalanxError where the logits are not finite: there is nothing to draw from.
     """

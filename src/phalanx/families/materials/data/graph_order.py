@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from phalanx.data.order import ORDER_VERSION, EpochShuffle, Mixture, stable_key
+from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Mixture, stable_key
 from phalanx.errors import ConfigError
 from phalanx.families.materials.data.graph_shards import PreparedSource
 from phalanx.families.materials.data.structure_cost import CostModel

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, ValidationError
 
-from phalanx.data.file_record import Count, FileRecord, Part, check_content, check_size, check_still_whole
+from phalanx.data.prepared_folder import Count, FileRecord, Part, check_content, check_size, check_still_whole
 from phalanx.errors import DataError
 from phalanx.families.materials.data.structures.arrays import Arrays, Int64Array, map_arrays, offsets, smallest_integers
 from phalanx.families.materials.data.structures.labels import KINDS

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from phalanx.data.stream import SteppedStream
+from phalanx.data.batch_stream import SteppedStream
 from phalanx.errors import ConfigError, DataError
 from phalanx.families.materials.data.balance import (
     BranchGroups,

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.data.file_record import FileRecord, file_record
+from phalanx.data.prepared_folder import FileRecord, file_record
 from phalanx.errors import DataError
 from phalanx.families.materials.data.graph_shards import (
     INDEX,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.data.stream import SteppedStream
+from phalanx.data.batch_stream import SteppedStream
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.graph_stream import GraphBatchStream
 from phalanx.families.materials.graph_parallel.batch import Cutting, GraphShare, cut_batch

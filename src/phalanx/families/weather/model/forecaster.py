@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.counter_random import DropoutContext
-from phalanx.families.weather.model.block import Block, path_factors
-from phalanx.families.weather.model.embedding import FieldEmbedding
-from phalanx.families.weather.model.grid import fields_of
-from phalanx.families.weather.model.head import FieldHead
-from phalanx.families.weather.model.variables import outputs_among_inputs
+from phalanx.counter_random import CounterDropout, DropoutContext, mix
+from phalanx.families.weather.model.field_embedding import FieldEmbedding
+from phalanx.families.weather.model.field_head import FieldHead
+from phalanx.families.weather.model.grid_features import fields_of, outputs_among_inputs
 from phalanx.families.weather.model_config import WeatherModel
 from phalanx.nn.blocks import NumberedBlocks
+from phalanx.nn.layers import Linear, Norm
 from phalanx.nn.positions import Positions
 from phalanx.nn.splits import ModelChunk
 
@@ -44,7 +46,7 @@ class Forecaster(nn.Module):
         lead_hours_B: Tensor,
         dropout: DropoutContext | None = None,
     ) -> Tensor:
-        """Summed loss [1]; see `loss`. The number of targets is `loss.target_counts(targets)`."""
+        """Return summed loss [1]; see `loss`. The number of targets is `loss.target_counts(targets)`."""
         positions = self.all_positions(fields_BVHW.device)
         hidden = self.hidden(fields_BVHW, positions, lead_hours_B=lead_hours_B, dropout=dropout)
         return self.loss(hidden, targets_BVHW, positions.rows_S, fields_BVHW=fields_BVHW)
@@ -57,7 +59,7 @@ class Forecaster(nn.Module):
         lead_hours_B: Tensor,
         dropout: DropoutContext | None = None,
     ) -> Tensor:
-        """Activations behind the last block of this part, [B, S, D].
+        """Return the activations behind the last block of this model chunk, [B, S, D].
 
         inputs: fields [B, V, H, W] of `config.input_names`, finite and normalised; or activations where the part does not
         hold the embedding. positions: the tokens computed here; `rows_S` are whole locations. lead_hours: from the inputs to
@@ -72,7 +74,7 @@ class Forecaster(nn.Module):
     def loss(
         self, x_BSD: Tensor, targets_BVHW: Tensor, rows_S: Tensor | None = None, *, fields_BVHW: Tensor | None = None
     ) -> Tensor:
-        """Squared error weighted by area, summed over the valid targets of these rows: [1], in at least float32.
+        """Return squared error weighted by area, summed over the valid targets of these rows: [1], in at least float32.
 
         x: activations behind the model's last block. rows: None means all. targets: whole fields of `config.output_names`,
         NaN where there is none. fields: the inputs, needed where `config.prediction` is change.
@@ -81,18 +83,19 @@ class Forecaster(nn.Module):
         return loss
 
     def predict(self, x_BSD: Tensor, *, fields_BVHW: Tensor | None = None) -> Tensor:
-        """Predicted fields [B, V, H, W] of `config.output_names`, in at least float32, from activations of all rows."""
+        """Return the predicted fields [B, V, H, W] of `config.output_names`, in at least float32, from activations of
+        all rows."""
         patches_BLVP = self.head(x_BSD, None, fields_BVHW=fields_BVHW)
         return fields_of(patches_BLVP, self.config.n_lat, self.config.patch_size)
 
     @torch.no_grad()
     def forecast(self, fields_BVHW: Tensor, lead_hours_B: Tensor) -> Tensor:
-        """Fields [B, V, H, W] of `config.output_names` predicted for `lead_hours_B` hours on; dropout is off."""
+        """Return fields [B, V, H, W] of `config.output_names` predicted for `lead_hours_B` hours on; dropout is off."""
         hidden = self.hidden(fields_BVHW, self.all_positions(fields_BVHW.device), lead_hours_B=lead_hours_B)
         return self.predict(hidden, fields_BVHW=fields_BVHW)
 
     def next_inputs(self, fields_BVHW: Tensor, predicted_BVHW: Tensor) -> Tensor:
-        """What the next step of a roll-out starts from: inputs with the predicted fields in them, all others as they are."""
+        """Return the inputs of the next step of a roll-out: these inputs with the predicted fields in them."""
         places = outputs_among_inputs(self.config)
         following = fields_BVHW.clone()
         # Exactly the mean is how points without a value look: there they stay as they are.
@@ -101,6 +104,105 @@ class Forecaster(nn.Module):
         return following
 
     def all_positions(self, device: torch.device) -> Positions:
-        """All tokens of a sample."""
+        """Return all tokens of a sample."""
         rows_S = torch.arange(self.config.n_tokens, device=device)
         return Positions(rows_S, rows_S)
+
+
+def attend(query_BASE: Tensor, key_BASE: Tensor, value_BASE: Tensor) -> Tensor:
+    """Return softmax(q k^T / sqrt(E)) v over all tokens, [B, A, S, E]."""
+    return F.scaled_dot_product_attention(query_BASE, key_BASE, value_BASE)
+
+
+AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The signature of `attend`."""
+
+
+class Attention(nn.Module):
+    """Self-attention of all tokens with all.
+
+    `qkv.weight` has its rows grouped by head: query, key and value of the first, then of the second. A contiguous part of
+    the rows is therefore a whole number of heads, which is what tensor parallelism splits. Norms of queries and keys are
+    LayerNorms over a head without bias, as in ViT-22B (Dehghani et al. 2023).
+    """
+
+    def __init__(self, config: WeatherModel) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        self.attend: AttentionCore = attend
+        self.qkv = Linear(config.d_model, 3 * config.d_model, bias=True)
+        self.output = Linear(config.d_model, config.d_model, bias=True)
+        self.query_norm = self.key_norm = None
+        if config.qk_norm:
+            self.query_norm = Norm(config.head_size, kind="layernorm", eps=config.norm_eps, bias=False)
+            self.key_norm = Norm(config.head_size, kind="layernorm", eps=config.norm_eps, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Map activations [B, S, D] to [B, S, D]."""
+        query, key, value = self.qkv(x_BSD).unflatten(-1, (-1, 3, self.head_size)).unbind(-2)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        mixed_BASE = self.attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        out: Tensor = self.output(mixed_BASE.transpose(1, 2).flatten(2))
+        return out
+
+
+class MLP(nn.Module):
+    """down(gelu(up(x))), exact GELU."""
+
+    def __init__(self, config: WeatherModel) -> None:
+        super().__init__()
+        self.up = Linear(config.d_model, config.ff_size, bias=True)
+        self.down = Linear(config.ff_size, config.d_model, bias=True)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Map activations [B, S, D] to [B, S, D]."""
+        hidden: Tensor = self.down(F.gelu(self.up(x_BSD)))
+        return hidden
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: WeatherModel) -> None:
+        super().__init__()
+        self.attention_norm = Norm(config.d_model, kind="layernorm", eps=config.norm_eps, bias=True)
+        self.attention = Attention(config)
+        self.mlp_norm = Norm(config.d_model, kind="layernorm", eps=config.norm_eps, bias=True)
+        self.mlp = MLP(config)
+        self.attention_dropout = CounterDropout(config.dropout, site=0)
+        self.mlp_dropout = CounterDropout(config.dropout, site=1)
+
+    def forward(self, x_BSD: Tensor, dropout: DropoutContext | None = None, kept_2B: Tensor | None = None) -> Tensor:
+        """Map activations [B, S, D] to [B, S, D]. kept: factor of each sample's attention and MLP branch, from
+        `path_factors`."""
+        mixed = self.attention_dropout(self.attention(self.attention_norm(x_BSD)), dropout)
+        x_BSD = x_BSD + _scaled(mixed, kept_2B, 0)
+        hidden = self.mlp_dropout(self.mlp(self.mlp_norm(x_BSD)), dropout)
+        return x_BSD + _scaled(hidden, kept_2B, 1)
+
+
+def _scaled(branch_BSD: Tensor, kept_2B: Tensor | None, branch: int) -> Tensor:
+    return branch_BSD if kept_2B is None else branch_BSD * kept_2B[branch, :, None, None].to(branch_BSD.dtype)
+
+
+def path_factors(config: WeatherModel, layer: int, dropout: DropoutContext | None) -> Tensor | None:
+    """Return factors of the two residual branches of block `layer` for each sample, float64 [2, B]; None where nothing
+    is dropped.
+
+    A branch of a sample is left out with a chance that grows linearly from 0 in the first block to `drop_path` in the last,
+    and divided by the chance of being kept otherwise (stochastic depth, Huang et al. 2016). Whether it is left out is a
+    function of (seed, step, layer, branch, sample). dropout: the context of that layer. The factors are formed outside the
+    block, so that equal blocks share one compiled program.
+    """
+    chance = config.drop_path * layer / max(config.n_layers - 1, 1)
+    if dropout is None or chance == 0.0:
+        return None
+    branches = torch.arange(2, device=dropout.sample_indices_B.device)[:, None]
+    bits_2B = mix(mix(dropout.key + _PATHS) + dropout.sample_indices_B * 2 + branches)
+    kept_2B = (bits_2B >> 33) & 0x7FFFFFFF >= int(chance * 2**31)
+    return kept_2B.to(torch.float64) / (1.0 - chance)
+
+
+_PATHS = 0x5851F42D4C957F2D
+"""Separates the bits of skipped branches from those of dropped elements."""

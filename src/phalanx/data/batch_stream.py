@@ -1,0 +1,182 @@
+"""Batches of one rank: what every family's batches have in common, and reading them step after step, ahead of need.
+
+A family hands over a reader of samples by global sample number; everything about steps, ranks and threads stands here.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.data.sample_order import Int64Array
+
+
+class Batch(Protocol):
+    """Samples of one rank."""
+
+    @property
+    def sample_indices(self) -> Tensor:
+        """Return the global sample numbers, int64 [B]."""
+
+    def to(self, device: torch.device) -> Self:
+        """Return the batch on `device`, copied asynchronously where it lies in pinned memory."""
+
+    def pinned(self) -> Self:
+        """Return a copy in pinned memory, from which an accelerator copies without the CPU."""
+
+    def split(self, parts: int) -> Iterator[Self]:
+        """Yield `parts` micro-batches, in order; or as many as the batch was planned with, the same number on every rank."""
+
+    def target_counts(self) -> Tensor:
+        """Return how many targets each task has in these samples, [T]: the divisors of the summed losses of `T` tasks."""
+
+    def inputs(self) -> tuple[Tensor, dict[str, Any]]:
+        """Return the input of the first stage, and the inputs that every stage takes besides, by name."""
+
+
+class BatchStream(Protocol):
+    """This rank's share of each global batch, step after step."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a text that is equal for streams that read the same samples in the same order."""
+
+    def seek(self, step: int) -> None:
+        """Continue after `step`, the last step that is done."""
+
+    def next(self) -> Batch:
+        """Return the batch of the next step."""
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+
+
+BatchT = TypeVar("BatchT", bound=Batch)
+BatchT_co = TypeVar("BatchT_co", bound=Batch, covariant=True)
+
+
+class Reader(Protocol[BatchT_co]):
+    """Reads samples by global sample number, from any thread."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a text that is equal for readers that give the same sample for every number."""
+
+    def read(self, numbers: Int64Array) -> BatchT_co:
+        """Read the samples with these global numbers, int64 [n], in order."""
+
+
+class SteppedStream(ABC, Generic[BatchT]):
+    """This rank's batches, step after step, read ahead in the background."""
+
+    def __init__(self, prefetch: int) -> None:
+        """prefetch: batches kept ready; 0 reads in the caller's thread."""
+        self.prefetch = prefetch
+        self._step = 0
+        self._ahead: ReadAhead[BatchT] | None = None
+
+    @abstractmethod
+    def batch(self, step: int) -> BatchT:
+        """Return this rank's samples of optimizer step `step`, counted from 1."""
+
+    def seek(self, step: int) -> None:
+        """Continue after `step`, the last step that is done."""
+        self.close()
+        self._step = step
+
+    def next(self) -> BatchT:
+        """Return the batch of the next step. Raises what reading it raised."""
+        self._step += 1
+        if self.prefetch == 0:
+            return self.batch(self._step)
+        if self._ahead is None:
+            self._ahead = ReadAhead(self.batch, self._step, self.prefetch)
+        return self._ahead.next()
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+
+class ReadAheadStream(SteppedStream[BatchT]):
+    """Global batches of as many samples each, of which every rank has an equal share."""
+
+    def __init__(
+        self,
+        reader: Reader[BatchT],
+        *,
+        global_batch: int,
+        rank: int = 0,
+        ranks: int = 1,
+        prefetch: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        """Rank `rank` of `ranks` takes a contiguous part of each batch of `global_batch` samples.
+
+        prefetch: batches kept ready; 0 reads in the caller's thread.
+        """
+        super().__init__(prefetch)
+        assert global_batch % ranks == 0
+        self.global_batch = global_batch
+        self.share = global_batch // ranks
+        self.offset = rank * self.share
+        self.pin_memory = pin_memory
+        self.fingerprint = f"{reader.fingerprint}/{global_batch}"
+        self._reader = reader
+
+    def batch(self, step: int) -> BatchT:
+        """Return this rank's samples of optimizer step `step`, counted from 1."""
+        first = (step - 1) * self.global_batch + self.offset
+        batch = self._reader.read(np.arange(first, first + self.share, dtype=np.int64))
+        return batch.pinned() if self.pin_memory else batch
+
+
+class ReadAhead(Generic[BatchT]):
+    """A thread that keeps the batches of the next few steps ready."""
+
+    def __init__(self, read: Callable[[int], BatchT], first_step: int, depth: int) -> None:
+        """Read `first_step` and what follows it, at most `depth` batches ahead of `next`."""
+        self._read = read
+        self._ready: queue.Queue[BatchT | Exception] = queue.Queue(depth)
+        self._stopped = threading.Event()
+        self._failure: Exception | None = None  # the thread ended with it, so every later batch fails alike
+        self._thread = threading.Thread(target=self._run, args=(first_step,), name="read-ahead", daemon=True)
+        self._thread.start()
+
+    def next(self) -> BatchT:
+        """Return the next batch. Raises what reading it raised, and again on every later call."""
+        item = self._failure or self._ready.get()
+        if isinstance(item, Exception):
+            self._failure = item
+            raise item
+        return item
+
+    def close(self) -> None:
+        """End the thread; batches read but not taken are dropped."""
+        self._stopped.set()
+        while self._thread.is_alive():
+            # Makes room, in case the thread waits to put a batch.
+            while not self._ready.empty():
+                self._ready.get_nowait()
+            self._thread.join(0.01)
+
+    def _run(self, step: int) -> None:
+        item: BatchT | Exception
+        while not self._stopped.is_set():
+            try:
+                item = self._read(step)
+            except Exception as error:
+                item = error
+            self._ready.put(item)
+            if isinstance(item, Exception):
+                return
+            step += 1

@@ -1,0 +1,169 @@
+"""Which sample is read when, as a pure function of a sample number: nothing is stored, nothing is replayed.
+
+    Mixture        global sample number       ->  (source, how many samples of that source came before)
+    EpochShuffle   place in a source's reading ->  (epoch, item), every item once an epoch
+
+Both are closed forms over numpy arrays of sample numbers, so sample 10**15 costs what sample 0 costs. This module knows
+neither files nor tokens nor ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array = npt.NDArray[np.int64]
+UInt64Array = npt.NDArray[np.uint64]
+
+ORDER_VERSION = 1
+"""Raised whenever the same seed would give another order; part of every data fingerprint."""
+
+_ROUNDS = 6
+_LARGEST_PERIOD = 2**31
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _scramble(x: UInt64Array) -> UInt64Array:
+    """Mix 64 bits into 64 well-spread bits: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def stable_key(*parts: object) -> int:
+    """Return a 64-bit key made from the text of `parts`: the same in every process, on every machine, for ever."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+class EpochShuffle:
+    """A fresh permutation of `items` things for every epoch, computed item by item.
+
+    A Feistel network over the rectangle rows x columns, the smallest near-square with room for all items, permutes the
+    rectangle; the few values that land outside 0..items-1 are sent through again until they land inside ("cycle
+    walking"; Black and Rogaway, 2002). That is a permutation of the items whatever the round function is.
+    """
+
+    def __init__(self, items: int, key: int) -> None:
+        """Take `items` >= 1 things to shuffle and a 64-bit `key`, see `stable_key`."""
+        assert 1 <= items < 2**62, items
+        self.items = items
+        self.key = key
+        rows = math.isqrt(items - 1) + 1
+        self._rows = np.uint64(rows)
+        self._columns = np.uint64(-(-items // rows))
+
+    def __call__(self, place: Int64Array) -> Int64Array:
+        """Return the items read at each `place` (n, any shape) of an endless reading; place // items is the epoch."""
+        epoch, item = np.divmod(np.atleast_1d(place), self.items)
+        keys = self._round_keys(epoch)
+        shuffled = self._network(item.astype(np.uint64), keys)
+        outside = np.flatnonzero(shuffled >= np.uint64(self.items))
+        while outside.size:
+            shuffled[outside] = self._network(shuffled[outside], keys[:, outside])
+            outside = outside[shuffled[outside] >= np.uint64(self.items)]
+        return shuffled.astype(np.int64)
+
+    def _round_keys(self, epoch: Int64Array) -> UInt64Array:
+        """Return one key a round and element (rounds, n), from the key of this shuffle and each element's epoch."""
+        epoch_key = _scramble(np.uint64(self.key) ^ _scramble(epoch.astype(np.uint64) * _GOLDEN))
+        rounds = np.arange(1, _ROUNDS + 1, dtype=np.uint64)[:, None]
+        return _scramble(epoch_key[None, :] + rounds * _GOLDEN)
+
+    def _network(self, x: UInt64Array, keys: UInt64Array) -> UInt64Array:
+        """Permute values below rows * columns."""
+        column, row = np.divmod(x, self._rows)
+        for even, odd in zip(keys[::2], keys[1::2], strict=True):
+            row = (row + _scramble(column + even) % self._rows) % self._rows
+            column = (column + _scramble(row + odd) % self._columns) % self._columns
+        return column * self._rows + row
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """Return `weights` as the smallest whole numbers in the same ratio; their sum is the period of the mixture.
+
+    Weights are taken as the decimals they print as. Where that would need a period beyond 2**31 samples they are
+    rounded to parts of 2**30, so no share is off by more than one in a thousand million.
+
+    Raises:
+        ValueError: no weights, or one that is not a positive finite number.
+    """
+    if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        raise ValueError(f"weights must be positive finite numbers, found {list(weights)}")
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    whole = [int(weight * scale) for weight in exact]
+    divisor = math.gcd(*whole)
+    whole = [weight // divisor for weight in whole]
+    if sum(whole) > _LARGEST_PERIOD:
+        total = sum(exact)
+        whole = [max(1, round(weight / total * 2**30)) for weight in exact]
+    return whole
+
+
+class Mixture:
+    """Deals the numbers 0, 1, 2, ... out to sources so that every stretch honours the weights.
+
+    The sources are the leaves of a balanced binary tree. A node that has dealt out k numbers has given
+    floor(k * left / (left + right)) of them to its left child, an exact integer formula that needs no history. Over one
+    period (the sum of the whole weights) every source gets exactly its weight, and at any time no source is further
+    from its share than the depth of the tree.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        """Take one positive weight a source; only their ratios matter."""
+        self.weights = whole_weights(weights)
+        self.period = sum(self.weights)
+        self._nodes: list[tuple[int, int, int, int]] = []  # left weight, total weight, left child, right child
+        self._depth = 0
+        self._root = self._grow(0, len(self.weights), 0)
+        table = np.array(self._nodes, dtype=np.int64).reshape(-1, 4)
+        self._left_weight, self._total, self._left_child, self._right_child = table.T
+
+    def _grow(self, first: int, last: int, depth: int) -> int:
+        """Build the tree over sources first..last-1; a node is its index, source i is the leaf -1 - i."""
+        self._depth = max(self._depth, depth)
+        if last - first == 1:
+            return -1 - first
+        middle = (first + last) // 2
+        left, right = self._grow(first, middle, depth + 1), self._grow(middle, last, depth + 1)
+        self._nodes.append((sum(self.weights[first:middle]), sum(self.weights[first:last]), left, right))
+        return len(self._nodes) - 1
+
+    def __call__(self, number: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return for each global sample `number` (n,) its source (n,) and its place in that source's own reading (n,)."""
+        place = np.array(number, dtype=np.int64, ndmin=1)
+        node = np.full_like(place, self._root)
+        for _ in range(self._depth):
+            inner = np.flatnonzero(node >= 0)
+            at, k = node[inner], place[inner]
+            before = _share(k, self._left_weight[at], self._total[at])
+            goes_left = _share(k + 1, self._left_weight[at], self._total[at]) > before
+            place[inner] = np.where(goes_left, before, k - before)
+            node[inner] = np.where(goes_left, self._left_child[at], self._right_child[at])
+        return -1 - node, place
+
+    def counts(self, samples: int) -> list[int]:
+        """Return how many of the first `samples` global samples came from each source."""
+        counts = [0] * len(self.weights)
+        waiting = [(self._root, samples)]
+        while waiting:
+            node, k = waiting.pop()
+            if node < 0:
+                counts[-1 - node] = k
+                continue
+            left_weight, total, left_child, right_child = self._nodes[node]
+            left = k * left_weight // total
+            waiting += [(left_child, left), (right_child, k - left)]
+        return counts
+
+
+def _share(k: Int64Array, weight: Int64Array, total: Int64Array) -> Int64Array:
+    """Return floor(k * weight / total) without overflow: weight and total stay below 2**31, k below 2**62."""
+    periods, rest = np.divmod(k, total)
+    return periods * weight + rest * weight // total

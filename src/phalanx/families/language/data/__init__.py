@@ -1,0 +1,1 @@
+"""Text for language models: documents -> tokenizer -> token shards -> packed samples -> batches."""

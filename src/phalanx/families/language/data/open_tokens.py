@@ -1,0 +1,136 @@
+"""Opening a body of tokens whatever its format: told apart by what lies at the path, never by a setting."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from pathlib import Path
+from typing import Literal, overload
+
+from phalanx.data.prepared_folder import MANIFEST, check_size
+from phalanx.errors import DataError
+from phalanx.families.language.config import LanguageRun
+from phalanx.families.language.data.mds import INDEX, MdsSource, is_mds, mds_split
+from phalanx.families.language.data.megatron import MegatronSource, megatron_prefix, megatron_split
+from phalanx.families.language.data.token_shards import ShardSource, Split, read_token_manifest
+from phalanx.families.language.data.token_source import TokenSource
+from phalanx.families.language.data.tokenizer import load_tokenizer
+from phalanx.families.language.huggingface.folder_files import TOKENIZER, TOKENIZER_FOLDER
+
+_SHOWN = 6
+_SHOWN_INPUTS = 4
+
+
+@overload
+def open_source(path: Path, split: Literal["train"]) -> TokenSource: ...
+@overload
+def open_source(path: Path, split: Split) -> TokenSource | None: ...
+
+
+def open_source(path: Path, split: Split) -> TokenSource | None:
+    """Open the `split` of the data at `path`; None where it has no validation split.
+
+    `path` is a folder written by `phalanx data prepare`, a folder of MDS shards, or the prefix of a Megatron pair.
+
+    Raises:
+        DataError: nothing readable is there, no train split is, or a file is missing, truncated or malformed.
+    """
+    source: TokenSource | None = None
+    prefix = megatron_prefix(path)
+    if (path / MANIFEST).exists():
+        if split in read_token_manifest(path).splits:
+            source = ShardSource(path, split)
+    elif is_mds(path):
+        folder = mds_split(path, split)
+        source = None if folder is None else MdsSource(folder)
+    elif prefix is not None:
+        place = megatron_split(prefix, split)
+        source = None if place is None else MegatronSource(place)
+    else:
+        raise DataError(_describe_folder(path) if path.is_dir() else _describe_absence(path))
+    if source is None and split == "train":
+        raise DataError(f"{path} has no train split; name data to train on")
+    return source
+
+
+def _describe_absence(path: Path) -> str:
+    """Say what is wrong with a `path` that is no folder, and what may have been meant."""
+    if path.is_file():
+        return (
+            f"{path} is a file of no known format; raw text is tokenized with: phalanx data prepare {path} --out FOLDER"
+        )
+    # The nearest folder that exists may hold a name that was mistyped.
+    there = next(parent for parent in path.parents if parent.exists())
+    wanted = path.relative_to(there).parts[0]
+    children = [child for child in there.iterdir() if not child.name.startswith(".")] if there.is_dir() else []
+    names = sorted({child.stem if child.suffix in (".bin", ".idx") else child.name for child in children})
+    near = difflib.get_close_matches(wanted, names, n=1)
+    hint = (
+        f"did you mean {there / near[0]}?"
+        if near
+        else f"{there} holds {_list_some(names)}; text is tokenized with: phalanx data prepare TEXT --out {path}"
+    )
+    return f"{path}: nothing there, neither a folder nor a Megatron .bin/.idx pair; {hint}"
+
+
+def _describe_folder(folder: Path) -> str:
+    """Say why `folder` cannot be read, and what in it could be."""
+    pairs = sorted(str(child.with_suffix("")) for child in folder.glob("*.idx"))
+    if pairs:
+        return f"{folder} holds Megatron data; name the prefix of one pair: {_list_some(pairs)}"
+    prepared = sorted(
+        str(child) for child in folder.iterdir() if child.is_dir() and ((child / MANIFEST).exists() or is_mds(child))
+    )
+    if prepared:
+        return f"{folder} holds no tokens itself; name one of: {_list_some(prepared)}"
+    return (
+        f"{folder}: no {MANIFEST} (prepared text), no {INDEX} (MDS) and no .idx (Megatron) there; it holds "
+        f"{_list_some(sorted(child.name for child in folder.iterdir()))}; "
+        f"raw text is tokenized with: phalanx data prepare {folder} --out FOLDER"
+    )
+
+
+def _list_some(names: list[str]) -> str:
+    rest = len(names) - _SHOWN
+    return (", ".join(names[:_SHOWN]) or "nothing") + (f" and {rest} more" if rest > 0 else "")
+
+
+def check_same_tokenizer(run: LanguageRun) -> None:
+    """Compare the tokenizers of the prepared folders that are there, and of the weights in training.init_from.
+
+    The same id must mean the same text everywhere. Only what comes with a tokenizer can be compared: prepared folders, and
+    the run directory that weights come from; Megatron and MDS data name none. Raises DataError naming two that differ and
+    the command that prepares the second folder with the first's tokenizer.
+    """
+    folders = [Path(source.path) for source in run.data.sources]
+    manifests = {folder: read_token_manifest(folder) for folder in folders if (folder / MANIFEST).is_file()}
+    tokenizers = {folder: check_size(folder, manifest.tokenizer.file) for folder, manifest in manifests.items()}
+    if not tokenizers:
+        return
+    origin, first = next((str(folder), file) for folder, file in tokenizers.items())
+    if run.training.init_from is not None:
+        known = _tokenizer_of_weights(Path(run.training.init_from))
+        if known is not None:
+            origin, first = f"the weights of training.init_from={run.training.init_from}", known
+    for folder, file in tokenizers.items():
+        if file == first or file.read_bytes() == first.read_bytes():
+            continue
+        mine, theirs = (load_tokenizer(one).get_vocab(with_added_tokens=True) for one in (first, file))
+        if mine != theirs:
+            inputs = manifests[folder].inputs
+            given = shlex.join(inputs) if len(inputs) <= _SHOWN_INPUTS else "INPUT..."
+            raise DataError(
+                f"{folder} was prepared with another tokenizer than {origin}: the same id would mean different text\n"
+                f"prepare it alike: phalanx data prepare {given} --tokenizer {shlex.quote(str(first))} --out FOLDER"
+            )
+
+
+def _tokenizer_of_weights(path: Path) -> Path | None:
+    """Find the tokenizer of the run directory that `path` is, or whose checkpoints/ folder or single checkpoint it is."""
+    roots = [path]
+    if path.name == "checkpoints" or path.name.startswith("step-"):
+        roots.append(path.parent)
+    if path.parent.name == "checkpoints":
+        roots.append(path.parent.parent)
+    files = (root / TOKENIZER_FOLDER / TOKENIZER for root in roots)
+    return next((file for file in files if file.is_file()), None)

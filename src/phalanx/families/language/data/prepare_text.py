@@ -1,0 +1,237 @@
+"""From text to token shards: in parallel, and restartable after any interruption.
+
+Text is cut into pieces of a few megabytes in a fixed order; workers tokenize pieces; finished pieces are kept in a work
+folder until all are there and are then joined, in order, into shards. The result depends on the inputs and options alone:
+not on the number of workers, nor on how often the work was interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from phalanx.data.prepared_folder import Progress, file_record, prepare_once
+from phalanx.errors import DataError
+from phalanx.families.language.data.documents import (
+    MAX_DOCUMENT_BYTES,
+    InputFile,
+    count_other_files,
+    find_files,
+    read_texts,
+    sample_hash,
+)
+from phalanx.families.language.data.token_shards import (
+    SPLITS,
+    Manifest,
+    PassedOver,
+    ShardWriter,
+    TokenizerRecord,
+    read_token_manifest,
+)
+from phalanx.families.language.data.tokenize_pieces import Piece, Settings, tokenize_pieces
+from phalanx.families.language.data.tokenizer import (
+    check_trainable,
+    end_of_document,
+    load_tokenizer,
+    parse_tokenizer,
+    text_share,
+    train_tokenizer,
+    vocabulary_size,
+)
+from phalanx.files import write_atomically
+from phalanx.hardware.host import available_cores
+
+PIECE_BYTES = 2**22
+"""Text of a piece, about: enough to keep a worker busy for seconds, little enough to lose."""
+_PLAIN_SIZE = 4
+"""Text bytes a compressed byte stands for, roughly; only for choosing what the tokenizer is trained on."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the result depends on besides the text."""
+
+    tokenizer: str | None = None
+    """Path of a tokenizer; None trains one."""
+    vocab_size: int = 32768
+    """Entries of a tokenizer trained here."""
+    end_token: str | None = None
+    """Token that ends documents; None looks for a usual one."""
+    text_field: str = "text"
+    """Field of .jsonl and column of .parquet files that holds the text."""
+    validation_fraction: float = 0.005
+    """Share of documents held out, chosen by the hash of their text."""
+    shard_tokens: int = 2**27
+    """Tokens of a shard, about."""
+
+
+def prepare_text(
+    inputs: Sequence[str],
+    out: Path,
+    options: Options,
+    *,
+    workers: int | None = None,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    progress: Progress = lambda what, done, total: None,
+) -> Manifest:
+    """Tokenize `inputs` into the folder `out`, or return at once where `out` holds just that already.
+
+    workers: processes; None takes all cores. max_document_bytes: a longer document is refused before more of it is read.
+    progress: is told bytes of input, or pieces. Stopped in any way, the same call goes on with the pieces that are done.
+
+    Raises:
+        ConfigError: options that do not fit each other or the tokenizer.
+        DataError: unusable text; `out` holds other data or files, is in use by another process or cannot be written,
+            for want of room or otherwise; a worker was killed.
+    """
+    if options.tokenizer is None:
+        check_trainable(options.vocab_size, options.end_token)
+        given = None
+    else:
+        given = load_tokenizer(Path(options.tokenizer))
+        end_of_document(given, options.end_token)
+    files = find_files(inputs)
+    # The plan hashes all that the result depends on, as far as can be told without reading all of the text.
+    chosen = asdict(options)
+    chosen["tokenizer"] = None if given is None else hashlib.sha256(given.to_str().encode()).hexdigest()
+    described = [(file.name, file.size, sample_hash(file)) for file in files]
+    plan = hashlib.sha256(json.dumps([chosen, PIECE_BYTES, described]).encode()).hexdigest()
+
+    def build(work: Path) -> tuple[Manifest, list[Path]]:
+        job = _Job(list(inputs), files, options, plan, work, progress, max_document_bytes)
+        return job.run(given, workers or available_cores())
+
+    return prepare_once(
+        out,
+        plan,
+        read=read_token_manifest,
+        build=build,
+        results=("tokenizer.json", *(f"{split}-*" for split in SPLITS)),
+        option="--out",
+        otherwise="holds data prepared from other text or options",
+        again="run the same command again",
+    )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One preparation, in a work folder that nobody else writes to."""
+
+    inputs: list[str]
+    files: list[InputFile]
+    options: Options
+    plan: str
+    work: Path
+    progress: Progress
+    max_document_bytes: int
+
+    def run(self, given: Tokenizer | None, workers: int) -> tuple[Manifest, list[Path]]:
+        """Make what is missing; return the manifest and the files that it lists. given: None trains a tokenizer."""
+        kept = self.work / "tokenizer.json"
+        if not kept.exists():
+            made = given or self._train_tokenizer()
+            write_atomically(kept, made.to_str())
+        tokenizer = parse_tokenizer(kept.read_bytes(), kept)
+        pieces, without_text = self._tokenize(tokenizer, workers)
+        passed_over = PassedOver(documents=without_text, files=count_other_files(self.inputs))
+        return self._join(pieces, tokenizer, passed_over)
+
+    def _train_tokenizer(self) -> Tokenizer:
+        """Train on the documents of the training split alone, so that held-out text stays unseen."""
+        total = sum(file.size * (_PLAIN_SIZE if file.compression else 1) for file in self.files)
+        texts = self._texts("training the tokenizer")
+        training = (text for text in texts if text and text_share(text) >= self.options.validation_fraction)
+        return train_tokenizer(training, total, self.options.vocab_size)
+
+    def _texts(self, what: str) -> Iterator[str]:
+        """Yield the text of every document, the empty text for one without. what: what progress is told is being done."""
+        total, done = sum(file.size for file in self.files), 0
+        for file in self.files:
+            yield from read_texts(file, self.options.text_field, self.max_document_bytes)
+            done += file.size
+            self.progress(what, done, total)
+
+    def _tokenize(self, tokenizer: Tokenizer, workers: int) -> tuple[list[Path], int]:
+        """Make every piece that is missing; return all of them, in order, and the number of documents without text."""
+        pieces: list[Path] = []
+        without_text = 0
+
+        def documents() -> Iterator[str]:
+            nonlocal without_text
+            for text in self._texts("tokenizing"):
+                without_text += not text
+                if text:
+                    yield text
+
+        def missing() -> Iterator[tuple[list[str], Path]]:
+            for number, texts in enumerate(_cut_pieces(documents())):
+                pieces.append(self.work / f"piece-{number:06d}.npz")
+                if not pieces[-1].exists():
+                    yield texts, pieces[-1]
+
+        end = end_of_document(tokenizer, self.options.end_token)
+        kept = self.work / "tokenizer.json"
+        settings = Settings(kept, self.options.tokenizer or str(kept), end, self.options.validation_fraction)
+        tokenize_pieces(missing(), settings, workers)
+        if not pieces:
+            raise DataError("the inputs hold no text at all: every document is empty")
+        return pieces, without_text
+
+    def _join(self, pieces: list[Path], tokenizer: Tokenizer, passed_over: PassedOver) -> tuple[Manifest, list[Path]]:
+        """Write the pieces, in order, as shards of each split; return their manifest and all files that it lists."""
+        size = vocabulary_size(tokenizer)
+        dtype: Literal["uint16", "uint32"] = "uint16" if size <= 2**16 else "uint32"
+        # Shards of a call that was stopped while it joined may be half written: they are written again.
+        whole = self.work / "whole"
+        shutil.rmtree(whole, ignore_errors=True)
+        whole.mkdir()
+        writers = {split: ShardWriter(whole, split, np.dtype(dtype), self.options.shard_tokens) for split in SPLITS}
+        for number, path in enumerate(pieces, 1):
+            piece = Piece.load(path)
+            for index, end in enumerate(np.cumsum(piece.lengths).tolist()):
+                tokens = piece.tokens[end - int(piece.lengths[index]) : end]
+                writer = writers["validation" if piece.held_out[index] else "train"]
+                writer.add(tokens, int(piece.text_bytes[index]))
+            self.progress("writing shards", number, len(pieces))
+        splits = {split: writer.close() for split, writer in writers.items()}
+        if not splits["train"].tokens:
+            raise DataError(
+                "every document fell into the validation split; lower --validation-fraction (0 holds out none)"
+            )
+        shutil.copyfile(self.work / "tokenizer.json", whole / "tokenizer.json")
+        manifest = Manifest(
+            dtype=dtype,
+            tokenizer=TokenizerRecord(
+                file=file_record(whole / "tokenizer.json"),
+                vocab_size=size,
+                end_of_document=end_of_document(tokenizer, self.options.end_token),
+            ),
+            validation_fraction=self.options.validation_fraction,
+            inputs=self.inputs,
+            plan=self.plan,
+            passed_over=passed_over,
+            splits=splits,
+        )
+        return manifest, list(whole.iterdir())
+
+
+def _cut_pieces(documents: Iterator[str]) -> Iterator[list[str]]:
+    """Group documents, in order, into lists of about `PIECE_BYTES` of text each."""
+    piece: list[str] = []
+    size = 0
+    for text in documents:
+        piece.append(text)
+        size += len(text)
+        if size >= PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece

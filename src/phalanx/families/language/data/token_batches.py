@@ -1,0 +1,171 @@
+"""The batches of a run: step k reads the same samples whatever the number of ranks, and costs the same for any k.
+
+    global sample number -> (source, place in its reading) -> (epoch, sample) -> tokens
+
+Every arrow is a pure function (see `data.sample_order`); the position of a run is one integer. A background thread reads
+ahead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.data.batch_stream import ReadAheadStream
+from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Mixture, stable_key
+from phalanx.errors import DataError
+from phalanx.families.language.data.token_source import Int64Array, TokenSource
+from phalanx.families.language.model.cross_entropy import IGNORED
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Samples of one rank."""
+
+    tokens: Tensor
+    """int64 [B, S]."""
+    targets: Tensor
+    """int64 [B, S]: for each token the one after it."""
+    document_ids: Tensor | None
+    """int32 [B, S], equal within a document of a sample; None where attention crosses documents."""
+    sample_indices: Tensor
+    """int64 [B]: global sample numbers."""
+
+    def to(self, device: torch.device) -> TokenBatch:
+        """Return the batch on `device`, copied asynchronously where it lies in pinned memory."""
+        documents = None if self.document_ids is None else self.document_ids.to(device, non_blocking=True)
+        return TokenBatch(
+            self.tokens.to(device, non_blocking=True),
+            self.targets.to(device, non_blocking=True),
+            documents,
+            self.sample_indices.to(device, non_blocking=True),
+        )
+
+    def pinned(self) -> TokenBatch:
+        """Return a copy in pinned memory, from which an accelerator copies without the CPU."""
+        documents = None if self.document_ids is None else self.document_ids.pin_memory()
+        return TokenBatch(
+            self.tokens.pin_memory(), self.targets.pin_memory(), documents, self.sample_indices.pin_memory()
+        )
+
+    def split(self, parts: int) -> Iterator[TokenBatch]:
+        """Yield `parts` micro-batches of equal size, in order."""
+        samples = len(self.tokens) // parts
+        assert samples * parts == len(self.tokens)
+        for start in range(0, len(self.tokens), samples):
+            rows = slice(start, start + samples)
+            documents = None if self.document_ids is None else self.document_ids[rows]
+            yield TokenBatch(self.tokens[rows], self.targets[rows], documents, self.sample_indices[rows])
+
+    def target_counts(self) -> Tensor:
+        """Return the number of targets that take part in the loss, int64 [1]."""
+        return (self.targets != IGNORED).sum()[None]
+
+    def inputs(self) -> tuple[Tensor, dict[str, Any]]:
+        """Return the token ids for the first stage; targets and document ids for every stage."""
+        named = {"targets_BS": self.targets}
+        if self.document_ids is not None:
+            named["document_ids_BS"] = self.document_ids
+        return self.tokens, named
+
+
+class SampleReader:
+    """Reads samples by global sample number from a weighted mixture of sources."""
+
+    def __init__(
+        self, sources: Sequence[tuple[TokenSource, float]], *, sequence_length: int, seed: int, documents: bool = False
+    ) -> None:
+        """Take the sources with their weights. Raises DataError for a source too short for one sample."""
+        self.sources = [source for source, _ in sources]
+        self.sequence_length = sequence_length
+        self.documents = documents
+        for source in self.sources:
+            if source.samples(sequence_length) == 0:
+                raise DataError(
+                    f"{source.path} holds {source.tokens} tokens, too few for one sample of "
+                    f"data.sequence_length={sequence_length} and its last target"
+                )
+        self._mixture = Mixture([weight for _, weight in sources])
+        self._orders = [
+            EpochShuffle(source.samples(sequence_length), stable_key("samples", seed, index))
+            for index, source in enumerate(self.sources)
+        ]
+        description = [
+            ORDER_VERSION,
+            seed,
+            sequence_length,
+            self._mixture.weights,
+            [s.fingerprint for s in self.sources],
+        ]
+        self.fingerprint = hashlib.sha256(json.dumps(description).encode()).hexdigest()
+
+    def locate(self, numbers: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return for each global sample number its source and the number of the sample in that source."""
+        source, place = self._mixture(numbers)
+        sample = np.empty_like(place)
+        for index, order in enumerate(self._orders):
+            mine = np.flatnonzero(source == index)
+            if mine.size:
+                sample[mine] = order(place[mine])
+        return source, sample
+
+    def read(self, numbers: Int64Array) -> TokenBatch:
+        """Read the samples with these global numbers, int64 [B]."""
+        source, sample = self.locate(numbers)
+        length = self.sequence_length
+        rows = np.empty((len(numbers), length + 1), dtype=np.int64)
+        documents = np.empty((len(numbers), length), dtype=np.int32) if self.documents else None
+        for index, origin in enumerate(self.sources):
+            mine = np.flatnonzero(source == index)
+            if not mine.size:
+                continue
+            starts = sample[mine] * length
+            rows[mine] = origin.read(starts, length + 1)
+            self._check_ids(origin, rows[mine], sample[mine])
+            if documents is not None:
+                ids = origin.document_of(starts[:, None] + np.arange(length))
+                documents[mine] = ids - ids[:, :1]
+        tokens = torch.from_numpy(rows)
+        return TokenBatch(
+            tokens[:, :-1].contiguous(),
+            tokens[:, 1:].contiguous(),
+            None if documents is None else torch.from_numpy(documents),
+            torch.from_numpy(numbers),
+        )
+
+    def require_vocabulary(self, vocab_size: int) -> None:
+        """Refuse token ids that the model has no row for: now where a source says, else sample by sample."""
+        self._vocab_size = vocab_size
+        for source in self.sources:
+            if source.vocab_size is not None and source.vocab_size > vocab_size:
+                raise DataError(
+                    f"{source.path}: its tokenizer has {source.vocab_size} tokens, model.vocab_size={vocab_size}; "
+                    f"raise model.vocab_size to at least {source.vocab_size}"
+                )
+
+    _vocab_size: int | None = None
+
+    def _check_ids(self, origin: TokenSource, rows: Int64Array, samples: Int64Array) -> None:
+        if self._vocab_size is None:
+            return
+        wrong = (rows < 0) | (rows >= self._vocab_size)
+        if wrong.any():
+            row = int(np.flatnonzero(wrong.any(axis=1))[0])
+            found = int(rows[row][wrong[row]][0])
+            # A source that says how many ids it has was compared with the model's when it was opened.
+            why = "" if origin.vocab_size is None else "; the data are altered, phalanx data verify says which file"
+            raise DataError(
+                f"{origin.path}: sample {int(samples[row])} holds token id {found}, "
+                f"outside model.vocab_size={self._vocab_size}{why}"
+            )
+
+
+class TokenBatchStream(ReadAheadStream[TokenBatch]):
+    """This rank's share of each global batch of text, step after step, read ahead in the background."""

@@ -1,0 +1,138 @@
+"""Streams of tokens that a run can read: one interface, whatever the format on disk.
+
+A source is one split of one data set: a long stream of tokens in which documents follow each other. It is read by place,
+in any order, and holds neither a position nor any state.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.errors import DataError
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class TokenSource(ABC):
+    """One split of one data set."""
+
+    path: Path
+    """Where the data lie, for messages."""
+    tokens: int
+    """Length of the stream."""
+    fingerprint: str
+    """Changes whenever the same place would give another token."""
+    vocab_size: int | None = None
+    """One more than the largest id that can occur; None when the format does not say, then batches are checked."""
+    documents: int | None = None
+    """Documents of the split; None when the format does not say."""
+    text_bytes: int | None = None
+    """UTF-8 bytes of the raw text of the split; None when the format does not say."""
+    tokenizer: Path | None = None
+    """A tokenizer.json that decodes the tokens; None when the format comes without one."""
+    end_of_document: int | None = None
+    """Id that ends each document; None when the format does not say."""
+
+    unchecked: str | None = None
+    """What `verify` cannot tell, as the end of a sentence; None where it compares a checksum of every byte."""
+
+    @abstractmethod
+    def read(self, starts: Int64Array, length: int) -> Int64Array:
+        """Return tokens [n, length]: row i is the stream from starts[i] on.
+
+        starts: int64 [n]; starts[i] + length never exceeds `tokens`. Raises DataError for a file changed since opening.
+        """
+
+    @abstractmethod
+    def document_of(self, places: Int64Array) -> Int64Array:
+        """Return for each place in the stream the number of its document (any increasing numbering), same shape."""
+
+    @abstractmethod
+    def verify(self) -> None:
+        """Read everything and compare checksums. Raises DataError naming the file, expected and found."""
+
+    def samples(self, length: int) -> int:
+        """Return the number of whole samples of `length` tokens, each with the token after its last as target.
+
+        Samples do not overlap.
+        """
+        return max(0, (self.tokens - 1) // length)
+
+
+class TokenFile:
+    """Token ids of one file, from its first byte to its last.
+
+    Read and not mapped: a mapped file that is cut short while a run reads it ends the process by a signal, without a word.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[np.integer]) -> None:
+        """Open the file. Raises DataError where that is not possible."""
+        try:
+            self._file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from error
+        self.path = path
+        self._dtype = dtype
+        self._length = os.fstat(self._file.fileno()).st_size // dtype.itemsize
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, first: int, last: int) -> npt.NDArray[np.integer]:
+        """Return the ids from `first` to before `last`, fewer at the end. Raises DataError for a file cut short since."""
+        last = min(last, self._length)
+        return np.frombuffer(self.read_bytes(first * self._dtype.itemsize, last * self._dtype.itemsize), self._dtype)
+
+    def read_bytes(self, first: int, last: int) -> bytes:
+        """Return bytes from `first` to before `last`. Raises DataError for a file cut short since."""
+        return read_bytes(self._file.fileno(), self.path, first, last)
+
+
+class SegmentedStream:
+    """Several token files read as one stream."""
+
+    def __init__(self, segments: list[TokenFile]) -> None:
+        self.segments = segments
+        self.ends = np.cumsum([len(segment) for segment in segments], dtype=np.int64)
+        self.length = int(self.ends[-1]) if segments else 0
+
+    def read(self, starts: Int64Array, length: int) -> Int64Array:
+        """Return tokens [n, length] from each of `starts` on, as int64."""
+        out = np.empty((len(starts), length), dtype=np.int64)
+        segments = np.searchsorted(self.ends, starts, side="right")
+        for row, start, first in zip(out, starts.tolist(), segments.tolist(), strict=True):
+            segment = first
+            offset = start - (int(self.ends[segment - 1]) if segment else 0)
+            filled = 0
+            # A sample may begin in one file and end in the next.
+            while filled < length:
+                part = self.segments[segment].read(offset, offset + length - filled)
+                row[filled : filled + len(part)] = part
+                filled += len(part)
+                segment, offset = segment + 1, 0
+        return out
+
+
+def read_bytes(descriptor: int, path: Path, first: int, last: int) -> bytes:
+    """Return bytes from `first` to before `last` of an open file; `path` names it in messages.
+
+    Raises DataError where they are not there or cannot be read.
+    """
+    parts = []
+    # One call may return fewer bytes than were asked for.
+    while first < last:
+        try:
+            part = os.pread(descriptor, last - first, first)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror} at byte {first}") from error
+        if not part:
+            found = os.fstat(descriptor).st_size
+            raise DataError(f"{path}: {found} bytes found, {last} expected; the file was cut short while it was read")
+        parts.append(part)
+        first += len(part)
+    return b"".join(parts)

@@ -1,0 +1,162 @@
+"""Weights from one form into the other: Hugging Face folders and checkpoints of ours. Exact, and sparing with memory.
+
+A Hugging Face folder is written tensor by tensor. A checkpoint is written from a scratch file that holds the tensors in
+our order, so it needs room for the weights on disk twice, and in memory for about a gigabyte of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Literal
+
+import torch
+import yaml
+from torch import Tensor
+
+from phalanx.checkpoint import CheckpointStore
+from phalanx.config.model import LanguageModel
+from phalanx.families.language.evaluation.load_weights import (
+    PREFIX,
+    Weights,
+    imported_state,
+    open_weights,
+    tokenizer_files,
+)
+from phalanx.families.language.huggingface.folder_files import (
+    DEFAULT_SHARD_BYTES,
+    TOKENIZER,
+    TOKENIZER_FOLDER,
+    TokenizerFiles,
+)
+from phalanx.families.language.huggingface.read_folder import architecture_for
+from phalanx.families.language.huggingface.write_folder import Export, new_folder, refuse_used, write_folder
+from phalanx.families.language.sizes import parameter_count
+from phalanx.precision import PRECISIONS
+
+Form = Literal["huggingface", "phalanx"]
+
+
+Progress = Callable[[int, int], None]
+"""Called with the weights done and the weights in all."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was written."""
+
+    source: Path
+    target: Path
+    form: Form
+    architecture: str | None
+    """Hugging Face's name of the model, where the target is in that form."""
+    parameters: int
+    dtype: str
+    """Number format of the weights, by its run-file name."""
+    tokenizer: bool
+    """Whether a tokenizer went along."""
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    to: Form | None = None,
+    dtype: torch.dtype | None = None,
+    tokenizer: Path | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Progress = lambda done, total: None,
+) -> Conversion:
+    """Write the weights at `source` (see `open_weights`) as the new folder `target`.
+
+    to: the form to write; by default the one `source` is not in. dtype: number format; by default float32 for a
+    checkpoint, which is what training keeps, and the stored one for a Hugging Face folder. tokenizer: a tokenizer.json,
+    or a folder with one, in place of the tokenizer that belongs to `source`.
+
+    Raises ConfigError for a model that no Hugging Face architecture can express and for a `target` in use,
+    CheckpointError for a `source` that cannot be read.
+    """
+    refuse_used(target)
+    with open_weights(source) as weights:
+        form: Form = to or ("huggingface" if weights.kind == "phalanx" else "phalanx")
+        architecture = architecture_for(weights.model) if form == "huggingface" else None
+        files = tokenizer_files(weights, tokenizer)
+        if architecture is not None:
+            chosen = dtype or weights.widest_format()
+            read = _reporting(weights, progress)
+            write_folder(target, Export(weights.model, architecture, read, chosen, files, shard_bytes))
+        else:
+            chosen = dtype or torch.float32
+            _write_checkpoint(target, weights, files, chosen, progress)
+    return Conversion(
+        source=source,
+        target=target,
+        form=form,
+        architecture=architecture.name if architecture else None,
+        parameters=parameter_count(weights.model),
+        dtype=next(name for name, value in PRECISIONS.items() if value.compute_dtype == chosen),
+        tokenizer=TOKENIZER in files.files,
+    )
+
+
+def _reporting(weights: Weights, progress: Progress) -> Callable[[str], Tensor]:
+    """Return a reader of tensors that reports its progress."""
+    total = sum(map(prod, weights.shapes.values()))
+    done = 0
+
+    def read(name: str) -> Tensor:
+        nonlocal done
+        tensor = weights.read(name)
+        done += tensor.numel()
+        progress(done, total)
+        return tensor
+
+    return read
+
+
+def _write_checkpoint(
+    target: Path, weights: Weights, files: TokenizerFiles, dtype: torch.dtype, progress: Progress
+) -> None:
+    """Write a folder that `training.init_from`, `generate` and `evaluate` take: checkpoints/, tokenizer/ and model.yaml."""
+    with new_folder(target) as folder:
+        scratch = folder / ".weights"
+        tensors = _in_scratch_file(scratch, weights, dtype, progress)
+        state = imported_state(weights.model, files.special, weights.where)
+        with CheckpointStore(folder / "checkpoints", keep_last=1) as store:
+            store.save(0, tensors, state)
+        scratch.unlink()
+        if files.files:
+            (folder / TOKENIZER_FOLDER).mkdir()
+            files.write(folder / TOKENIZER_FOLDER, weights.model.max_positions)
+        (folder / "model.yaml").write_text(_model_section(weights.model, target))
+
+
+def _in_scratch_file(scratch: Path, weights: Weights, dtype: torch.dtype, progress: Progress) -> dict[str, Tensor]:
+    """Read all tensors in `dtype` into memory that the system may move to the file `scratch`."""
+    total = sum(map(prod, weights.shapes.values()))
+    with scratch.open("wb") as file:
+        # Without the blocks reserved, a full disk would end the process instead of raising.
+        reserve = getattr(os, "posix_fallocate", lambda descriptor, _start, size: os.truncate(descriptor, size))
+        reserve(file.fileno(), 0, total * dtype.itemsize)
+    memory = torch.from_file(str(scratch), shared=True, size=total, dtype=dtype)
+    tensors: dict[str, Tensor] = {}
+    done = 0
+    for name, shape in weights.shapes.items():
+        tensor = memory[done : done + prod(shape)].view(shape)
+        tensor.copy_(weights.read(name))
+        tensors[PREFIX + name] = tensor
+        done += tensor.numel()
+        progress(done, total)
+    return tensors
+
+
+def _model_section(model: LanguageModel, target: Path) -> str:
+    """Return the `model` section of a run file that starts from these weights."""
+    given = model.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    return (
+        "# The model section of a run file. To train from these weights, put it into one and add\n"
+        f"#   training: {{init_from: {target}}}\n" + yaml.safe_dump({"model": given}, sort_keys=False)
+    )

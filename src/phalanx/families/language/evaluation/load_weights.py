@@ -1,0 +1,288 @@
+"""The weights of a model, wherever they lie: a run directory, one checkpoint of it, or a Hugging Face folder.
+
+Opening reads what the model is; tensors come one at a time, by the decoder's own names, whole and on the CPU.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from phalanx.checkpoint import open_checkpoints, read_manifest, read_state, read_tensors
+from phalanx.config.load import parse_run
+from phalanx.config.model import LanguageModel
+from phalanx.data.prepared_folder import MANIFEST, check_size
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.families.language.config import LanguageRun
+from phalanx.families.language.data.token_shards import read_token_manifest
+from phalanx.families.language.evaluation.text_tokenizer import TextTokenizer
+from phalanx.families.language.huggingface.folder_files import (
+    TOKENIZER,
+    TOKENIZER_FOLDER,
+    SpecialTokens,
+    TokenizerFiles,
+    is_huggingface_folder,
+)
+from phalanx.families.language.huggingface.read_folder import HuggingFaceFolder
+from phalanx.families.language.model.decoder import Decoder
+from phalanx.hardware.cpu_formats import require_cpu_format
+from phalanx.precision import PRECISIONS
+
+PREFIX = "model."
+"""What the names of a checkpoint's model tensors begin with."""
+_VERBS = {"weather": "`phalanx forecast` scores it", "materials": "`phalanx errors` scores it"}
+"""What does for other families what `phalanx evaluate` does for text."""
+
+
+class Weights(ABC):
+    """An opened source of weights; close it, or use it in a `with` statement."""
+
+    where: Path
+    """What was opened: the folder of one checkpoint, or a Hugging Face folder."""
+    kind: str
+    """The form the weights are in: phalanx or huggingface."""
+    model: LanguageModel
+    """The decoder they belong to."""
+    tokenizer: TokenizerFiles
+    """The tokenizer that lies beside them, if any, and the special tokens."""
+    run: LanguageRun | None = None
+    """The run that trained them; None for imported weights."""
+    step: int = 0
+    """Optimizer steps they were trained for; 0 for imported weights."""
+
+    @abstractmethod
+    def format_of(self, name: str) -> torch.dtype:
+        """Return number format in which the tensor `name` is stored."""
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """Read the tensor `name`. Raises CheckpointError where it is damaged."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the files."""
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return shape of every tensor by name, in the decoder's order."""
+        with torch.device("meta"):
+            return {name: tuple(parameter.shape) for name, parameter in Decoder(self.model).named_parameters()}
+
+    def widest_format(self) -> torch.dtype:
+        """Return the number format that holds every tensor exactly."""
+        return reduce(torch.promote_types, {self.format_of(name) for name in self.shapes})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_weights(path: Path) -> Weights:
+    """Open a run directory or its checkpoints/ folder (the newest whole checkpoint), one checkpoint, or a Hugging Face
+    folder. Raises CheckpointError if `path` is none of these, or damaged."""
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not a folder; give a run directory, a checkpoint in it, or a Hugging Face folder"
+        )
+    return HuggingFaceWeights(path) if is_huggingface_folder(path) else PhalanxWeights(path)
+
+
+class HuggingFaceWeights(Weights):
+    """Weights in a Hugging Face folder."""
+
+    kind = "huggingface"
+
+    def __init__(self, path: Path) -> None:
+        self.where = path
+        self._folder = HuggingFaceFolder(path)
+        self.model = self._folder.model
+        self.tokenizer = TokenizerFiles.read(path, self._folder.special_tokens)
+
+    def format_of(self, name: str) -> torch.dtype:
+        """Return number format in which the tensor `name` is stored."""
+        return self._folder.format_of(name)
+
+    def read(self, name: str) -> Tensor:
+        """Read the tensor `name`."""
+        return self._folder.read(name)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._folder.close()
+
+
+class PhalanxWeights(Weights):
+    """Weights in a checkpoint of ours. Holds one block's tensors, so that each file is looked into once."""
+
+    kind = "phalanx"
+
+    def __init__(self, path: Path) -> None:
+        newest = open_checkpoints(path).newest()
+        if newest is None:
+            raise CheckpointError(
+                f"{path} holds neither a whole checkpoint of Phalanx nor the config.json of a Hugging Face folder"
+            )
+        self.where = newest.path
+        self.step = newest.step
+        state = read_state(newest.path)
+        self.run, self.model = _described(state, newest.path)
+        records = read_manifest(newest.path).tensors
+        stored = {r.name.removeprefix(PREFIX): r for r in records if r.name.startswith(PREFIX)}
+        self._formats = {name: record.torch_dtype for name, record in stored.items()}
+        self._check_shapes({name: tuple(record.shape) for name, record in stored.items()})
+        self.tokenizer = TokenizerFiles.read(_run_root(newest.path) / TOKENIZER_FOLDER, _special_tokens(state))
+        self._group = ""
+        self._held: dict[str, Tensor] = {}
+
+    def format_of(self, name: str) -> torch.dtype:
+        """Return number format in which the tensor `name` is stored."""
+        return self._formats[name]
+
+    def read(self, name: str) -> Tensor:
+        """Read the tensor `name` and verify its checksums."""
+        parts = name.split(".")
+        group = PREFIX + ".".join(parts[: 2 if parts[0] == "blocks" else 1]) + "."
+        if group != self._group:
+            self._held = {}
+            self._held = read_tensors(self.where, group)
+            self._group = group
+        return self._held[PREFIX + name]
+
+    def close(self) -> None:
+        """Let go of the tensors held."""
+        self._held, self._group = {}, ""
+
+    def _check_shapes(self, stored: dict[str, tuple[int, ...]]) -> None:
+        """Refuse tensors that are not those of the model that state.json describes."""
+        # Before anything is built for each layer
+        if self.model.n_layers > len(stored):
+            raise CheckpointError(f"{self.where}: {self.model.n_layers} layers, but {len(stored)} tensors of a model")
+        wrong = [name for name, shape in self.shapes.items() if stored.get(name) != shape]
+        if wrong:
+            found = f"is {list(stored[wrong[0]])}" if wrong[0] in stored else "is missing"
+            raise CheckpointError(
+                f"{self.where}: {len(wrong)} tensors do not fit the model it describes; {wrong[0]} {found}, "
+                f"but should be {list(self.shapes[wrong[0]])}"
+            )
+
+
+def imported_state(model: LanguageModel, special: SpecialTokens, source: Path) -> dict[str, Any]:
+    """Return the state.json of a checkpoint that holds imported weights: no optimizer, no data position, step 0."""
+    return {
+        "step": 0,
+        "weights_only": True,
+        "model": model.model_dump(mode="json"),
+        "special_tokens": special.as_config(),
+        "imported_from": source.name,
+    }
+
+
+def _described(state: dict[str, Any], where: Path) -> tuple[LanguageRun | None, LanguageModel]:
+    """Return the run and the model that a checkpoint's state describes."""
+    if isinstance(state.get("run"), str):
+        run = parse_run(state["run"], f"{where}/state.json: run")
+        if not isinstance(run, LanguageRun):
+            raise ConfigError(
+                f"{where} holds a {run.model.family} model; this is for language models: {_VERBS[run.model.family]}"
+            )
+        return run, run.model
+    try:
+        return None, LanguageModel.model_validate(state.get("model"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"{part}: " for part in first["loc"])
+        raise CheckpointError(f"{where}/state.json does not describe a model: {place}{first['msg']}") from None
+
+
+def _special_tokens(state: dict[str, Any]) -> SpecialTokens:
+    stored = state.get("special_tokens")
+    return SpecialTokens.from_config(stored) if isinstance(stored, dict) else SpecialTokens()
+
+
+def _run_root(checkpoint: Path) -> Path:
+    """Return the folder that holds checkpoints/, or for a checkpoint that was copied elsewhere its own parent."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
+
+
+def tokenizer_files(weights: Weights, override: Path | None = None) -> TokenizerFiles:
+    """Find the tokenizer of `weights`: at `override`, beside the weights, or with the data that they were trained on.
+
+    override: a tokenizer.json, or a folder with one. The result is empty where none is found. Raises CheckpointError
+    where there is none at `override`, DataError where the run's data is there but damaged.
+    """
+    found = weights.tokenizer
+    if not found.files and weights.run is not None:
+        folders = (Path(source.path) for source in weights.run.data.sources)
+        folder = next((folder for folder in folders if (folder / MANIFEST).is_file()), None)
+        if folder is not None:
+            record = read_token_manifest(folder).tokenizer
+            content = check_size(folder, record.file).read_bytes()
+            found = TokenizerFiles({TOKENIZER: content}, SpecialTokens(end=(record.end_of_document,)))
+    if override is None:
+        return found
+    if override.is_dir():
+        given = TokenizerFiles.read(override, found.special)
+        if not given.files:
+            raise CheckpointError(f"--tokenizer={override} holds no {TOKENIZER}")
+        return given
+    if not override.is_file():
+        raise CheckpointError(f"--tokenizer={override} does not exist; give a {TOKENIZER}, or a folder with one")
+    return TokenizerFiles({TOKENIZER: override.read_bytes()}, found.special)
+
+
+_CHUNK_LOGITS = 2**24
+"""Logits that the loss holds at once, unless a single chunk of 128 tokens has more."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on one device, in evaluation mode."""
+
+    model: Decoder
+    run: LanguageRun | None
+    """The run that trained it; None for imported weights."""
+    tokenizer: TextTokenizer | None
+    """None where none was found."""
+    where: Path
+    """The checkpoint, or the Hugging Face folder."""
+    step: int
+    """Optimizer steps it was trained for; 0 for imported weights."""
+
+
+def load_for_inference(
+    path: Path, device: torch.device, *, dtype: torch.dtype | None = None, tokenizer: Path | None = None
+) -> LoadedModel:
+    """Load a run directory (its newest whole checkpoint), one checkpoint, or a Hugging Face folder.
+
+    dtype: number format of weights and activations; by default that of the run, and for imported weights bfloat16 on
+    accelerators and float32 on the CPU. tokenizer: a tokenizer.json, or a folder with one, in place of the one that
+    belongs to the model. One block's tensors are held on the CPU beside the model.
+
+    Raises CheckpointError where there is no sound checkpoint, or the tokenizer asked for is not there.
+    """
+    with open_weights(path) as weights:
+        if dtype is None and weights.run is not None:
+            dtype = PRECISIONS[weights.run.layout.precision].compute_dtype
+        elif dtype is None:
+            dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        require_cpu_format(dtype, device, "--precision")
+        with torch.device("meta"):
+            chunk = max(128, _CHUNK_LOGITS // weights.model.vocab_size)
+            model = Decoder(weights.model, dtype=dtype, chunk_tokens=chunk)
+        # Every layer casts its parameters to the activations' format, so keeping them in it changes no number.
+        model.to(dtype).to_empty(device=device)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights.read(name))
+        files = tokenizer_files(weights, tokenizer)
+        found = TextTokenizer.from_files(files, weights.where) if files.files else None
+        return LoadedModel(model.eval(), weights.run, found, weights.where, weights.step)

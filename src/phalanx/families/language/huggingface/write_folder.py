@@ -1,0 +1,145 @@
+"""Writes a folder that `transformers` loads, one tensor in memory at a time; it appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from phalanx.config.model import LanguageModel
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.families.language.huggingface.architecture import Architecture, TensorRule
+from phalanx.families.language.huggingface.folder_files import DEFAULT_SHARD_BYTES, TokenizerFiles
+from phalanx.families.language.huggingface.read_folder import GENERATION, INDEX, WEIGHTS
+from phalanx.files import whole_folder
+
+_FORMATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is to be written, and in which form."""
+
+    model: LanguageModel
+    architecture: Architecture
+    """One that `model` fits."""
+    read: Callable[[str], Tensor]
+    """Gives our tensor of a name."""
+    dtype: torch.dtype
+    """Number format of all tensors."""
+    tokenizer: TokenizerFiles
+    """Tokenizer and special tokens; may be empty."""
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    """Largest weight file in bytes; a single tensor that is larger gets a file of its own."""
+
+
+def write_folder(path: Path, export: Export) -> None:
+    """Write `export` as the new folder `path`. Raises as `new_folder` does."""
+    with new_folder(path) as folder:
+        _write_weights(folder, export)
+        _write_json(folder / "config.json", _config(export))
+        _write_json(folder / GENERATION, export.tokenizer.special.as_config())
+        export.tokenizer.write(folder, export.model.max_positions)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which becomes `path` at the end; nothing stays where that fails.
+
+    Raises ConfigError if `path` is already in use, PhalanxError if it cannot be written.
+    """
+    refuse_used(path)
+    path = path.absolute()
+    try:
+        with whole_folder(path) as folder:
+            yield folder
+    except OSError as error:
+        raise PhalanxError(f"{path} cannot be written: {error.strerror}; nothing was left there") from error
+
+
+def refuse_used(path: Path) -> None:
+    """Raise ConfigError if there is something at `path` that could be lost."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError(f"{path} already exists and is not an empty folder; give another name, or remove it first")
+
+
+def _config(export: Export) -> dict[str, Any]:
+    return {
+        **export.architecture.config_json(export.model),
+        **export.tokenizer.special.as_config(),
+        "torch_dtype": str(export.dtype).removeprefix("torch."),
+        "use_cache": True,
+    }
+
+
+def _write_weights(folder: Path, export: Export) -> None:
+    shards = _plan_shards(export.architecture.rules(export.model), export.dtype, export.shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, rules in enumerate(shards, start=1):
+        name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write_safetensors(folder / name, rules, export)
+        weight_map |= {theirs: name for rule in rules for theirs in rule.theirs}
+    if len(shards) > 1:
+        total = sum(_bytes(rule.shape, export.dtype) for rules in shards for rule in rules)
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def _plan_shards(rules: Sequence[TensorRule], dtype: torch.dtype, limit: int) -> list[list[TensorRule]]:
+    shards: list[list[TensorRule]] = []
+    room = 0
+    for rule in rules:
+        size = _bytes(rule.shape, dtype)
+        if not shards or size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(rule)
+        room -= size
+    return shards
+
+
+def _write_safetensors(file: Path, rules: Sequence[TensorRule], export: Export) -> None:
+    """Write a safetensors file: length of the header (8 bytes, little-endian), header as JSON, then the bytes of all
+    tensors.
+
+    The safetensors package wants all tensors of a file in memory at once; this does not.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for rule in rules:
+        for name, shape in rule.their_shapes().items():
+            start, end = end, end + _bytes(shape, export.dtype)
+            header[name] = {"dtype": _FORMATS[export.dtype], "shape": list(shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(encoded).to_bytes(8, "little") + encoded)
+        for rule in rules:
+            for part in rule.split(export.read(rule.ours)):
+                _write_tensor(stream, part.to(export.dtype))
+        _flush(stream)
+
+
+def _write_tensor(stream: BinaryIO, tensor: Tensor) -> None:
+    stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+def _write_json(file: Path, values: dict[str, Any]) -> None:
+    with file.open("wb") as stream:
+        stream.write(json.dumps(values, indent=2).encode() + b"\n")
+        _flush(stream)
+
+
+def _flush(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize

@@ -1,0 +1,105 @@
+"""Output head and cross-entropy in one pass over chunks of tokens, so that all logits never exist at once.
+
+The gradient is formed chunk by chunk in the forward pass and only scaled in the backward pass: one matmul each for logits,
+input gradient and weight gradient, no recomputation. Losses are sums, with the number of targets beside them, so that
+uneven batches average right over micro-batches and ranks; the sum also keeps half-precision gradients away from underflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.torch_compat import common as compat
+
+ChunkLoss = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
+"""The signature of `chunk_loss`."""
+
+IGNORED = -100
+"""Target value that takes no part in the loss."""
+
+
+class LossSum(NamedTuple):
+    """Loss summed over targets, in at least float32, and how many targets there were (int64); both 0-dim."""
+
+    total: Tensor
+    count: Tensor  # type: ignore[assignment]
+
+
+def linear_cross_entropy(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    *,
+    chunk_tokens: int,
+    z_loss: float = 0.0,
+    kernel: ChunkLoss | None = None,
+) -> LossSum:
+    """Sum of cross-entropies (nats) of `targets_N` under softmax(hidden W^T), plus z_loss * log(Z)^2 for each target.
+
+    hidden_ND: [N, D] activations. weight_VD: [V, D], cast to the activations' format. targets_N: int64, `IGNORED` is
+    skipped. chunk_tokens: tokens whose logits are held at once. z-loss: PaLM (Chowdhery et al. 2022), section 5.
+    kernel: `chunk_loss` (the default) or a compiled form of it.
+    """
+    count = (targets_N != IGNORED).sum()
+    with_grad = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
+    total = _LinearCrossEntropy.apply(
+        hidden_ND, weight_VD, targets_N, chunk_tokens, z_loss, with_grad, kernel or chunk_loss
+    )
+    assert isinstance(total, Tensor)
+    return LossSum(total, count)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        chunk_tokens: int,
+        z_loss: float,
+        with_grad: bool,
+        loss_and_gradient: ChunkLoss,
+    ) -> Tensor:
+        wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        weight = weight_VD.to(hidden_ND.dtype)
+        total = torch.zeros((), dtype=wide, device=hidden_ND.device)
+        grad_hidden = torch.empty_like(hidden_ND) if with_grad else None
+        grad_weight: Tensor | None = None
+        for start in range(0, len(hidden_ND), chunk_tokens):
+            rows = slice(start, start + chunk_tokens)
+            hidden = hidden_ND[rows]
+            loss, grad_logits = loss_and_gradient(hidden @ weight.T, targets_N[rows], z_loss, with_grad)
+            total += loss
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[rows])
+                grad_weight = compat.add_matmul(grad_weight, grad_logits.T, hidden, wide)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (scale,) = grads
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return (grad_hidden * scale).to(grad_hidden.dtype), grad_weight * scale, None, None, None, None, None
+
+
+def chunk_loss(logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool) -> tuple[Tensor, Tensor]:
+    """Return summed loss of one chunk and, if asked for, its gradient with respect to the logits (in their format)."""
+    wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    kept_N = targets_N != IGNORED
+    safe_N = targets_N.clamp(min=0)
+    log_z_N = torch.logsumexp(wide, dim=-1)
+    picked_N = wide.gather(1, safe_N[:, None]).squeeze(1)
+    loss_N = log_z_N - picked_N + z_loss * log_z_N.square()
+    total = torch.where(kept_N, loss_N, 0.0).sum()
+    if not with_grad:
+        return total, logits_NV
+    probability_NV = (wide - log_z_N[:, None]).exp() * (1.0 + 2.0 * z_loss * log_z_N)[:, None]
+    vocabulary = torch.arange(wide.shape[1], device=wide.device)
+    grad_NV = probability_NV - (vocabulary == safe_N[:, None]).to(wide.dtype)
+    return total, torch.where(kept_N[:, None], grad_NV, 0.0).to(logits_NV.dtype)

@@ -1,0 +1,279 @@
+"""Samples by global sample number: which source, which input frame and which lead time are pure functions of it.
+
+global sample number -> (source, place in its reading) -> (epoch, window) -> lead time -> frames -> normalised fields
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.counter_random import stream_key, uniform_values
+from phalanx.data.batch_stream import ReadAheadStream
+from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Int64Array, Mixture, stable_key
+from phalanx.families.weather.data.coordinates import HOUR, Float32Array, Grid
+from phalanx.families.weather.data.field_statistics import FieldStatistics
+from phalanx.families.weather.data.field_store import FieldStore, hash_of
+from phalanx.families.weather.data.sample_windows import Windows
+
+
+@dataclass(frozen=True)
+class SplitSource:
+    """One split of one source."""
+
+    store: FieldStore
+    windows: Windows
+    weight: float
+    fingerprint: str
+    """Of the content of the store."""
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Forecasts to make, one an entry of each int64 array [n]."""
+
+    source: Int64Array
+    start: Int64Array
+    """Frame of the input in its source."""
+    target: Int64Array
+    """Frame of the truth."""
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def take(self, chosen: slice | Int64Array) -> Cases:
+        """Return the chosen cases."""
+        return Cases(self.source[chosen], self.start[chosen], self.target[chosen])
+
+    def batches(self, size: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Cases]:
+        """Yield rank `rank`'s share, `size` at a time: whatever the numbers, every case goes to one rank, once."""
+        mine = self.take(slice(rank, None, ranks))
+        for first in range(0, len(mine), size):
+            yield mine.take(slice(first, first + size))
+
+
+class FieldReader:
+    """Reads samples of one split by global sample number from a weighted mixture of sources."""
+
+    def __init__(
+        self,
+        sources: Sequence[SplitSource],
+        *,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        statistics: FieldStatistics,
+        statistics_key: str,
+        leads: Sequence[int],
+        seed: int,
+    ) -> None:
+        """Take sources that hold all variables on one grid.
+
+        statistics_key: what the statistics come from, for the fingerprint; their own last bits may differ between
+        machines. leads: hours, ascending, as in the columns of the windows.
+        """
+        self.sources = tuple(sources)
+        self.inputs = tuple(inputs)
+        self.statics = self.sources[0].store.statics
+        self.outputs = tuple(outputs)
+        self.leads = tuple(leads)
+        self.grid: Grid = self.sources[0].store.grid
+        self.statistics = statistics
+        self._input_scale = _Scale(statistics, self.inputs)
+        self._output_scale = _Scale(statistics, self.outputs)
+        static_scale = _Scale(statistics, self.statics)
+        self._static = [static_scale.normalise(source.store.read_static().copy()) for source in self.sources]
+        self._mixture = Mixture([source.weight for source in self.sources])
+        split = self.sources[0].windows.split
+        self._orders = [
+            EpochShuffle(len(source.windows.starts), stable_key("fields", split, seed, index))
+            for index, source in enumerate(self.sources)
+        ]
+        self._lead_key = stream_key("lead time", split, seed)
+        self.fingerprint = self._fingerprint(seed, statistics_key)
+
+    def locate(self, numbers: Int64Array) -> Cases:
+        """Return source, input frame and target frame of each global sample number."""
+        source, place = self._mixture(numbers)
+        start, target = np.empty_like(place), np.empty_like(place)
+        draw = uniform_values(self._lead_key, torch.from_numpy(np.asarray(numbers, dtype=np.int64))).numpy()
+        for index, order in enumerate(self._orders):
+            mine = np.flatnonzero(source == index)
+            if not mine.size:
+                continue
+            windows = self.sources[index].windows
+            chosen = order(place[mine])
+            targets = windows.targets[chosen]
+            # The draw-th of the lead times that this input has a target for: each, the longest too, equally often.
+            wanted = np.floor(draw[mine] * (targets >= 0).sum(axis=1))
+            lead = np.argmax(np.cumsum(targets >= 0, axis=1) > wanted[:, None], axis=1)
+            start[mine] = windows.starts[chosen]
+            target[mine] = np.take_along_axis(targets, lead[:, None], axis=1)[:, 0]
+        return Cases(source, start, target)
+
+    def read(self, numbers: Int64Array) -> FieldBatch:
+        """Read the samples with these global numbers, int64 [B]."""
+        return self.read_cases(self.locate(numbers), numbers)
+
+    def read_cases(self, cases: Cases, numbers: Int64Array | None = None) -> FieldBatch:
+        """Return the inputs and targets of given forecasts. numbers: their global sample numbers, 0 where None."""
+        rows, columns = self.grid.shape
+        fields = np.empty((len(cases), len(self.inputs) + len(self.statics), rows, columns), dtype=np.float32)
+        targets = np.empty((len(cases), len(self.outputs), rows, columns), dtype=np.float32)
+        hours, cycles = np.empty(len(cases), dtype=np.float32), np.empty((len(cases), 2), dtype=np.float32)
+        for index, mine in self._by_source(cases):
+            store = self.sources[index].store
+            with _rows(fields, mine) as part:
+                inputs = part[:, : len(self.inputs)]
+                store.fill(inputs, cases.start[mine], self._columns(index, self.inputs))
+                self._input_scale.normalise(inputs)
+                inputs[np.isnan(inputs)] = 0.0
+                part[:, len(self.inputs) :] = self._static[index]
+            with _rows(targets, mine) as part:
+                store.fill(part, cases.target[mine], self._columns(index, self.outputs))
+                self._output_scale.normalise(part)
+            seconds = store.times.seconds
+            hours[mine] = (seconds[cases.target[mine]] - seconds[cases.start[mine]]) / HOUR
+            cycles[mine] = store.times.parts_of_cycles[cases.start[mine]]
+        given = np.zeros(len(cases), dtype=np.int64) if numbers is None else numbers
+        year, day = torch.from_numpy(cycles).T.contiguous()
+        return FieldBatch(
+            torch.from_numpy(fields),
+            torch.from_numpy(targets),
+            torch.from_numpy(hours),
+            year,
+            day,
+            torch.from_numpy(np.array(given, dtype=np.int64)),
+        )
+
+    def read_outputs(self, cases: Cases, *, at_start: bool = False) -> Tensor:
+        """Return the output variables [n, V_out, H, W], float32 in their own units, at the targets or at the inputs."""
+        out = np.empty((len(cases), len(self.outputs), *self.grid.shape), dtype=np.float32)
+        for index, mine in self._by_source(cases):
+            frames = (cases.start if at_start else cases.target)[mine]
+            out[mine] = self.sources[index].store.read(frames, self._columns(index, self.outputs))
+        return torch.from_numpy(out)
+
+    def cases(self, source: int = 0) -> Cases:
+        """Return every forecast of a source's split: all inputs in order of time, each with all its lead times."""
+        windows = self.sources[source].windows
+        row, lead = np.nonzero(windows.targets >= 0)
+        return Cases(np.full(len(row), source, dtype=np.int64), windows.starts[row], windows.targets[row, lead])
+
+    def lead_hours(self, cases: Cases) -> Tensor:
+        """Return the lead time asked for of each case in hours, int64 [n], also where frames lie a little off it."""
+        hours = np.empty(len(cases))
+        for index, mine in self._by_source(cases):
+            seconds = self.sources[index].store.times.seconds
+            hours[mine] = (seconds[cases.target[mine]] - seconds[cases.start[mine]]) / HOUR
+        leads = np.array(self.leads)
+        return torch.from_numpy(leads[np.abs(hours[:, None] - leads).argmin(axis=1)])
+
+    def normalise(self, outputs: Tensor) -> Tensor:
+        """Normalise output variables [..., V_out, H, W] in their own units, as the model sees them."""
+        mean, std = self._output_scale.tensors(outputs)
+        return (outputs - mean) / std
+
+    def denormalise(self, outputs: Tensor) -> Tensor:
+        """Return normalised output variables [..., V_out, H, W] in their own units."""
+        mean, std = self._output_scale.tensors(outputs)
+        return outputs * std + mean
+
+    def _columns(self, source: int, names: Sequence[str]) -> list[int]:
+        return [self.sources[source].store.variables.index(name) for name in names]
+
+    def _by_source(self, cases: Cases) -> Iterator[tuple[int, Int64Array]]:
+        for index in range(len(self.sources)):
+            mine = np.flatnonzero(cases.source == index)
+            if mine.size:
+                yield index, mine
+
+    def _fingerprint(self, seed: int, statistics_key: str) -> str:
+        bodies = [
+            (source.fingerprint, hash_of(source.windows.starts.tobytes(), source.windows.targets.tobytes()))
+            for source in self.sources
+        ]
+        names = (self.inputs, self.statics, self.outputs)
+        return hash_of(ORDER_VERSION, seed, self._mixture.weights, bodies, names, self.leads, statistics_key)
+
+
+@contextmanager
+def _rows(array: Float32Array, rows: Int64Array) -> Iterator[Float32Array]:
+    """Yield the given rows of an array, to be written to: the array itself where they are all of it, which saves a copy."""
+    if len(rows) == len(array):
+        yield array
+        return
+    part = np.empty((len(rows), *array.shape[1:]), dtype=np.float32)
+    yield part
+    array[rows] = part
+
+
+class _Scale:
+    """Means and standard deviations of some variables, as float32."""
+
+    def __init__(self, statistics: FieldStatistics, names: Sequence[str]) -> None:
+        self._mean = statistics.mean_of(names).astype(np.float32).reshape(-1, 1, 1)
+        self._std = statistics.std_of(names).astype(np.float32).reshape(-1, 1, 1)
+
+    def normalise(self, fields: Float32Array) -> Float32Array:
+        """Normalise fields [..., V, H, W] in place and return them."""
+        fields -= self._mean
+        fields /= self._std
+        return fields
+
+    def tensors(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        mean, std = torch.from_numpy(self._mean), torch.from_numpy(self._std)
+        return mean.to(like.device, like.dtype), std.to(like.device, like.dtype)
+
+
+@dataclass(frozen=True)
+class FieldBatch:
+    """Samples of one rank. Fields run from south to north and eastward."""
+
+    fields: Tensor
+    """float32 [B, V_in, H, W]: inputs, then static fields; normalised, 0 (the mean) where a value is missing."""
+    targets: Tensor
+    """float32 [B, V_out, H, W]: normalised, NaN where a value is missing."""
+    lead_hours: Tensor
+    """float32 [B]: hours from input to target."""
+    time_of_year: Tensor
+    """float32 [B]: part of the year that has passed at the input, from 0 to 1."""
+    time_of_day: Tensor
+    """float32 [B]: part of the day, in UTC, that has passed at the input, from 0 to 1."""
+    sample_indices: Tensor
+    """int64 [B]: global sample numbers."""
+
+    def to(self, device: torch.device) -> FieldBatch:
+        """Return the batch on `device`, copied asynchronously where it lies in pinned memory."""
+        return FieldBatch(*(tensor.to(device, non_blocking=True) for tensor in self._tensors()))
+
+    def pinned(self) -> FieldBatch:
+        """Return a copy in pinned memory, from which an accelerator copies without the CPU."""
+        return FieldBatch(*(tensor.pin_memory() for tensor in self._tensors()))
+
+    def split(self, parts: int) -> Iterator[FieldBatch]:
+        """Yield `parts` micro-batches of equal size, in order."""
+        assert len(self.fields) % parts == 0, (len(self.fields), parts)
+        for pieces in zip(*(tensor.chunk(parts) for tensor in self._tensors()), strict=True):
+            yield FieldBatch(*pieces)
+
+    def target_counts(self) -> Tensor:
+        """Return the number of target values that are there, int64 [1]."""
+        return (~self.targets.isnan()).sum().reshape(1)
+
+    def inputs(self) -> tuple[Tensor, dict[str, Any]]:
+        """Return the fields for the first stage; for every stage targets, lead times, and the fields that changes add to."""
+        others = {"fields_BVHW": self.fields, "targets_BVHW": self.targets, "lead_hours_B": self.lead_hours}
+        return self.fields, others
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+class FieldBatchStream(ReadAheadStream[FieldBatch]):
+    """This rank's share of each global batch of fields, step after step, read ahead in the background."""

@@ -1,0 +1,180 @@
+"""Means and standard deviations that a run normalises by: of the whole training period, never of a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from phalanx.data.prepared_folder import read_checked
+from phalanx.data.sample_order import Int64Array
+from phalanx.errors import DataError
+from phalanx.families.weather.data.coordinates import DAY, Float32Array, Float64Array, TimeAxis
+from phalanx.families.weather.data.field_store import FieldStore
+from phalanx.files import write_atomically
+
+_PAIRS_AT_ONCE = 16
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class VariableStatistics(_Part):
+    """One variable, in its own units."""
+
+    mean: float
+    std: Annotated[float, Field(gt=0.0)]
+
+
+class FieldStatistics(_Part):
+    """What a run normalises by; as a file, what a later run goes on with."""
+
+    format: Literal["phalanx-field-statistics"] = "phalanx-field-statistics"
+    version: Literal[1] = 1
+    period: str
+    """The times behind them, in words."""
+    frames: int
+    """How many frames those are."""
+    variables: dict[str, VariableStatistics]
+    """By name in the run, static fields too."""
+
+    def mean_of(self, names: Sequence[str]) -> Float64Array:
+        """Return the means of these variables, [n]."""
+        return np.array([self.variables[name].mean for name in names])
+
+    def std_of(self, names: Sequence[str]) -> Float64Array:
+        """Return the standard deviations of these variables, [n]."""
+        return np.array([self.variables[name].std for name in names])
+
+    def write(self, path: Path) -> None:
+        """Write them to a file."""
+        write_atomically(path, self.model_dump_json(indent=1) + "\n")
+
+
+def read_statistics(path: Path, names: Sequence[str]) -> FieldStatistics:
+    """Read statistics of at least the variables `names` from a file. Raises DataError naming the file and what is wrong."""
+    earlier = "data.statistics names a file written by an earlier run"
+    statistics = read_checked(path, FieldStatistics, missing=earlier)
+    missing = [name for name in names if name not in statistics.variables]
+    if missing:
+        raise DataError(f"{path} has no statistics of {', '.join(missing)}; it has {', '.join(statistics.variables)}")
+    return statistics
+
+
+def static_statistics(names: Sequence[str], fields: Float32Array) -> dict[str, VariableStatistics]:
+    """Return statistics of static fields [S, H, W], each over its points; a constant field gets the deviation 1."""
+    found = {}
+    for name, field in zip(names, fields.astype(np.float64), strict=True):
+        found[name] = VariableStatistics(mean=float(field.mean()), std=float(field.std()) or 1.0)
+    return found
+
+
+def difference_std(
+    store: FieldStore, variables: Sequence[int], starts: Int64Array, targets: Int64Array
+) -> Float64Array:
+    """Return the standard deviation [V] of each variable's change from frame `starts[i]` to `targets[i]`, both int64 [n].
+
+    Over all points and pairs that have both values, each counted once. It scales what a model that predicts the change
+    has to predict. NaN where no pair has values.
+    """
+    count, total, squares = (np.zeros(len(variables)) for _ in range(3))
+    for first in range(0, len(starts), _PAIRS_AT_ONCE):
+        part = slice(first, first + _PAIRS_AT_ONCE)
+        change = store.read(targets[part], variables).astype(np.float64) - store.read(starts[part], variables)
+        there = ~np.isnan(change)
+        values = np.where(there, change, 0.0)
+        count += there.sum(axis=(0, 2, 3))
+        total += values.sum(axis=(0, 2, 3))
+        squares += (values**2).sum(axis=(0, 2, 3))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.sqrt(squares / count - (total / count) ** 2)
+
+
+_FRAMES_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Climatology:
+    """Means of some variables by day of the year and time of day."""
+
+    mean: Float32Array
+    """[D, K, V, H, W]: of day d of the year and the k-th of K equal parts of the day; NaN where there was no value."""
+    frames: Int64Array
+    """[D, K]: frames behind each mean."""
+    calendar: str
+    days: int
+    """Days of the year that each mean covers, its own in the middle."""
+    name: str
+    """Where the frames come from, for messages."""
+
+    def at(self, times: TimeAxis, frames: Int64Array) -> Float32Array:
+        """Return the climatology [n, V, H, W] of the times of `frames`, int64 [n].
+
+        Raises DataError for a time of year that the climatology has no frame of.
+        """
+        if times.calendar != self.calendar:
+            raise DataError(
+                f"the climatology of {self.name} has calendar {self.calendar}, the forecasts {times.calendar}"
+            )
+        day, part = times.days_of_year[frames], _part_of_day(times, self.mean.shape[1])[frames]
+        unknown = np.flatnonzero(self.frames[day, part] == 0)
+        if unknown.size:
+            raise DataError(
+                f"the climatology of {self.name} has no frame within {self.days // 2} days of the day of year of "
+                f"{times.text(int(frames[unknown[0]]))}; let data.climatology cover a whole year, or raise "
+                f"data.climatology_days"
+            )
+        return self.mean[day, part]
+
+
+def mean_by_day(store: FieldStore, variables: Sequence[int], frames: Int64Array, *, days: int) -> Climatology:
+    """Return the climatology of some variables of a store over `frames`, each mean over a window of `days` days of the year.
+
+    The window counts each frame once and wraps around the year's end, as in WeatherBench 2 (Rasp et al. 2024, section
+    3.2) but for its weights, which are equal here. Data with less than a day between frames has means for each time of day.
+    """
+    parts = _parts_of_day(store.times)
+    times = store.times
+    slots = (times.days_of_year * parts + _part_of_day(times, parts))[frames]
+    in_year = times.days_in_year
+    count = np.bincount(slots, minlength=in_year * parts).reshape(in_year, parts)
+    mean = np.empty((in_year, parts, len(variables), *store.grid.shape), dtype=np.float32)
+    for column, variable in enumerate(variables):
+        sums = np.zeros((in_year * parts, *store.grid.shape))
+        valid = np.zeros_like(sums)
+        for first in range(0, len(frames), _FRAMES_AT_ONCE):
+            rows = slice(first, first + _FRAMES_AT_ONCE)
+            block = store.read(frames[rows], [variable])[:, 0].astype(np.float64)
+            there = ~np.isnan(block)
+            # One frame at a time: numpy's unbuffered addition at repeated places is many times slower.
+            for slot, field, known in zip(slots[rows].tolist(), np.where(there, block, 0.0), there, strict=True):
+                sums[slot] += field
+                valid[slot] += known
+        shape = (in_year, parts, *store.grid.shape)
+        total, points = (_window_sums(array.reshape(shape), days) for array in (sums, valid))
+        mean[:, :, column] = np.divide(total, points, out=np.full(shape, np.nan), where=points > 0.5)
+    window_count = np.rint(_window_sums(count.astype(np.float64), days)).astype(np.int64)
+    return Climatology(mean, window_count, times.calendar, days, str(store.path))
+
+
+def _window_sums(values: Float64Array, days: int) -> Float64Array:
+    """Return sums over the days around each day, the first axis taken as a circle; an even number reaches further back."""
+    before, after = days // 2, (days - 1) // 2
+    around = np.concatenate([values[len(values) - before :], values, values[:after]])
+    sums = np.cumsum(np.concatenate([np.zeros((1, *values.shape[1:])), around]), axis=0)
+    windows: Float64Array = sums[days:] - sums[:-days]
+    return windows
+
+
+def _parts_of_day(times: TimeAxis) -> int:
+    """Return frames a day, where that is a whole number greater than one."""
+    return DAY // times.step if 0 < times.step < DAY and DAY % times.step == 0 else 1
+
+
+def _part_of_day(times: TimeAxis, parts: int) -> Int64Array:
+    return times.seconds_of_day * parts // DAY

@@ -1,0 +1,182 @@
+"""Bodies of fields a run can read: one interface, whatever the format on disk.
+
+A store holds some variables on one grid along one time axis. It is read by frame, in any order, and holds no position;
+frame t of all variables belongs to one time. Frames are float32 in the orientation of `grid`, NaN where there is no value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.data.sample_order import Int64Array
+from phalanx.errors import DataError
+from phalanx.families.weather.data.coordinates import HOUR, Float32Array, Grid, TimeAxis
+from phalanx.families.weather.data_config import FieldName
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The stretch of frames that lies in one file."""
+
+    path: Path
+    first: int
+    """First frame."""
+    end: int
+    """One after the last frame."""
+
+
+class FieldStore(ABC):
+    """Fields on one grid along one time axis."""
+
+    path: Path
+    """Where it lies, for messages."""
+    variables: tuple[str, ...]
+    """Names in the run, in the order `read` gives them."""
+    statics: tuple[str, ...]
+    """Names of the fields without time."""
+    grid: Grid
+    times: TimeAxis
+    segments: tuple[Segment, ...]
+    """Which file holds which frames (of the first variable, where variables lie in files of their own), in order."""
+    fingerprint: str
+    """Changes whenever files are added, removed, or change in length or times."""
+
+    @abstractmethod
+    def fill(self, out: Float32Array, frames: Int64Array, variables: Sequence[int]) -> None:
+        """Write the fields of these frames to `out`, [n, len(variables), H, W].
+
+        Raises DataError naming file, variable and time index.
+        """
+
+    def read(self, frames: Int64Array, variables: Sequence[int]) -> Float32Array:
+        """Read the fields [n, len(variables), H, W] of these frames; see `fill`."""
+        out = np.empty((len(frames), len(variables), *self.grid.shape), dtype=np.float32)
+        self.fill(out, frames, variables)
+        return out
+
+    @abstractmethod
+    def read_static(self) -> Float32Array:
+        """Read the fields without time, [S, H, W]."""
+
+    @abstractmethod
+    def locate(self, variable: int, frame: int) -> tuple[Path, int]:
+        """Find the file that holds a frame of a variable, and the time index in that file."""
+
+    def place(self, variable: int, frame: int) -> str:
+        """Return file, variable and time of a frame, in words for messages."""
+        path, index = self.locate(variable, frame)
+        return f"{path}: {self.variables[variable]}, time index {index} ({self.times.text(frame)})"
+
+    @property
+    def frame_bytes(self) -> int:
+        """Return the bytes of one frame of all variables in memory."""
+        rows, columns = self.grid.shape
+        return 4 * len(self.variables) * rows * columns
+
+    def locate_in_segments(self, frame: int) -> tuple[Path, int]:
+        """Find file and time index of a frame, where files hold all variables."""
+        segment = next(segment for segment in self.segments if segment.first <= frame < segment.end)
+        return segment.path, frame - segment.first
+
+
+class Naming:
+    """What variables are called in the files of one source, and how their numbers become those of the run."""
+
+    def __init__(self, names: Sequence[FieldName]) -> None:
+        self._rules = {rule.name: rule for rule in names}
+
+    def stored(self, name: str) -> str:
+        """Return the name in the files."""
+        return self._rules[name].stored_as if name in self._rules else name
+
+    def scale(self, name: str) -> float:
+        """Return the factor on the stored numbers."""
+        return self._rules[name].scale if name in self._rules else 1.0
+
+    def offset(self, name: str) -> float:
+        """Return what is added after the factor."""
+        return self._rules[name].offset if name in self._rules else 0.0
+
+    def convert(self, name: str, fields: Float32Array) -> Float32Array:
+        """Turn stored numbers of a variable into those of the run, in place; gives them back."""
+        scale, offset = self.scale(name), self.offset(name)
+        if (scale, offset) != (1.0, 0.0):
+            fields *= np.float32(scale)
+            fields += np.float32(offset)
+        return fields
+
+    def told(self, name: str) -> str:
+        """Return the name in the files, and in the run where that differs."""
+        stored = self.stored(name)
+        return name if name == stored else f"{stored} (for {name})"
+
+    def describe(self, names: Sequence[str]) -> list[tuple[str, str, float, float]]:
+        """Return all rules for some variables, for fingerprints."""
+        return [(name, self.stored(name), self.scale(name), self.offset(name)) for name in names]
+
+
+class BlockCache:
+    """The pieces of compressed files read last, up to a number of bytes. Safe to use from several threads."""
+
+    def __init__(self, capacity: int) -> None:
+        """capacity: bytes; a single piece larger than that is still handed out, but not kept."""
+        self.capacity = capacity
+        self._bytes = 0
+        self._blocks: OrderedDict[Hashable, Float32Array] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, load: Callable[[], Float32Array]) -> Float32Array:
+        """Return the piece known as `key`, from memory or by `load`."""
+        with self._lock:
+            block = self._blocks.get(key)
+            if block is not None:
+                self._blocks.move_to_end(key)
+                return block
+        block = load()
+        with self._lock:
+            if key not in self._blocks and block.nbytes <= self.capacity:
+                self._blocks[key] = block
+                self._bytes += block.nbytes
+                while self._bytes > self.capacity:
+                    self._bytes -= self._blocks.popitem(last=False)[1].nbytes
+        return block
+
+
+def require_regular(
+    times: TimeAxis, segments: Sequence[Segment], *, tolerance: int = 0, allowed: Callable[[int], bool] | None = None
+) -> None:
+    """Refuse holes in a time axis. tolerance: seconds a time may be off; allowed: says of a frame that a hole may follow.
+
+    Raises DataError naming the files and time indices on both sides and how much is missing.
+    """
+    steps = np.diff(times.seconds)
+    for index in np.flatnonzero(np.abs(steps - times.step) > 2 * tolerance).tolist():
+        if allowed is not None and allowed(index):
+            continue
+        before = next(s for s in segments if s.first <= index < s.end)
+        after = next(s for s in segments if s.first <= index + 1 < s.end)
+        missing = round(steps[index] / times.step) - 1
+        lacking = f"{missing} steps of {times.step / HOUR:g} h are missing" if missing > 0 else "steps are uneven"
+        other = "" if after is before else f" in {after.path}"
+        raise DataError(
+            f"{before.path}: time index {index - before.first} ({times.text(index)}) is followed by "
+            f"{times.text(index + 1)}{other}: {lacking}; add the missing file, or set data.gaps to skip (or "
+            f"data.time_tolerance_hours where steps differ by nature, as months do)"
+        )
+
+
+def hash_of(*parts: object) -> str:
+    """Return a checksum of the text and bytes of `parts`."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part if isinstance(part, bytes) else repr(part).encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()

@@ -1,0 +1,260 @@
+"""All fields of a run, opened and checked once: what each split reads, what it is normalised by, and the climatology."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.data.sample_order import Int64Array
+from phalanx.errors import DataError
+from phalanx.families.weather.data import require_package
+from phalanx.families.weather.data.climax_shards import NpzStore, is_climax
+from phalanx.families.weather.data.coordinates import Float64Array, Grid
+from phalanx.families.weather.data.field_checks import Body, require_alike, require_one_quantity, require_whole_axis
+from phalanx.families.weather.data.field_samples import FieldReader, SplitSource
+from phalanx.families.weather.data.field_statistics import (
+    Climatology,
+    FieldStatistics,
+    VariableStatistics,
+    difference_std,
+    mean_by_day,
+    read_statistics,
+    static_statistics,
+)
+from phalanx.families.weather.data.field_store import BlockCache, FieldStore, hash_of
+from phalanx.families.weather.data.field_survey import Moments, Survey, merge_moments, survey_store
+from phalanx.families.weather.data.prepared_fields import PreparedStore, is_prepared
+from phalanx.families.weather.data.sample_windows import SplitName, find_windows, period_frames, split_frames
+from phalanx.families.weather.data_config import FieldData, FieldSource
+
+_SURVEY_BYTES = 4 * 2**30
+"""Fields that are looked through as a run opens them; more must be prepared first, or every rank would read everything."""
+
+
+class FieldSet:
+    """The sources of a run."""
+
+    def __init__(self, data: FieldData) -> None:
+        """Open every source and check it, against the others and against given statistics.
+
+        Raises DataError naming file, variable and time for whatever is wrong with the data.
+        """
+        self.data = data
+        self.variables = list(dict.fromkeys([*data.inputs, *data.target_variables]))
+        cache = BlockCache(data.cache_mb * 2**20)
+        self.stores = [open_store(source, self.variables, data.static, cache) for source in data.sources]
+        for store in self.stores:
+            _require_grid(self.stores[0], store)
+            require_whole_axis(store, skip_gaps=data.gaps == "skip", tolerance_hours=data.time_tolerance_hours)
+            _require_static(store)
+        self.surveys = [_survey(store, source) for store, source in zip(self.stores, data.sources, strict=True)]
+        self._train = [split_frames(data, store, "train") for store in self.stores]
+        if data.check_units:
+            self._check_quantities()
+        self.statistics = self._statistics()
+
+    @property
+    def grid(self) -> Grid:
+        """Return the grid of all sources."""
+        return self.stores[0].grid
+
+    def reader(self, split: SplitName, *, seed: int, leads: Sequence[int] | None = None) -> FieldReader:
+        """Return a reader of a split. leads: hours, where others than those of the run are wanted.
+
+        Raises ConfigError where the run has no such split, DataError where it holds no sample.
+        """
+        hours = self.data.leads if leads is None else sorted(set(leads))
+        return FieldReader(
+            [
+                SplitSource(
+                    store, find_windows(self.data, store, survey, split, hours), source.weight, self._content(index)
+                )
+                for index, (store, survey, source) in enumerate(
+                    zip(self.stores, self.surveys, self.data.sources, strict=True)
+                )
+            ],
+            inputs=self.data.inputs,
+            outputs=self.data.target_variables,
+            statistics=self.statistics,
+            statistics_key=self._statistics_key,
+            leads=hours,
+            seed=seed,
+        )
+
+    def verify(self) -> None:
+        """Read every prepared source and compare checksums. Raises DataError naming the file, expected and found."""
+        for store in self.stores:
+            if isinstance(store, PreparedStore):
+                store.verify()
+
+    def climatology(self, source: int = 0) -> Climatology:
+        """Return the mean of a source's output variables for each day of the year and time of day, over
+        `data.climatology`."""
+        store = self.stores[source]
+        frames = self._train[source]
+        if self.data.climatology is not None:
+            frames = period_frames(self.data.climatology, store, "data.climatology")
+        columns = [self.variables.index(name) for name in self.data.target_variables]
+        whole = frames[~self.surveys[source].blank[frames][:, columns].any(axis=1)]
+        return mean_by_day(store, columns, whole, days=self.data.climatology_days)
+
+    def difference_std(self, lead_hours: int, source: int = 0) -> Float64Array:
+        """Return the standard deviation [V_out] of each output variable's change over a lead time, over the training
+        split."""
+        store = self.stores[source]
+        windows = find_windows(self.data, store, self.surveys[source], "train", [lead_hours])
+        columns = [self.variables.index(name) for name in self.data.target_variables]
+        return difference_std(store, columns, windows.starts, windows.targets[:, 0])
+
+    def _statistics(self) -> FieldStatistics:
+        names = [*self.variables, *self.data.static]
+        if self.data.statistics is not None:
+            given = read_statistics(Path(self.data.statistics), names)
+            if self.data.check_units:
+                self._compare_with(given)
+            return given
+        moments, frames = self._training_moments, sum(map(len, self._train))
+        found = {}
+        for index, name in enumerate(self.variables):
+            mean, std = float(moments.mean[index]), float(moments.std[index])
+            if not np.isfinite(mean) or std <= 0 or not np.isfinite(std):
+                what = "has no value" if not np.isfinite(mean) else f"is {mean:g} everywhere"
+                raise DataError(
+                    f"{self.stores[0].path}: {name} {what} in the training split; nothing can be learnt from it"
+                )
+            found[name] = VariableStatistics(mean=mean, std=std)
+        found |= static_statistics(self.data.static, self.stores[0].read_static())
+        axis, train = self.stores[0].times, self._train[0]
+        period = f"{axis.text(int(train[0]))} to {axis.text(int(train[-1]))}"
+        return FieldStatistics(period=period, frames=frames, variables=found)
+
+    @cached_property
+    def _training_moments(self) -> Moments:
+        """Return moments of all training frames of all sources, each value counted once."""
+        parts = [survey.moments(frames) for survey, frames in zip(self.surveys, self._train, strict=True)]
+        points = [survey.points(frames) for survey, frames in zip(self.surveys, self._train, strict=True)]
+        return merge_moments(parts, points)
+
+    @property
+    def _statistics_key(self) -> str:
+        if self.data.statistics is not None:
+            return hash_of(self.statistics.model_dump_json())
+        return hash_of([self._content(index) for index in range(len(self.stores))], [f.tobytes() for f in self._train])
+
+    def _content(self, source: int) -> str:
+        survey = self.surveys[source]
+        # Counts and extremes are exact on every machine; sums are not.
+        return hash_of(
+            self.stores[source].fingerprint, survey.valid.tobytes(), survey.low.tobytes(), survey.high.tobytes()
+        )
+
+    def _check_quantities(self) -> None:
+        for store, survey in zip(self.stores, self.surveys, strict=True):
+            if not isinstance(store, PreparedStore):  # checked as it was prepared
+                require_one_quantity(store, survey)
+        bodies = [self._body(index) for index in range(len(self.stores))]
+        for body in bodies[1:]:
+            require_alike(self.variables, bodies[0], body)
+
+    def _body(self, source: int) -> Body:
+        store, frames = self.stores[source], self._train[source]
+        names = [str(store.path)] * len(self.variables)
+        survey = self.surveys[source]
+        return Body(names, survey.moments(frames), survey.whole_profile(), _days(store, frames))
+
+    def _compare_with(self, given: FieldStatistics) -> None:
+        moments = Moments(given.frames, given.mean_of(self.variables), given.std_of(self.variables))
+        names = [str(self.data.statistics)] * len(self.variables)
+        for index in range(len(self.stores)):
+            require_alike(self.variables, Body(names, moments, None, frozenset()), self._body(index))
+
+
+def _days(store: FieldStore, frames: Int64Array) -> frozenset[int]:
+    return frozenset(store.times.days_of_year[frames].tolist())
+
+
+def _survey(store: FieldStore, source: FieldSource) -> Survey:
+    if isinstance(store, PreparedStore):
+        return store.read_survey()
+    size = len(store.times) * store.frame_bytes
+    if size > _SURVEY_BYTES:
+        raise DataError(
+            f"{source.path}: {len(store.times)} frames of {len(store.variables)} variables are {size / 2**30:.0f} GiB, too "
+            f"much to look through at the start of a run; run phalanx data prepare-fields once and name its folder"
+        )
+    return survey_store(store)
+
+
+def _require_grid(first: FieldStore, store: FieldStore) -> None:
+    different = first.grid.difference(store.grid)
+    if different is not None:
+        raise DataError(f"{store.path}: another grid than that of {first.path}: {different}; regrid one of them")
+
+
+def _require_static(store: FieldStore) -> None:
+    for name, field in zip(store.statics, store.read_static(), strict=True):
+        if not np.isfinite(field).all():
+            raise DataError(
+                f"{store.path}: static field {name} has {int((~np.isfinite(field)).sum())} points without a value; fill them"
+            )
+
+
+_NETCDF = (".nc", ".nc4", ".netcdf", ".cdf")
+_ZARR = ("zarr.json", ".zgroup", ".zmetadata")
+_PATTERN = "*?["
+
+
+def open_store(source: FieldSource, variables: Sequence[str], statics: Sequence[str], cache: BlockCache) -> FieldStore:
+    """Open the fields at `source.path`: a prepared folder, ClimaX shards, a netCDF file, a zarr store, or several of
+    these two.
+
+    Raises DataError where nothing readable is there, or something is wrong with what is.
+    """
+    path = Path(source.path)
+    if is_prepared(path):
+        return PreparedStore(path, source, variables, statics)
+    if is_climax(path):
+        return NpzStore(path, source, variables, statics, cache)
+    files = field_files(path)
+    require_package("xarray", f"{path} needs")
+    from phalanx.families.weather.data.xarray_store import XarrayStore  # noqa: PLC0415  (needs xarray)
+
+    return XarrayStore(path, files, source, variables, statics, cache)
+
+
+def require_fields(path: Path) -> None:
+    """Raise DataError where nothing at `path` looks like fields. Opens nothing."""
+    if not is_prepared(path) and not is_climax(path):
+        field_files(path)
+
+
+def field_files(path: Path) -> list[Path]:
+    """Find the netCDF files and zarr stores at `path`: itself, those in the folder, or those a pattern names."""
+    if any(sign in path.name for sign in _PATTERN):
+        found = sorted(item for item in path.parent.glob(path.name) if _is_fields(item))
+        if not found:
+            raise DataError(f"{path}: no netCDF file or zarr store has a name like that")
+        return found
+    if _is_fields(path):
+        return [path]
+    if path.is_dir():
+        found = sorted(item for item in path.iterdir() if _is_fields(item))
+        if found:
+            return found
+        there = ", ".join(sorted(item.name for item in path.iterdir())[:6]) or "nothing"
+        raise DataError(
+            f"{path}: no prepared fields, ClimaX shards (lat.npy and lon.npy), netCDF files or zarr stores in it; "
+            f"it holds {there}"
+        )
+    if path.exists():
+        raise DataError(f"{path} is no netCDF file by its name; {', '.join(_NETCDF)} can be read, and zarr stores")
+    raise DataError(f"{path}: nothing there; name a netCDF file, a zarr store, or a folder or pattern of such")
+
+
+def _is_fields(path: Path) -> bool:
+    if path.is_dir():
+        return any((path / name).is_file() for name in _ZARR)
+    return path.is_file() and path.suffix.lower() in _NETCDF

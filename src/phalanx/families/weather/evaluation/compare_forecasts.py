@@ -1,0 +1,213 @@
+"""Scores of a model's forecasts beside those of the two that every model must beat, on the same cases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import DataError
+from phalanx.families.weather.data.field_samples import Cases, FieldReader
+from phalanx.families.weather.data.field_statistics import Climatology
+from phalanx.families.weather.data.open_fields import FieldSet
+from phalanx.families.weather.evaluation.forecast_scores import ForecastScores
+
+_FRAMES_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """One variable at one lead time, in the variable's own units; definitions stand in
+    `families.weather.evaluation.forecast_scores`."""
+
+    variable: str
+    lead_hours: int
+    forecasts: int
+    rmse: float
+    mae: float
+    bias: float
+    acc: float | None
+    """Of the model; None without a climatology."""
+    persistence_rmse: float
+    persistence_acc: float | None
+    climatology_rmse: float | None
+
+    @property
+    def baseline_rmse(self) -> float:
+        """Return the error of the better of the two baselines."""
+        others = [x for x in (self.persistence_rmse, self.climatology_rmse) if x is not None and math.isfinite(x)]
+        return min(others, default=math.nan)
+
+    @property
+    def skill(self) -> float:
+        """Return share of the better baseline's error that the model saves; negative where it is worse."""
+        return 1.0 - self.rmse / self.baseline_rmse if self.baseline_rmse else math.nan
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values ready for JSON; what is not a number becomes None."""
+        values = {**asdict(self), "skill": self.skill}
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+class Comparison:
+    """Adds up forecasts of one reader's split: a model's, persistence and climatology."""
+
+    def __init__(
+        self, reader: FieldReader, climatologies: Mapping[int, Climatology] | None, device: torch.device
+    ) -> None:
+        """climatologies: by number of the source; None leaves them and the anomaly correlation out."""
+        self.reader = reader
+        self.climatologies = climatologies
+        self.device = device
+        weights = torch.from_numpy(reader.grid.area_weights()).to(device)
+        model, stays, usual = (ForecastScores(reader.outputs, reader.leads, weights) for _ in range(3))
+        self._model, self._persistence, self._climatology = model, stays, usual
+
+    def add(self, cases: Cases, forecast: Tensor) -> None:
+        """Score forecasts [n, V, H, W], in the units of the fields, and both baselines for the same cases."""
+        reader, device = self.reader, self.device
+        hours = reader.lead_hours(cases)
+        truth = reader.read_outputs(cases).to(device)
+        usual = None if self.climatologies is None else climatology_at(reader, self.climatologies, cases).to(device)
+        self._model.add(forecast.to(device), truth, hours, usual)
+        self._persistence.add(persistence(reader)(cases).to(device), truth, hours, usual)
+        if usual is not None:
+            self._climatology.add(usual, truth, hours)
+
+    def all_reduce(self) -> None:
+        """Add up what all ranks scored."""
+        for scores in (self._model, self._persistence, self._climatology):
+            scores.all_reduce()
+
+    def rows(self) -> list[ScoreRow]:
+        """Return one row for each lead time and variable."""
+        known = self.climatologies is not None
+        both = zip(self._model.results(), self._persistence.results(), self._climatology.results(), strict=True)
+        return [
+            ScoreRow(
+                variable=mine.variable,
+                lead_hours=mine.lead_hours,
+                forecasts=mine.forecasts,
+                rmse=mine.rmse,
+                mae=mine.mae,
+                bias=mine.bias,
+                acc=mine.acc if known else None,
+                persistence_rmse=stays.rmse,
+                persistence_acc=stays.acc if known else None,
+                climatology_rmse=usual.rmse if known else None,
+            )
+            for mine, stays, usual in both
+        ]
+
+
+def known_climatologies(
+    fields: FieldSet, reader: FieldReader, most_bytes: int | None = None
+) -> tuple[dict[int, Climatology] | None, str | None]:
+    """Return the climatologies of the sources of `reader`, by number; or None, and why there are none.
+
+    There are none where they do not cover the split of `reader`, or where more than `most_bytes` would have to be read.
+    """
+    size = sum(len(source.store.times) * source.store.frame_bytes for source in reader.sources)
+    if most_bytes is not None and size > most_bytes:
+        return None, f"its sources hold {size / 2**30:.0f} GiB, too much to average now; phalanx forecast does"
+    found = {index: fields.climatology(index) for index in range(len(reader.sources))}
+    try:
+        for index, source in enumerate(reader.sources):
+            frames = source.windows.frames
+            for first in range(0, len(frames), _FRAMES_AT_ONCE):
+                found[index].at(source.store.times, frames[first : first + _FRAMES_AT_ONCE])
+    except DataError as error:
+        return None, str(error)
+    return found, None
+
+
+@dataclass(frozen=True)
+class LeadSkill:
+    """What forecasts of one lead time save over the better of the two baselines."""
+
+    lead_hours: int
+    mean: float
+    """Mean of `ScoreRow.skill` over variables."""
+    variables: int
+    better: int
+    """Variables with less error than the better baseline."""
+
+    @property
+    def percent(self) -> str:
+        """Return the mean with its sign."""
+        return f"{self.mean:+.0%}"
+
+
+def skill_by_lead(rows: Sequence[ScoreRow]) -> list[LeadSkill]:
+    """Return the skill at each lead time of which anything could be scored."""
+    found = []
+    for lead in dict.fromkeys(row.lead_hours for row in rows):
+        skills = [row.skill for row in rows if row.lead_hours == lead and math.isfinite(row.skill)]
+        if skills:
+            better = sum(skill > 0 for skill in skills)
+            found.append(LeadSkill(lead, sum(skills) / len(skills), len(skills), better))
+    return found
+
+
+def skill_in_words(rows: Sequence[ScoreRow]) -> str:
+    """Describe the skill at each lead time in a sentence."""
+    parts = [
+        f"{at.lead_hours} h {at.percent} ({at.better} of {at.variables} variables better)" for at in skill_by_lead(rows)
+    ]
+    return "error saved over the better of persistence and climatology: " + ", ".join(parts)
+
+
+Forecast = Callable[[Cases], Tensor]
+"""Predicts the output variables [n, V_out, H, W], in their own units, at the targets of n cases."""
+
+
+def persistence(reader: FieldReader) -> Forecast:
+    """Return the forecast that nothing changes from the input on."""
+    return lambda cases: reader.read_outputs(cases, at_start=True)
+
+
+def climatology_forecast(reader: FieldReader, climatologies: Mapping[int, Climatology]) -> Forecast:
+    """Return the forecast of the usual for the day. climatologies: by number of the source."""
+    return lambda cases: climatology_at(reader, climatologies, cases)
+
+
+def climatology_at(reader: FieldReader, climatologies: Mapping[int, Climatology], cases: Cases) -> Tensor:
+    """Return the climatology at the targets, float32 [n, V_out, H, W]. Raises DataError for a day that it does not cover."""
+    out = torch.empty((len(cases), len(reader.outputs), *reader.grid.shape))
+    for source, climatology in climatologies.items():
+        mine = torch.from_numpy(cases.source == source).nonzero()[:, 0]
+        if len(mine):
+            frames = cases.target[mine.numpy()]
+            out[mine] = torch.from_numpy(climatology.at(reader.sources[source].store.times, frames))
+    return out
+
+
+def score_forecasts(
+    reader: FieldReader,
+    forecast: Forecast,
+    *,
+    climatologies: Mapping[int, Climatology] | None = None,
+    device: torch.device | None = None,
+    source: int = 0,
+    batch: int = 16,
+    rank: int = 0,
+    ranks: int = 1,
+) -> ForecastScores:
+    """Score `forecast` for every input of the split of `source` and every lead time of `reader`.
+
+    climatologies: by number of the source, for the anomaly correlation; None leaves it out. batch: forecasts at a time.
+    rank, ranks: which share this rank scores; add the shares up with `all_reduce` or `merge`. A model that needs all ranks
+    to compute must be given the same cases on all of them instead.
+    """
+    device = device or torch.device("cpu")
+    weights = torch.from_numpy(reader.grid.area_weights()).to(device)
+    scores = ForecastScores(reader.outputs, reader.leads, weights)
+    for cases in reader.cases(source).batches(batch, rank=rank, ranks=ranks):
+        usual = None if climatologies is None else climatology_at(reader, climatologies, cases).to(device)
+        truth = reader.read_outputs(cases).to(device)
+        scores.add(forecast(cases).to(device), truth, reader.lead_hours(cases), usual)
+    return scores

@@ -1,0 +1,269 @@
+"""Forecasts of a trained model over a split: single steps and roll-outs of them, scored, with a few fields to look at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint import open_checkpoints, read_state, read_tensors
+from phalanx.config.load import parse_run
+from phalanx.data.sample_order import Int64Array
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.families.weather.config import WeatherRun
+from phalanx.families.weather.data.coordinates import Float32Array, Grid
+from phalanx.families.weather.data.field_samples import Cases, FieldReader
+from phalanx.families.weather.data.open_fields import FieldSet
+from phalanx.families.weather.data.sample_windows import SplitName, Windows
+from phalanx.families.weather.evaluation.compare_forecasts import Comparison, ScoreRow, known_climatologies
+from phalanx.families.weather.inputs import STATISTICS, require_grid
+from phalanx.families.weather.model.forecaster import Forecaster
+from phalanx.hardware.cpu_formats import require_cpu_format
+from phalanx.precision import PRECISIONS
+
+_PREFIX = "model."
+_BATCH = 16
+"""Forecasts computed at a time."""
+_MAPPED = ("geopotential_500", "temperature_850", "2m_temperature")
+"""Variables that are shown as maps where nobody says which."""
+_MAPS = 3
+
+
+@dataclass(frozen=True)
+class LoadedForecaster:
+    """A forecaster on one device, in evaluation mode."""
+
+    model: Forecaster
+    run: WeatherRun
+    where: Path
+    """The checkpoint."""
+    step: int
+    """Optimizer steps it was trained for."""
+
+
+@dataclass(frozen=True)
+class FieldMap:
+    """One forecast of one variable, in its own units, south to north and eastward."""
+
+    variable: str
+    lead_hours: int
+    start: str
+    """Time of the input."""
+    forecast: Float32Array
+    """[H, W]"""
+    truth: Float32Array
+    """[H, W], NaN where nothing is known."""
+
+
+@dataclass(frozen=True)
+class Forecasts:
+    """What `forecast_split` found."""
+
+    split: SplitName
+    starts: int
+    """Inputs that forecasts were made from."""
+    steps: dict[int, tuple[int, ...]]
+    """Lead times of the model's steps that make up each lead time, in hours."""
+    rows: list[ScoreRow]
+    maps: list[FieldMap]
+    grid: Grid
+    without_climatology: str | None
+    """Why climatology and anomaly correlation are missing; None where they are not."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the scores and what they belong to, ready for JSON."""
+        return {
+            "split": self.split,
+            "starts": self.starts,
+            "steps_hours": {str(hours): list(steps) for hours, steps in self.steps.items()},
+            "without_climatology": self.without_climatology,
+            "scores": [row.as_dict() for row in self.rows],
+        }
+
+
+def load_forecaster(path: Path, device: torch.device, overrides: Sequence[str] = ()) -> LoadedForecaster:
+    """Load the newest whole checkpoint of a run directory, or one checkpoint, whatever layout wrote it.
+
+    overrides: fields of its run file to change, as `section.field=value`. Fields are normalised as in training unless
+    `data.statistics` says otherwise. Raises CheckpointError where there is no sound checkpoint of a weather model.
+    """
+    newest = open_checkpoints(path).newest()
+    if newest is None:
+        raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
+    state = read_state(newest.path)
+    run = parse_run(str(state.get("run")), f"{newest.path}/state.json: run", overrides)
+    if not isinstance(run, WeatherRun):
+        raise CheckpointError(
+            f"{newest.path} is of model.family={run.model.family}; phalanx forecast takes weather models"
+        )
+    statistics = newest.path.parent.parent / STATISTICS
+    if run.data.statistics is None and statistics.exists():
+        run = run.model_copy(update={"data": run.data.model_copy(update={"statistics": str(statistics)})})
+    require_cpu_format(PRECISIONS[run.layout.precision].compute_dtype, device)
+    with torch.device("meta"):
+        model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision].compute_dtype)
+    model.to_empty(device=device)
+    stored = read_tensors(newest.path, _PREFIX)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            tensor = stored.get(_PREFIX + name)
+            if tensor is None or tensor.shape != parameter.shape:
+                found = "is missing" if tensor is None else f"is {list(tensor.shape)}"
+                raise CheckpointError(f"{newest.path}: {name} {found}, but should be {list(parameter.shape)}")
+            parameter.copy_(tensor)
+    return LoadedForecaster(model.eval(), run, newest.path, newest.step)
+
+
+def plan_steps(trained: Sequence[int], hours: int) -> dict[int, tuple[int, ...]]:
+    """Return for every lead time up to `hours` the fewest steps of the `trained` lead times that add up to it.
+
+    Of equally few the last step is the shortest, so that longer lead times build on shorter ones.
+    """
+    found: dict[int, tuple[int, ...]] = {0: ()}
+    for reached in range(1, hours + 1):
+        before = [(len(found[reached - lead]), lead) for lead in trained if reached - lead in found]
+        if before:
+            lead = min(before)[1]
+            found[reached] = (*found[reached - lead], lead)
+    del found[0]
+    return found
+
+
+def forecast_split(
+    loaded: LoadedForecaster,
+    *,
+    hours: int,
+    split: SplitName,
+    step_hours: int | None = None,
+    starts: int | None = None,
+    mapped: Sequence[str] = (),
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Forecasts:
+    """Forecast from every input of a split up to `hours` ahead and score all lead times that the model's steps reach.
+
+    step_hours: roll out in steps of this lead time alone; None takes the fewest steps of the lead times trained on.
+    starts: inputs to start from, spread evenly over each source; None takes all. mapped: variables to show as maps.
+    progress: called with inputs done and in all.
+
+    Raises ConfigError where the steps do not reach `hours` or cannot follow one another, DataError for unusable data.
+    """
+    run = loaded.run
+    fields = FieldSet(run.data)
+    require_grid(run, fields.grid)
+    steps = lead_steps(run, hours, step_hours)
+    reader = fields.reader(split, seed=run.training.seed, leads=list(steps))
+    climatologies, without = known_climatologies(fields, reader)
+    device = next(loaded.model.parameters()).device
+    comparison = Comparison(reader, climatologies, device)
+    chosen = [spread_rows(source.windows, starts, len(reader.sources)) for source in reader.sources]
+    shown = _Shown(reader, list(mapped) or _usual(reader.outputs), list(steps), chosen)
+    total, done = sum(map(len, chosen)), 0
+    for index, rows in enumerate(chosen):
+        for first in range(0, len(rows), _BATCH):
+            part = rows[first : first + _BATCH]
+            for cases, forecast in forecasts_of(loaded.model, reader, index, part, steps):
+                comparison.add(cases, forecast)
+                shown.look(cases, forecast)
+            done += len(part)
+            progress(done, total)
+    return Forecasts(split, total, steps, comparison.rows(), shown.maps, reader.grid, without)
+
+
+def lead_steps(run: WeatherRun, hours: int, step_hours: int | None) -> dict[int, tuple[int, ...]]:
+    """Return the steps that make up each lead time up to `hours`; see `plan_steps` and `forecast_split`. Raises
+    ConfigError."""
+    trained = run.data.leads if run.data.rollout_hours is None else [run.data.rollout_hours]
+    if step_hours is not None and step_hours not in trained:
+        raise ConfigError(f"--step {step_hours}: the model was trained on lead times of {_listed(trained)} hours")
+    steps = plan_steps(trained if step_hours is None else [step_hours], hours)
+    unpredicted = [name for name in run.data.inputs if name not in run.data.target_variables]
+    if unpredicted:
+        # What is not predicted is not known for a second step.
+        steps = {reached: parts for reached, parts in steps.items() if len(parts) == 1}
+    if hours not in steps:
+        nearest = max((reached for reached in steps if reached < hours), default=min(trained))
+        why = f" (no roll-out: {unpredicted[0]} is read but not predicted)" if unpredicted else ""
+        raise ConfigError(
+            f"--hours {hours}: steps of {_listed(trained if step_hours is None else [step_hours])} hours do not reach "
+            f"it{why}\nnearest: --hours {nearest}"
+        )
+    return steps
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _usual(outputs: Sequence[str]) -> list[str]:
+    return [name for name in _MAPPED if name in outputs] or list(outputs[:_MAPS])
+
+
+def spread_rows(windows: Windows, count: int | None, sources: int) -> Int64Array:
+    """Return rows of `windows`, evenly spread: the share of one of `sources` sources in `count`; all where that is None."""
+    rows = len(windows.starts)
+    wanted = rows if count is None else max(1, min(rows, count // sources))
+    return np.linspace(0, rows - 1, wanted).round().astype(np.int64)
+
+
+@torch.no_grad()
+def forecasts_of(
+    model: Forecaster, reader: FieldReader, source: int, rows: Int64Array, steps: dict[int, tuple[int, ...]]
+) -> Iterator[tuple[Cases, Tensor]]:
+    """Yield for each lead time the cases of these inputs that have a truth, and their forecasts in the units of the
+    fields."""
+    windows = reader.sources[source].windows
+    starts, targets = windows.starts[rows], windows.targets[rows]
+    sources = np.full(len(rows), source, dtype=np.int64)
+    device = next(model.parameters()).device
+    inputs = reader.read_cases(Cases(sources, starts, targets.max(axis=1))).fields.to(device)
+    states: dict[tuple[int, ...], Tensor] = {(): inputs}
+    for column, parts in enumerate(steps.values()):
+        lead = torch.full((len(rows),), float(parts[-1]), device=device)
+        predicted = model.forecast(states[parts[:-1]], lead)
+        if set(model.config.output_names) <= set(model.config.input_names):
+            states[parts] = model.next_inputs(inputs, predicted)
+        known = np.flatnonzero(targets[:, column] >= 0)
+        if known.size:
+            cases = Cases(sources[known], starts[known], targets[known, column])
+            yield cases, reader.denormalise(predicted[torch.from_numpy(known).to(device)].float())
+
+
+class _Shown:
+    """Keeps the fields that are shown: of the first start that has a truth at all lead times shown, else at most of them."""
+
+    def __init__(
+        self, reader: FieldReader, variables: Sequence[str], leads: Sequence[int], chosen: Sequence[Int64Array]
+    ) -> None:
+        """leads: hours, as in the columns of the windows. chosen: rows of each source's windows, in the order of `look`."""
+        for name in variables:
+            if name not in reader.outputs:
+                raise ConfigError(f"--map {name}: not predicted; the model predicts {', '.join(reader.outputs)}")
+        self.maps: list[FieldMap] = []
+        self._reader = reader
+        self._variables = [reader.outputs.index(name) for name in variables]
+        columns = sorted({math.ceil(len(leads) * part / _MAPS) - 1 for part in range(1, _MAPS + 1)})
+        self._leads = [leads[column] for column in columns]
+        windows = [source.windows for source in reader.sources]
+        sources = np.repeat(np.arange(len(windows)), [len(rows) for rows in chosen])
+        starts = np.concatenate([one.starts[rows] for one, rows in zip(windows, chosen, strict=True)])
+        targets = np.concatenate([one.targets[rows] for one, rows in zip(windows, chosen, strict=True)])
+        best = int(np.argmax((targets[:, columns] >= 0).sum(axis=1)))
+        self._source, self._start = int(sources[best]), int(starts[best])
+
+    def look(self, cases: Cases, forecast: Tensor) -> None:
+        """Keep what is to be shown of these cases, all of one lead time."""
+        lead = int(self._reader.lead_hours(cases.take(slice(1)))[0])
+        found = np.flatnonzero((cases.source == self._source) & (cases.start == self._start))
+        if lead not in self._leads or not found.size:
+            return
+        truth = self._reader.read_outputs(cases.take(found[:1]))[0].numpy()
+        start = self._reader.sources[self._source].store.times.text(self._start)
+        for index in self._variables:
+            values = forecast[int(found[0]), index].cpu().numpy()
+            self.maps.append(FieldMap(self._reader.outputs[index], lead, start, values, truth[index]))

@@ -1,0 +1,240 @@
+"""From fields on a grid to tokens: patch and variable embedding, aggregation, place and lead time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.counter_random import CounterDropout, DropoutContext
+from phalanx.families.weather.model.grid_features import (
+    input_places,
+    patch_places,
+    patches_of,
+    pressure_level,
+    take,
+    wave_features,
+)
+from phalanx.families.weather.model_config import WeatherModel
+from phalanx.families.weather.sizes import FEATURES, group_sizes
+from phalanx.nn.layers import Linear
+from phalanx.nn.positions import Positions
+
+LEAD_HOURS = 1.0, 1000.0
+"""Shortest and longest wave of the lead time, in hours."""
+PRESSURES = 1.0, 4000.0
+"""Shortest and longest wave of the pressure, in hPa."""
+DISTANCES = 0.02, 4.0
+"""Shortest and longest wave of a place, in radii of the sphere: 130 km of the Earth, and twice its diameter."""
+AREAS = 1e-6, 4.0
+"""Shortest and longest wave of a patch's area, in steradians."""
+
+
+class PatchEmbedding(nn.Module):
+    """A linear map from a patch to a token for each variable: weight [V, D, P], bias [V, D]."""
+
+    def __init__(self, config: WeatherModel) -> None:
+        super().__init__()
+        shape = len(config.variables), config.d_model
+        self.weight = nn.Parameter(torch.empty(*shape, config.patch_size**2))
+        self.bias = nn.Parameter(torch.empty(shape))
+
+
+class FieldEmbedding(nn.Module):
+    """Fields -> tokens, for the locations that are asked for; nothing is computed for others."""
+
+    positions: nn.Parameter | None
+    place: Linear | None
+    level: Linear | None
+
+    def __init__(self, config: WeatherModel, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        width = config.d_model
+        self.patches = PatchEmbedding(config)
+        self.variables = nn.Parameter(torch.empty(len(config.variables), width))
+        fourier_level = config.level_embedding == "fourier"
+        self.level = Linear(2 * FEATURES, width, bias=False) if fourier_level else None
+        self.aggregation = build_aggregation(config)
+        if config.position_embedding == "learned":
+            self.positions = nn.Parameter(torch.empty(config.n_locations, width))
+            self.place = None
+        else:
+            self.register_parameter("positions", None)
+            self.place = Linear(4 * 2 * FEATURES, width, bias=True)
+        self.lead = Linear(2 * FEATURES if config.lead_embedding == "fourier" else 1, width, bias=True)
+        self.dropout = CounterDropout(config.dropout, site=0)
+
+    def forward(
+        self, fields_BVHW: Tensor, lead_hours_B: Tensor, positions: Positions, dropout: DropoutContext | None = None
+    ) -> Tensor:
+        """Embed fields as tokens [B, S, D] in the model's activation format, of the rows `positions.rows_S`.
+
+        fields: finite and normalised, in the order of `config.input_names`. lead_hours: hours from the fields to what is
+        predicted. rows: whole locations, whose tokens follow one another.
+        """
+        x_BSD = self.tokens(fields_BVHW, self.needed_rows(positions))
+        rows_S = positions.rows_S
+        x_BSD = x_BSD + self.places(rows_S // self.config.aggregation_queries)
+        x_BSD = x_BSD + self.lead(self._lead_features(lead_hours_B))[:, None]
+        dropped: Tensor = self.dropout(x_BSD, dropout)
+        return dropped
+
+    def needed_rows(self, positions: Positions) -> Tensor:
+        """Return the rows that `tokens` starts from: those that come out, unless ranks exchange rows on the way."""
+        return positions.rows_S
+
+    def tokens(self, fields_BVHW: Tensor, rows_S: Tensor) -> Tensor:
+        """Return aggregated tokens [B, S, D] of these rows, without place and lead time."""
+        config = self.config
+        patches_BLVP = patches_of(fields_BVHW.to(self.dtype), config.patch_size)
+        if len(rows_S) != config.n_tokens:
+            locations = rows_S[:: config.aggregation_queries] // config.aggregation_queries
+            patches_BLVP = patches_BLVP.index_select(1, locations)
+        weight_VDP, offset_VD = self.variable_maps(input_places(config))
+        tokens: Tensor = self.aggregation(patches_BLVP, weight_VDP, offset_VD)
+        return tokens
+
+    def variable_maps(self, variables: list[int]) -> tuple[Tensor, Tensor]:
+        """Return what turns these variables' patches into tokens: weight [V, D, P] and offset [V, D], in the
+        activation format."""
+        weight_VDP = take(self.patches.weight, variables, 0).to(self.dtype)
+        # Bias and variable embedding always occur as a sum; it is formed before rounding.
+        offset_VD = take(self.patches.bias + self.variables, variables, 0).to(self.dtype)
+        if self.level is not None:
+            names = [self.config.variables[place] for place in variables]
+            offset_VD = offset_VD + self.level(_level_features(names, offset_VD.device).to(self.dtype))
+        return weight_VDP, offset_VD
+
+    def places(self, locations_S: Tensor) -> Tensor:
+        """Return embedding of these locations, [S, D]."""
+        if self.positions is not None:
+            return self.positions.index_select(0, locations_S).to(self.dtype)
+        assert self.place is not None
+        places_S4 = patch_places(self.config, locations_S.device).index_select(0, locations_S)
+        waves = (wave_features(places_S4[:, :3], *DISTANCES).flatten(1), wave_features(places_S4[:, 3], *AREAS))
+        embedded: Tensor = self.place(torch.cat(waves, dim=1).to(self.dtype))
+        return embedded
+
+    def _lead_features(self, lead_hours_B: Tensor) -> Tensor:
+        if self.config.lead_embedding == "fourier":
+            return wave_features(lead_hours_B, *LEAD_HOURS).to(self.dtype)
+        return (lead_hours_B[:, None] / 100.0).to(self.dtype)
+
+
+def _level_features(names: list[str], device: torch.device) -> Tensor:
+    """Return waves of each variable's pressure, [V, 2 * FEATURES]; zeros for variables of the surface."""
+    levels = [pressure_level(name) for name in names]
+    pressure_V = torch.tensor([level or 0 for level in levels], dtype=torch.float64, device=device)
+    on_level_V = torch.tensor([level is not None for level in levels], device=device)
+    return torch.where(on_level_V[:, None], wave_features(pressure_V, *PRESSURES), 0.0)
+
+
+class _Aggregation(nn.Module):
+    """Attention of learned queries. The key has no bias: it would add the same to all scores of a query.
+
+    Rows of `query`, `key` and `value`, and columns of `output`, are grouped by head: a contiguous part of each is a whole
+    number of heads, and a module that holds such parts computes these heads alone.
+    """
+
+    def __init__(self, config: WeatherModel, n_queries: int) -> None:
+        super().__init__()
+        width = config.d_model
+        self.head_size = config.head_size
+        self.queries = nn.Parameter(torch.empty(n_queries, width))
+        self.query = Linear(width, width, bias=True)
+        self.key = Linear(width, width, bias=False)
+        self.value = Linear(width, width, bias=True)
+        self.output = Linear(width, width, bias=True)
+
+    def directions(self, queries_ND: Tensor) -> Tensor:
+        """Return directions in token space whose product with a token is its score under each query and head, [N, A, D]."""
+        query_NAE = self._heads(self.query(queries_ND) * self.head_size**-0.5)
+        key_AED = self.key.weight.to(queries_ND.dtype).unflatten(0, (-1, self.head_size))
+        return torch.einsum("nae,aed->nad", query_NAE, key_AED)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        by_head: Tensor = x.unflatten(-1, (-1, self.head_size))
+        return by_head
+
+    def finish(self, mixed_BLNAE: Tensor) -> Tensor:
+        """Turn the values under each head into tokens [B, L*N, D]: add the bias of the values, project."""
+        assert self.value.bias is not None
+        mixed = mixed_BLNAE.flatten(-2) + self.value.bias.to(mixed_BLNAE.dtype)
+        tokens: Tensor = self.output(mixed.flatten(1, 2))
+        return tokens
+
+
+class PatchAggregation(_Aggregation):
+    """Attention to variables as they come out of the patches."""
+
+    def forward(self, patches_BLVP: Tensor, weight_VDP: Tensor, offset_VD: Tensor) -> Tensor:
+        """Return tokens [B, L*N, D] of all queries; see `attend`."""
+        return self.attend(patches_BLVP, weight_VDP, offset_VD, slice(None))
+
+    def attend(self, patches_BLVP: Tensor, weight_VDP: Tensor, offset_VD: Tensor, queries: slice) -> Tensor:
+        """Return tokens [B, L*N, D] of `queries`, over the variables given; N is the number of queries.
+
+        A variable's token would be weight_DP x_P + offset_D. All in the format of the activations.
+        """
+        direction_NAD = self.directions(self.queries[queries].to(patches_BLVP.dtype))
+        # The offset as one more point of each patch, whose value is 1.
+        weight_VDQ = torch.cat((weight_VDP, offset_VD[..., None]), dim=-1)
+        patches_BLVQ = torch.cat((patches_BLVP, torch.ones_like(patches_BLVP[..., :1])), dim=-1)
+        per_point_NAVQ = torch.einsum("nad,vdq->navq", direction_NAD, weight_VDQ)
+        scores_ABLNV = torch.einsum("blvq,navq->ablnv", patches_BLVQ, per_point_NAVQ)
+        share_ABLNV = scores_ABLNV.softmax(dim=-1)
+        value_AED = self.value.weight.to(weight_VDQ.dtype).unflatten(0, (-1, self.head_size))
+        value_AVQE = torch.einsum("aed,vdq->avqe", value_AED, weight_VDQ)
+        shares = share_ABLNV[..., None] * patches_BLVQ[:, :, None]
+        mixed_AME = shares.flatten(1, 3).flatten(2) @ value_AVQE.flatten(1, 2)
+        mixed_ABLNE = mixed_AME.unflatten(1, share_ABLNV.shape[1:4])
+        return self.finish(mixed_ABLNE.permute(1, 2, 3, 0, 4))
+
+
+class TokenAggregation(_Aggregation):
+    """Attention to tokens of a location, few of them."""
+
+    def forward(self, tokens_BLGD: Tensor) -> Tensor:
+        """Attend to tokens [B, L, G, D]: tokens [B, L*N, D] of all queries."""
+        direction_NAD = self.directions(self.queries.to(tokens_BLGD.dtype))
+        share_BLNAG = torch.einsum("blgd,nad->blnag", tokens_BLGD, direction_NAD).softmax(dim=-1)
+        value_BLGAE = self._heads(self.value.product(tokens_BLGD, None))
+        return self.finish(torch.einsum("blnag,blgae->blnae", share_BLNAG, value_BLGAE))
+
+
+class HierarchicalAggregation(nn.Module):
+    """Groups of consecutive variables become one token each, and those the location's tokens (D-CHAG, arXiv:2506.21411).
+
+    Groups have a query each and share the projections. `partial` computes some of the groups, so that they can be shared
+    out; `combine` needs the tokens of all.
+    """
+
+    def __init__(self, config: WeatherModel) -> None:
+        super().__init__()
+        self.sizes = group_sizes(len(config.input_names), config.aggregation_groups)
+        self.groups = PatchAggregation(config, config.aggregation_groups)
+        self.final = TokenAggregation(config, config.aggregation_queries)
+
+    def forward(self, patches_BLVP: Tensor, weight_VDP: Tensor, offset_VD: Tensor) -> Tensor:
+        """Return tokens [B, L*K, D], as of `PatchAggregation`."""
+        return self.combine(self.partial(patches_BLVP, weight_VDP, offset_VD, range(len(self.sizes))))
+
+    def partial(self, patches_BLVP: Tensor, weight_VDP: Tensor, offset_VD: Tensor, groups: range) -> Tensor:
+        """Return tokens [B, L, len(groups), D] of consecutive groups; patches, weights and offsets are of their
+        variables alone."""
+        sizes = [self.sizes[group] for group in groups]
+        parts = zip(patches_BLVP.split(sizes, 2), weight_VDP.split(sizes), offset_VD.split(sizes), groups, strict=True)
+        return torch.stack([self.groups.attend(x, w, c, slice(g, g + 1)) for x, w, c, g in parts], dim=2)
+
+    def combine(self, tokens_BLGD: Tensor) -> Tensor:
+        """Combine the tokens [B, L, G, D] of all groups into tokens [B, L*K, D]."""
+        tokens: Tensor = self.final(tokens_BLGD)
+        return tokens
+
+
+def build_aggregation(config: WeatherModel) -> PatchAggregation | HierarchicalAggregation:
+    """Build the aggregation that `config.aggregation` asks for."""
+    if config.aggregation == "hierarchical":
+        return HierarchicalAggregation(config)
+    return PatchAggregation(config, config.aggregation_queries)

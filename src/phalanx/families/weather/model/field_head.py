@@ -1,0 +1,134 @@
+"""From tokens to fields: final norm, hidden layers, projection to patches, and the loss."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.families.weather.model.grid_features import (
+    output_places,
+    outputs_among_inputs,
+    patches_of,
+    row_weights,
+    take,
+)
+from phalanx.families.weather.model_config import WeatherModel
+from phalanx.nn.layers import Linear, Norm
+
+
+class PatchOutput(Linear):
+    """The projection to patches: rows of `weight` are grouped by variable, then by point of the patch."""
+
+    def __init__(self, config: WeatherModel) -> None:
+        points = config.patch_size**2
+        super().__init__(config.aggregation_queries * config.d_model, len(config.variables) * points, bias=True)
+        self.points = points
+        self.selected = output_places(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project [..., in] to [..., V, P] for the variables that are predicted; the rows of others are not used."""
+        assert self.bias is not None
+        weight = take(self.weight.unflatten(0, (-1, self.points)), self.selected, 0).flatten(0, 1)
+        bias = take(self.bias.unflatten(0, (-1, self.points)), self.selected, 0).flatten()
+        patches: Tensor = F.linear(x, weight.to(x.dtype), bias.to(x.dtype)).unflatten(-1, (-1, self.points))
+        return patches
+
+
+class FieldHead(nn.Module):
+    """Norm, `decoder_depth` hidden layers for each token, and one projection for each location's tokens together."""
+
+    def __init__(self, config: WeatherModel) -> None:
+        super().__init__()
+        self.config = config
+        self.norm = Norm(config.d_model, kind="layernorm", eps=config.norm_eps, bias=True)
+        self.layers = nn.ModuleList(
+            Linear(config.d_model, config.d_model, bias=True) for _ in range(config.decoder_depth)
+        )
+        self.output = PatchOutput(config)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        targets_BVHW: Tensor | None,
+        rows_S: Tensor | None = None,
+        *,
+        fields_BVHW: Tensor | None = None,
+    ) -> Tensor:
+        """Return summed loss [1] of these rows' patches; without targets the predicted fields, see `states`.
+
+        x: tokens behind the last block, of the rows `rows_S` of every sample (whole locations; None means all). targets:
+        [B, V, H, W] of `config.output_names`, whole fields, NaN where there is none. fields: the inputs, needed where the
+        model predicts changes.
+        """
+        predicted_BLVP = self.states(x_BSD, rows_S, fields_BVHW=fields_BVHW)
+        if targets_BVHW is None:
+            return predicted_BLVP
+        size = self.config.patch_size
+        targets_BLVP = self._located(patches_of(targets_BVHW, size), rows_S, 1)
+        row_H = row_weights(self.config, x_BSD.device)
+        weight_HW = row_H[:, None].expand(-1, self.config.n_lon)
+        weight_LP = self._located(patches_of(weight_HW[None, None], size)[0, :, 0], rows_S, 0)
+        return squared_error_sum(predicted_BLVP, targets_BLVP, weight_LP, self._loss_weights(x_BSD.device))
+
+    def patches(self, x_BSD: Tensor) -> Tensor:
+        """Return the head's own output for each location, [B, L, V, P] in the activation format."""
+        x_BSD = self.norm(x_BSD)
+        for layer in self.layers:
+            x_BSD = F.gelu(layer(x_BSD))
+        per_location = x_BSD.unflatten(1, (-1, self.config.aggregation_queries)).flatten(2)
+        out: Tensor = self.output(per_location)
+        return out
+
+    def states(self, x_BSD: Tensor, rows_S: Tensor | None = None, *, fields_BVHW: Tensor | None = None) -> Tensor:
+        """Return predicted fields of each location, [B, L, V, P] in at least float32; arguments as of `forward`."""
+        patches_BLVP = self.patches(x_BSD)
+        if self.config.prediction == "change":
+            return self._added(patches_BLVP, fields_BVHW, rows_S)
+        return patches_BLVP.to(torch.promote_types(patches_BLVP.dtype, torch.float32))
+
+    def _added(self, change_BLVP: Tensor, fields_BVHW: Tensor | None, rows_S: Tensor | None) -> Tensor:
+        """Add scale * change to the input fields, in at least float32: a small change of a large field survives no
+        bfloat16 sum."""
+        assert fields_BVHW is not None, "prediction=change needs the input fields"
+        dtype = torch.promote_types(change_BLVP.dtype, torch.float32)
+        change_BLVP = change_BLVP.to(dtype)
+        if self.config.change_scales is not None:
+            scale_V = torch.tensor(self.config.change_scales, dtype=dtype, device=change_BLVP.device)
+            change_BLVP = change_BLVP * scale_V[:, None]
+        before = take(fields_BVHW, outputs_among_inputs(self.config), 1)
+        return self._located(patches_of(before, self.config.patch_size), rows_S, 1).to(dtype) + change_BLVP
+
+    def _located(self, patches: Tensor, rows_S: Tensor | None, dim: int) -> Tensor:
+        """Return the patches of these rows' locations along `dim`."""
+        if rows_S is None or len(rows_S) == self.config.n_tokens:
+            return patches
+        tokens = self.config.aggregation_queries
+        return patches.index_select(dim, rows_S[::tokens] // tokens)
+
+    def _loss_weights(self, device: torch.device) -> Tensor | None:
+        weights = self.config.loss_weights
+        return None if weights is None else torch.tensor(weights, device=device)
+
+
+def squared_error_sum(
+    predicted_BLVP: Tensor, targets_BLVP: Tensor, weight_LP: Tensor, weight_V: Tensor | None = None
+) -> Tensor:
+    """Sum over valid targets of weight * (predicted - target)^2, [1], in at least float32.
+
+    Targets that are NaN are left out, and so is their gradient. With weights of mean 1 over the grid and no target
+    missing, the sum divided by the number of targets is ClimaX's `lat_weighted_mse`.
+    """
+    dtype = torch.promote_types(predicted_BLVP.dtype, torch.float32)
+    valid = ~targets_BLVP.isnan()
+    error = torch.where(valid, predicted_BLVP.to(dtype) - targets_BLVP.to(dtype), 0.0)
+    weighted = error.square() * weight_LP[:, None].to(dtype)
+    if weight_V is not None:
+        weighted = weighted * weight_V[:, None].to(dtype)
+    # Not a view: results that others may change in place must own their memory.
+    return torch.stack((weighted.sum(),))
+
+
+def target_counts(targets_BVHW: Tensor) -> Tensor:
+    """Return how many targets are valid, int64 [1]."""
+    return (~targets_BVHW.isnan()).sum()[None]

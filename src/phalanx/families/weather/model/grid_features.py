@@ -1,0 +1,177 @@
+"""The grid: fields as patches and back, latitudes, and how much of the sphere each point stands for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from math import pi
+
+import torch
+from torch import Tensor
+
+from phalanx.families.weather.field_names import split_level
+from phalanx.families.weather.model_config import WeatherModel
+from phalanx.families.weather.sizes import FEATURES
+
+
+def patches_of(fields_BVHW: Tensor, patch_size: int) -> Tensor:
+    """Cut fields [B, V, H, W] into patches [B, L, V, P]: locations row by row from the first latitude, points of a
+    patch too."""
+    tiles = fields_BVHW.unflatten(-1, (-1, patch_size)).unflatten(-3, (-1, patch_size))
+    patches_BLVP: Tensor = tiles.permute(0, 2, 4, 1, 3, 5).flatten(4, 5).flatten(1, 2)
+    return patches_BLVP
+
+
+def fields_of(patches_BLVP: Tensor, n_lat: int, patch_size: int) -> Tensor:
+    """Join patches [B, L, V, P] into fields [B, V, H, W] of `n_lat` rows: the inverse of `patches_of`."""
+    tiles = patches_BLVP.unflatten(3, (patch_size, patch_size)).unflatten(1, (n_lat // patch_size, -1))
+    fields_BVHW: Tensor = tiles.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
+    return fields_BVHW
+
+
+def latitudes(config: WeatherModel, device: torch.device) -> Tensor:
+    """Return latitudes of the rows' points in degrees, float64 [H]: evenly spaced."""
+    rows = torch.arange(config.n_lat, dtype=torch.float64, device=device)
+    if config.first_latitude is None or config.last_latitude is None:
+        return (rows + 0.5) * (180.0 / config.n_lat) - 90.0
+    return config.first_latitude + rows * (config.last_latitude - config.first_latitude) / (config.n_lat - 1)
+
+
+def cell_edges(config: WeatherModel, device: torch.device) -> Tensor:
+    """Return latitudes between which the rows' cells lie, degrees, float64 [H + 1].
+
+    Halfway between points, and as far beyond the outer points; cells end at the poles (a row of points on a pole has a
+    polar cap of half the height).
+    """
+    lat_H = latitudes(config, device)
+    half = (lat_H[1] - lat_H[0]) / 2 if len(lat_H) > 1 else torch.full((), 90.0, dtype=lat_H.dtype, device=device)
+    return torch.cat((lat_H - half, lat_H[-1:] + half)).clamp(-90.0, 90.0)
+
+
+def row_weights(config: WeatherModel, device: torch.device) -> Tensor:
+    """Return weight of a point in each row, float64 [H], with mean 1 over the grid.
+
+    `cos`: cosine of the latitude (ClimaX). `area`: the exact area of the cell, from the sines of its edges (WeatherBench 2,
+    Rasp et al. 2024), which is not 0 for points on a pole.
+    """
+    if config.latitude_weights == "cos":
+        weight_H = torch.cos(latitudes(config, device) * (pi / 180.0))
+    else:
+        weight_H = torch.sin(cell_edges(config, device) * (pi / 180.0)).diff().abs()
+    return weight_H / weight_H.mean()
+
+
+def patch_places(config: WeatherModel, device: torch.device) -> Tensor:
+    """Return for each patch, float64 [L, 4], its centre as a point (x, y, z) of the unit sphere, and its area in steradians.
+
+    Longitudes go round the globe in even steps. The centre halves the area.
+    """
+    rows, columns = config.n_lat // config.patch_size, config.n_lon // config.patch_size
+    edges = torch.sin(cell_edges(config, device)[:: config.patch_size] * (pi / 180.0))
+    height = torch.asin((edges[1:] + edges[:-1]) / 2)
+    turn = (torch.arange(columns, dtype=torch.float64, device=device) + 0.5) * (2 * pi / columns)
+    ring = torch.cos(height)[:, None]
+    area = edges.diff().abs() * (2 * pi / columns)
+    parts = (ring * torch.cos(turn), ring * torch.sin(turn), torch.sin(height)[:, None], area[:, None])
+    return torch.stack([part.expand(rows, columns) for part in parts], dim=-1).flatten(0, 1)
+
+
+def input_places(config: WeatherModel) -> list[int]:
+    """Return numbers, among the model's variables, of those it reads."""
+    return [config.variables.index(name) for name in config.input_names]
+
+
+def output_places(config: WeatherModel) -> list[int]:
+    """Return numbers, among the model's variables, of those it predicts."""
+    return [config.variables.index(name) for name in config.output_names]
+
+
+def outputs_among_inputs(config: WeatherModel) -> list[int]:
+    """Return numbers of the predicted variables among the fields that are read."""
+    return [config.input_names.index(name) for name in config.output_names]
+
+
+def take(tensor: Tensor, places: Sequence[int], dim: int) -> Tensor:
+    """Return the elements of `tensor` at `places` along `dim`; a view where they are consecutive."""
+    first, count = places[0], len(places)
+    if list(places) == list(range(first, first + count)):
+        return tensor.narrow(dim, first, count)
+    return tensor.index_select(dim, torch.tensor(places, device=tensor.device))
+
+
+def pressure_level(name: str) -> int | None:
+    """Return pressure in hPa that ends a variable's name (`temperature_850`, `t850`); None for variables of the
+    surface (`u10`)."""
+    found = split_level(name)
+    return None if found is None else found[1]
+
+
+def wave_features(x: Tensor, shortest: float, longest: float, count: int = FEATURES) -> Tensor:
+    """Return sine and cosine of `x` at `count` wavelengths, evenly spaced in their logarithm: float64 [..., 2 * count].
+
+    The expansion of Aurora (Bodnar et al. 2024, arXiv:2405.13063, section B.4). x: in the unit of the wavelengths.
+    """
+    steps = torch.arange(count, dtype=torch.float64, device=x.device) / max(count - 1, 1)
+    wavelengths = shortest * (longest / shortest) ** steps
+    angles = x.to(torch.float64)[..., None] * (2 * math.pi) / wavelengths
+    return torch.cat((angles.sin(), angles.cos()), dim=-1)
+
+
+def sine_table(index: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return elements of a table [N, D] that starts row n with the waves of n (Vaswani et al. 2017), as ClimaX's
+    variables do.
+
+    index: int64, row-major in the whole table. Half of a row is sines, half cosines, of n / 10000^(2i/D).
+    """
+    row, column = index // shape[1], index % shape[1]
+    return _wave(row, column, shape[1])
+
+
+def grid_table(columns: int, index: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return elements of a table [L, D] for locations of a grid with `columns` columns: waves of the column, then of
+    the row.
+
+    The order is that of the published tables (MAE, He et al. 2022). index: int64, row-major in the whole table.
+    """
+    half = shape[1] // 2
+    location, feature = index // shape[1], index % shape[1]
+    place = torch.where(feature < half, location % columns, location // columns)
+    return _wave(place, feature % half, half)
+
+
+def _wave(place: Tensor, feature: Tensor, width: int) -> Tensor:
+    """Return the wave number `feature` of `width` at the whole number `place`."""
+    half = width // 2
+    # From the C library's power function, one by one: a vectorised one may round differently.
+    slowness = torch.tensor([10000.0 ** (-i / half) for i in range(half)], dtype=torch.float64, device=place.device)
+    angle = place.to(torch.float64) * slowness[feature % half]
+    return sine(angle, quarter_turns=(feature >= half).to(torch.int64))
+
+
+def sine(angle: Tensor, quarter_turns: Tensor) -> Tensor:
+    """Return sin(angle + quarter_turns * pi/2) of float64 `angle` from 0 to about 1e5, within 1e-11.
+
+    By additions and multiplications alone, which all devices and all vector widths round alike: a value then does not
+    depend on which part of a table is computed where.
+    """
+    turns = (angle * (2.0 / math.pi)).round()
+    # pi/2 in two parts: the first has few enough bits that its product with `turns` is exact.
+    rest = (angle - turns * _HALF_PI_HIGH) - turns * _HALF_PI_LOW
+    square = rest * rest
+    sines = _series(square, [(-1) ** k / math.factorial(2 * k + 1) for k in range(8)]) * rest
+    cosines = _series(square, [(-1) ** k / math.factorial(2 * k) for k in range(8)])
+    quadrant = (turns.to(torch.int64) + quarter_turns) % 4
+    value = torch.where(quadrant % 2 == 0, sines, cosines)
+    return torch.where(quadrant < 2, value, -value)
+
+
+_HALF_PI_HIGH = math.floor(math.pi / 2 * 2**32) / 2**32
+_HALF_PI_LOW = math.pi / 2 - _HALF_PI_HIGH
+
+
+def _series(x: Tensor, coefficients: list[float]) -> Tensor:
+    """Evaluate the polynomial with these coefficients, lowest power first, by Horner's rule."""
+    total = torch.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        total = total.mul(x).add(coefficient)
+    return total

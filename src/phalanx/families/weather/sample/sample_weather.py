@@ -1,0 +1,184 @@
+"""Sample weather: days of the quasi-geostrophic atmosphere as one netCDF file that a run reads.
+
+On the 5.625 degree grid of ClimaX and WeatherBench, with idealised mountains where Tibet and the Rocky Mountains are. The
+year has no seasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import xarray
+
+from phalanx.counter_random import stream_key, uniform_values
+from phalanx.errors import DataError
+from phalanx.families.weather.data import require_package
+from phalanx.families.weather.sample.quasigeostrophic import (
+    LEVELS,
+    RADIUS,
+    Atmosphere,
+    ComplexArray,
+    Float64Array,
+    Harmonics,
+    Physics,
+    legendre_functions,
+    to_grid,
+)
+from phalanx.files import TEMPORARY
+
+FILE = "weather.nc"
+TRUNCATION = 21
+LATITUDES = np.arange(-87.1875, 90.0, 5.625)
+LONGITUDES = np.arange(0.0, 360.0, 5.625)
+FRAME_HOURS = 12
+SPIN_UP_DAYS = 60
+PHYSICS = Physics(relaxation=25.0, friction=2.0, diffusion=1.0, shears=(24.0, 18.0))
+"""Makes jets of 40 m/s and waves whose forecasts by persistence are lost to climatology after two days."""
+MOUNTAINS = ((35.0, 88.0, 4000.0, 12.0, 20.0), (42.0, 252.0, 2000.0, 14.0, 12.0))
+"""Latitude, longitude, height in m, and half widths in degrees from south to north and from west to east."""
+_MEAN_GEOPOTENTIAL = {200: 115700.0, 500: 54600.0, 800: 19100.0}
+"""Of the standard atmosphere, in m^2/s^2."""
+_GAS = 287.05
+"""Gas constant of dry air, in J/(kg K)."""
+_KINDS = {"geopotential": ("m2 s-2", 2.0), "temperature": ("K", 0.02), "u_component": ("m s-1", 0.05)}
+_KINDS["v_component"] = _KINDS["u_component"]
+"""How names of variables begin: their unit, and what numbers are rounded to in the file."""
+Progress = Callable[[str, int, int], None]
+
+
+def write_weather(
+    folder: Path,
+    *,
+    days: int,
+    seed: int = 0,
+    spin_up_days: int = SPIN_UP_DAYS,
+    progress: Progress = lambda what, done, total: None,
+) -> Path:
+    """Simulate `days` after a spin-up and write them into `folder`. Returns the file, which appears when it is whole.
+
+    Raises DataError where it is already there or the folder cannot be written.
+    """
+    require_package("netCDF4", "sample weather needs")
+    path = folder / FILE
+    if path.exists():
+        raise DataError(f"{path} is already there; remove it or name another folder")
+    dataset = simulate(days, seed, spin_up_days, progress)
+    halves = path.with_name(TEMPORARY + path.name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        dataset.to_netcdf(halves, engine="netcdf4")
+        halves.replace(path)
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror or error}; name another --out DIR") from error
+    return path
+
+
+def simulate(
+    days: int,
+    seed: int,
+    spin_up_days: int = SPIN_UP_DAYS,
+    progress: Progress = lambda what, done, total: None,
+) -> xarray.Dataset:
+    """Return frames every 12 hours of `days`, with their packing; the same numbers for the same seed."""
+    atmosphere = build_atmosphere()
+    steps = round(FRAME_HOURS * 3600 / atmosphere.step)
+    frames, skipped = days * 24 // FRAME_HOURS, spin_up_days * 24 // FRAME_HOURS
+    state = disturbed_state(atmosphere, seed)
+    found: list[dict[str, Float64Array]] = []
+    grid = OutputGrid.build()
+    for frame in range(-skipped, frames):
+        if frame >= 0:
+            found.append(grid.fields_of(atmosphere, state))
+        state = atmosphere.advance(state, steps)
+        progress("simulating weather", skipped + frame + 1, skipped + frames)
+    return _dataset(found)
+
+
+def build_atmosphere() -> Atmosphere:
+    """Return the model of the sample weather."""
+    harmonics = Harmonics(TRUNCATION)
+    latitudes = np.rad2deg(np.arcsin(harmonics.sines))
+    longitudes = np.arange(harmonics.columns) * 360 / harmonics.columns
+    return Atmosphere(harmonics, PHYSICS, mountains(latitudes, longitudes))
+
+
+def mountains(latitudes: Float64Array, longitudes: Float64Array) -> Float64Array:
+    """Return the height of the ground in m, [H, W]."""
+    height = np.zeros((len(latitudes), len(longitudes)))
+    for latitude, longitude, top, tall, wide in MOUNTAINS:
+        east = (longitudes - longitude + 180) % 360 - 180
+        height += top * np.exp(-(((latitudes[:, None] - latitude) / tall) ** 2) - (east / wide) ** 2)
+    return height
+
+
+def disturbed_state(atmosphere: Atmosphere, seed: int) -> ComplexArray:
+    """Return a weak flow of the kind that temperature relaxes to, with random waves that break its symmetry."""
+    size = atmosphere.harmonics.truncation + 1
+    drawn = uniform_values(stream_key("sample weather", str(seed)), torch.arange(2 * size * size)).double().numpy()
+    parts = drawn.reshape(2, size, size) - 0.5
+    waves = np.triu(parts[0] + 1j * parts[1]) / (1 + np.arange(size)) ** 2
+    waves[0] = 0.0
+    return atmosphere.vorticity_of(0.5 * atmosphere.equilibrium + 1e6 * waves)
+
+
+@dataclass(frozen=True)
+class OutputGrid:
+    """The grid of the file, at whose points states are evaluated."""
+
+    values: Float64Array
+    """Legendre functions [M, N, H]."""
+    slopes: Float64Array
+
+    @staticmethod
+    def build() -> OutputGrid:
+        """Return the grid of the file."""
+        return OutputGrid(*legendre_functions(TRUNCATION, np.sin(np.deg2rad(LATITUDES))))
+
+    def fields_of(self, atmosphere: Atmosphere, state: ComplexArray) -> dict[str, Float64Array]:
+        """Return all variables of a state, each [H, W]."""
+        stream = atmosphere.stream_function(state)
+        metric = RADIUS * np.cos(np.deg2rad(LATITUDES))[:, None]
+        eastward = -to_grid(stream, self.slopes, len(LONGITUDES)) / metric
+        northward = to_grid(1j * atmosphere.harmonics.zonal * stream, self.values, len(LONGITUDES)) / metric
+        heights = to_grid(atmosphere.geopotential(stream), self.values, len(LONGITUDES))
+        heights += np.array([_MEAN_GEOPOTENTIAL[level] for level in LEVELS])[:, None, None]
+        found = {"geopotential_500": heights[1]}
+        for upper, lower in ((0, 1), (1, 2)):
+            # The hypsometric equation: thickness of a layer to its mean temperature.
+            thickness = _GAS * np.log(LEVELS[lower] / LEVELS[upper])
+            found[f"temperature_{(LEVELS[upper] + LEVELS[lower]) // 2}"] = (heights[upper] - heights[lower]) / thickness
+        for number, level in enumerate(LEVELS):
+            found[f"u_component_of_wind_{level}"] = eastward[number]
+            found[f"v_component_of_wind_{level}"] = northward[number]
+        return found
+
+
+def _dataset(frames: list[dict[str, Float64Array]]) -> xarray.Dataset:
+    hours = np.arange(len(frames), dtype=np.int32) * FRAME_HOURS
+    dataset = xarray.Dataset(
+        coords={
+            "time": ("time", hours, {"units": "hours since 2000-01-01 00:00", "calendar": "standard"}),
+            "lat": ("lat", LATITUDES, {"units": "degrees_north"}),
+            "lon": ("lon", LONGITUDES, {"units": "degrees_east"}),
+        },
+        attrs={"title": "A quasi-geostrophic atmosphere of three levels (Marshall and Molteni 1993) at T21, simulated"},
+    )
+    for name in frames[0]:
+        unit, step = next(known for kind, known in _KINDS.items() if name.startswith(kind))
+        fields = np.stack([frame[name] for frame in frames])
+        offset = step * round(float(fields.mean()) / step)
+        packing = {
+            "dtype": "int16",
+            "scale_factor": step,
+            "add_offset": offset,
+            "_FillValue": np.int16(-(2**15)),
+            "zlib": True,
+            "chunksizes": (min(16, len(frames)), len(LATITUDES), len(LONGITUDES)),
+        }
+        dataset[name] = (("time", "lat", "lon"), fields.astype(np.float32), {"units": unit}, packing)
+    dataset["orography"] = (("lat", "lon"), mountains(LATITUDES, LONGITUDES).astype(np.float32), {"units": "m"})
+    return dataset

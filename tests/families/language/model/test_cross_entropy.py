@@ -1,0 +1,73 @@
+"""The chunked output head and loss against torch's own cross-entropy over all logits at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from phalanx.families.language.model.cross_entropy import IGNORED, linear_cross_entropy
+
+N, D, V = 23, 8, 31
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.randint(V, (N,), generator=generator)
+    targets[[0, 7, N - 1]] = IGNORED
+    return hidden, weight, targets
+
+
+def reference(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, z_loss: float) -> torch.Tensor:
+    logits = hidden @ weight.T
+    kept = targets != IGNORED
+    z = torch.logsumexp(logits, dim=-1)[kept]
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") + z_loss * z.square().sum()
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 22, 23, 100])
+def test_loss_and_gradients_equal_those_of_all_logits_at_once(chunk_tokens: int, z_loss: float) -> None:
+    hidden, weight, targets = inputs()
+    result = linear_cross_entropy(hidden, weight, targets, chunk_tokens=chunk_tokens, z_loss=z_loss)
+    # A scale other than one shows whether the backward pass passes the incoming gradient on.
+    (3.0 * result.total).backward()
+    ours = result.total, hidden.grad, weight.grad
+
+    hidden, weight, targets = inputs()
+    expected = reference(hidden, weight, targets, z_loss)
+    (3.0 * expected).backward()
+    torch.testing.assert_close(ours, (expected, hidden.grad, weight.grad), rtol=1e-12, atol=1e-12)
+    assert result.count.item() == N - 3
+
+
+def test_all_targets_ignored_gives_zero_loss_and_zero_gradients() -> None:
+    hidden, weight, targets = inputs()
+    result = linear_cross_entropy(hidden, weight, torch.full_like(targets, IGNORED), chunk_tokens=4, z_loss=0.1)
+    result.total.backward()
+    assert result.total.item() == 0.0
+    assert result.count.item() == 0
+    assert hidden.grad is not None and not hidden.grad.any()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_without_gradients_the_loss_is_the_same() -> None:
+    hidden, weight, targets = inputs()
+    with torch.no_grad():
+        result = linear_cross_entropy(hidden, weight, targets, chunk_tokens=5)
+    torch.testing.assert_close(result.total, reference(hidden, weight, targets, 0.0).detach(), rtol=1e-12, atol=0)
+    assert not result.total.requires_grad
+
+
+def test_bfloat16_activations_with_a_float32_weight_sum_in_float32() -> None:
+    hidden, weight, targets = inputs(torch.float32)
+    low = hidden.detach().bfloat16().requires_grad_()
+    result = linear_cross_entropy(low, weight, targets, chunk_tokens=6)
+    result.total.backward()
+    assert result.total.dtype == torch.float32
+    assert low.grad is not None and low.grad.dtype == torch.bfloat16
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+    expected = reference(low.detach().float(), weight.detach().bfloat16().float(), targets, 0.0)
+    torch.testing.assert_close(result.total.detach(), expected, rtol=1e-2, atol=0)
