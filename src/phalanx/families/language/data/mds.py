@@ -110,7 +110,7 @@ class MdsSource(TokenSource):
             malformed="only MDS shards of version 2 can be read",
         )
         self._shards = [record for record in index.shards if record.samples]
-        self.unchecked = _unchecked(self._shards)
+        self.unchecked = _describe_unchecked(self._shards)
         self._bytes_dtype = bytes_dtype
         self._first_samples = np.cumsum([0] + [record.samples for record in self._shards], dtype=np.int64)
         self._shard = lru_cache(maxsize=_OPEN_SHARDS)(self._open_shard)
@@ -147,7 +147,7 @@ class MdsSource(TokenSource):
             _check_size(self.path, record)
             known = {name: value for name, value in record.raw_data.hashes.items() if _can_compute(name)}
             for name, expected in known.items():
-                new = getattr(_xxhash(), name) if name in _XXHASH_NAMES else partial(hashlib.new, name)
+                new = getattr(_import_xxhash(), name) if name in _XXHASH_NAMES else partial(hashlib.new, name)
                 with path.open("rb") as file:
                     found = str(hashlib.file_digest(file, new).hexdigest())
                 if found != expected:
@@ -182,7 +182,7 @@ class MdsSource(TokenSource):
 
 
 @cache
-def _xxhash() -> Any:
+def _import_xxhash() -> Any:
     """Return the package xxhash, None where it is not installed."""
     try:
         return importlib.import_module("xxhash")
@@ -191,10 +191,10 @@ def _xxhash() -> Any:
 
 
 def _can_compute(name: str) -> bool:
-    return name in _HASH_NAMES or (name in _XXHASH_NAMES and _xxhash() is not None)
+    return name in _HASH_NAMES or (name in _XXHASH_NAMES and _import_xxhash() is not None)
 
 
-def _unchecked(shards: Sequence[_ShardRecord]) -> str | None:
+def _describe_unchecked(shards: Sequence[_ShardRecord]) -> str | None:
     """Say what hashes cannot tell of these shards; None where each has one that this machine can compute."""
     without = [record for record in shards if not any(_can_compute(name) for name in record.raw_data.hashes)]
     if not without:

@@ -82,9 +82,9 @@ def tokenize_pieces(jobs: Iterator[tuple[list[str], Path]], settings: Settings, 
             running.add(pool.submit(_tokenize_piece, texts, path))
             # Pieces waiting for a worker hold text: no more of them than keeps all workers busy.
             if len(running) >= 2 * workers:
-                running = _collect(running)
+                running = _await_one(running)
         while running:
-            running = _collect(running)
+            running = _await_one(running)
         pool.shutdown()
     except BrokenProcessPool as error:
         raise DataError(
@@ -97,7 +97,7 @@ def tokenize_pieces(jobs: Iterator[tuple[list[str], Path]], settings: Settings, 
         held.close()
 
 
-def _collect(running: set[Future[None]]) -> set[Future[None]]:
+def _await_one(running: set[Future[None]]) -> set[Future[None]]:
     """Await one of the running tasks; return those that still run. Raises what a worker raised."""
     done, still = wait(running, return_when=FIRST_COMPLETED)
     for future in done:

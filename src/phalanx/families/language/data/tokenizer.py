@@ -119,7 +119,7 @@ def parse_tokenizer(content: bytes, where: Path | str) -> Tokenizer:
     except Exception as error:  # the tokenizers package raises plain Exception
         raise DataError(f"{where}: not a tokenizer that can be read: {error}") from error
     for component in ("normalizer", "decoder"):
-        growth = _growth(described.get(component))
+        growth = _text_growth(described.get(component))
         if growth > MAX_GROWTH:
             raise DataError(
                 f"{where}: its {component} can make a text {growth:.3g} times longer; at most {MAX_GROWTH} times is "
@@ -184,7 +184,7 @@ def _failing_component(tokenizer: Tokenizer, texts: Sequence[str]) -> str:
     return "its model or post_processor fails"
 
 
-def _growth(component: Any) -> float:
+def _text_growth(component: Any) -> float:
     """Return how many times longer a normalizer or decoder, as described in a tokenizer.json, can make a text."""
     if not isinstance(component, dict):
         return 1.0
@@ -192,7 +192,7 @@ def _growth(component: Any) -> float:
     if isinstance(parts, list):
         product = 1.0
         for part in parts:
-            product = min(product * _growth(part), 1e300)
+            product = min(product * _text_growth(part), 1e300)
         return product
     content, pattern = component.get("content"), component.get("pattern")
     if isinstance(content, str) and isinstance(pattern, dict):

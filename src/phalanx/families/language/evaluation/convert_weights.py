@@ -60,7 +60,7 @@ class Conversion:
     """Whether a tokenizer went along."""
 
 
-def convert(
+def convert_weights(
     source: Path,
     target: Path,
     *,
@@ -86,7 +86,7 @@ def convert(
         files = tokenizer_files(weights, tokenizer)
         if architecture is not None:
             chosen = dtype or weights.widest_format()
-            read = _reporting(weights, progress)
+            read = _report_reads(weights, progress)
             write_folder(target, Export(weights.model, architecture, read, chosen, files, shard_bytes))
         else:
             chosen = dtype or torch.float32
@@ -102,7 +102,7 @@ def convert(
     )
 
 
-def _reporting(weights: Weights, progress: Progress) -> Callable[[str], Tensor]:
+def _report_reads(weights: Weights, progress: Progress) -> Callable[[str], Tensor]:
     """Return a reader of tensors that reports its progress."""
     total = sum(map(prod, weights.shapes.values()))
     done = 0

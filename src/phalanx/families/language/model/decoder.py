@@ -76,9 +76,9 @@ class Block(nn.Module):
 
     def __init__(self, config: LanguageModel) -> None:
         super().__init__()
-        self.attention_norm = _norm(config)
+        self.attention_norm = _build_norm(config)
         self.attention = Attention(config)
-        self.mlp_norm = _norm(config)
+        self.mlp_norm = _build_norm(config)
         self.mlp = build_mlp(config)
         self.attention_dropout = CounterDropout(config.dropout, site=0)
         self.mlp_dropout = CounterDropout(config.dropout, site=1)
@@ -107,7 +107,7 @@ class OutputHead(nn.Module):
 
     def __init__(self, config: LanguageModel, *, chunk_tokens: int, z_loss: float, owns_weight: bool) -> None:
         super().__init__()
-        self.norm = _norm(config)
+        self.norm = _build_norm(config)
         if owns_weight:
             self.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
         else:
@@ -238,5 +238,5 @@ class Decoder(nn.Module):
         return [KeyValueCache() for _ in self.blocks]
 
 
-def _norm(config: LanguageModel) -> Norm:
+def _build_norm(config: LanguageModel) -> Norm:
     return Norm(config.d_model, kind=config.norm, eps=config.norm_eps, bias=config.bias)

@@ -68,12 +68,12 @@ def generate_batch(
 ) -> Iterator[list[int | None]]:
     """Return several continuations of one prompt at once, one a seed: each step gives a token a continuation, None
     once ended."""
-    _check(model, prompt_ids, max_tokens)
-    return _generate(model, prompt_ids, max_tokens, sampling, seeds, ends)
+    _check_prompt(model, prompt_ids, max_tokens)
+    return _generate_steps(model, prompt_ids, max_tokens, sampling, seeds, ends)
 
 
 @torch.no_grad()
-def _generate(
+def _generate_steps(
     model: Decoder,
     prompt_ids: Sequence[int],
     max_tokens: int,
@@ -136,7 +136,7 @@ def draw_token(logits_V: Tensor, sampling: Sampling, draw: torch.Generator) -> i
     return int(tokens_V[min(int(torch.searchsorted(summed_V, point, right=True)), len(summed_V) - 1)])
 
 
-def _check(model: Decoder, prompt_ids: Sequence[int], max_tokens: int) -> None:
+def _check_prompt(model: Decoder, prompt_ids: Sequence[int], max_tokens: int) -> None:
     config = model.config
     if not prompt_ids:
         raise ConfigError("the prompt is empty and there is no token that begins a document; give some text")

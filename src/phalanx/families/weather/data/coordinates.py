@@ -106,7 +106,7 @@ class Orientation:
         return fields
 
 
-def orient(latitudes: Float64Array, longitudes: Float64Array, where: str) -> tuple[Grid, Orientation]:
+def orient_grid(latitudes: Float64Array, longitudes: Float64Array, where: str) -> tuple[Grid, Orientation]:
     """Return the grid of a file from its coordinates in degrees, in their order in the file, and how to get there.
 
     where: names the file in messages. Raises DataError for coordinates that are no latitude-longitude grid.
@@ -204,7 +204,7 @@ class TimeAxis:
         return np.where(np.abs(self.seconds[found] - wanted) <= tolerance, found, -1).astype(np.int64)
 
 
-def canonical(calendar: str) -> str:
+def canonical_calendar(calendar: str) -> str:
     """Return one name for each calendar. Raises ConfigError for an unknown one."""
     name = _SAME.get(calendar.lower(), calendar.lower())
     known = (_GREGORIAN, "noleap", "all_leap", "360_day", "julian")
@@ -218,7 +218,7 @@ def decode_times(values: Float64Array | Int64Array, units: str, calendar: str, w
 
     Raises DataError where units and calendar do not fit or times are missing, repeated or out of order.
     """
-    name = canonical(calendar)
+    name = canonical_calendar(calendar)
     if not np.isfinite(values).all():
         raise DataError(f"{where}: time index {int(np.flatnonzero(~np.isfinite(values))[0])} has no time")
     # A reference before 1582 counts from there in the file's own calendar; only the proleptic one has a year 0.

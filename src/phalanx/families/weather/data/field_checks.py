@@ -70,14 +70,14 @@ def require_alike(variables: Sequence[str], first: Body, second: Body) -> None:
         if max(ratio, 1 / ratio) > std_ratio or distance > _MEAN_DISTANCE:
             raise DataError(
                 f"{variable} has mean {mean_b:.4g} and standard deviation {std_b:.4g} in {second.names[index]}, "
-                f"but {mean_a:.4g} and {std_a:.4g} in {first.names[index]}: {_cause(ratio, mean_b - mean_a)}; "
+                f"but {mean_a:.4g} and {std_a:.4g} in {first.names[index]}: {_guess_cause(ratio, mean_b - mean_a)}; "
                 f"give scale and offset under names of the source, or set data.check_units to false"
             )
     if same_season:
         _require_same_way_up(variables, first, second)
 
 
-def _cause(ratio: float, shift: float) -> str:
+def _guess_cause(ratio: float, shift: float) -> str:
     factor = max(ratio, 1 / ratio)
     for known, what in _UNITS:
         if 0.6 < factor / known < 1.6:
@@ -92,8 +92,8 @@ def _require_same_way_up(variables: Sequence[str], first: Body, second: Body) ->
         return
     upright, turned = [], []
     for a, b in zip(first.profile, second.profile, strict=True):
-        upright.append(_correlation(a, b))
-        turned.append(_correlation(a, b[::-1]))
+        upright.append(_correlate_rows(a, b))
+        turned.append(_correlate_rows(a, b[::-1]))
     gain = np.nan_to_num(np.array(turned) - np.array(upright))
     index = int(np.argmax(gain))
     # A reversed field fits well once turned and badly before; a mere difference of climates does neither.
@@ -105,7 +105,7 @@ def _require_same_way_up(variables: Sequence[str], first: Body, second: Body) ->
         )
 
 
-def _correlation(a: Float64Array, b: Float64Array) -> float:
+def _correlate_rows(a: Float64Array, b: Float64Array) -> float:
     both = np.isfinite(a) & np.isfinite(b)
     if both.sum() < _LEAST_ROWS or a[both].std() == 0 or b[both].std() == 0:
         return float("nan")

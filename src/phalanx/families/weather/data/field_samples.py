@@ -128,13 +128,13 @@ class FieldReader:
         hours, cycles = np.empty(len(cases), dtype=np.float32), np.empty((len(cases), 2), dtype=np.float32)
         for index, mine in self._by_source(cases):
             store = self.sources[index].store
-            with _rows(fields, mine) as part:
+            with _writable_rows(fields, mine) as part:
                 inputs = part[:, : len(self.inputs)]
                 store.fill(inputs, cases.start[mine], self._columns(index, self.inputs))
                 self._input_scale.normalise(inputs)
                 inputs[np.isnan(inputs)] = 0.0
                 part[:, len(self.inputs) :] = self._static[index]
-            with _rows(targets, mine) as part:
+            with _writable_rows(targets, mine) as part:
                 store.fill(part, cases.target[mine], self._columns(index, self.outputs))
                 self._output_scale.normalise(part)
             seconds = store.times.seconds
@@ -203,7 +203,7 @@ class FieldReader:
 
 
 @contextmanager
-def _rows(array: Float32Array, rows: Int64Array) -> Iterator[Float32Array]:
+def _writable_rows(array: Float32Array, rows: Int64Array) -> Iterator[Float32Array]:
     """Yield the given rows of an array, to be written to: the array itself where they are all of it, which saves a copy."""
     if len(rows) == len(array):
         yield array

@@ -50,7 +50,7 @@ class FieldSet:
             _require_grid(self.stores[0], store)
             require_whole_axis(store, skip_gaps=data.gaps == "skip", tolerance_hours=data.time_tolerance_hours)
             _require_static(store)
-        self.surveys = [_survey(store, source) for store, source in zip(self.stores, data.sources, strict=True)]
+        self.surveys = [_read_survey(store, source) for store, source in zip(self.stores, data.sources, strict=True)]
         self._train = [split_frames(data, store, "train") for store in self.stores]
         if data.check_units:
             self._check_quantities()
@@ -163,7 +163,7 @@ class FieldSet:
         store, frames = self.stores[source], self._train[source]
         names = [str(store.path)] * len(self.variables)
         survey = self.surveys[source]
-        return Body(names, survey.moments(frames), survey.whole_profile(), _days(store, frames))
+        return Body(names, survey.moments(frames), survey.whole_profile(), _days_of(store, frames))
 
     def _compare_with(self, given: FieldStatistics) -> None:
         moments = Moments(given.frames, given.mean_of(self.variables), given.std_of(self.variables))
@@ -172,11 +172,11 @@ class FieldSet:
             require_alike(self.variables, Body(names, moments, None, frozenset()), self._body(index))
 
 
-def _days(store: FieldStore, frames: Int64Array) -> frozenset[int]:
+def _days_of(store: FieldStore, frames: Int64Array) -> frozenset[int]:
     return frozenset(store.times.days_of_year[frames].tolist())
 
 
-def _survey(store: FieldStore, source: FieldSource) -> Survey:
+def _read_survey(store: FieldStore, source: FieldSource) -> Survey:
     if isinstance(store, PreparedStore):
         return store.read_survey()
     size = len(store.times) * store.frame_bytes

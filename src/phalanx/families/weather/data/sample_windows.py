@@ -85,8 +85,8 @@ def split_frames(data: FieldData, store: FieldStore, split: SplitName) -> Int64A
 
 def period_frames(period: Period, store: FieldStore, field: str) -> Int64Array:
     """Return the frames of a stretch of time. field: its name in the run file. Raises DataError where there are none."""
-    first = _moment(period.first, store, last=False)
-    last = _moment(period.last, store, last=True)
+    first = _moment_seconds(period.first, store, last=False)
+    last = _moment_seconds(period.last, store, last=True)
     seconds = store.times.seconds
     frames = np.flatnonzero((seconds >= first) & (seconds <= last)).astype(np.int64)
     if not frames.size:
@@ -97,7 +97,7 @@ def period_frames(period: Period, store: FieldStore, field: str) -> Int64Array:
     return frames
 
 
-def _moment(moment: str, store: FieldStore, *, last: bool) -> int:
+def _moment_seconds(moment: str, store: FieldStore, *, last: bool) -> int:
     if not moment.startswith("step "):
         return moment_bounds(moment, store.times.calendar)[last]
     step = int(moment.removeprefix("step "))

@@ -57,7 +57,7 @@ class XarrayStore(FieldStore):
         opened = [open_file(file, source) for file in files]
         self.grid = _same_grid(opened)
         pieces = [self._pieces_of(name, opened) for name in variables]
-        axes = [_joined(name, parts) for name, parts in zip(variables, pieces, strict=True)]
+        axes = [_join_times(name, parts) for name, parts in zip(variables, pieces, strict=True)]
         self.times = axes[0]
         for name, axis in zip(variables, axes, strict=True):
             _require_same_times(variables[0], self.times, name, axis, opened)
@@ -67,7 +67,7 @@ class XarrayStore(FieldStore):
         static_files = opened if source.static_path is None else [open_file(Path(source.static_path), source)]
         self._static = [self._static_slot(name, static_files) for name in statics]
         self.fingerprint = hash_of(
-            [(file.name, _size(file)) for file in files],
+            [(file.name, _stored_bytes(file)) for file in files],
             self._naming.describe((*variables, *statics)),
             self.times.calendar,
             self.times.seconds.tobytes(),
@@ -116,7 +116,7 @@ class XarrayStore(FieldStore):
             if any(file.find(stored) for file in files):
                 raise DataError(f"{self.path}: {name} does not depend on time; name it under data.static")
             raise DataError(
-                f"{_subject(self.path, files)} has no variable {self._naming.told(name)}; {_known(stored, files)}"
+                f"{_name_files(self.path, files)} has no variable {self._naming.told(name)}; {_list_known(stored, files)}"
             )
         found.sort(key=lambda item: int(item[0].times.seconds[0]) if item[0].times else 0)
         pieces: list[_Piece] = []
@@ -145,8 +145,8 @@ class XarrayStore(FieldStore):
             if different is not None:
                 raise DataError(f"{file.path}: another grid than that of {self.path}: {different}; regrid one of them")
             return file, slot
-        where = _subject(files[0].path if len(files) == 1 else self.path, files)
-        raise DataError(f"{where} has no static field {self._naming.told(name)}; {_known(stored, files)}")
+        where = _name_files(files[0].path if len(files) == 1 else self.path, files)
+        raise DataError(f"{where} has no static field {self._naming.told(name)}; {_list_known(stored, files)}")
 
 
 def _same_grid(files: Sequence[FieldFile]) -> Grid:
@@ -158,7 +158,7 @@ def _same_grid(files: Sequence[FieldFile]) -> Grid:
     return first.grid
 
 
-def _joined(name: str, pieces: Sequence[_Piece]) -> TimeAxis:
+def _join_times(name: str, pieces: Sequence[_Piece]) -> TimeAxis:
     """Return the times of a variable over all its files."""
     axes = [piece.file.times for piece in pieces if piece.file.times is not None]
     for piece, axis in zip(pieces, axes, strict=True):
@@ -190,11 +190,11 @@ def _require_same_times(
     )
 
 
-def _subject(path: Path, files: Sequence[FieldFile]) -> str:
+def _name_files(path: Path, files: Sequence[FieldFile]) -> str:
     return str(path) if len(files) == 1 else f"{path} ({len(files)} files)"
 
 
-def _known(stored: str, files: Sequence[FieldFile]) -> str:
+def _list_known(stored: str, files: Sequence[FieldFile]) -> str:
     names = sorted({name for file in files for name in file.names()})
     near = get_close_matches(stored, names, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
@@ -202,7 +202,7 @@ def _known(stored: str, files: Sequence[FieldFile]) -> str:
     return f"{hint}it has {shown or 'none on a grid'}; other names go under names of the source"
 
 
-def _size(path: Path) -> int:
+def _stored_bytes(path: Path) -> int:
     """Return bytes of a file, or of all files of a store."""
     if path.is_file():
         return path.stat().st_size

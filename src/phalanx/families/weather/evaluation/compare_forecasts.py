@@ -74,7 +74,7 @@ class Comparison:
         truth = reader.read_outputs(cases).to(device)
         usual = None if self.climatologies is None else climatology_at(reader, self.climatologies, cases).to(device)
         self._model.add(forecast.to(device), truth, hours, usual)
-        self._persistence.add(persistence(reader)(cases).to(device), truth, hours, usual)
+        self._persistence.add(persistence_forecast(reader)(cases).to(device), truth, hours, usual)
         if usual is not None:
             self._climatology.add(usual, truth, hours)
 
@@ -165,7 +165,7 @@ Forecast = Callable[[Cases], Tensor]
 """Predicts the output variables [n, V_out, H, W], in their own units, at the targets of n cases."""
 
 
-def persistence(reader: FieldReader) -> Forecast:
+def persistence_forecast(reader: FieldReader) -> Forecast:
     """Return the forecast that nothing changes from the input on."""
     return lambda cases: reader.read_outputs(cases, at_start=True)
 

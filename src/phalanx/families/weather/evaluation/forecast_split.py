@@ -162,7 +162,7 @@ def forecast_split(
     device = next(loaded.model.parameters()).device
     comparison = Comparison(reader, climatologies, device)
     chosen = [spread_rows(source.windows, starts, len(reader.sources)) for source in reader.sources]
-    shown = _Shown(reader, list(mapped) or _usual(reader.outputs), list(steps), chosen)
+    shown = _Shown(reader, list(mapped) or _usual_maps(reader.outputs), list(steps), chosen)
     total, done = sum(map(len, chosen)), 0
     for index, rows in enumerate(chosen):
         for first in range(0, len(rows), _BATCH):
@@ -180,7 +180,7 @@ def lead_steps(run: WeatherRun, hours: int, step_hours: int | None) -> dict[int,
     ConfigError."""
     trained = run.data.leads if run.data.rollout_hours is None else [run.data.rollout_hours]
     if step_hours is not None and step_hours not in trained:
-        raise ConfigError(f"--step {step_hours}: the model was trained on lead times of {_listed(trained)} hours")
+        raise ConfigError(f"--step {step_hours}: the model was trained on lead times of {_list_numbers(trained)} hours")
     steps = plan_steps(trained if step_hours is None else [step_hours], hours)
     unpredicted = [name for name in run.data.inputs if name not in run.data.target_variables]
     if unpredicted:
@@ -190,17 +190,17 @@ def lead_steps(run: WeatherRun, hours: int, step_hours: int | None) -> dict[int,
         nearest = max((reached for reached in steps if reached < hours), default=min(trained))
         why = f" (no roll-out: {unpredicted[0]} is read but not predicted)" if unpredicted else ""
         raise ConfigError(
-            f"--hours {hours}: steps of {_listed(trained if step_hours is None else [step_hours])} hours do not reach "
+            f"--hours {hours}: steps of {_list_numbers(trained if step_hours is None else [step_hours])} hours do not reach "
             f"it{why}\nnearest: --hours {nearest}"
         )
     return steps
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _list_numbers(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _usual(outputs: Sequence[str]) -> list[str]:
+def _usual_maps(outputs: Sequence[str]) -> list[str]:
     return [name for name in _MAPPED if name in outputs] or list(outputs[:_MAPS])
 
 

@@ -11,7 +11,7 @@ from phalanx.families.weather.model.grid_features import (
     patch_places,
     patches_of,
     pressure_level,
-    take,
+    take_places,
     wave_features,
 )
 from phalanx.families.weather.model_config import WeatherModel
@@ -98,9 +98,9 @@ class FieldEmbedding(nn.Module):
     def variable_maps(self, variables: list[int]) -> tuple[Tensor, Tensor]:
         """Return what turns these variables' patches into tokens: weight [V, D, P] and offset [V, D], in the
         activation format."""
-        weight_VDP = take(self.patches.weight, variables, 0).to(self.dtype)
+        weight_VDP = take_places(self.patches.weight, variables, 0).to(self.dtype)
         # Bias and variable embedding always occur as a sum; it is formed before rounding.
-        offset_VD = take(self.patches.bias + self.variables, variables, 0).to(self.dtype)
+        offset_VD = take_places(self.patches.bias + self.variables, variables, 0).to(self.dtype)
         if self.level is not None:
             names = [self.config.variables[place] for place in variables]
             offset_VD = offset_VD + self.level(_level_features(names, offset_VD.device).to(self.dtype))

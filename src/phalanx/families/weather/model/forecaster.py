@@ -109,13 +109,13 @@ class Forecaster(nn.Module):
         return Positions(rows_S, rows_S)
 
 
-def attend(query_BASE: Tensor, key_BASE: Tensor, value_BASE: Tensor) -> Tensor:
+def attend_whole(query_BASE: Tensor, key_BASE: Tensor, value_BASE: Tensor) -> Tensor:
     """Return softmax(q k^T / sqrt(E)) v over all tokens, [B, A, S, E]."""
     return F.scaled_dot_product_attention(query_BASE, key_BASE, value_BASE)
 
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The signature of `attend`."""
+"""The signature of `attend_whole`."""
 
 
 class Attention(nn.Module):
@@ -129,7 +129,7 @@ class Attention(nn.Module):
     def __init__(self, config: WeatherModel) -> None:
         super().__init__()
         self.head_size = config.head_size
-        self.attend: AttentionCore = attend
+        self.attend: AttentionCore = attend_whole
         self.qkv = Linear(config.d_model, 3 * config.d_model, bias=True)
         self.output = Linear(config.d_model, config.d_model, bias=True)
         self.query_norm = self.key_norm = None
@@ -177,12 +177,12 @@ class Block(nn.Module):
         """Map activations [B, S, D] to [B, S, D]. kept: factor of each sample's attention and MLP branch, from
         `path_factors`."""
         mixed = self.attention_dropout(self.attention(self.attention_norm(x_BSD)), dropout)
-        x_BSD = x_BSD + _scaled(mixed, kept_2B, 0)
+        x_BSD = x_BSD + _scale_branch(mixed, kept_2B, 0)
         hidden = self.mlp_dropout(self.mlp(self.mlp_norm(x_BSD)), dropout)
-        return x_BSD + _scaled(hidden, kept_2B, 1)
+        return x_BSD + _scale_branch(hidden, kept_2B, 1)
 
 
-def _scaled(branch_BSD: Tensor, kept_2B: Tensor | None, branch: int) -> Tensor:
+def _scale_branch(branch_BSD: Tensor, kept_2B: Tensor | None, branch: int) -> Tensor:
     return branch_BSD if kept_2B is None else branch_BSD * kept_2B[branch, :, None, None].to(branch_BSD.dtype)
 
 
