@@ -102,7 +102,7 @@ class NpzStore(FieldStore):
         """Find the file that holds a frame of a variable, and the time index in that file."""
         return self.locate_in_segments(frame)
 
-    def ends_year(self, frame: int) -> bool:
+    def allows_gap(self, frame: int) -> bool:
         """Return whether a year ends with `frame` and the next begins so soon that only the dropped days can be missing."""
         hours = int(self.times.seconds[frame + 1] - self.times.seconds[frame]) / HOUR
         last = any(segment.end == frame + 1 for segment in self.segments)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import cftime  # type: ignore[import-untyped]
@@ -75,6 +76,13 @@ class Grid:
         areas = heights[:, None] * widths[None, :]
         weights: Float64Array = areas / areas.mean()
         return weights
+
+
+def require_same_grid(first_path: Path, first: Grid, path: Path, grid: Grid) -> None:
+    """Raise DataError where the data at `path` lie on another grid than those at `first_path`, naming the difference."""
+    different = first.difference(grid)
+    if different is not None:
+        raise DataError(f"{path}: another grid than that of {first_path}: {different}; regrid one of them")
 
 
 def _latitude_bounds(centres: Float64Array) -> Float64Array:

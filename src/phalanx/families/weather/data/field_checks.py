@@ -11,11 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.errors import DataError
-from phalanx.families.weather.data.climax_shards import NpzStore
 from phalanx.families.weather.data.coordinates import HOUR, Float64Array
-from phalanx.families.weather.data.field_store import FieldStore, require_regular
+from phalanx.families.weather.data.field_store import FieldStore
 from phalanx.families.weather.data.field_survey import Moments, Survey
-from phalanx.families.weather.data.prepared_fields import PreparedStore
 
 _STD_RATIO = 3.0
 """Standard deviations further apart than this are taken for other units: the smallest usual factor, between geopotential
@@ -113,11 +111,27 @@ def _correlate_rows(a: Float64Array, b: Float64Array) -> float:
 
 
 def require_whole_axis(store: FieldStore, *, skip_gaps: bool, tolerance_hours: float) -> None:
-    """Refuse holes in the time axis of `store` unless `skip_gaps`. Raises DataError naming files and time indices."""
-    checked = isinstance(store, PreparedStore) and store.manifest.whole
-    if not skip_gaps and not checked:
-        allowed = store.ends_year if isinstance(store, NpzStore) else None
-        require_regular(store.times, store.segments, tolerance=round(tolerance_hours * HOUR), allowed=allowed)
+    """Refuse holes in the time axis of `store` unless `skip_gaps`. tolerance_hours: how much a time may be off.
+
+    Raises DataError naming the files and time indices on both sides of a hole and how much is missing.
+    """
+    if skip_gaps or store.gaps_refused:
+        return
+    times = store.times
+    steps = np.diff(times.seconds)
+    for index in np.flatnonzero(np.abs(steps - times.step) > 2 * round(tolerance_hours * HOUR)).tolist():
+        if store.allows_gap(index):
+            continue
+        before = next(s for s in store.segments if s.first <= index < s.end)
+        after = next(s for s in store.segments if s.first <= index + 1 < s.end)
+        missing = round(steps[index] / times.step) - 1
+        lacking = f"{missing} steps of {times.step / HOUR:g} h are missing" if missing > 0 else "steps are uneven"
+        other = "" if after is before else f" in {after.path}"
+        raise DataError(
+            f"{before.path}: time index {index - before.first} ({times.text(index)}) is followed by "
+            f"{times.text(index + 1)}{other}: {lacking}; add the missing file, or set data.gaps to skip (or "
+            f"data.time_tolerance_hours where steps differ by nature, as months do)"
+        )
 
 
 def require_one_quantity(store: FieldStore, survey: Survey) -> None:

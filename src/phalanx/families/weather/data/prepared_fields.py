@@ -87,12 +87,15 @@ def read_fields_manifest(folder: Path) -> FieldsManifest:
 class PreparedStore(FieldStore):
     """Fields in a prepared folder."""
 
+    units_compared = True
+
     def __init__(self, folder: Path, source: FieldSource, variables: Sequence[str], statics: Sequence[str]) -> None:
         """Open the folder. Raises DataError for a missing, truncated or lengthened file, by name, or a missing variable."""
         self.path = folder
         self.variables = tuple(variables)
         self.statics = tuple(statics)
         self.manifest = read_fields_manifest(folder)
+        self.gaps_refused = self.manifest.whole
         self._naming = Naming(_still_to_apply(source.names, self.manifest, folder))
         self._columns = [self._column(name, self.manifest.variables, "variable") for name in variables]
         static_columns = [self._column(name, self.manifest.statics, "static field") for name in statics]
