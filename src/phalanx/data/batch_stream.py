@@ -88,12 +88,14 @@ class SteppedStream(ABC, Generic[BatchT]):
 
     def seek(self, step: int) -> None:
         """Continue after `step`, the last step that is done."""
+        # What was read ahead belongs to other steps.
         self.close()
         self._step = step
 
     def next(self) -> BatchT:
         """Return the batch of the next step. Raises what reading it raised."""
         self._step += 1
+        # Errors then come out of the very call that causes them.
         if self.prefetch == 0:
             return self.batch(self._step)
         if self._ahead is None:
@@ -135,6 +137,7 @@ class ReadAheadStream(SteppedStream[BatchT]):
 
     def batch(self, step: int) -> BatchT:
         """Return this rank's samples of optimizer step `step`, counted from 1."""
+        # A function of the step alone, so a run may resume on any number of ranks and read the same samples.
         first = (step - 1) * self.global_batch + self.offset
         batch = self._reader.read(np.arange(first, first + self.share, dtype=np.int64))
         return batch.pinned() if self.pin_memory else batch
@@ -154,6 +157,7 @@ class ReadAhead(Generic[BatchT]):
 
     def next(self) -> BatchT:
         """Return the next batch. Raises what reading it raised, and again on every later call."""
+        # A thread that has failed puts nothing more: waiting for it would never end.
         item = self._failure or self._ready.get()
         if isinstance(item, Exception):
             self._failure = item
@@ -176,6 +180,7 @@ class ReadAhead(Generic[BatchT]):
                 item = self._read(step)
             except Exception as error:
                 item = error
+            # Blocks while `depth` batches are ready, which bounds the memory held.
             self._ready.put(item)
             if isinstance(item, Exception):
                 return

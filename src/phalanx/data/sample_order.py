@@ -63,6 +63,7 @@ class EpochShuffle:
         epoch, item = np.divmod(np.atleast_1d(place), self.items)
         keys = self._round_keys(epoch)
         shuffled = self._network(item.astype(np.uint64), keys)
+        # Fewer than one value in sqrt(items) lands outside, so this ends after a few rounds.
         outside = np.flatnonzero(shuffled >= np.uint64(self.items))
         while outside.size:
             shuffled[outside] = self._network(shuffled[outside], keys[:, outside])
@@ -95,6 +96,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     """
     if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ValueError(f"weights must be positive finite numbers, found {list(weights)}")
+    # Through their text: 0.1 then means a tenth, not the nearest binary fraction with its long period.
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * scale) for weight in exact]
@@ -139,6 +141,7 @@ class Mixture:
         """Return for each global sample `number` (n,) its source (n,) and its place in that source's own reading (n,)."""
         place = np.array(number, dtype=np.int64, ndmin=1)
         node = np.full_like(place, self._root)
+        # All numbers go down the tree together, one level at a time, so the loop is as short as the tree is deep.
         for _ in range(self._depth):
             inner = np.flatnonzero(node >= 0)
             at, k = node[inner], place[inner]

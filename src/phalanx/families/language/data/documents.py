@@ -57,6 +57,7 @@ def find_files(inputs: Sequence[str]) -> list[InputFile]:
     Raises DataError for an input that does not exist, has an unknown ending, or is a folder without text.
     """
     files: list[InputFile] = []
+    # Sorted within each folder: the order of documents, and so of samples, never changes.
     for given in inputs:
         found = _standard_library() if given == PYTHON_STDLIB else _find_below(Path(given))
         if not found:
@@ -235,12 +236,14 @@ def _read_python(file: InputFile, _text_field: str, max_bytes: int) -> Iterator[
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
         text = content.decode(encoding)
+    # Test suites of Python hold files that are wrong on purpose.
     except (SyntaxError, UnicodeError, LookupError):
         text = ""
     yield _whole_characters(text)
 
 
 def _read_whole(file: InputFile, stream: IO[bytes], max_bytes: int) -> bytes:
+    # One byte more than allowed tells a document that is too long from one that just fits.
     content = stream.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise _too_long(f"{file.path}: a document", max_bytes)
@@ -257,6 +260,7 @@ def _too_long(what: str, max_bytes: int) -> DataError:
 def _read_jsonl(file: InputFile, text_field: str, max_bytes: int) -> Iterator[str]:
     with _explain_damage(file), _open_unpacked(file) as stream:
         number = 0
+        # Bounded: a file without line ends must not be held as one line.
         while line := stream.readline(max_bytes + 1):
             number += 1
             if len(line) > max_bytes:
@@ -309,6 +313,7 @@ def _read_parquet(file: InputFile, text_field: str, max_bytes: int) -> Iterator[
                 f"{file.path}: no column {text_field!r}; found: {', '.join(schema.names)}; name it with --text-field"
             )
         row = 0
+        # Values are compressed: how much they unpack to is looked up before any is unpacked.
         rows = _rows_at_a_time(file, table.metadata, text_field, max_bytes)
         for batch in table.iter_batches(batch_size=rows, columns=[text_field]):
             for value in batch.column(0):

@@ -57,6 +57,7 @@ class TokenBatch:
 
     def split(self, parts: int) -> Iterator[TokenBatch]:
         """Yield `parts` micro-batches of equal size, in order."""
+        # Micro-batches of one shape: compiled programs and pipelines take no other.
         samples = len(self.tokens) // parts
         assert samples * parts == len(self.tokens)
         for start in range(0, len(self.tokens), samples):
@@ -97,6 +98,7 @@ class SampleReader:
             EpochShuffle(source.samples(sequence_length), stable_key("samples", seed, index))
             for index, source in enumerate(self.sources)
         ]
+        # Everything that decides which tokens sample number n holds: a resumed run compares it.
         description = [
             ORDER_VERSION,
             seed,
@@ -127,9 +129,11 @@ class SampleReader:
             if not mine.size:
                 continue
             starts = sample[mine] * length
+            # One token more than the inputs: the target of the last one.
             rows[mine] = origin.read(starts, length + 1)
             self._check_ids(origin, rows[mine], sample[mine])
             if documents is not None:
+                # Attention compares ids within a sample only; counted from its first they fit into 32 bits.
                 ids = origin.document_of(starts[:, None] + np.arange(length))
                 documents[mine] = ids - ids[:, :1]
         tokens = torch.from_numpy(rows)
@@ -155,6 +159,7 @@ class SampleReader:
     def _check_ids(self, origin: TokenSource, rows: Int64Array, samples: Int64Array) -> None:
         if self._vocab_size is None:
             return
+        # An id outside the table would read other memory on a GPU, or end the run there without a reason.
         wrong = (rows < 0) | (rows >= self._vocab_size)
         if wrong.any():
             row = int(np.flatnonzero(wrong.any(axis=1))[0])

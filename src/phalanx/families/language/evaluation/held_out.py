@@ -272,11 +272,14 @@ def score_split(
 
     Raises DataError for tokens that the model has no row for.
     """
+    # Where the format says how many ids there are, before anything is computed; else batch by batch.
     _check_vocabulary(source, source.vocab_size or 0, vocab_size)
     numbers = range(sample_count(source, sequence_length)) if numbers is None else numbers
+    # No more samples than there are: a short split is not filled up to a whole batch.
     size = min(microbatch or max(1, _BATCH_TOKENS // sequence_length), max(1, len(numbers)))
     batches = [numbers[start : start + size] for start in range(0, len(numbers), size)]
     bytes_of = None if byte_counts is None else byte_counts.to(device)
+    # Kept on the device: reading them each batch would make it wait for the CPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for start in range(0, len(batches), sharing.shares):
         # A rank without a batch of its own scores an empty one: a sharded model needs all ranks.
@@ -309,6 +312,7 @@ def spread_samples(sources: Sequence[TokenSource], sequence_length: int, samples
     ends = np.cumsum([0, *(sample_count(source, sequence_length) for source in sources)])
     total = int(ends[-1])
     count = total if samples is None else min(samples, total)
+    # Whole numbers: no rounding decides which samples are scored.
     chosen = np.arange(count, dtype=np.int64) * total // max(1, count)
     return [(chosen[(a <= chosen) & (chosen < b)] - a).tolist() for a, b in pairwise(ends)]
 
@@ -327,6 +331,7 @@ def _read_samples(
         read = source.read(np.array([start]), width + 1)[0]
         tokens[row, :width], targets[row, :width] = read[:-1], read[1:]
         highest = max(highest, int(read.max()))
+        # Counted from the sample's first, as in training.
         if document_mask:
             ids = source.document_of(np.arange(start, start + width))
             documents[row, :width] = ids - ids[0]

@@ -150,8 +150,10 @@ class PhalanxWeights(Weights):
     def read(self, name: str) -> Tensor:
         """Read the tensor `name` and verify its checksums."""
         parts = name.split(".")
+        # Tensors of one block are read together, so that each file is looked into once.
         group = PREFIX + ".".join(parts[: 2 if parts[0] == "blocks" else 1]) + "."
         if group != self._group:
+            # Emptied first, so that two blocks are never held at once.
             self._held = {}
             self._held = read_tensors(self.where, group)
             self._group = group

@@ -210,6 +210,7 @@ def tensor_rules(model: LanguageModel, counterparts: Mapping[str, Counterpart]) 
     counterparts: by our module name, or by parameter name where a module's parameters have different homes; `*` stands
     for the layer.
     """
+    # Names and shapes come from the model itself, without memory, so a rule can never be forgotten.
     with torch.device("meta"):
         decoder = Decoder(model)
     rules = []

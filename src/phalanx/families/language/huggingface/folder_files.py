@@ -31,6 +31,7 @@ def file_inside(path: Path, name: str) -> Path:
     file = path / pure
     if not file.is_file():
         raise CheckpointError(f"{file} is missing")
+    # Compared after links are resolved: a link may point anywhere.
     root = path.resolve()
     target = file.resolve()
     cache = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None

@@ -96,6 +96,7 @@ def _plan_shards(rules: Sequence[TensorRule], dtype: torch.dtype, limit: int) ->
     room = 0
     for rule in rules:
         size = _tensor_bytes(rule.shape, dtype)
+        # A tensor that is larger than the limit gets a file of its own.
         if not shards or size > room:
             shards.append([])
             room = limit
@@ -117,6 +118,7 @@ def _write_safetensors(file: Path, rules: Sequence[TensorRule], export: Export) 
             start, end = end, end + _tensor_bytes(shape, export.dtype)
             header[name] = {"dtype": _FORMATS[export.dtype], "shape": list(shape), "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
+    # The format wants tensors aligned to 8 bytes, so the header is filled up with spaces.
     encoded += b" " * (-len(encoded) % 8)
     with file.open("wb") as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)

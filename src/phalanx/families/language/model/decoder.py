@@ -92,6 +92,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """Map activations [B, S, D] to [B, S, D]."""
         mixed = self.attention(self.attention_norm(x_BSD), context, cache)
+        # Pre-norm: the residual stream itself is never normalised, which keeps deep models trainable.
         x_BSD = x_BSD + self.attention_dropout(mixed, dropout)
         hidden: Tensor = self.mlp_dropout(self.mlp(self.mlp_norm(x_BSD)), dropout)
         return x_BSD + hidden
@@ -111,6 +112,7 @@ class OutputHead(nn.Module):
         if owns_weight:
             self.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
         else:
+            # None rather than no attribute, so that code may ask for it in either case.
             self.register_parameter("weight", None)
         self.vocab_size = config.vocab_size
         self.chunk_tokens = chunk_tokens
@@ -124,6 +126,7 @@ class OutputHead(nn.Module):
             self._weight(tied_weight_VD),
             targets_BS.flatten(),
             chunk_tokens=self.chunk_tokens,
+            # A regulariser, no part of the held-out loss.
             z_loss=self.z_loss if self.training else 0.0,
             kernel=self.loss_kernel,
         )
@@ -218,6 +221,7 @@ class Decoder(nn.Module):
         """
         past = caches[0].length if caches else 0
         positions_S = torch.arange(past, past + tokens_BS.shape[1], device=tokens_BS.device)
+        # Only the plain kernel takes the bias that positions behind a cache need.
         kernel: AttentionKernel = "sdpa" if caches else self.kernel
         context = self.attention_context(self.config, positions_S, self.dtype, kernel=kernel, past=past)
         x_BSD = self.embedding(tokens_BS, positions_S)

@@ -139,6 +139,7 @@ class NpzStore(FieldStore):
                     known = ", ".join(sorted(item.removesuffix(".npy") for item in archive.namelist()))
                     raise DataError(f"{path} has no variable {stored}; it has {known}")
                 info = archive.getinfo(f"{stored}.npy")
+                # Uncompressed members lie in the file as they are, so single frames can be read through a map.
                 if info.compress_type == zipfile.ZIP_STORED:
                     self._maps[path, stored] = _map_member(path, archive, info)
                     return self._maps[path, stored]
@@ -160,6 +161,7 @@ class NpzStore(FieldStore):
             fields = [int(begin[:4]), *(int(begin[at : at + 2]) for at in range(4, len(begin), 2))]
             date = cftime.datetime(*(fields if len(fields) > 1 else (fields[0], 1, 1)), calendar=calendar)
             times = int(cftime.date2num(date, EPOCH, calendar)) + np.arange(count, dtype=np.int64) * step * HOUR
+            # A wrong step would let a year run into the next, with frames out of order.
             if parts and parts[-1][-1] >= times[0]:
                 raise DataError(
                     f"{self.path}: the frames before {begin}, {step} hours apart, reach into what begins there; "

@@ -127,6 +127,7 @@ def orient_grid(latitudes: Float64Array, longitudes: Float64Array, where: str) -
         raise DataError(
             f"{where}: latitudes from {latitudes[0]:g} to {latitudes[-1]:g} do not run steadily from one pole to the other"
         )
+    # Modulo the circle: a jump from 359 to 0, or from 180 to -180, is a step to the east.
     eastward = np.mod(np.diff(longitudes), 360.0)
     if (eastward == 0).any() or eastward.sum() > 360 - _TOLERANCE:
         raise DataError(
@@ -135,6 +136,7 @@ def orient_grid(latitudes: Float64Array, longitudes: Float64Array, where: str) -
     flip = bool(len(latitudes) > 1 and latitudes[0] > latitudes[-1])
     start = np.mod(longitudes[0], 360.0)
     grid = Grid(latitudes[::-1] if flip else latitudes, np.concatenate([[start], start + np.cumsum(eastward)]))
+    # A region has a western edge, where it begins; a whole circle is turned to begin at Greenwich.
     if not grid.wraps:
         return grid, Orientation(flip, 0)
     roll = int(np.argmin(np.mod(longitudes + _TOLERANCE, 360.0)))
@@ -205,6 +207,7 @@ class TimeAxis:
     def nearest(self, wanted: Int64Array, tolerance: int = 0) -> Int64Array:
         """Return for each time `wanted` (seconds, any shape) the nearest frame, or -1 where none is within `tolerance`
         seconds."""
+        # Times ascend, so the nearest frame is one of the two around the wanted time.
         after = np.clip(np.searchsorted(self.seconds, wanted), 0, len(self.seconds) - 1)
         before = np.maximum(after - 1, 0)
         closer = np.abs(self.seconds[before] - wanted) <= np.abs(self.seconds[after] - wanted)
@@ -240,6 +243,7 @@ def decode_times(values: Float64Array | Int64Array, units: str, calendar: str, w
             f"{where}: times in {units!r}, calendar {calendar}: {error}; give time_units and calendar of the source"
         ) from error
     axis = TimeAxis(name, np.atleast_1d(seconds))
+    # Frames are found by time: a repeated or misplaced one would be read in place of another.
     wrong = np.flatnonzero(np.diff(axis.seconds) <= 0)
     if wrong.size:
         index = int(wrong[0]) + 1

@@ -86,6 +86,7 @@ class FieldReader:
         self.statistics = statistics
         self._input_scale = _Scale(statistics, self.inputs)
         self._output_scale = _Scale(statistics, self.outputs)
+        # Normalised once: static fields are the same in every sample.
         static_scale = _Scale(statistics, self.statics)
         self._static = [static_scale.normalise(source.store.read_static().copy()) for source in self.sources]
         self._mixture = Mixture([source.weight for source in self.sources])
@@ -94,6 +95,7 @@ class FieldReader:
             EpochShuffle(len(source.windows.starts), stable_key("fields", split, seed, index))
             for index, source in enumerate(self.sources)
         ]
+        # A stream of its own, so that another lead time changes nothing else of the order.
         self._lead_key = stream_key("lead time", split, seed)
         self.fingerprint = self._fingerprint(seed, statistics_key)
 
@@ -132,6 +134,7 @@ class FieldReader:
                 inputs = part[:, : len(self.inputs)]
                 store.fill(inputs, cases.start[mine], self._columns(index, self.inputs))
                 self._input_scale.normalise(inputs)
+                # The mean of a normalised field: the model has no input for missing values.
                 inputs[np.isnan(inputs)] = 0.0
                 part[:, len(self.inputs) :] = self._static[index]
             with _writable_rows(targets, mine) as part:

@@ -115,6 +115,7 @@ class Naming:
     def convert(self, name: str, fields: Float32Array) -> Float32Array:
         """Turn stored numbers of a variable into those of the run, in place; gives them back."""
         scale, offset = self.scale(name), self.offset(name)
+        # Most variables need neither, and a pass over the fields costs time.
         if (scale, offset) != (1.0, 0.0):
             fields *= np.float32(scale)
             fields += np.float32(offset)
@@ -147,6 +148,7 @@ class BlockCache:
             if block is not None:
                 self._blocks.move_to_end(key)
                 return block
+        # Loaded outside the lock, so that threads decompress side by side; two may load the same piece once.
         block = load()
         with self._lock:
             if key not in self._blocks and block.nbytes <= self.capacity:
@@ -161,6 +163,7 @@ def hash_of(*parts: object) -> str:
     """Return a checksum of the text and bytes of `parts`."""
     digest = hashlib.sha256()
     for part in parts:
+        # Lengths are hashed too: ('ab', 'c') must differ from ('a', 'bc').
         data = part if isinstance(part, bytes) else repr(part).encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()

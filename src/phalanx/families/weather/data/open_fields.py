@@ -131,6 +131,7 @@ class FieldSet:
                 for index in range(len(self.stores)):
                     require_alike(self.variables, known, self._body(index))
             return given
+        # Over the training split alone: nothing of the held-out times may reach the model.
         moments, frames = self._training_moments, sum(map(len, self._train))
         found = {}
         for index, name in enumerate(self.variables):
@@ -177,6 +178,7 @@ class FieldSet:
 def _read_survey(store: FieldStore, source: FieldSource) -> Survey:
     if isinstance(store, PreparedStore):
         return store.read_survey()
+    # Every rank opens its data: what takes minutes to look through must be prepared once instead.
     size = len(store.times) * store.frame_bytes
     if size > _SURVEY_BYTES:
         raise DataError(

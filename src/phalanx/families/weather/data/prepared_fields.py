@@ -127,6 +127,7 @@ class PreparedStore(FieldStore):
         together = columns == list(range(columns[0], columns[0] + len(columns)))
         shards = np.searchsorted(self._starts, frames, side="right") - 1
         for row, (frame, shard) in enumerate(zip(frames.tolist(), shards.tolist(), strict=True)):
+            # A map that is read beyond a shortened file ends the process without a word.
             check_still_whole(self.segments[shard].path, self._shards[shard].nbytes)
             stored = self._shards[shard][frame - self.segments[shard].first]
             if together:

@@ -74,6 +74,7 @@ def split_frames(data: FieldData, store: FieldStore, split: SplitName) -> Int64A
                 f"data.splits.{other} ({store.times.text(int(others[0]))} to {store.times.text(int(others[-1]))}) share "
                 f"times of {store.path}; let one end before the other begins"
             )
+        # Weather is remembered for days: without a gap, held-out frames would resemble the last trained on.
         if others[0] < frames[0]:
             frames = frames[store.times.seconds[frames] - store.times.seconds[others[-1]] >= gap]
             if not frames.size:
@@ -120,6 +121,7 @@ def find_windows(data: FieldData, store: FieldStore, survey: Survey, split: Spli
         _refuse_missing(store, survey, frames)
     tolerance = round(data.time_tolerance_hours * HOUR)
     seconds = store.times.seconds[frames]
+    # By time and not by counting frames: a hole then costs samples and cannot shift one.
     found = np.stack([store.times.nearest(seconds + lead * HOUR, tolerance) for lead in leads], axis=1)
     found = np.where((found >= frames[0]) & (found <= frames[-1]) & (found != frames[:, None]), found, -1)
     for column, lead in enumerate(leads):

@@ -146,10 +146,12 @@ def open_file(path: Path, source: FieldSource) -> FieldFile:
     engine, package = ("zarr", "zarr") if path.is_dir() else ("netcdf4", "netCDF4")
     require_package(package, f"{path} needs")
     try:
+        # Before xarray reads them all: a damaged header may declare any length.
         _require_bounded(path, _declared_lengths(path))
         with warnings.catch_warnings():
             # Stores without consolidated metadata open more slowly, and well.
             warnings.filterwarnings("ignore", message="Failed to open Zarr store with consolidated metadata")
+            # Times are decoded by ours, which refuse what xarray would guess; blocks are cached by the store.
             dataset = xarray.open_dataset(path, engine=engine, decode_times=False, cache=False)
     except _READ_ERRORS as error:
         raise DataError(f"{path}: cannot be opened ({error}); it is damaged, truncated or no {engine} store") from error

@@ -59,6 +59,7 @@ class XarrayStore(FieldStore):
         self.grid = opened[0].grid
         for file in opened[1:]:
             require_same_grid(opened[0].path, self.grid, file.path, file.grid)
+        # Variables may lie in files of their own, so each has its own list of files in time.
         pieces = [self._pieces_of(name, opened) for name in variables]
         axes = [_join_times(name, parts) for name, parts in zip(variables, pieces, strict=True)]
         self.times = axes[0]

@@ -109,6 +109,7 @@ def load_forecaster(path: Path, device: torch.device, overrides: Sequence[str] =
     with torch.device("meta"):
         model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision].compute_dtype)
     model.to_empty(device=device)
+    # Whole tensors by name: a checkpoint is the same whatever layout wrote it.
     stored = read_tensors(newest.path, _PREFIX)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -127,6 +128,7 @@ def plan_steps(trained: Sequence[int], hours: int) -> dict[int, tuple[int, ...]]
     """
     found: dict[int, tuple[int, ...]] = {0: ()}
     for reached in range(1, hours + 1):
+        # Each step adds its own error, so the fewest are taken.
         before = [(len(found[reached - lead]), lead) for lead in trained if reached - lead in found]
         if before:
             lead = min(before)[1]
@@ -222,6 +224,7 @@ def forecasts_of(
     sources = np.full(len(rows), source, dtype=np.int64)
     device = next(model.parameters()).device
     inputs = reader.read_cases(Cases(sources, starts, targets.max(axis=1))).fields.to(device)
+    # Longer lead times begin where shorter ones ended, so every step is computed once.
     states: dict[tuple[int, ...], Tensor] = {(): inputs}
     for column, parts in enumerate(steps.values()):
         lead = torch.full((len(rows),), float(parts[-1]), device=device)

@@ -29,6 +29,7 @@ class PatchOutput(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Project [..., in] to [..., V, P] for the variables that are predicted; the rows of others are not used."""
         assert self.bias is not None
+        # A view where the variables are consecutive: no copy of the matrix.
         weight = take_places(self.weight.unflatten(0, (-1, self.points)), self.selected, 0).flatten(0, 1)
         bias = take_places(self.bias.unflatten(0, (-1, self.points)), self.selected, 0).flatten()
         patches: Tensor = F.linear(x, weight.to(x.dtype), bias.to(x.dtype)).unflatten(-1, (-1, self.points))
@@ -120,6 +121,7 @@ def squared_error_sum(
     missing, the sum divided by the number of targets is ClimaX's `lat_weighted_mse`.
     """
     dtype = torch.promote_types(predicted_BLVP.dtype, torch.float32)
+    # where() instead of a product with the mask: NaN times zero is NaN, and its gradient too.
     valid = ~targets_BLVP.isnan()
     error = torch.where(valid, predicted_BLVP.to(dtype) - targets_BLVP.to(dtype), 0.0)
     weighted = error.square() * weight_LP[:, None].to(dtype)

@@ -67,6 +67,7 @@ class Forecaster(nn.Module):
         """
         x_BSD = self.embedding(inputs, lead_hours_B, positions, dropout) if self.part.first else inputs
         for number, block in zip(self.part.blocks, self.blocks, strict=True):
+            # Numbered over the whole model, so that a chunk drops what the whole model would.
             at_layer = None if dropout is None else dropout.at_layer(number)
             x_BSD = block(x_BSD, at_layer, path_factors(self.config, number, at_layer))
         return x_BSD
@@ -134,6 +135,7 @@ class Attention(nn.Module):
         self.output = Linear(config.d_model, config.d_model, bias=True)
         self.query_norm = self.key_norm = None
         if config.qk_norm:
+            # Bounds the scores, whose growth lets training of very wide models diverge.
             self.query_norm = Norm(config.head_size, kind="layernorm", eps=config.norm_eps, bias=False)
             self.key_norm = Norm(config.head_size, kind="layernorm", eps=config.norm_eps, bias=False)
 
@@ -198,6 +200,7 @@ def path_factors(config: WeatherModel, layer: int, dropout: DropoutContext | Non
     chance = config.drop_path * layer / max(config.n_layers - 1, 1)
     if dropout is None or chance == 0.0:
         return None
+    # A function of the sample's number: the same whatever ranks and micro-batches share the batch.
     branches = torch.arange(2, device=dropout.sample_indices_B.device)[:, None]
     bits_2B = mix(mix(dropout.key + _PATHS) + dropout.sample_indices_B * 2 + branches)
     kept_2B = (bits_2B >> 33) & 0x7FFFFFFF >= int(chance * 2**31)

@@ -94,6 +94,7 @@ def outputs_among_inputs(config: WeatherModel) -> list[int]:
 def take_places(tensor: Tensor, places: Sequence[int], dim: int) -> Tensor:
     """Return the elements of `tensor` at `places` along `dim`; a view where they are consecutive."""
     first, count = places[0], len(places)
+    # A view costs nothing and keeps gradients in place; index_select copies.
     if list(places) == list(range(first, first + count)):
         return tensor.narrow(dim, first, count)
     return tensor.index_select(dim, torch.tensor(places, device=tensor.device))
@@ -111,6 +112,7 @@ def wave_features(x: Tensor, shortest: float, longest: float, count: int = FEATU
 
     The expansion of Aurora (Bodnar et al. 2024, arXiv:2405.13063, section B.4). x: in the unit of the wavelengths.
     """
+    # float64: angles of short waves at large x lose their phase in float32.
     steps = torch.arange(count, dtype=torch.float64, device=x.device) / max(count - 1, 1)
     wavelengths = shortest * (longest / shortest) ** steps
     angles = x.to(torch.float64)[..., None] * (2 * math.pi) / wavelengths

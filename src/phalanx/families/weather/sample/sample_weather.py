@@ -90,6 +90,7 @@ def simulate_weather(
     state = disturbed_state(atmosphere, seed)
     found: list[dict[str, Float64Array]] = []
     grid = OutputGrid.build()
+    # The first weeks still remember the artificial start; they are simulated and left out.
     for frame in range(-skipped, frames):
         if frame >= 0:
             found.append(grid.fields_of(atmosphere, state))
@@ -170,6 +171,7 @@ def _build_dataset(frames: list[dict[str, Float64Array]]) -> xarray.Dataset:
     for name in frames[0]:
         unit, step = next(known for kind, known in _KINDS.items() if name.startswith(kind))
         fields = np.stack([frame[name] for frame in frames])
+        # A multiple of the step: values are then rounded to multiples of it, whatever their mean.
         offset = step * round(float(fields.mean()) / step)
         packing = {
             "dtype": "int16",
