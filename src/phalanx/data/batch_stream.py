@@ -9,6 +9,8 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from operator import itemgetter
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
@@ -39,6 +41,34 @@ class Batch(Protocol):
 
     def inputs(self) -> tuple[Tensor, dict[str, Any]]:
         """Return the input of the first stage, and the inputs that every stage takes besides, by name."""
+
+
+@dataclass(frozen=True)
+class TensorBatch:
+    """Samples of one rank as tensors, each with the samples along its first dim; None for a part that is left out."""
+
+    def to(self, device: torch.device) -> Self:
+        """Return the batch on `device`, copied asynchronously where it lies in pinned memory."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Self:
+        """Return a copy in pinned memory, from which an accelerator copies without the CPU."""
+        return self._map(Tensor.pin_memory)
+
+    def split(self, parts: int) -> Iterator[Self]:
+        """Yield `parts` micro-batches of equal size, in order."""
+        samples = len(self._tensors()["sample_indices"])
+        # Of one shape: compiled programs and pipelines take no other.
+        assert samples % parts == 0, (samples, parts)
+        for start in range(0, samples, samples // parts):
+            yield self._map(itemgetter(slice(start, start + samples // parts)))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return replace(self, **{name: change(tensor) for name, tensor in self._tensors().items()})
 
 
 class BatchStream(Protocol):

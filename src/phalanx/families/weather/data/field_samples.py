@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.counter_random import stream_key, uniform_values
-from phalanx.data.batch_stream import ReadAheadStream
+from phalanx.data.batch_stream import ReadAheadStream, TensorBatch
 from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Int64Array, Mixture, stable_key
 from phalanx.families.weather.data.coordinates import HOUR, Float32Array, Grid
 from phalanx.families.weather.data.field_statistics import FieldStatistics
@@ -235,7 +235,7 @@ class _Scale:
 
 
 @dataclass(frozen=True)
-class FieldBatch:
+class FieldBatch(TensorBatch):
     """Samples of one rank. Fields run from south to north and eastward."""
 
     fields: Tensor
@@ -251,20 +251,6 @@ class FieldBatch:
     sample_indices: Tensor
     """int64 [B]: global sample numbers."""
 
-    def to(self, device: torch.device) -> FieldBatch:
-        """Return the batch on `device`, copied asynchronously where it lies in pinned memory."""
-        return FieldBatch(*(tensor.to(device, non_blocking=True) for tensor in self._tensors()))
-
-    def pinned(self) -> FieldBatch:
-        """Return a copy in pinned memory, from which an accelerator copies without the CPU."""
-        return FieldBatch(*(tensor.pin_memory() for tensor in self._tensors()))
-
-    def split(self, parts: int) -> Iterator[FieldBatch]:
-        """Yield `parts` micro-batches of equal size, in order."""
-        assert len(self.fields) % parts == 0, (len(self.fields), parts)
-        for pieces in zip(*(tensor.chunk(parts) for tensor in self._tensors()), strict=True):
-            yield FieldBatch(*pieces)
-
     def target_counts(self) -> Tensor:
         """Return the number of target values that are there, int64 [1]."""
         return (~self.targets.isnan()).sum().reshape(1)
@@ -273,9 +259,6 @@ class FieldBatch:
         """Return the fields for the first stage; for every stage targets, lead times, and the fields that changes add to."""
         others = {"fields_BVHW": self.fields, "targets_BVHW": self.targets, "lead_hours_B": self.lead_hours}
         return self.fields, others
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 class FieldBatchStream(ReadAheadStream[FieldBatch]):
