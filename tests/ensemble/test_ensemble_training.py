@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.ensemble import train_members
 from phalanx.ensemble.train_members import LOG, Recipe, train_side_by_side
 
 MEMBERS = 5
