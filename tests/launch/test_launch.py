@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from phalanx.train.stopping import StopRequest
 
 from fake_slurm import JOB_ID, FakeSlurm
 from phalanx.errors import ConfigError, Interrupted
@@ -24,6 +23,7 @@ from phalanx.launch.job_script import (
     launch_script,
     parse_walltime,
 )
+from phalanx.train.stopping import StopRequest
 
 MACHINE = """\
 name: small

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,6 +53,16 @@ from phalanx.train.stopping import explain_failures
 from phalanx.train.trainer import RunParts, Trainer
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where a run computes: its ranks, their layout and mesh, and the device of this one."""
+
+    ranks: Ranks
+    layout: ResolvedLayout
+    mesh: Mesh
+    device: torch.device
+
+
 def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
     """Train `run` in `run_dir`, from wherever `training.resume` says, to its last step.
 
@@ -73,16 +86,16 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
     join_process_group(ranks, device, timeout_s=run.training.timeout_s)
     try:
         layout = _fit_microbatch(run, layout, ranks, device)
-        mesh = build_mesh(layout, device)
+        place = Placement(ranks, layout, build_mesh(layout, device), device)
         run = bind(run, TrainableModel).settle(run_dir)
         # Before the run directory is made: missing data then leaves nothing behind.
-        inputs = bind(run, TrainableModel).open_inputs(layout, mesh, device, first=ranks.first)
+        inputs = bind(run, TrainableModel).open_inputs(layout, place.mesh, device, first=ranks.first)
         try:
             require_checkpoint(run, run_dir)
             directory = RunDirectory(run_dir)
             directory.create()
             with RunLock(run_dir):
-                _train_locked(run, layout, mesh, ranks, device, directory, inputs, callbacks, until)
+                _train_in_directory(run, place, directory, inputs, callbacks, until)
         finally:
             inputs.stream.close()
     except Interrupted:
@@ -107,69 +120,46 @@ def _fit_microbatch(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torc
     return chosen[0]
 
 
-def _train_locked(
+def _train_in_directory(
     run: Run,
-    layout: ResolvedLayout,
-    mesh: Mesh,
-    ranks: Ranks,
-    device: torch.device,
+    place: Placement,
     directory: RunDirectory,
     inputs: Inputs,
     callbacks: dict[str, Callback],
     until: int | None,
 ) -> None:
-    """Build the parts of the run and train, in a run directory that no other process has."""
+    """Build the parts of the run, load what it resumes from, and train, in a run directory that no other process has."""
     trainer: Trainer | None = None
-    stage = "" if mesh.pp.size == 1 else f" (pipeline rank {mesh.pp.rank} of {mesh.pp.size})"
+    pp = place.mesh.pp
+    stage = "" if pp.size == 1 else f" (pipeline rank {pp.rank} of {pp.size})"
 
     def moment() -> str:
         return "building the model" if trainer is None else f"step {trainer.step + 1}"
 
-    with explain_failures(ranks, stage, directory.path, moment), ExitStack() as opened:
+    # Closed in the reverse order: the store may still write events while it finishes its last save.
+    with explain_failures(place.ranks, stage, directory.path, moment), ExitStack() as opened:
         opened.callback(directory.close)
-        attention = _agree_on_attention(run, layout, device)
+        attention = _agree_on_attention(run, place)
         store = opened.enter_context(_open_store(run, directory))
-        applied = apply_layout(run, layout, mesh, device, attention)
-        step = build_step(run, applied, device)
-        first_step = restore_run(run, store, step, inputs, device)
+        applied = apply_layout(run, place.layout, place.mesh, place.device, attention)
+        step = build_step(run, applied, place.device)
+        first_step = restore_run(run, store, step, inputs, place.device)
         # Loading filled the main parameters; what the model computes with follows them.
         applied.refresh()
-        peaks = find_peaks(run, device, PRECISIONS[run.layout.precision].compute_dtype)
-        machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
-
-        def describe() -> None:
-            with directory.written():
-                write_atomically(directory.run_file, dump_run(run))
-                write_atomically(directory.path / "machine.json", json.dumps(machine, indent=1) + "\n")
-                inputs.write(directory.path)
-
-        if ranks.first:
-            with directory.written():
-                damages = directory.rewind(first_step)
-            for text in damages:
-                _warn(directory, text)
-            describe()
-            words = layout.in_words(run.layout.recompute, run.layout.gather_blocks)
-            directory.event("resume" if first_step else "start", first_step, attention=attention.name, layout=words)
+        peaks = find_peaks(run, place.device, PRECISIONS[run.layout.precision].compute_dtype)
+        machine = describe_machine(place.device, place.ranks.world_size, peaks, run.training.flops)
+        describe = partial(_describe_run, run, machine, directory, inputs)
+        if place.ranks.first:
+            _begin_logs(run, place, directory, attention, first_step, describe)
         inputs.stream.seek(first_step)
         inputs.watch(applied)
-        log = RunLog(directory, open_sinks(run, directory.path, first_step) if ranks.first else [], first=ranks.first)
+        log = _open_log(run, place, directory, attention, inputs, first_step)
         opened.callback(log.close)
-        if first_step < run.training.steps:
-            for line in _opening_lines(run, layout, device, attention, inputs, first_step):
-                log.note(line)
-        meter = StepMeter(
-            run,
-            global_batch=layout.global_batch,
-            world_size=ranks.world_size,
-            device=device,
-            peaks=peaks,
-            note=log.note,
-        )
+        recorders = _build_recorders(run, place.device, log)
         parts = RunParts(
             run=run,
-            ranks=ranks,
-            device=device,
+            ranks=place.ranks,
+            device=place.device,
             attention=attention,
             applied=applied,
             step=step,
@@ -177,12 +167,31 @@ def _train_locked(
             store=store,
             directory=directory,
             describe=describe,
-            meter=meter,
+            meter=StepMeter(
+                run,
+                global_batch=place.layout.global_batch,
+                world_size=place.ranks.world_size,
+                device=place.device,
+                peaks=peaks,
+                note=log.note,
+            ),
             log=log,
-            callbacks=CallbackList(_recorders(run, device, log) | callbacks, directory.path, ranks.rank),
+            callbacks=CallbackList(recorders | callbacks, directory.path, place.ranks.rank),
         )
         trainer = Trainer(parts, first_step, until)
         trainer.train()
+
+
+def _agree_on_attention(run: Run, place: Placement) -> AttentionChoice:
+    """Choose on the first rank and tell the others: all must run the same arithmetic."""
+    choose = bind(run, LayoutModel).choose_attention
+    if not dist.is_initialized():
+        return choose(place.layout, place.device)
+    # Chosen by measuring, which may end differently on each rank.
+    choice = [choose(place.layout, place.device)] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(choice, src=0)
+    assert choice[0] is not None
+    return choice[0]
 
 
 def _open_store(run: Run, directory: RunDirectory) -> CheckpointStore:
@@ -190,30 +199,75 @@ def _open_store(run: Run, directory: RunDirectory) -> CheckpointStore:
         directory.checkpoints,
         keep_last=run.checkpoint.keep_last,
         keep_every=run.checkpoint.keep_every,
+        # Hours of training are worth more than one checkpoint: a failed one is said, and the next is tried.
         on_failure="warn",
         timeout_s=run.training.timeout_s,
-        warn=lambda text: _warn(directory, text),
+        warn=partial(_warn_user, directory),
     )
 
 
-def _warn(directory: RunDirectory, text: str) -> None:
+def _warn_user(directory: RunDirectory, text: str) -> None:
     """Tell the terminal and the event log; called on the first rank, perhaps from the thread that saves."""
     sys.stderr.write(f"warning: {printable(text)}\n")
     directory.event("warning", 0, text=text)
 
 
-def _agree_on_attention(run: Run, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
-    """Choose on the first rank and tell the others: all must run the same arithmetic."""
-    choose = bind(run, LayoutModel).choose_attention
-    if not dist.is_initialized():
-        return choose(layout, device)
-    choice = [choose(layout, device)] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(choice, src=0)
-    assert choice[0] is not None
-    return choice[0]
+def _describe_run(run: Run, machine: dict[str, Any], directory: RunDirectory, inputs: Inputs) -> None:
+    """Write to the run directory what says what this run is: run file, machine, and what of its data it keeps."""
+    with directory.written():
+        write_atomically(directory.run_file, dump_run(run))
+        write_atomically(directory.path / "machine.json", json.dumps(machine, indent=1) + "\n")
+        inputs.write(directory.path)
 
 
-def _recorders(run: Run, device: torch.device, log: RunLog) -> dict[str, Callback]:
+def _begin_logs(
+    run: Run,
+    place: Placement,
+    directory: RunDirectory,
+    attention: AttentionChoice,
+    first_step: int,
+    describe: Callable[[], None],
+) -> None:
+    """Make the logs of the run directory end where the run resumes, and say that it begins; on the first rank."""
+    with directory.written():
+        damages = directory.rewind(first_step)
+    for text in damages:
+        _warn_user(directory, text)
+    describe()
+    words = place.layout.in_words(run.layout.recompute, run.layout.gather_blocks)
+    directory.event("resume" if first_step else "start", first_step, attention=attention.name, layout=words)
+
+
+def _open_log(
+    run: Run, place: Placement, directory: RunDirectory, attention: AttentionChoice, inputs: Inputs, first_step: int
+) -> RunLog:
+    """Open the terminal and the trackers, on the first rank, and say what is about to be trained."""
+    first = place.ranks.first
+    log = RunLog(directory, open_sinks(run, directory.path, first_step) if first else [], first=first)
+    if first_step < run.training.steps:
+        for line in _opening_lines(run, place, attention, inputs, first_step):
+            log.note(line)
+    return log
+
+
+def _opening_lines(
+    run: Run, place: Placement, attention: AttentionChoice, inputs: Inputs, first_step: int
+) -> Iterator[str]:
+    """Yield what is about to be trained, on what and how, for a person who waits for the first step."""
+    model, sizes, layout = bind(run), sizes_of(run.model), place.layout
+    positions, unit = model.positions().count, model.position_unit
+    yield f"model   {sizes.in_words(run.model)}; {sizes.parameter_count(run.model):,} parameters"
+    words = layout.in_words(run.layout.recompute, run.layout.gather_blocks)
+    yield f"layout  {words}; {run.layout.precision}, attention {attention.name}"
+    yield f"device  {layout.world_size} x {device_name(place.device)}"
+    batch = f"{layout.global_batch:,} samples"
+    if positions > 1:
+        batch += f" = {layout.global_batch * positions:,} {unit}"
+    steps = f"steps {first_step + 1:,} to {run.training.steps:,}"
+    yield f"data    {inputs.in_words}; {steps} of {batch} each"
+
+
+def _build_recorders(run: Run, device: torch.device, log: RunLog) -> dict[str, Callback]:
     """Return the built-in callbacks that the run file asks for: recorders of a window of steps."""
     found: dict[str, Callback] = {}
     if run.training.profile is not None:
@@ -222,20 +276,3 @@ def _recorders(run: Run, device: torch.device, log: RunLog) -> dict[str, Callbac
     if run.training.memory_snapshot is not None and device.type != "cpu":
         found["training.memory_snapshot"] = MemoryHistory(run.training.memory_snapshot, log.note)
     return found
-
-
-def _opening_lines(
-    run: Run, layout: ResolvedLayout, device: torch.device, attention: AttentionChoice, inputs: Inputs, first_step: int
-) -> Iterator[str]:
-    """Yield what is about to be trained, on what and how, for a person who waits for the first step."""
-    model, sizes = bind(run), sizes_of(run.model)
-    positions, unit = model.positions().count, model.position_unit
-    yield f"model   {sizes.in_words(run.model)}; {sizes.parameter_count(run.model):,} parameters"
-    words = layout.in_words(run.layout.recompute, run.layout.gather_blocks)
-    yield f"layout  {words}; {run.layout.precision}, attention {attention.name}"
-    yield f"device  {layout.world_size} x {device_name(device)}"
-    batch = f"{layout.global_batch:,} samples"
-    if positions > 1:
-        batch += f" = {layout.global_batch * positions:,} {unit}"
-    steps = f"steps {first_step + 1:,} to {run.training.steps:,}"
-    yield f"data    {inputs.in_words}; {steps} of {batch} each"
