@@ -38,6 +38,7 @@ def all_finite(places: Iterable[Place], device: torch.device) -> bool:
     # The largest magnitude is finite only where all are: a maximum hands NaN on.
     finite = [torch.isfinite(torch.linalg.vector_norm(tensor, math.inf)).to(device) for tensor in floats]
     bad = (~torch.stack(finite).all()).float() if finite else torch.zeros((), device=device)
+    # One rank's shard that is not finite is reason enough for all ranks not to save.
     if dist.is_initialized():
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
     return not bool(bad)

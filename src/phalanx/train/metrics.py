@@ -86,6 +86,7 @@ class Peaks:
 
 def find_peaks(run: Run, device: torch.device, dtype: torch.dtype) -> Peaks:
     """Return the nominal peak from the run file or the device table, and the measured one."""
+    # A device that the table does not know has no nominal peak, and metrics then no MFU: better none than a wrong one.
     facts = find_facts(device_name(device))
     nominal = run.cluster.peak_tflops or (facts.peak_tflops.get(run.layout.precision) if facts else None)
     return Peaks(nominal, measure_matmul_tflops(device, dtype))

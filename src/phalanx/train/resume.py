@@ -106,6 +106,7 @@ def restore_run(run: Run, store: CheckpointStore, step: TrainStep, inputs: Input
     if run.checkpoint.asynchronous and run.checkpoint.every is not None:
         store.reserve(tensors)
 
+    # Called for each checkpoint in turn, newest first, until one is sound: a damaged one is passed over with a warning.
     def check(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         check_state(checkpoint, state)
         inputs.check(state, f"{checkpoint.path}/state.json")
@@ -120,6 +121,7 @@ def restore_run(run: Run, store: CheckpointStore, step: TrainStep, inputs: Input
             load_weights(Path(run.training.init_from), applied, bind(run, TrainableModel).how_to_import)
         return 0
     checkpoint, fields = loaded
+    # Only now: a checkpoint of other samples is sound, so an older one must not be tried in its place.
     state = check_state(checkpoint, fields)
     _check_same_run(run, state, inputs.stream.fingerprint, str(checkpoint.path))
     inputs.restore(fields)

@@ -103,6 +103,7 @@ class Trainer:
                 if not self.launched and step < self.until:
                     self._save_and_evaluate(step)
             self._evaluate()
+            # Asked on the first rank for all: another host's view of a shared file system may lag behind.
             if RankGroup.default().from_first(self.parts.directory.is_gone):
                 self._end_without_directory()
             if self.run.checkpoint.last:
@@ -141,6 +142,7 @@ class Trainer:
         rate = self.schedule.rate(step)
         set_learning_rate(self.parts.step.optimizer, rate)
         self.parts.callbacks.on_step_begin(step)
+        # Before the batch is asked for: a step lasts from here, waiting for data included.
         began, asked = Moment(self.parts.device), time.perf_counter()
         batch = self.parts.inputs.stream.next()
         wait = time.perf_counter() - asked
@@ -206,6 +208,7 @@ class Trainer:
 
     def _save_and_evaluate(self, step: int) -> None:
         self.checkpoint_waits |= _is_due(step, self.run.checkpoint.every)
+        # Weights whose step was not finite give the same step again: saved, they would push out checkpoints of good ones.
         if self.checkpoint_waits and not self.guard.skipped:
             self.stall = self.checkpointer.save(self.step)
             self.checkpoint_waits = False
@@ -245,6 +248,7 @@ class Trainer:
         if not RankGroup.default().from_first(directory.make_again):
             raise PhalanxError(f"{lost}; nothing more can be kept there, so training ends")
         RankGroup.default().on_first(self.parts.describe)
+        # Whatever was saved of this step went with the directory.
         self.checkpointer.saved_step = -1
         self.parts.log.event("warning", self.step, text=lost)
         self.checkpointer.save(self.step, final=True)
@@ -284,6 +288,7 @@ class Checkpointer:
         final: whether the run ends here. Only then a failure is raised: hours of training are worth more than a checkpoint.
         """
         parts = self._parts
+        # The last step may be due anyway: once is enough, but it has to be on disk before the run ends.
         if self.saved_step == step:
             parts.store.wait()
             return 0.0
