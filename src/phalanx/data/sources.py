@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx.counter_random import normal_values, random_bits, stream_key
 from phalanx.data.order import ORDER_VERSION, EpochShuffle, Int64Array, stable_key
 from phalanx.data.stream import ReadAheadStream
-from phalanx.errors import DataError
+from phalanx.errors import ConfigError, DataError, PhalanxError
 from phalanx.extensions import Registry
 
 Split = Literal["train", "validation"]
@@ -55,8 +55,11 @@ class TensorSpec:
 class DataSource(ABC):
     """A body of items of which each is one sample: a function of the source, the seed and the item's number alone.
 
-    A class under `phalanx.data_sources` is called with the `data` section of the run file.
+    A class under `phalanx.data_sources` is called with the positions of a sample and, by name, the options of the run file.
     """
+
+    def __init__(self, sequence_length: int) -> None:
+        self.sequence_length = sequence_length
 
     @abstractmethod
     def count_items(self, split: Split) -> int:
@@ -87,6 +90,23 @@ DATA_SOURCES: Registry[type[DataSource]] = Registry(
     accepts=lambda item: isinstance(item, type) and issubclass(item, DataSource),
     expected="a subclass of phalanx.DataSource",
 )
+
+
+def open_source(name: str, sequence_length: int, options: Mapping[str, Any]) -> DataSource:
+    """Return the data source called `name`.
+
+    Raises ConfigError for a name that stands for none and for options that it does not take, DataError for missing data.
+    """
+    kind = DATA_SOURCES.get(name, "data.source")
+    try:
+        return kind(sequence_length, **options)
+    except PhalanxError:
+        raise
+    # A foreign constructor may refuse its options with any exception.
+    except Exception as error:
+        raise ConfigError(
+            f"data.options={dict(options)}: data source {name} cannot be opened with them: {type(error).__name__}: {error}"
+        ) from error
 
 
 def count_targets(targets: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.config.model import BlockModel
-from phalanx.data.sources import DATA_SOURCES, DataSource, SampleBatch, SampleStream, SourceReader, valid_targets
+from phalanx.data.sources import DataSource, SampleBatch, SampleStream, SourceReader, open_source, valid_targets
 from phalanx.families.blocks.config import BlockRun
 from phalanx.families.blocks.inputs import HeldOutEvaluator, evaluation_fields
 from phalanx.families.blocks.network import BlockNetwork, count_splits
@@ -167,8 +167,9 @@ class BoundBlocks(TracedModel, TrainableModel, VerifiableModel):
     # --- training ------------------------------------------------------------------------------------------------------
 
     def open_source(self) -> DataSource:
-        """Return the data source that the run file names. Raises ConfigError for a name that stands for none."""
-        return DATA_SOURCES.get(self.run.data.source, "data.source")(self.run.data)
+        """Return the data source that the run file names; see `data.sources.open_source`."""
+        data = self.run.data
+        return open_source(data.source, data.sequence_length, data.options)
 
     def open_inputs(self, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
         """See `TrainableModel`."""

@@ -30,3 +30,8 @@ class BlockRun(Run):
 
     model: BlockModel
     data: SourceData
+
+    @property
+    def data_names(self) -> list[str]:
+        """See `Run`."""
+        return [self.data.source]

@@ -74,8 +74,8 @@ class BlockNetwork(nn.Module):
     def initial_rules(cls, config: BlockModel) -> InitRules:
         """Return initial values by parameter name, first match wins.
 
-        By default norms start at 1, biases at 0 and all else normal with 0.02; matrices that write to the residual stream with
-        1/sqrt(2 n_layers) of that, so that its variance does not grow with depth.
+        By default norms start at 1, biases at 0 and all else normal with 0.02; matrices that write to the residual stream
+        with 1/sqrt(2 n_layers) of that, so that its variance does not grow with depth.
         """
         residual = 0.02 / math.sqrt(2 * config.n_layers)
         rows = [

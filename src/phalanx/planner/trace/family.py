@@ -147,6 +147,10 @@ class PartTracer(ABC):
         """Parameters that are copies of others wherever both are not in one part, by name; by default none."""
         return {}
 
+    def random_drops(self) -> bool:
+        """Whether training leaves anything out at random behind the matrices of a block; by default not."""
+        return False
+
 
 class TracedModel(LayoutModel):
     """A bound model whose steps depend on nothing but the run file, so that they can be planned for."""
