@@ -265,3 +265,8 @@ class Run(Section):
     def sample_tokens(self) -> int | None:
         """Tokens of a sample, for families whose batches are counted in tokens; by default None."""
         return None
+
+    @property
+    def data_names(self) -> list[str]:
+        """What the data are called, for a person; by default nothing."""
+        return []

@@ -27,6 +27,7 @@ class BoundLanguage(LanguageLayout, LanguageTracing, LanguageInputs, LanguageVer
 
     axes = frozenset(("dp_replicate", "dp_shard", "tp", "cp", "pp"))
     position_unit = "tok"
+    streams_weights = True
 
     def positions(self) -> SplitCount:
         """Tokens."""

@@ -27,6 +27,7 @@ class BoundWeather(WeatherLayout, WeatherTracing, WeatherInputs, WeatherVerifica
     axes = frozenset(("dp_replicate", "dp_shard", "tp", "pp"))
     """Not `cp`: every token attends to every other, and `tp` shares out both heads and tokens between the matrices."""
     position_unit = "tok"
+    streams_weights = True
 
     forecasts = True
 

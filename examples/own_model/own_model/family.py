@@ -1,0 +1,28 @@
+"""What the family is called and what its run files hold. Needs no torch."""
+
+from typing import Literal
+
+from phalanx.config.bounds import Width
+from phalanx.config.families import Family
+from phalanx.config.model import BlockModel
+from phalanx.families.blocks.config import BlockRun
+
+
+class GatedConvModel(BlockModel):
+    """The shape of one model."""
+
+    family: Literal["gated_conv"] = "gated_conv"
+    """Model family."""
+    hidden: Width
+    """Channels of the convolution."""
+    kernel: Width = 4
+    """Positions that the convolution sees: this one and those before it."""
+
+
+class GatedConvRun(BlockRun):
+    """A run that trains such a model."""
+
+    model: GatedConvModel
+
+
+FAMILY = Family("gated_conv", GatedConvRun, bound="own_model.network:BoundGatedConv")
