@@ -2,10 +2,8 @@
 
 from typing import Literal
 
+from phalanx import BlockModel, BlockRun, Family
 from phalanx.config.bounds import Width
-from phalanx.config.families import Family
-from phalanx.config.model import BlockModel
-from phalanx.families.blocks.config import BlockRun
 
 
 class GatedConvModel(BlockModel):

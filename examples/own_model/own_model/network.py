@@ -4,9 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from own_model.family import GatedConvModel, GatedConvRun
-from phalanx.data.sources import TensorSpec
-from phalanx.families.blocks.bound import BoundBlocks
-from phalanx.families.blocks.network import BlockNetwork
+from phalanx import BlockNetwork, BoundBlocks, TensorSpec
 from phalanx.nn.layers import Linear, Norm
 from phalanx.nn.splits import Split, Splits
 
@@ -16,7 +14,15 @@ class Embedding(Linear):
 
     def forward(self, x_BS1: Tensor, positions_S: Tensor) -> Tensor:
         """[B, S, 1] -> [B, S, D]."""
-        return self.product(x_BS1.to(self.weight.dtype), self.bias)
+        return x_BS1 * self.weight[:, 0] + self.bias
+
+
+class Head(Linear):
+    """The width of the model to one number a position."""
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, 1]."""
+        return (x_BSD * self.weight[0].to(x_BSD.dtype)).sum(-1, keepdim=True)
 
 
 class CausalConv(Linear):
@@ -51,7 +57,7 @@ class GatedConvNetwork(BlockNetwork):
 
     make_embedding = classmethod(lambda cls, config: Embedding(1, config.d_model, bias=True))
     make_block = classmethod(lambda cls, config, number: GatedConv(config))
-    make_head = classmethod(lambda cls, config: Linear(config.d_model, 1, bias=True))
+    make_head = classmethod(lambda cls, config: Head(config.d_model, 1, bias=False))
     specs = classmethod(lambda cls, config: (TensorSpec((1,)), TensorSpec((1,))))
 
     @classmethod

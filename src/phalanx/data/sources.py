@@ -1,7 +1,7 @@
 """Data sources of your own: any program that gives items as a function of (seed, item) is trained on like our own data.
 
 A source says how many items a split has and computes or reads some of them. Everything else is done here and in
-`data.batch_stream`: the order of items, a fresh shuffle each epoch, shares of ranks, reading ahead, and going on at any step.
+`data.batch_stream`: the order of items, a fresh shuffle each epoch, shares of ranks, reading ahead, and resuming.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from phalanx.counter_random import normal_values, random_bits, stream_key
-from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Int64Array, stable_key
 from phalanx.data.batch_stream import ReadAheadStream
+from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Int64Array, stable_key
 from phalanx.errors import ConfigError, DataError, PhalanxError
 from phalanx.extensions import Registry
 

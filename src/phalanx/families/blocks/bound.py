@@ -18,16 +18,16 @@ from phalanx.families.blocks.inputs import HeldOutEvaluator, evaluation_fields
 from phalanx.families.blocks.network import BlockNetwork, count_splits
 from phalanx.families.blocks.stage import BlockStage
 from phalanx.families.registry import bound_class
-from phalanx.layout.family import Building
-from phalanx.layout.hybrid_stop.streamed_weights import Stream, stream_matrices
+from phalanx.layout.context_parallel.sequence_share import SequenceShare
+from phalanx.layout.family import BuildContext
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.place import TensorSplits
-from phalanx.layout.share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
+from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
 from phalanx.nn.initial import InitRules
 from phalanx.nn.kinds import ParameterKind
-from phalanx.nn.splits import ModelPart, SplitCount
+from phalanx.nn.splits import ModelChunk, SplitCount
 from phalanx.planner.trace.family import MODEL_PARTS, Kernel, PartName, PartTracer, Setting, TracedModel
 from phalanx.precision import PRECISIONS
 from phalanx.train.inputs import ExpectedEvaluation, Inputs, TrainableModel, Verification
@@ -50,7 +50,7 @@ class BlockParts(PartTracer):
         stream_matrices(part, part.splits(self.model), share.tp, stream)
         return BlockStage(part.to(dtype), 0, share, seed=0, length=self.setting.length)
 
-    def whole_part(self, part: ModelPart) -> nn.Module:
+    def whole_part(self, part: ModelChunk) -> nn.Module:
         """See `PartTracer`."""
         with torch.device("meta"):
             return self.network(self.model, part=part)
@@ -125,13 +125,14 @@ class BoundBlocks(TracedModel, TrainableModel, VerifiableModel):
 
     # --- layouts -------------------------------------------------------------------------------------------------------
 
-    def build(self, building: Building, part: ModelPart) -> tuple[nn.Module, TensorSplits]:
+    def build(self, building: BuildContext, part: ModelChunk) -> tuple[nn.Module, TensorSplits]:
         """See `LayoutModel`."""
         with torch.device("meta"):
             network = self.network(self.run.model, dtype=PRECISIONS[self.run.layout.precision].compute_dtype, part=part)
-        return network, stream_matrices(network, network.splits(self.run.model), building.share.tp, building.stream)
+        splits = network.splits(self.run.model)
+        return network, building.sharding.split_parameters(network, splits, building.share.tp)
 
-    def stage(self, building: Building, part: nn.Module, index: int) -> Stage:
+    def stage(self, building: BuildContext, part: nn.Module, index: int) -> Stage:
         """See `LayoutModel`."""
         assert isinstance(part, BlockNetwork)
         return BlockStage(part, index, building.share, self.run.training.seed, self.run.data.sequence_length)

@@ -14,7 +14,7 @@ from phalanx.nn.blocks import NumberedBlocks
 from phalanx.nn.initial import InitRule, InitRules
 from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.layers import Linear
-from phalanx.nn.splits import ModelPart, SplitCount, Splits
+from phalanx.nn.splits import ModelChunk, SplitCount, Splits
 
 
 class BlockNetwork(nn.Module):
@@ -24,15 +24,15 @@ class BlockNetwork(nn.Module):
     parallelism is to split; anything else works too, computed alike on every rank of `tp`.
     """
 
-    part: ModelPart
+    part: ModelChunk
     """What of the network this is."""
 
     def __init__(
-        self, config: BlockModel, *, dtype: torch.dtype = torch.float32, part: ModelPart | None = None
+        self, config: BlockModel, *, dtype: torch.dtype = torch.float32, part: ModelChunk | None = None
     ) -> None:
         """dtype: of the activations between blocks. part: None builds all of it."""
         super().__init__()
-        self.part = part = part or ModelPart(range(config.n_layers))
+        self.part = part = part or ModelChunk(range(config.n_layers))
         self.config = config
         self.dtype = dtype
         if part.first:

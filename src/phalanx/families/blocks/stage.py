@@ -9,8 +9,8 @@ from torch import Tensor
 
 from phalanx.data.sources import TensorSpec
 from phalanx.families.blocks.network import BlockNetwork
-from phalanx.layout.share import SequenceShare
-from phalanx.layout.stage import Stage
+from phalanx.layout.context_parallel.sequence_share import SequenceShare
+from phalanx.layout.stage import Stage, TrainingPass
 
 
 class BlockStage(Stage):
@@ -22,7 +22,9 @@ class BlockStage(Stage):
         super().__init__(part, index, share, seed, length)
         self.inputs: TensorSpec = part.specs(part.config)[0]
 
-    def forward(self, x: Tensor, sample_indices_B: Tensor, **inputs: Any) -> Tensor:
+    def forward(
+        self, x: Tensor, sample_indices_B: Tensor, *, training: TrainingPass | None = None, **inputs: Any
+    ) -> Tensor:
         """See `Stage`. x: samples [B, S, ...] in the first stage. inputs: targets [B, S, ...]; without them the last stage
         gives predictions of this rank's positions."""
         rows_S = self.share.positions(self.length, x.device).rows_S
@@ -37,7 +39,8 @@ class BlockStage(Stage):
         if targets is None:
             return predicted
         loss: Tensor = self.part.loss(predicted, targets[:, rows_S])
-        return loss.reshape(1)
+        # Not a view, which FSDP2 warns of.
+        return torch.stack((loss,))
 
     def example_input(self, samples: int) -> Tensor:
         """Samples."""
