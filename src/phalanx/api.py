@@ -34,11 +34,11 @@ from phalanx.planner.rank.plan import Plan, Wishes, make_plan
 from phalanx.planner.time.profile import choose_profile
 from phalanx.planner.trace.family import require_planned
 from phalanx.train.inputs import Finding, TrainableModel
-from phalanx.train.start import load_weights
+from phalanx.train.resume import load_weights
 from phalanx.train.start import train as train_run
 from phalanx.train.step import TrainStep, build_step
-from phalanx.verify.reduced import one_rank
-from phalanx.verify.start import Options, Outcome, verify_run
+from phalanx.verify.reduced_run import one_rank_run
+from phalanx.verify.verify_run import Options, Outcome, verify_run
 
 
 def register(item: Family | type[DataSource], name: str | None = None) -> None:
@@ -145,7 +145,7 @@ def _run_of(path: Path, overrides: Sequence[str]) -> Run:
     if newest is None:
         raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
     state: dict[str, Any] = read_state(newest.path)
-    return one_rank(parse_run(str(state.get("run")), f"{newest.path}/state.json: run", overrides))
+    return one_rank_run(parse_run(str(state.get("run")), f"{newest.path}/state.json: run", overrides))
 
 
 def _load_on_one_rank(path: Path, device: torch.device, overrides: Sequence[str]) -> ParallelModel:
