@@ -1,4 +1,4 @@
-"""Verification of runs with an optimizer that a package adds: parameters are compared where it says how far they may move."""
+"""Verification of runs with an optimizer of a package: parameters are compared where it says how far they may move."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class OptimizerKind(ABC):
         optimizer.step()
 
     def update_gain(self, config: Optimizer) -> float | None:
-        """Return the largest change of a parameter for a change of its gradient, in one update; None where there is no bound.
+        """Return the largest change of a parameter for a change of its gradient, in one update; None where nobody knows.
 
         Verification asks it, to tell how far rounding errors of gradients may move parameters. Without an answer it compares
         losses and gradients, and no parameters.
