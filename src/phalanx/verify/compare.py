@@ -186,6 +186,7 @@ def _send_from_first(names: list[str], whole: dict[str, Tensor] | None) -> Itera
             size += math.prod(described[end][0])
             end += 1
         dtype = described[start][1]
+        # Small tensors travel together: a message for each of thousands of biases would take longer than the step.
         flat = torch.empty(size, dtype=dtype)
         if whole is not None:
             flat = torch.cat([whole[name].flatten() for name in names[start:end]]).to(dtype)

@@ -82,6 +82,7 @@ class Verifier:
         self.activations = activations
         self.reference: Record | None = None
         self._groups: Groups = {} if groups is None else groups
+        # Once for all layouts, and on one rank only: the others get its tensors as they compare.
         if not dist.is_initialized() or dist.get_rank() == 0:
             single = one_rank_run(run)
             layout = resolve_layout(single, 1)
