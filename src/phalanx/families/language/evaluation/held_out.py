@@ -25,6 +25,10 @@ from phalanx.families.language.model.decoder import Decoder
 
 DEFAULT_LENGTH = 2048
 """Tokens a sample for a model without a run, unless it has fewer positions."""
+_BATCH_TOKENS = 16384
+"""Tokens computed at a time where the caller does not say how many samples."""
+Score = Callable[[TokenBatch], Tensor]
+"""Gives this rank's part of the summed loss of a batch (nats, 0-dim)."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +141,6 @@ def _byte_counts(loaded: LoadedModel, source: TokenSource) -> torch.Tensor | Non
     return theirs.byte_counts(loaded.model.config.vocab_size)
 
 
-_BATCH_TOKENS = 16384
-"""Tokens computed at a time where the caller does not say how many samples."""
-
-
 @dataclass(frozen=True)
 class HeldOut:
     """Scores of held-out tokens; two of them add up to the scores of both together."""
@@ -188,10 +188,6 @@ class HeldOut:
     def __str__(self) -> str:
         bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits/byte"
         return f"held-out loss {self.loss:.4f} (perplexity {self.perplexity:.2f}{bits}, {self.tokens:,} tokens)"
-
-
-Score = Callable[[TokenBatch], Tensor]
-"""Gives this rank's part of the summed loss of a batch (nats, 0-dim)."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ PREFIX = "model."
 """What the names of a checkpoint's model tensors begin with."""
 _VERBS = {"weather": "`phalanx forecast` scores it", "materials": "`phalanx errors` scores it"}
 """What does for other families what `phalanx evaluate` does for text."""
+_CHUNK_LOGITS = 2**24
+"""Logits that the loss holds at once, unless a single chunk of 128 tokens has more."""
 
 
 class Weights(ABC):
@@ -239,10 +241,6 @@ def tokenizer_files(weights: Weights, override: Path | None = None) -> Tokenizer
     if not override.is_file():
         raise CheckpointError(f"--tokenizer={override} does not exist; give a {TOKENIZER}, or a folder with one")
     return TokenizerFiles({TOKENIZER: override.read_bytes()}, found.special)
-
-
-_CHUNK_LOGITS = 2**24
-"""Logits that the loss holds at once, unless a single chunk of 128 tokens has more."""
 
 
 @dataclass(frozen=True)

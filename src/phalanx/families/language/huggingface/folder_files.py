@@ -12,6 +12,11 @@ from phalanx.errors import CheckpointError
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 """Largest weight file that is written."""
+TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+TOKENIZER_FOLDER = "tokenizer"
+"""Folder of a run directory that holds the run's tokenizer."""
+_COMPANIONS = (SETTINGS, "special_tokens_map.json", "chat_template.jinja")
 
 
 def is_huggingface_folder(path: Path) -> bool:
@@ -49,13 +54,6 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} holds no JSON object")
     return values
-
-
-TOKENIZER = "tokenizer.json"
-SETTINGS = "tokenizer_config.json"
-TOKENIZER_FOLDER = "tokenizer"
-"""Folder of a run directory that holds the run's tokenizer."""
-_COMPANIONS = (SETTINGS, "special_tokens_map.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,10 @@ from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.nn.attention import KeyValueCache
 
+_ANY_LENGTH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""Attention kernels that begin at once, however many keys there are: cuDNN's plans for some 30 ms for each new number of
+keys, so for each token (benchmarks/README.md)."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -101,11 +105,6 @@ def _generate_steps(
         yield [None if over else token for over, token in zip(ended, tokens, strict=True)]
         if step + 1 < max_tokens:
             logits_B1V = _next_logits(model, torch.tensor(tokens, device=device)[:, None], caches)
-
-
-_ANY_LENGTH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-"""Attention kernels that begin at once, however many keys there are: cuDNN's plans for some 30 ms for each new number of
-keys, so for each token (benchmarks/README.md)."""
 
 
 def _next_logits(model: Decoder, tokens_BS: Tensor, caches: list[KeyValueCache]) -> Tensor:

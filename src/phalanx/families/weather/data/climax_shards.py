@@ -143,7 +143,12 @@ class NpzStore(FieldStore):
                 if info.compress_type == zipfile.ZIP_STORED:
                     self._maps[path, stored] = _map_member(path, archive, info)
                     return self._maps[path, stored]
-            return self._cache.get((id(self), path, stored), lambda: _read_whole(path, stored))
+
+            def read_whole() -> Float32Array:
+                with np.load(path, allow_pickle=False) as arrays:
+                    return np.asarray(arrays[stored], dtype=np.float32)
+
+            return self._cache.get((id(self), path, stored), read_whole)
         except _DAMAGED as error:
             raise DataError(f"{path}: {stored} cannot be read ({error}); the file is truncated or damaged") from error
 
@@ -228,8 +233,3 @@ def _map_member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> 
         name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
     start = info.header_offset + 30 + name + extra + header
     return np.memmap(path, dtype, "r", start, shape, order="F" if fortran else "C")
-
-
-def _read_whole(path: Path, name: str) -> Float32Array:
-    with np.load(path, allow_pickle=False) as arrays:
-        return np.asarray(arrays[name], dtype=np.float32)

@@ -25,6 +25,15 @@ BoolArray = npt.NDArray[np.bool_]
 
 _TOLERANCE = 1e-3
 """Degrees by which the coordinates of equal grids may differ: files keep them in single precision."""
+EPOCH = "seconds since 1970-01-01 00:00:00"
+HOUR = 3600
+DAY = 24 * HOUR
+_GREGORIAN = "proleptic_gregorian"
+_SAME = {"standard": _GREGORIAN, "gregorian": _GREGORIAN, "365_day": "noleap", "366_day": "all_leap"}
+"""Calendars under another name; the Gregorian ones differ before 1582 only."""
+_DAYS_BEFORE = np.cumsum([0, 31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30])
+"""Days before each month of a leap year."""
+_DATE = re.compile(r"(\d{4})(?:-(\d{2})(?:-(\d{2})(?:[ T](\d{2})(?::(\d{2}))?)?)?)?")
 
 
 @dataclass(frozen=True)
@@ -142,18 +151,6 @@ def orient_grid(latitudes: Float64Array, longitudes: Float64Array, where: str) -
     roll = int(np.argmin(np.mod(longitudes + _TOLERANCE, 360.0)))
     rolled = np.roll(np.mod(longitudes + _TOLERANCE, 360.0) - _TOLERANCE, -roll)
     return Grid(grid.latitudes, rolled), Orientation(flip, roll)
-
-
-EPOCH = "seconds since 1970-01-01 00:00:00"
-HOUR = 3600
-DAY = 24 * HOUR
-
-_GREGORIAN = "proleptic_gregorian"
-_SAME = {"standard": _GREGORIAN, "gregorian": _GREGORIAN, "365_day": "noleap", "366_day": "all_leap"}
-"""Calendars under another name; the Gregorian ones differ before 1582 only."""
-_DAYS_BEFORE = np.cumsum([0, 31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30])
-"""Days before each month of a leap year."""
-_DATE = re.compile(r"(\d{4})(?:-(\d{2})(?:-(\d{2})(?:[ T](\d{2})(?::(\d{2}))?)?)?)?")
 
 
 @dataclass(frozen=True)

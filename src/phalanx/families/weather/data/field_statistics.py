@@ -18,6 +18,7 @@ from phalanx.families.weather.data.field_store import FieldStore
 from phalanx.files import write_atomically
 
 _PAIRS_AT_ONCE = 16
+_FRAMES_AT_ONCE = 64
 
 
 class _Part(BaseModel):
@@ -96,9 +97,6 @@ def difference_std(
         return np.sqrt(squares / count - (total / count) ** 2)
 
 
-_FRAMES_AT_ONCE = 64
-
-
 @dataclass(frozen=True)
 class Climatology:
     """Means of some variables by day of the year and time of day."""
@@ -139,8 +137,9 @@ def mean_by_day(store: FieldStore, variables: Sequence[int], frames: Int64Array,
     The window counts each frame once and wraps around the year's end, as in WeatherBench 2 (Rasp et al. 2024, section
     3.2) but for its weights, which are equal here. Data with less than a day between frames has means for each time of day.
     """
-    parts = _parts_of_day(store.times)
     times = store.times
+    # Frames a day, where that is a whole number greater than one.
+    parts = DAY // times.step if 0 < times.step < DAY and DAY % times.step == 0 else 1
     # One slot for each day of the year and time of day: the daily cycle is no forecast skill.
     slots = (times.days_of_year * parts + _part_of_day(times, parts))[frames]
     in_year = times.days_in_year
@@ -171,11 +170,6 @@ def _window_sums(values: Float64Array, days: int) -> Float64Array:
     sums = np.cumsum(np.concatenate([np.zeros((1, *values.shape[1:])), around]), axis=0)
     windows: Float64Array = sums[days:] - sums[:-days]
     return windows
-
-
-def _parts_of_day(times: TimeAxis) -> int:
-    """Return frames a day, where that is a whole number greater than one."""
-    return DAY // times.step if 0 < times.step < DAY and DAY % times.step == 0 else 1
 
 
 def _part_of_day(times: TimeAxis, parts: int) -> Int64Array:

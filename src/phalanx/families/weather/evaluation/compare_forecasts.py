@@ -17,6 +17,8 @@ from phalanx.families.weather.data.open_fields import FieldSet
 from phalanx.families.weather.evaluation.forecast_scores import ForecastScores
 
 _FRAMES_AT_ONCE = 16
+Forecast = Callable[[Cases], Tensor]
+"""Predicts the output variables [n, V_out, H, W], in their own units, at the targets of n cases."""
 
 
 @dataclass(frozen=True)
@@ -161,10 +163,6 @@ def skill_in_words(rows: Sequence[ScoreRow]) -> str:
         f"{at.lead_hours} h {at.percent} ({at.better} of {at.variables} variables better)" for at in skill_by_lead(rows)
     ]
     return "error saved over the better of persistence and climatology: " + ", ".join(parts)
-
-
-Forecast = Callable[[Cases], Tensor]
-"""Predicts the output variables [n, V_out, H, W], in their own units, at the targets of n cases."""
 
 
 def persistence_forecast(reader: FieldReader) -> Forecast:

@@ -18,6 +18,11 @@ from phalanx.nn.layers import Linear, Norm
 from phalanx.nn.positions import Positions
 from phalanx.nn.splits import ModelChunk
 
+AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The signature of `attend_whole`."""
+_PATHS = 0x5851F42D4C957F2D
+"""Separates the bits of skipped branches from those of dropped elements."""
+
 
 class Forecaster(nn.Module):
     """ClimaX or ORBIT, as `config` describes it; the whole of it or one part.
@@ -115,10 +120,6 @@ def attend_whole(query_BASE: Tensor, key_BASE: Tensor, value_BASE: Tensor) -> Te
     return F.scaled_dot_product_attention(query_BASE, key_BASE, value_BASE)
 
 
-AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The signature of `attend_whole`."""
-
-
 class Attention(nn.Module):
     """Self-attention of all tokens with all.
 
@@ -205,7 +206,3 @@ def path_factors(config: WeatherModel, layer: int, dropout: DropoutContext | Non
     bits_2B = mix(mix(dropout.key + _PATHS) + dropout.sample_indices_B * 2 + branches)
     kept_2B = (bits_2B >> 33) & 0x7FFFFFFF >= int(chance * 2**31)
     return kept_2B.to(torch.float64) / (1.0 - chance)
-
-
-_PATHS = 0x5851F42D4C957F2D
-"""Separates the bits of skipped branches from those of dropped elements."""

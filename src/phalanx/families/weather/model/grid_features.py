@@ -13,6 +13,9 @@ from phalanx.families.weather.field_names import split_level
 from phalanx.families.weather.model_config import WeatherModel
 from phalanx.families.weather.sizes import FEATURES
 
+_HALF_PI_HIGH = math.floor(math.pi / 2 * 2**32) / 2**32
+_HALF_PI_LOW = math.pi / 2 - _HALF_PI_HIGH
+
 
 def patches_of(fields_BVHW: Tensor, patch_size: int) -> Tensor:
     """Cut fields [B, V, H, W] into patches [B, L, V, P]: locations row by row from the first latitude, points of a
@@ -165,10 +168,6 @@ def exact_sine(angle: Tensor, quarter_turns: Tensor) -> Tensor:
     quadrant = (turns.to(torch.int64) + quarter_turns) % 4
     value = torch.where(quadrant % 2 == 0, sines, cosines)
     return torch.where(quadrant < 2, value, -value)
-
-
-_HALF_PI_HIGH = math.floor(math.pi / 2 * 2**32) / 2**32
-_HALF_PI_LOW = math.pi / 2 - _HALF_PI_HIGH
 
 
 def _horner_sum(x: Tensor, coefficients: list[float]) -> Tensor:

@@ -27,6 +27,8 @@ _RADII = (700e3, 450e3)
 """Rossby radii of deformation between neighbouring levels, in m (Marshall and Molteni 1993)."""
 _SCALE_HEIGHT = 9e3
 """What orography is measured by, in m."""
+Float64Array = npt.NDArray[np.float64]
+ComplexArray = npt.NDArray[np.complex128]
 
 
 @dataclass(frozen=True)
@@ -165,10 +167,6 @@ class Atmosphere:
         vorticity = self.harmonics.synthesize(self.harmonics.laplacian / RADIUS**2 * stream)
         slope = self.harmonics.synthesize_slope(stream)
         return self._inverse_laplacian(self.harmonics.analyze(planetary * vorticity + 2 * ROTATION / RADIUS**2 * slope))
-
-
-Float64Array = npt.NDArray[np.float64]
-ComplexArray = npt.NDArray[np.complex128]
 
 
 @dataclass(frozen=True)
