@@ -302,6 +302,7 @@ def _read_parquet(file: InputFile, text_field: str, max_bytes: int) -> Iterator[
     parquet = _import_extra("pyarrow.parquet", file)
     # pyarrow's own errors are ValueErrors or OSErrors where a file is damaged.
     with _explain_damage(file), _open_unpacked(file) as stream:
+        unpacked = stream
         if file.compression:
             # Read at random places, which a compressed stream has not: all of it is held.
             content = stream.read(_PACKED_PARQUET_BYTES + 1)
@@ -310,8 +311,8 @@ def _read_parquet(file: InputFile, text_field: str, max_bytes: int) -> Iterator[
                     f"{file.path}: unpacks to more than {_PACKED_PARQUET_BYTES:,} bytes, and all of a .parquet file is "
                     f"held that is compressed as a whole; unpack it first"
                 )
-            stream = io.BytesIO(content)  # noqa: PLW2901
-        table = parquet.ParquetFile(stream)
+            unpacked = io.BytesIO(content)
+        table = parquet.ParquetFile(unpacked)
         schema = table.schema_arrow
         if text_field not in schema.names:
             raise DataError(

@@ -1,4 +1,8 @@
-"""Scoring a loaded model on prepared data: which data, cut into which samples, and how many bytes its tokens stand for."""
+"""Held-out loss of a model on a split, every token once; the trainer uses it as `phalanx evaluate` does.
+
+A split is one stream of tokens. Samples cut it without overlap, so each token but the first is a target exactly once; the
+last sample may be shorter, and is filled up with positions that do not count.
+"""
 
 from __future__ import annotations
 

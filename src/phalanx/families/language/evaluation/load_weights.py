@@ -1,6 +1,7 @@
-"""The weights of a model, wherever they lie: a run directory, one checkpoint of it, or a Hugging Face folder.
+"""The weights of a model and its tokenizer, wherever they lie: a run directory, one checkpoint of it, or Hugging Face's.
 
-Opening reads what the model is; tensors come one at a time, by the decoder's own names, whole and on the CPU.
+Opening reads what the model is; tensors come one at a time, by the decoder's own names, whole and on the CPU. A tokenizer
+is found beside the weights, or with the data that they were trained on.
 """
 
 from __future__ import annotations
@@ -141,7 +142,11 @@ class PhalanxWeights(Weights):
         stored = {r.name.removeprefix(PREFIX): r for r in records if r.name.startswith(PREFIX)}
         self._formats = {name: record.torch_dtype for name, record in stored.items()}
         self._check_shapes({name: tuple(record.shape) for name, record in stored.items()})
-        self.tokenizer = TokenizerFiles.read(_run_root(newest.path) / TOKENIZER_FOLDER, _special_tokens(state))
+        stored_tokens = state.get("special_tokens")
+        special = SpecialTokens.from_config(stored_tokens) if isinstance(stored_tokens, dict) else SpecialTokens()
+        # The run's folder holds checkpoints/; a checkpoint that was copied elsewhere has its own parent.
+        root = newest.path.parent.parent if newest.path.parent.name == "checkpoints" else newest.path.parent
+        self.tokenizer = TokenizerFiles.read(root / TOKENIZER_FOLDER, special)
         self._group = ""
         self._held: dict[str, Tensor] = {}
 
@@ -205,16 +210,6 @@ def _parse_state(state: dict[str, Any], where: Path) -> tuple[LanguageRun | None
         first = error.errors()[0]
         place = "".join(f"{part}: " for part in first["loc"])
         raise CheckpointError(f"{where}/state.json does not describe a model: {place}{first['msg']}") from None
-
-
-def _special_tokens(state: dict[str, Any]) -> SpecialTokens:
-    stored = state.get("special_tokens")
-    return SpecialTokens.from_config(stored) if isinstance(stored, dict) else SpecialTokens()
-
-
-def _run_root(checkpoint: Path) -> Path:
-    """Return the folder that holds checkpoints/, or for a checkpoint that was copied elsewhere its own parent."""
-    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
 
 
 def tokenizer_files(weights: Weights, override: Path | None = None) -> TokenizerFiles:

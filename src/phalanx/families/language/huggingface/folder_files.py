@@ -1,4 +1,4 @@
-"""Opening single files of a folder that comes from a stranger."""
+"""Single files of a checkpoint folder that may come from a stranger: JSON, and the tokenizer that travels with weights."""
 
 from __future__ import annotations
 

@@ -44,8 +44,15 @@ def write_folder(path: Path, export: Export) -> None:
     """Write `export` as the new folder `path`. Raises as `new_folder` does."""
     with new_folder(path) as folder:
         _write_weights(folder, export)
-        _write_json(folder / "config.json", _config(export))
-        _write_json(folder / GENERATION, export.tokenizer.special.as_config())
+        special_tokens = export.tokenizer.special.as_config()
+        config = {
+            **export.architecture.config_json(export.model),
+            **special_tokens,
+            "torch_dtype": str(export.dtype).removeprefix("torch."),
+            "use_cache": True,
+        }
+        _write_json(folder / "config.json", config)
+        _write_json(folder / GENERATION, special_tokens)
         export.tokenizer.write(folder, export.model.max_positions)
 
 
@@ -68,15 +75,6 @@ def refuse_used(path: Path) -> None:
     """Raise ConfigError if there is something at `path` that could be lost."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError(f"{path} already exists and is not an empty folder; give another name, or remove it first")
-
-
-def _config(export: Export) -> dict[str, Any]:
-    return {
-        **export.architecture.config_json(export.model),
-        **export.tokenizer.special.as_config(),
-        "torch_dtype": str(export.dtype).removeprefix("torch."),
-        "use_cache": True,
-    }
 
 
 def _write_weights(folder: Path, export: Export) -> None:
@@ -124,12 +122,10 @@ def _write_safetensors(file: Path, rules: Sequence[TensorRule], export: Export) 
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for rule in rules:
             for part in rule.split(export.read(rule.ours)):
-                _write_tensor(stream, part.to(export.dtype))
+                # As bytes: numpy knows no bfloat16.
+                bits = part.to(export.dtype).contiguous().flatten().view(torch.uint8)
+                stream.write(bits.numpy().data)
         _flush_to_disk(stream)
-
-
-def _write_tensor(stream: BinaryIO, tensor: Tensor) -> None:
-    stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def _write_json(file: Path, values: dict[str, Any]) -> None:

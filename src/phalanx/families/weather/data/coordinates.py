@@ -1,7 +1,8 @@
-"""Latitude-longitude grids: one orientation for all fields, and the exact area of every cell.
+"""Coordinates of fields: latitude-longitude grids, and time axes in the calendar of the data.
 
 Fields run from south to north and eastward, whatever the order in the file: files of the other order are turned while
-they are read. A global grid begins at its first longitude from Greenwich, a regional one where the file begins.
+they are read. A global grid begins at its first longitude from Greenwich, a regional one where the file begins. Cells have
+their exact areas. Times are whole seconds; this module also says what models and scores want to know of a date.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Whether two bodies of the same variable can be the same quantity: other units and turned latitudes stand out.
+"""What is refused before a store is read for training: holes in time, other units, and latitudes turned upside down.
 
-Normalisation would hide both, and a model would train on them without complaint.
+Normalisation would hide the last two, and a model would train on them without complaint.
 """
 
 from __future__ import annotations

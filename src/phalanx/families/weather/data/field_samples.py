@@ -1,4 +1,4 @@
-"""Samples by global sample number: which source, which input frame and which lead time are pure functions of it.
+"""Samples and batches of fields: which source, input frame and lead time are pure functions of a sample's number.
 
 global sample number -> (source, place in its reading) -> (epoch, window) -> lead time -> frames -> normalised fields
 """

@@ -1,4 +1,8 @@
-"""Means and standard deviations that a run normalises by: of the whole training period, never of a part of it."""
+"""What a run normalises by, and what forecasts are compared with: means and deviations, and the climatology.
+
+Both are taken over whole periods, never over a part of them. The climatology is the mean of past years for each day of the
+year and time of day: what a forecast must know better than.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""All fields of a run, opened and checked once: what each split reads, what it is normalised by, and the climatology."""
+"""All fields of a run, opened and checked once: what each split reads, what it is normalised by, and the climatology.
+
+The format of a store is told apart by what lies at the path, never by a setting.
+"""
 
 from __future__ import annotations
 

@@ -147,7 +147,12 @@ def open_file(path: Path, source: FieldSource) -> FieldFile:
     require_package(package, f"{path} needs")
     try:
         # Before xarray reads them all: a damaged header may declare any length.
-        _require_bounded(path, _declared_lengths(path))
+        for name, length in _declared_lengths(path).items():
+            if length > _COORDINATES:
+                raise DataError(
+                    f"{path}: {length:,} values along {name} are more than the {_COORDINATES:,} that can be read; the file "
+                    f"is damaged, or must be parted"
+                )
         with warnings.catch_warnings():
             # Stores without consolidated metadata open more slowly, and well.
             warnings.filterwarnings("ignore", message="Failed to open Zarr store with consolidated metadata")
@@ -184,15 +189,6 @@ def _declared_lengths(path: Path) -> dict[str, int]:
 
     with netCDF4.Dataset(str(path)) as file:
         return {name: len(dimension) for name, dimension in file.dimensions.items() if name in file.variables}
-
-
-def _require_bounded(path: Path, lengths: dict[str, int]) -> None:
-    for name, length in lengths.items():
-        if length > _COORDINATES:
-            raise DataError(
-                f"{path}: {length:,} values along {name} are more than the {_COORDINATES:,} that can be read; the file is "
-                f"damaged, or must be parted"
-            )
 
 
 def _find_dimension(dataset: Any, names: list[str], usual: tuple[str, ...], kind: str, path: Path) -> str:

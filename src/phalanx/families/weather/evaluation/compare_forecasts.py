@@ -1,4 +1,7 @@
-"""Scores of a model's forecasts beside those of the two that every model must beat, on the same cases."""
+"""Scores of a model's forecasts beside the two that every model must beat: nothing changes, and it is as usual.
+
+Any forecast is a function from cases to fields, so models, persistence and climatology are scored on the same cases.
+"""
 
 from __future__ import annotations
 

@@ -164,7 +164,8 @@ def forecast_split(
     device = next(loaded.model.parameters()).device
     comparison = Comparison(reader, climatologies, device)
     chosen = [spread_rows(source.windows, starts, len(reader.sources)) for source in reader.sources]
-    shown = _Shown(reader, list(mapped) or _usual_maps(reader.outputs), list(steps), chosen)
+    usual = [name for name in _MAPPED if name in reader.outputs]
+    shown = _Shown(reader, list(mapped) or usual or list(reader.outputs[:_MAPS]), list(steps), chosen)
     total, done = sum(map(len, chosen)), 0
     for index, rows in enumerate(chosen):
         for first in range(0, len(rows), _BATCH):
@@ -200,10 +201,6 @@ def lead_steps(run: WeatherRun, hours: int, step_hours: int | None) -> dict[int,
 
 def _list_numbers(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def _usual_maps(outputs: Sequence[str]) -> list[str]:
-    return [name for name in _MAPPED if name in outputs] or list(outputs[:_MAPS])
 
 
 def spread_rows(windows: Windows, count: int | None, sources: int) -> Int64Array:

@@ -1,4 +1,12 @@
-"""From fields on a grid to tokens: patch and variable embedding, aggregation, place and lead time."""
+"""From fields on a grid to tokens: patch and variable embedding, aggregation of variables, place and lead time.
+
+ClimaX makes a token of each variable at each location, P x + c with the patch embedding P of that variable, and attends to
+these with queries that are parameters. Since the queries do not depend on the fields, scores and values are linear in the
+patch x before and after the softmax: q.W_k(P x + c) = (P^T W_k^T q).x + const, and the same for W_v. Multiplying the
+weights first gives the same function without the V tokens of width D at each location, which are most of the memory and
+the work of the published form: with P points a patch it holds V*(P+1) numbers a head and location in place of V*D for all
+heads together, and as many for keys and for values; and it needs D/(P+1) times fewer operations for these.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The forecaster: fields in, fields out. Plain PyTorch for one device; knows no mesh, rank or layout."""
+"""The forecaster: fields in, fields out, through blocks of a Vision Transformer whose branches a sample may skip.
+
+Plain PyTorch for one device; knows no mesh, rank or layout.
+"""
 
 from __future__ import annotations
 

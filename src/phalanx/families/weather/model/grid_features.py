@@ -1,4 +1,7 @@
-"""The grid: fields as patches and back, latitudes, and how much of the sphere each point stands for."""
+"""What does not depend on data: patches of a grid, numbers of variables, areas of points, and numbers as waves.
+
+Waves are the initial tables of sines and cosines, and the features of lead time, pressure and place.
+"""
 
 from __future__ import annotations
 

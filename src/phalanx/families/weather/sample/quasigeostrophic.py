@@ -1,4 +1,4 @@
-"""A global quasi-geostrophic atmosphere of three levels, after Marshall and Molteni (1993).
+"""A global quasi-geostrophic atmosphere of three levels, after Marshall and Molteni (1993), on spherical harmonics.
 
     dq_i/dt = -J(psi_i, q_i) + forcing - dissipation        at 200, 500 and 800 hPa
     q = laplacian(psi) + S psi + f (+ f h / H0 at 800 hPa)
@@ -6,6 +6,10 @@
 S couples neighbouring levels by their Rossby radii of deformation. The published model takes its forcing from analyses;
 here temperature relaxes to a state with a westerly jet in both hemispheres, the same all year, whose
 baroclinic instability makes the weather. Without forcing and dissipation, energy and each level's potential enstrophy stay.
+
+A real field is sum over m and n of c[m, n] P_n^m(mu) exp(i m lambda), for m >= 0 with the conjugate added, where mu is the
+sine of latitude and P are the associated Legendre functions with a mean square of 1 over mu. Coefficients are complex
+[..., M, N] with zeros where n < m. On the Gaussian grid, products of two such fields are analysed without aliasing.
 """
 
 from __future__ import annotations
@@ -93,10 +97,6 @@ class Atmosphere:
         winds = np.array([upper + lower, lower, 0.0])[:, None] * jets
         return self.stream_function_of(winds)
 
-    @cached_property
-    def _relaxation(self) -> float:
-        return 1 / (self.physics.relaxation * DAY)
-
     def stream_function_of(self, winds: Float64Array) -> ComplexArray:
         """Return the stream function [3, M, N] of westerly winds [3, H] in m/s that depend on latitude alone."""
         cosines = np.sqrt(1 - self.harmonics.sines**2)
@@ -129,7 +129,8 @@ class Atmosphere:
         jacobian = eastward[0] * northward[1] - northward[0] * eastward[1]
         area = RADIUS**2 * (1 - self.harmonics.sines[:, None] ** 2)
         change: ComplexArray = -self.harmonics.analyze(jacobian / area)
-        change -= self._relaxation * np.tensordot(self._coupling, stream - self.equilibrium, 1)
+        relaxation = 1 / (self.physics.relaxation * DAY)
+        change -= relaxation * np.tensordot(self._coupling, stream - self.equilibrium, 1)
         change[2] -= self.harmonics.laplacian / RADIUS**2 * stream[2] / (self.physics.friction * DAY)
         # A high power of the Laplacian damps the smallest waves, where enstrophy gathers, and leaves weather alone.
         scale = (self.harmonics.laplacian / self.harmonics.laplacian[-1]) ** 4
