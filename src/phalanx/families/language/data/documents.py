@@ -214,6 +214,7 @@ class _ZstandardFile(io.RawIOBase):
             plain: bytes = self._frame.decompress(compressed)
         except self._package.ZstdError as error:
             raise OSError(str(error)) from error
+        # A file may hold several frames: what follows one begins the next.
         self._rest = self._frame.unused_data if self._frame.eof else b""
         if self._frame.eof:
             self._frame = None
@@ -332,6 +333,7 @@ def _read_parquet(file: InputFile, text_field: str, max_bytes: int) -> Iterator[
                     raise DataError(
                         f"{file.path}: column {text_field!r} holds {kind}, not text; name one with --text-field"
                     )
+                # A character has at most 4 bytes, so most texts need not be encoded to be measured.
                 elif len(text) * 4 > max_bytes and len(text.encode()) > max_bytes:
                     raise _too_long(f"{file.path}, row {row}: a document", max_bytes)
                 else:

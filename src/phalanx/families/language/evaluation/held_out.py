@@ -139,6 +139,7 @@ def _byte_counts(loaded: LoadedModel, source: TokenSource) -> torch.Tensor | Non
         return None if ours is None else ours.byte_counts(loaded.model.config.vocab_size)
     theirs = TextTokenizer.from_file(source.tokenizer, source.end_of_document)
     if ours is not None and ours.vocabulary != theirs.vocabulary:
+        # Ids that mean other text would give a loss that looks like a bad model.
         raise DataError(
             f"{source.path} was prepared with another tokenizer than that of {loaded.where}; prepare the text again with it"
         )

@@ -175,6 +175,7 @@ class PhalanxWeights(Weights):
         # Before anything is built for each layer
         if self.model.n_layers > len(stored):
             raise CheckpointError(f"{self.where}: {self.model.n_layers} layers, but {len(stored)} tensors of a model")
+        # A state.json and tensors of two models, copied together, would load into nonsense.
         wrong = [name for name, shape in self.shapes.items() if stored.get(name) != shape]
         if wrong:
             found = f"is {list(stored[wrong[0]])}" if wrong[0] in stored else "is missing"
@@ -270,6 +271,7 @@ def load_for_inference(
         elif dtype is None:
             dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         require_cpu_format(dtype, device, "--precision")
+        # Built without memory, then emptied on the device: the weights are never held twice.
         with torch.device("meta"):
             chunk = max(128, _CHUNK_LOGITS // weights.model.vocab_size)
             model = Decoder(weights.model, dtype=dtype, chunk_tokens=chunk)

@@ -222,6 +222,7 @@ def tensor_rules(model: LanguageModel, counterparts: Mapping[str, Counterpart]) 
         if ours.startswith("blocks."):
             _, layer, rest = ours.split(".", 2)
             pattern = f"blocks.*.{rest}"
+        # A rule for the parameter itself goes before that of its module.
         module, _, kind = pattern.rpartition(".")
         suffix = "" if pattern in counterparts else f".{kind}"
         counterpart = counterparts[pattern if pattern in counterparts else module]

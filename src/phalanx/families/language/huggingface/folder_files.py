@@ -101,6 +101,7 @@ class TokenizerFiles:
     def write(self, folder: Path, max_positions: int) -> None:
         """Put the files into `folder`, with a `tokenizer_config.json` made up where there is none."""
         files = dict(self.files)
+        # Without it transformers would not know which tokens begin and end a document.
         if TOKENIZER in files and SETTINGS not in files:
             files[SETTINGS] = self._settings(max_positions)
         for name, content in files.items():

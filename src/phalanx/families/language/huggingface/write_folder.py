@@ -80,6 +80,7 @@ def refuse_used(path: Path) -> None:
 def _write_weights(folder: Path, export: Export) -> None:
     shards = _plan_shards(export.architecture.rules(export.model), export.dtype, export.shard_bytes)
     weight_map: dict[str, str] = {}
+    # Hugging Face's own names, by which its libraries find the files.
     for number, rules in enumerate(shards, start=1):
         name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         _write_safetensors(folder / name, rules, export)
@@ -120,6 +121,7 @@ def _write_safetensors(file: Path, rules: Sequence[TensorRule], export: Export) 
     encoded += b" " * (-len(encoded) % 8)
     with file.open("wb") as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
+        # One tensor in memory at a time.
         for rule in rules:
             for part in rule.split(export.read(rule.ours)):
                 # As bytes: numpy knows no bfloat16.
@@ -136,6 +138,7 @@ def _write_json(file: Path, values: dict[str, Any]) -> None:
 
 def _flush_to_disk(stream: BinaryIO) -> None:
     stream.flush()
+    # On disk before the folder gets its name: a crash must not leave a whole folder with empty files.
     os.fsync(stream.fileno())
 
 

@@ -100,6 +100,7 @@ def _generate_steps(
         rows = logits_B1V.squeeze(1).float().cpu()
         tokens = [draw_token(row, sampling, draw) for row, draw in zip(rows, draws, strict=True)]
         ended = [was or token in ends for was, token in zip(ended, tokens, strict=True)]
+        # Ended continuations are computed on until all have ended: rows leave a batch only together.
         if all(ended):
             return
         yield [None if over else token for over, token in zip(ended, tokens, strict=True)]

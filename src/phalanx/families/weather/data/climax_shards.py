@@ -67,6 +67,7 @@ class NpzStore(FieldStore):
         latitudes, longitudes = (_read_coordinates(folder / name) for name in ("lat.npy", "lon.npy"))
         self.grid, self._orientation = orient_grid(latitudes, longitudes, f"{folder}/lat.npy and lon.npy")
         self._files = _in_order(folder)
+        # Times follow from the lengths of all shards before, so each is looked at as the store is opened.
         lengths = [self._check(path) for _, _, path in self._files]
         ends = np.cumsum(lengths)
         self.segments = tuple(
@@ -225,6 +226,7 @@ def _map_member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> 
         reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = reader(member)
         header = member.tell()
+    # Objects are pickles, which run code as they are read.
     if dtype.hasobject:
         raise ValueError("it holds Python objects")
     with path.open("rb") as file:

@@ -82,6 +82,7 @@ class Grid:
         far out as they reach in.
         """
         heights = np.diff(np.sin(np.deg2rad(_latitude_bounds(self.latitudes))))
+        # By their own spacing: a regional grid may be uneven.
         widths = np.gradient(self.longitudes) if len(self.longitudes) > 1 else np.ones(1)
         areas = heights[:, None] * widths[None, :]
         weights: Float64Array = areas / areas.mean()
@@ -132,6 +133,7 @@ def orient_grid(latitudes: Float64Array, longitudes: Float64Array, where: str) -
     for name, values in (("latitude", latitudes), ("longitude", longitudes)):
         if values.ndim != 1 or not values.size or not np.isfinite(values).all():
             raise DataError(f"{where}: {name} of shape {values.shape} is not a list of finite degrees; regrid the file")
+    # Either way is fine, as fields are turned; a jump in between would misplace rows.
     steps = np.diff(latitudes)
     if np.abs(latitudes).max() > 90 + _TOLERANCE or not ((steps > 0).all() or (steps < 0).all()):
         raise DataError(
@@ -228,6 +230,7 @@ def decode_times(values: Float64Array | Int64Array, units: str, calendar: str, w
     Raises DataError where units and calendar do not fit or times are missing, repeated or out of order.
     """
     name = canonical_calendar(calendar)
+    # A masked time becomes NaN, which would be rounded to some moment.
     if not np.isfinite(values).all():
         raise DataError(f"{where}: time index {int(np.flatnonzero(~np.isfinite(values))[0])} has no time")
     # A reference before 1582 counts from there in the file's own calendar; only the proleptic one has a year 0.

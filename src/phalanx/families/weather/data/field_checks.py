@@ -61,6 +61,7 @@ def require_alike(variables: Sequence[str], first: Body, second: Body) -> None:
     for index, variable in enumerate(variables):
         mean_a, mean_b = (float(body.moments.mean[index]) for body in (first, second))
         std_a, std_b = (float(body.moments.std[index]) for body in (first, second))
+        # Without values, or constant, there is nothing to compare.
         if not all(np.isfinite([mean_a, mean_b, std_a, std_b])) or std_a == 0 or std_b == 0:
             continue
         ratio = std_b / std_a
@@ -92,6 +93,7 @@ def _require_same_way_up(variables: Sequence[str], first: Body, second: Body) ->
     for a, b in zip(first.profile, second.profile, strict=True):
         upright.append(_correlate_rows(a, b))
         turned.append(_correlate_rows(a, b[::-1]))
+    # Over all variables: a field that is nearly symmetric by itself says little.
     gain = np.nan_to_num(np.array(turned) - np.array(upright))
     index = int(np.argmax(gain))
     # A reversed field fits well once turned and badly before; a mere difference of climates does neither.
@@ -145,5 +147,6 @@ def require_one_quantity(store: FieldStore, survey: Survey) -> None:
         days = frozenset(store.times.days_of_year[frames].tolist())
         bodies.append(Body(names, survey.moments(frames), survey.profile[segment], days))
         first += length
+    # The first file stands for the source: messages then name two files, not an average.
     for body in bodies[1:]:
         require_alike(store.variables, bodies[0], body)

@@ -174,6 +174,7 @@ class FieldReader:
         for index, mine in self._by_source(cases):
             seconds = self.sources[index].store.times.seconds
             hours[mine] = (seconds[cases.target[mine]] - seconds[cases.start[mine]]) / HOUR
+        # Frames of months lie a day off the hours asked for; scores are kept by what was asked.
         leads = np.array(self.leads)
         return torch.from_numpy(leads[np.abs(hours[:, None] - leads).argmin(axis=1)])
 

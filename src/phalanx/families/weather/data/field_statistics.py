@@ -126,6 +126,7 @@ class Climatology:
             )
         day, part = times.days_of_year[frames], _part_of_day(times, self.mean.shape[1])[frames]
         unknown = np.flatnonzero(self.frames[day, part] == 0)
+        # A mean of no frames is NaN, which would drop the case from the scores without a word.
         if unknown.size:
             raise DataError(
                 f"the climatology of {self.name} has no frame within {self.days // 2} days of the day of year of "
@@ -169,6 +170,7 @@ def mean_by_day(store: FieldStore, variables: Sequence[int], frames: Int64Array,
 
 def _window_sums(values: Float64Array, days: int) -> Float64Array:
     """Return sums over the days around each day, the first axis taken as a circle; an even number reaches further back."""
+    # The year is a circle: late December is next to early January.
     before, after = days // 2, (days - 1) // 2
     around = np.concatenate([values[len(values) - before :], values, values[:after]])
     sums = np.cumsum(np.concatenate([np.zeros((1, *values.shape[1:])), around]), axis=0)

@@ -154,6 +154,7 @@ class BlockCache:
             if key not in self._blocks and block.nbytes <= self.capacity:
                 self._blocks[key] = block
                 self._bytes += block.nbytes
+                # Least recently used first: neighbours of a frame are read soon after it.
                 while self._bytes > self.capacity:
                     self._bytes -= self._blocks.popitem(last=False)[1].nbytes
         return block

@@ -113,6 +113,7 @@ class FieldSet:
         if self.data.climatology is not None:
             frames = period_frames(self.data.climatology, store, "data.climatology")
         columns = [self.variables.index(name) for name in self.data.target_variables]
+        # A frame that was never written would pull its day's mean to the fill value.
         whole = frames[~self.surveys[source].blank[frames][:, columns].any(axis=1)]
         return mean_by_day(store, columns, whole, days=self.data.climatology_days)
 
@@ -203,6 +204,7 @@ def open_store(source: FieldSource, variables: Sequence[str], statics: Sequence[
     if is_climax(path):
         return NpzStore(path, source, variables, statics, cache)
     files = field_files(path)
+    # Only files need it: prepared fields and ClimaX shards are read without.
     require_package("xarray", f"{path} needs")
     from phalanx.families.weather.data.xarray_store import XarrayStore  # noqa: PLC0415  (needs xarray)
 

@@ -179,6 +179,7 @@ def _still_to_apply(names: Sequence[FieldName], manifest: FieldsManifest, folder
 
     Raises DataError for a rule that would have made other numbers of what was prepared.
     """
+    # Applied twice, a scale would change the numbers again.
     applied = {rule.name: rule for rule in manifest.converted}
     left = [rule for rule in names if rule != applied.get(rule.name)]
     for rule in left:

@@ -123,6 +123,7 @@ class FieldFile:
         wanted = [dim for dim in (self.time_dim if what != "no time" else None, self.lat_dim, self.lon_dim) if dim]
         part = array.isel(index)
         part = part.isel({dim: 0 for dim in part.dims if dim not in wanted and part.sizes[dim] == 1})
+        # An ensemble or a second level dimension: which of them is meant is not guessed.
         if set(part.dims) != set(wanted):
             raise DataError(
                 f"{self.path}: {slot.array} has the dimensions {', '.join(map(str, array.dims))}; of these only "
@@ -164,6 +165,7 @@ def open_file(path: Path, source: FieldSource) -> FieldFile:
     lat_dim = _find_dimension(dataset, names, _LATITUDES, "latitude", path)
     lon_dim = _find_dimension(dataset, names, _LONGITUDES, "longitude", path)
     rows, columns = dataset.sizes[lat_dim], dataset.sizes[lon_dim]
+    # Asked before any field is read, which would need that much memory.
     if rows * columns > _POINTS:
         raise DataError(
             f"{path}: a grid of {rows:,} x {columns:,} points is more than the {_POINTS:,} that can be read; regrid the file"
@@ -218,6 +220,7 @@ def _time_dimension(dataset: Any, names: list[str], source: FieldSource, path: P
 
 def _read_times(dataset: Any, time_dim: str, source: FieldSource, path: Path) -> TimeAxis:
     coordinate = dataset[time_dim]
+    # What the run file says goes before the file, whose attributes may be wrong or missing.
     units = source.time_units or coordinate.attrs.get("units")
     if units is None:
         raise DataError(

@@ -122,6 +122,7 @@ class XarrayStore(FieldStore):
             raise DataError(
                 f"{_name_files(self.path, files)} has no variable {self._naming.told(name)}; {_list_known(stored, files)}"
             )
+        # By time and not by name: names sort months or years in many orders.
         found.sort(key=lambda item: int(item[0].times.seconds[0]) if item[0].times else 0)
         pieces: list[_Piece] = []
         for file, slot in found:

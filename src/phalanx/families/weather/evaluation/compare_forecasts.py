@@ -44,6 +44,7 @@ class ScoreRow:
     @property
     def baseline_rmse(self) -> float:
         """Return the error of the better of the two baselines."""
+        # Either may be unknown: there is no climatology of a short period.
         others = [x for x in (self.persistence_rmse, self.climatology_rmse) if x is not None and math.isfinite(x)]
         return min(others, default=math.nan)
 

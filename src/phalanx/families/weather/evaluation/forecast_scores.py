@@ -277,6 +277,7 @@ class _Table:
         """Add values [B, V] of forecasts; one of which no point is there does not count."""
         leads = torch.tensor(self.lead_hours, device=self.sums.device)
         matches = lead_hours_B.to(self.sums.device)[:, None] == leads
+        # Scored under a neighbour's name it would spoil both.
         if not bool(matches.any(1).all()):
             unknown = lead_hours_B[~matches.any(1).to(lead_hours_B.device)][0].item()
             raise ValueError(f"a lead time of {unknown} hours is not among those scored: {self.lead_hours}")
@@ -290,6 +291,7 @@ class _Table:
 
     def all_reduce(self) -> None:
         if dist.is_initialized() and dist.get_world_size() > 1:
+            # Sums and counts, not means: ranks score unequal numbers of forecasts.
             dist.all_reduce(self.sums)
 
     def cells(self) -> list[_Cell]:

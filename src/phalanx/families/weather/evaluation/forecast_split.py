@@ -226,6 +226,7 @@ def forecasts_of(
     for column, parts in enumerate(steps.values()):
         lead = torch.full((len(rows),), float(parts[-1]), device=device)
         predicted = model.forecast(states[parts[:-1]], lead)
+        # A step can only follow where everything that is read was predicted or stays as it is.
         if set(model.config.output_names) <= set(model.config.input_names):
             states[parts] = model.next_inputs(inputs, predicted)
         known = np.flatnonzero(targets[:, column] >= 0)
@@ -253,6 +254,7 @@ class _Shown:
         sources = np.repeat(np.arange(len(windows)), [len(rows) for rows in chosen])
         starts = np.concatenate([one.starts[rows] for one, rows in zip(windows, chosen, strict=True)])
         targets = np.concatenate([one.targets[rows] for one, rows in zip(windows, chosen, strict=True)])
+        # One start for all lead times shown, so that maps show one forecast growing older.
         best = int(np.argmax((targets[:, columns] >= 0).sum(axis=1)))
         self._source, self._start = int(sources[best]), int(starts[best])
 

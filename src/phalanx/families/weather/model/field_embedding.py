@@ -85,6 +85,7 @@ class FieldEmbedding(nn.Module):
         x_BSD = self.tokens(fields_BVHW, self.needed_rows(positions))
         rows_S = positions.rows_S
         x_BSD = x_BSD + self.places(rows_S // self.config.aggregation_queries)
+        # The same for every location: how far ahead the whole field is predicted.
         x_BSD = x_BSD + self.lead(self._lead_features(lead_hours_B))[:, None]
         dropped: Tensor = self.dropout(x_BSD, dropout)
         return dropped
@@ -134,6 +135,7 @@ class FieldEmbedding(nn.Module):
 
 def _level_features(names: list[str], device: torch.device) -> Tensor:
     """Return waves of each variable's pressure, [V, 2 * FEATURES]; zeros for variables of the surface."""
+    # Variables of the surface have no pressure: zeros say so, and the table still tells them apart.
     levels = [pressure_level(name) for name in names]
     pressure_V = torch.tensor([level or 0 for level in levels], dtype=torch.float64, device=device)
     on_level_V = torch.tensor([level is not None for level in levels], device=device)
@@ -224,6 +226,7 @@ class HierarchicalAggregation(nn.Module):
 
     def __init__(self, config: WeatherModel) -> None:
         super().__init__()
+        # Consecutive variables form a group; whole groups are what ranks share.
         self.sizes = group_sizes(len(config.input_names), config.aggregation_groups)
         self.groups = PatchAggregation(config, config.aggregation_groups)
         self.final = TokenAggregation(config, config.aggregation_queries)

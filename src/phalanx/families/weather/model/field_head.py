@@ -72,6 +72,7 @@ class FieldHead(nn.Module):
         targets_BLVP = self._located(patches_of(targets_BVHW, size), rows_S, 1)
         row_H = row_weights(self.config, x_BSD.device)
         weight_HW = row_H[:, None].expand(-1, self.config.n_lon)
+        # Weights are patched as targets are, so that each point keeps its own.
         weight_LP = self._located(patches_of(weight_HW[None, None], size)[0, :, 0], rows_S, 0)
         weights = self.config.loss_weights
         weight_V = None if weights is None else torch.tensor(weights, device=x_BSD.device)
@@ -82,6 +83,7 @@ class FieldHead(nn.Module):
         x_BSD = self.norm(x_BSD)
         for layer in self.layers:
             x_BSD = F.gelu(layer(x_BSD))
+        # A location's tokens together: each alone knows only a part of its variables.
         per_location = x_BSD.unflatten(1, (-1, self.config.aggregation_queries)).flatten(2)
         out: Tensor = self.output(per_location)
         return out
@@ -103,6 +105,7 @@ class FieldHead(nn.Module):
 
     def _located(self, patches: Tensor, rows_S: Tensor | None, dim: int) -> Tensor:
         """Return the patches of these rows' locations along `dim`."""
+        # All rows in order: indexing would only copy.
         if rows_S is None or len(rows_S) == self.config.n_tokens:
             return patches
         tokens = self.config.aggregation_queries

@@ -145,6 +145,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Map activations [B, S, D] to [B, S, D]."""
+        # One matmul for all three; rows grouped by head let tensor parallelism cut it.
         query, key, value = self.qkv(x_BSD).unflatten(-1, (-1, 3, self.head_size)).unbind(-2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)

@@ -131,6 +131,7 @@ class Atmosphere:
         change: ComplexArray = -self.harmonics.analyze(jacobian / area)
         relaxation = 1 / (self.physics.relaxation * DAY)
         change -= relaxation * np.tensordot(self._coupling, stream - self.equilibrium, 1)
+        # Friction of the ground acts on the lowest level alone.
         change[2] -= self.harmonics.laplacian / RADIUS**2 * stream[2] / (self.physics.friction * DAY)
         # A high power of the Laplacian damps the smallest waves, where enstrophy gathers, and leaves weather alone.
         scale = (self.harmonics.laplacian / self.harmonics.laplacian[-1]) ** 4
@@ -222,6 +223,7 @@ class Harmonics:
     def analyze(self, fields: Float64Array) -> ComplexArray:
         """Return the coefficients [..., M, N] of fields [..., H, W] on the Gaussian grid."""
         waves = np.fft.rfft(fields, axis=-1, norm="forward")[..., : self.truncation + 1]
+        # Gaussian quadrature over latitude is exact for products of two truncated fields.
         weighted = 0.5 * self._legendre[0] * self._quadrature[1]
         # [M, ..., H] times [M, H, N]
         found = np.matmul(np.moveaxis(waves, -1, 0).reshape(len(weighted), -1, self.rows), weighted.transpose(0, 2, 1))
