@@ -128,7 +128,7 @@ class NpzStore(FieldStore):
 
     def _array(self, segment: Segment, name: str) -> Any:
         """Return the array of a variable: mapped where the shard is not compressed, else read whole and kept for a while."""
-        stored = self._naming.stored(name)
+        stored = self._naming.stored_name(name)
         path = segment.path
         if (path, stored) in self._maps:
             mapped = self._maps[path, stored]

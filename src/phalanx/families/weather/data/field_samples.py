@@ -198,12 +198,12 @@ class FieldReader:
                 yield index, mine
 
     def _fingerprint(self, seed: int, statistics_key: str) -> str:
-        bodies = [
+        sources = [
             (source.fingerprint, hash_of(source.windows.starts.tobytes(), source.windows.targets.tobytes()))
             for source in self.sources
         ]
         names = (self.inputs, self.statics, self.outputs)
-        return hash_of(ORDER_VERSION, seed, self._mixture.weights, bodies, names, self.leads, statistics_key)
+        return hash_of(ORDER_VERSION, seed, self._mixture.weights, sources, names, self.leads, statistics_key)
 
 
 @contextmanager

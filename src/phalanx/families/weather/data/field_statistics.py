@@ -37,7 +37,7 @@ class VariableStatistics(_Part):
 
 
 class FieldStatistics(_Part):
-    """What a run normalises by; as a file, what a later run goes on with."""
+    """What a run normalises by; as a file, what a later run resumes with."""
 
     format: Literal["phalanx-field-statistics"] = "phalanx-field-statistics"
     version: Literal[1] = 1

@@ -185,7 +185,7 @@ def survey_store(store: FieldStore) -> Survey:
 
 
 def merge_moments(parts: Sequence[Moments], points: Sequence[Float64Array]) -> Moments:
-    """Merge statistics of several bodies of frames. points: values behind each part, [V]."""
+    """Merge statistics of several sets of frames. points: values behind each part, [V]."""
     with np.errstate(invalid="ignore"):
         # NaN for a variable that has no value anywhere.
         weights = np.stack(points) / np.sum(points, axis=0)

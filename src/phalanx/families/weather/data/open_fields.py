@@ -15,7 +15,12 @@ from phalanx.errors import DataError
 from phalanx.families.weather.data import require_package
 from phalanx.families.weather.data.climax_shards import NpzStore, is_climax
 from phalanx.families.weather.data.coordinates import Float64Array, Grid, require_same_grid
-from phalanx.families.weather.data.field_checks import Body, require_alike, require_one_quantity, require_whole_axis
+from phalanx.families.weather.data.field_checks import (
+    SourceSummary,
+    require_alike,
+    require_one_quantity,
+    require_whole_axis,
+)
 from phalanx.families.weather.data.field_samples import FieldReader, SplitSource
 from phalanx.families.weather.data.field_statistics import (
     Climatology,
@@ -66,9 +71,9 @@ class FieldSet:
             for store, survey in zip(self.stores, self.surveys, strict=True):
                 if not store.units_compared:
                     require_one_quantity(store, survey)
-            bodies = [self._body(index) for index in range(len(self.stores))]
-            for body in bodies[1:]:
-                require_alike(self.variables, bodies[0], body)
+            summaries = [self._summarize(index) for index in range(len(self.stores))]
+            for summary in summaries[1:]:
+                require_alike(self.variables, summaries[0], summary)
         self.statistics = self._statistics()
 
     @property
@@ -131,9 +136,9 @@ class FieldSet:
             given = read_statistics(Path(self.data.statistics), names)
             if self.data.check_units:
                 moments = Moments(given.frames, given.mean_of(self.variables), given.std_of(self.variables))
-                known = Body([self.data.statistics] * len(self.variables), moments, None, frozenset())
+                known = SourceSummary([self.data.statistics] * len(self.variables), moments, None, frozenset())
                 for index in range(len(self.stores)):
-                    require_alike(self.variables, known, self._body(index))
+                    require_alike(self.variables, known, self._summarize(index))
             return given
         # Over the training split alone: nothing of the held-out times may reach the model.
         moments, frames = self._training_moments, sum(map(len, self._train))
@@ -171,12 +176,12 @@ class FieldSet:
             self.stores[source].fingerprint, survey.valid.tobytes(), survey.low.tobytes(), survey.high.tobytes()
         )
 
-    def _body(self, source: int) -> Body:
+    def _summarize(self, source: int) -> SourceSummary:
         store, frames = self.stores[source], self._train[source]
         names = [str(store.path)] * len(self.variables)
         survey = self.surveys[source]
         days = frozenset(store.times.days_of_year[frames].tolist())
-        return Body(names, survey.moments(frames), survey.whole_profile(), days)
+        return SourceSummary(names, survey.moments(frames), survey.whole_profile(), days)
 
 
 def _read_survey(store: FieldStore, source: FieldSource) -> Survey:

@@ -159,10 +159,10 @@ class PreparedStore(FieldStore):
             check_content(self.path, shard.file)
 
     def _column(self, name: str, there: Sequence[str], kind: str) -> int:
-        stored = self._naming.stored(name)
+        stored = self._naming.stored_name(name)
         if stored not in there:
             raise DataError(
-                f"{self.path} has no {kind} {self._naming.told(name)}; it has {', '.join(there) or 'none'}; "
+                f"{self.path} has no {kind} {self._naming.display_name(name)}; it has {', '.join(there) or 'none'}; "
                 f"prepare the fields again with it"
             )
         return list(there).index(stored)

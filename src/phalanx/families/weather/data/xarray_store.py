@@ -114,13 +114,14 @@ class XarrayStore(FieldStore):
 
     def _pieces_of(self, name: str, files: Sequence[FieldFile]) -> list[_Piece]:
         """Return the parts of a variable in the order of their times."""
-        stored = self._naming.stored(name)
+        stored = self._naming.stored_name(name)
         found = [(file, slot) for file in files if (slot := file.find(stored)) is not None and file.in_time(slot)]
         if not found:
             if any(file.find(stored) for file in files):
                 raise DataError(f"{self.path}: {name} does not depend on time; name it under data.static")
             raise DataError(
-                f"{_name_files(self.path, files)} has no variable {self._naming.told(name)}; {_list_known(stored, files)}"
+                f"{_name_files(self.path, files)} has no variable {self._naming.display_name(name)}; "
+                f"{_list_known(stored, files)}"
             )
         # By time and not by name: names sort months or years in many orders.
         found.sort(key=lambda item: int(item[0].times.seconds[0]) if item[0].times else 0)
@@ -139,7 +140,7 @@ class XarrayStore(FieldStore):
         return pieces
 
     def _static_slot(self, name: str, files: Sequence[FieldFile]) -> tuple[FieldFile, Slot]:
-        stored = self._naming.stored(name)
+        stored = self._naming.stored_name(name)
         for file in files:
             slot = file.find(stored)
             if slot is None:
@@ -149,7 +150,7 @@ class XarrayStore(FieldStore):
             require_same_grid(self.path, self.grid, file.path, file.grid)
             return file, slot
         where = _name_files(files[0].path if len(files) == 1 else self.path, files)
-        raise DataError(f"{where} has no static field {self._naming.told(name)}; {_list_known(stored, files)}")
+        raise DataError(f"{where} has no static field {self._naming.display_name(name)}; {_list_known(stored, files)}")
 
 
 def _join_times(name: str, pieces: Sequence[_Piece]) -> TimeAxis:

@@ -92,7 +92,7 @@ class ForecastScores:
             self._table.add({"correlation": self._correlation(forecast, truth, climatology, there)}, there, lead_hours)
 
     def merge(self, other: ForecastScores) -> ForecastScores:
-        """Return the scores of both bodies of forecasts together."""
+        """Return the scores of both sets of forecasts together."""
         assert (self.variables, self.lead_hours) == (other.variables, other.lead_hours)
         merged = ForecastScores(self.variables, self.lead_hours, self._area)
         merged._table.sums = self._table.sums + other._table.sums
@@ -168,7 +168,7 @@ class EnsembleScores:
         self._table.add(values, there, lead_hours)
 
     def merge(self, other: EnsembleScores) -> EnsembleScores:
-        """Return the scores of both bodies of forecasts together."""
+        """Return the scores of both sets of forecasts together."""
         assert (self.variables, self.lead_hours, self.members) == (other.variables, other.lead_hours, other.members)
         assert self.independent == other.independent
         merged = EnsembleScores(self.variables, self.lead_hours, self._area, self.members, independent=self.independent)

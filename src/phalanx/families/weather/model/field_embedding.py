@@ -98,7 +98,7 @@ class FieldEmbedding(nn.Module):
         """Return aggregated tokens [B, S, D] of these rows, without place and lead time."""
         config = self.config
         patches_BLVP = patches_of(fields_BVHW.to(self.dtype), config.patch_size)
-        # Where ranks share out the tokens, only their own locations are aggregated.
+        # Where tokens are sharded over ranks, only their own locations are aggregated.
         if len(rows_S) != config.n_tokens:
             locations = rows_S[:: config.aggregation_queries] // config.aggregation_queries
             patches_BLVP = patches_BLVP.index_select(1, locations)
