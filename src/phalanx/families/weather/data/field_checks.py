@@ -25,7 +25,7 @@ _MEAN_DISTANCE = 6.0
 """Means further apart than this many standard deviations are taken for another zero: degrees Celsius are 13 away from
 kelvin near the ground."""
 _COMMON_DAYS = 0.5
-"""Part of the days of the year that two sources must share to be of one season: their means by latitude are then compared."""
+"""Part of the days of the year that two sources share if they are of one season: means by latitude are then compared."""
 _LEAST_ROWS = 4
 _UNITS = (
     (9.80665, "geopotential and its height"),
