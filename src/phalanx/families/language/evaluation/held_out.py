@@ -322,23 +322,23 @@ def _read_samples(
     source: TokenSource, numbers: Sequence[int], length: int, size: int, document_mask: bool
 ) -> tuple[TokenBatch, int]:
     """Read samples as int64 [size, length], whose shape never changes, so nothing recompiles; also return the largest id."""
-    tokens = np.zeros((size, length), dtype=np.int64)
-    targets = np.full((size, length), IGNORED, dtype=np.int64)
-    documents = np.zeros((size, length), dtype=np.int32)
+    tokens_BS = np.zeros((size, length), dtype=np.int64)
+    targets_BS = np.full((size, length), IGNORED, dtype=np.int64)
+    documents_BS = np.zeros((size, length), dtype=np.int32)
     highest = 0
     for row, number in enumerate(numbers):
         start = number * length
         width = min(length, source.tokens - 1 - start)
         read = source.read(np.array([start]), width + 1)[0]
-        tokens[row, :width], targets[row, :width] = read[:-1], read[1:]
+        tokens_BS[row, :width], targets_BS[row, :width] = read[:-1], read[1:]
         highest = max(highest, int(read.max()))
         # Counted from the sample's first, as in training.
         if document_mask:
             ids = source.document_of(np.arange(start, start + width))
-            documents[row, :width] = ids - ids[0]
-    kept = torch.from_numpy(documents) if document_mask else None
+            documents_BS[row, :width] = ids - ids[0]
+    kept = torch.from_numpy(documents_BS) if document_mask else None
     indices = torch.zeros(size, dtype=torch.int64)
-    return TokenBatch(torch.from_numpy(tokens), torch.from_numpy(targets), kept, indices), highest
+    return TokenBatch(torch.from_numpy(tokens_BS), torch.from_numpy(targets_BS), kept, indices), highest
 
 
 def _check_vocabulary(source: TokenSource, tokens: int, rows: int) -> None:
