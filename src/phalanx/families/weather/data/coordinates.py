@@ -279,6 +279,7 @@ def moment_bounds(moment: str, calendar: str) -> tuple[int, int]:
     first = int(cftime.date2num(start, EPOCH, calendar))
     if minute is not None:
         return first, first + 59
+    # A date stands for all that it leaves open: a day for its hours, a year for its months.
     if hour is not None:
         return first, first + HOUR - 1
     if day is not None:

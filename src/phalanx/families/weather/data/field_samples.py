@@ -89,6 +89,7 @@ class FieldReader:
         # Normalised once: static fields are the same in every sample.
         static_scale = _Scale(statistics, self.statics)
         self._static = [static_scale.normalise(source.store.read_static().copy()) for source in self.sources]
+        # Sources take turns by weight, each shuffled by itself: see `data.sample_order`.
         self._mixture = Mixture([source.weight for source in self.sources])
         split = self.sources[0].windows.split
         self._orders = [

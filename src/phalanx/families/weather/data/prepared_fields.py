@@ -202,6 +202,7 @@ def _load_arrays(folder: Path, manifest: FieldsManifest) -> dict[str, Any]:
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path}: cannot be read ({error}); prepare the fields again") from error
     expected = {"times", "latitudes", "longitudes", "static", *(field.name for field in fields(Survey))}
+    # Written by an older version, or by other tools.
     if not expected <= set(arrays):
         raise DataError(f"{path}: no {', '.join(sorted(expected - set(arrays)))}; prepare the fields again")
     return arrays

@@ -122,6 +122,7 @@ class FieldFile:
             index = {**index, next(dim for dim in array.dims if dim in _LEVELS): slot.level}
         wanted = [dim for dim in (self.time_dim if what != "no time" else None, self.lat_dim, self.lon_dim) if dim]
         part = array.isel(index)
+        # A level or height of length 1 is written by many tools and says nothing.
         part = part.isel({dim: 0 for dim in part.dims if dim not in wanted and part.sizes[dim] == 1})
         # An ensemble or a second level dimension: which of them is meant is not guessed.
         if set(part.dims) != set(wanted):

@@ -62,6 +62,7 @@ class XarrayStore(FieldStore):
         # Variables may lie in files of their own, so each has its own list of files in time.
         pieces = [self._pieces_of(name, opened) for name in variables]
         axes = [_join_times(name, parts) for name, parts in zip(variables, pieces, strict=True)]
+        # Frame t of all variables must be one time, so the first variable's times stand for all.
         self.times = axes[0]
         for name, axis in zip(variables, axes, strict=True):
             _require_same_times(variables[0], self.times, name, axis, opened)
@@ -128,6 +129,7 @@ class XarrayStore(FieldStore):
         pieces: list[_Piece] = []
         for file, slot in found:
             assert file.times is not None
+            # Of overlapping files it would be unclear which holds the frame that is meant.
             before = pieces[-1].file.times if pieces else None
             if before is not None and before.seconds[-1] >= file.times.seconds[0]:
                 raise DataError(

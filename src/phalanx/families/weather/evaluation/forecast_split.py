@@ -103,11 +103,13 @@ def load_forecaster(path: Path, device: torch.device, overrides: Sequence[str] =
             f"{newest.path} is of model.family={run.model.family}; phalanx forecast takes weather models"
         )
     statistics = newest.path.parent.parent / STATISTICS
+    # Statistics of the run itself: data that have grown since would give other ones.
     if run.data.statistics is None and statistics.exists():
         run = run.model_copy(update={"data": run.data.model_copy(update={"statistics": str(statistics)})})
     require_cpu_format(PRECISIONS[run.layout.precision].compute_dtype, device)
     with torch.device("meta"):
         model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision].compute_dtype)
+    # Built without memory first: every parameter is read from the checkpoint.
     model.to_empty(device=device)
     # Whole tensors by name: a checkpoint is the same whatever layout wrote it.
     stored = read_tensors(newest.path, _PREFIX)

@@ -162,6 +162,7 @@ def exact_sine(angle: Tensor, quarter_turns: Tensor) -> Tensor:
     By additions and multiplications alone, which all devices and all vector widths round alike: a value then does not
     depend on which part of a table is computed where.
     """
+    # Reduced to an eighth of a turn on either side of zero, where short series are exact enough.
     turns = (angle * (2.0 / math.pi)).round()
     # pi/2 in two parts: the first has few enough bits that its product with `turns` is exact.
     rest = (angle - turns * _HALF_PI_HIGH) - turns * _HALF_PI_LOW
