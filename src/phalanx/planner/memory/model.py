@@ -122,8 +122,11 @@ def memory(
 
 
 def _least_bytes(run: Run, candidates: Candidates, state: MemoryState) -> FloatArray:
-    """A bound below the bytes of the first pipeline rank: its parameters and their optimizer state, and the activations of the
-    micro-batches in flight, as if all its stages were as small as its smallest."""
+    """A bound below the bytes of the first pipeline rank.
+
+    Its parameters, their optimizer state, and the activations of the micro-batches in flight, as if all its stages were as
+    small as its smallest.
+    """
     costs, n_layers = bind(run).block_costs(), run.model.n_layers
     columns = [candidates.schedule, candidates.pp, candidates.stages_per_rank]
     first, inverse = distinct(columns)

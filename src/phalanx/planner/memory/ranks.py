@@ -8,8 +8,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.layout.spec import ZERO_BUBBLE, ResolvedLayout
 from phalanx.layout.pipeline.stage_assignment import stages_of_rank
+from phalanx.layout.spec import ZERO_BUBBLE, ResolvedLayout
 from phalanx.planner.layouts.candidates import SCHEDULES, Candidates
 from phalanx.planner.layouts.stage_layers import split
 from phalanx.planner.memory.parts import distinct

@@ -1,7 +1,8 @@
 """The state of a pipeline rank before each action of its schedule, read off the table that runs, as counts.
 
-A rank's stages compute in turn, each at its own place in the step: while one computes, another keeps parameters that an earlier
-backward pass has gathered, and a third has reduced its gradients already. What one of each count takes is `weights`.
+A rank's stages compute in turn, each at its own place in the step: while one computes, another keeps parameters that an
+earlier backward pass has gathered, and a third has reduced its gradients already. What one of each count takes is in
+`weights`.
 """
 
 from __future__ import annotations
@@ -77,16 +78,20 @@ COUNTS = (
 )
 """What is counted, in the order of the columns; `weights` says of each what one takes.
 
-layers, embedding, head: of the model on this rank. kept: activations of parts from forward to backward pass, each
-micro-batch counted. waiting: blocks whose gradients of weights are still to come after those of their input. received:
-inputs from other ranks that are kept. handed_on: results that went to another rank and are kept until their backward pass.
-results: of the last block, on their way into the head. messages: buffers besides, of the size of what stages exchange. later: of each micro-batch beyond those of the table.
-sent: messages that the transport holds; lately: where it lets go after a round of them. whole: gradients before they are
-shared out. coming: see `PartBytes`. gathered: parameters. arrived: in the buffer that they came in as well. arriving: on
-their way. sent_blocks, _embedding, _head: gradients in the buffer that they were reduced from. summed: reduced. own: in the
-format that they are computed in, not yet reduced. tied_gradient: that of a shared table, made by the head. streamed: of matrices
-that are never gathered. forward, backward, reduced: what is being done. given_up: whole gradients that a reduction has no need
-of any more.
+- layers, embedding, head: of the model on this rank.
+- .._kept: activations of parts from forward to backward pass, each micro-batch counted. waiting: blocks whose gradients of
+  weights are still to come after those of their input.
+- received: inputs from other ranks that are kept. handed_on: results that went to another rank and are kept until their
+  backward pass. results: of the last block, on their way into the head.
+- messages: buffers besides, of the size of what stages exchange. sent: messages that the transport holds; sent_lately: where
+  it lets go after a round of them; later_sent: of each micro-batch beyond those of the table.
+- whole_..: gradients before they are sharded. shared_..: afterwards. coming: see `PartBytes`. own_..: in the format that they
+  are computed in, not yet reduced. tied_gradient: that of a shared table, made by the head. streamed_gradients: of matrices
+  that are never gathered.
+- gathered_..: parameters. arrived_..: in the buffer that they came in as well. arriving_..: on their way.
+- sent_blocks, sent_embedding, sent_head: gradients in the buffer that they were reduced from. summed_embedding: reduced.
+- .._forward, .._backward, .._reduced: what is being done. .._given_up: whole gradients that a reduction has no need of any
+  more.
 """
 COLUMN = {name: place for place, name in enumerate(COUNTS)}
 
