@@ -85,8 +85,8 @@ COUNTS = (
   backward pass. results: of the last block, on their way into the head.
 - messages: buffers besides, of the size of what stages exchange. sent: messages that the transport holds; sent_lately: where
   it lets go after a round of them; later_sent: of each micro-batch beyond those of the table.
-- whole_..: gradients before they are sharded. shared_..: afterwards. coming: see `PartBytes`. own_..: in the format that they
-  are computed in, not yet reduced. tied_gradient: that of a shared table, made by the head. streamed_gradients: of matrices
+- whole_..: gradients before they are sharded. shared_..: afterwards. coming: see `PartBytes`. own_..: in the format they are
+  computed in, not yet reduced. tied_gradient: that of a shared table, made by the head. streamed_gradients: of matrices
   that are never gathered.
 - gathered_..: parameters. arrived_..: in the buffer that they came in as well. arriving_..: on their way.
 - sent_blocks, sent_embedding, sent_head: gradients in the buffer that they were reduced from. summed_embedding: reduced.
