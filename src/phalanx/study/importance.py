@@ -21,7 +21,7 @@ CAUTION = "ranks 2 to 4 of a study of 25 to 50 trials change with the seed"
 _LEAST_TRIALS = 6
 """Measured trials below which nothing is said of what matters."""
 _TREES = 40
-_SHUFFLES = 5
+_SHUFFLES = 3
 _RESAMPLED = 30
 MOST_PARAMETERS = 16
 """Parameters of an enumerated space: 65,536 subsets."""

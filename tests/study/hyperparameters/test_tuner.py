@@ -280,9 +280,9 @@ def test_a_study_of_an_earlier_version_resumes(tmp_path: Path) -> None:
         *((0, 3, "scored"), (1, 1, "scored"), (2, 3, "scored"), (4, 3, "scored"), (5, 0, "crash"))
     ]
     parts = {part.key: part.outcome for one in known(tmp_path) for part in one.parts}
-    tuner(tmp_path, "[0, 1, 3, 10]", trials=12).run()
+    tuner(tmp_path, "[0, 1, 3, 10]", trials=24).run()
     after = known(tmp_path)
-    assert len(after) == 12 and {part.key: part.outcome for one in after for part in one.parts}.items() >= parts.items()
+    assert len(after) == 24 and {part.key: part.outcome for one in after for part in one.parts}.items() >= parts.items()
     # More trials make room at later rungs; a trial goes there from the steps that it had.
     assert any(row["steps"] == 9 for row in summarize_study(tmp_path)["trials"])
     for one in after:
