@@ -8,7 +8,7 @@ import yaml
 
 from layout_runs import run_from_words, run_with
 from phalanx.config.load import load_run, parse_run
-from phalanx.config.search import Knob, Search
+from phalanx.config.search import Search, Tunable
 from phalanx.errors import ConfigError
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.layouts.enumerate import Limits, legal_candidates
@@ -49,8 +49,8 @@ def test_values_and_constraints_leave_out_the_rest() -> None:
 def test_knobs_apply_where_their_condition_holds() -> None:
     plain = small(Search(layout={"recompute": ["none"]}))
     knobs = {
-        "data.prefetch": Knob(values=[2, 0]),
-        "env.NCCL_ALGO": Knob(values=["Ring", "Tree"], when="dp_shard > 1"),
+        "data.prefetch": Tunable(values=[2, 0]),
+        "env.NCCL_ALGO": Tunable(values=["Ring", "Tree"], when="dp_shard > 1"),
     }
     found = small(Search(layout={"recompute": ["none"]}, knobs=knobs))
     sharded = int((plain.layouts.dp_shard > 1).sum())

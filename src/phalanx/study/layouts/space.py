@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.config.search import Knob, Search
+from phalanx.config.search import Search, Tunable
 from phalanx.errors import ConfigError
 from phalanx.planner.layouts.candidates import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, Candidates
 from phalanx.planner.layouts.enumerate import CHOSEN
@@ -178,8 +178,8 @@ def build_layout_space(layouts: Candidates, search: Search) -> LayoutSpace:
     parameters = [Parameter(name, _distinct_values(columns[name], name)) for name in LAYOUT]
     codes = np.stack([_positions(columns[one.name], one.values) for one in parameters], axis=1)
     space = LayoutSpace(tuple(parameters), codes, layouts, np.arange(len(layouts)))
-    for name, knob in search.knobs.items():
-        space = _add_tunable(space, name, knob)
+    for name, tunable in search.knobs.items():
+        space = _add_tunable(space, name, tunable)
     for condition in search.constraints:
         space = space.take(condition_holds(condition, _condition_columns(space), len(space)))
     if not len(space):
@@ -238,16 +238,16 @@ def _condition_columns(space: LayoutSpace) -> dict[str, npt.NDArray[Any]]:
     return found
 
 
-def _add_tunable(space: LayoutSpace, name: str, knob: Knob) -> LayoutSpace:
+def _add_tunable(space: LayoutSpace, name: str, tunable: Tunable) -> LayoutSpace:
     if "." not in name:
         raise ConfigError(f"search.knobs.{name}: a knob is section.field of the run file, or env.NAME")
     section, _, field = name.partition(".")
     if section == "layout" and field in CHOSEN:
         raise ConfigError(f"search.knobs.{name}: {field} is chosen anyway; give its values as search.layout.{field}")
     applies: Mask = np.ones(len(space), bool)
-    if knob.when is not None:
-        applies = condition_holds(knob.when, _condition_columns(space), len(space))
-    values = tuple(dict.fromkeys(knob.values))
+    if tunable.when is not None:
+        applies = condition_holds(tunable.when, _condition_columns(space), len(space))
+    values = tuple(dict.fromkeys(tunable.values))
     choices = np.arange(len(values))
     if not applies.all() and None not in values:
         values = (*values, None)
