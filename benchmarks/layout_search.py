@@ -72,7 +72,7 @@ NEAR = 1.2
 _TRIES = 3
 KNOWS = "knows"
 _REACH = 1.4
-"""Layouts whose expected time is within so much of the best may be proposed by the engine that knows."""
+"""Layouts whose expected time is within so much of the best may be proposed by the sampler that knows."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def quality(space: LayoutSpace, truth: Truth, trials: list[Trial]) -> float:
 def compare(
     name: str, space: LayoutSpace, prior: Prior, truths: dict[int, Truth], most: int, errors: Errors
 ) -> dict[str, Any]:
-    """One engine on all truths, by their seeds. errors: how these were drawn, for the engine that knows."""
+    """Return one sampler's results on all truths, by their seeds. errors: how these were drawn, for the sampler that knows."""
     start, rows = time.perf_counter(), []
     knows = KnowingSampler(space, prior, errors)
     for seed, truth in truths.items():

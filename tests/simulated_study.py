@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.study.hyperparameters.asha import Standing, backfill_order, promotable
+from phalanx.study.hyperparameters.asha import Standing, backfill_order, promotable_trials
 from phalanx.study.hyperparameters.packing import Device, Move, Packing, Ready, Running, decide_actions
 from phalanx.study.hyperparameters.timeline import DeviceUse, Span, Window, device_use, idle_share
 
@@ -117,7 +117,7 @@ class Simulation:
 
     def _ready(self) -> list[Ready]:
         found = [Ready(str(one), self._expected(one, 0), self.trials[one].memory) for one in self.drawn]
-        regular = promotable(self.standings, self.eta, len(self.rungs))
+        regular = promotable_trials(self.standings, self.eta, len(self.rungs))
         for one in backfill_order(self.standings, len(self.rungs)):
             seconds = self._expected(one.number, one.begun + 1)
             found.append(Ready(str(one.number), seconds, self.trials[one.number].memory, backfill=one not in regular))

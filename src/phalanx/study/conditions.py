@@ -30,7 +30,7 @@ _MAX_WHOLE = 2**62
 
 
 def _is_in(one: Any, several: Any) -> Any:
-    """Whether `one` is one of a list's values, choice by choice: these may be other columns."""
+    """Return whether `one` is one of a list's values, choice by choice: these may be other columns."""
     if not isinstance(several, list):
         raise _Unknown("in wants a list behind it")
     return reduce(np.logical_or, [np.asarray(one == each) for each in several], np.asarray(False))
@@ -62,15 +62,15 @@ _WORDS = {"true": True, "false": False}
 
 
 def condition_holds(text: str, columns: Mapping[str, npt.NDArray[Any]], count: int) -> Mask:
-    """Whether the condition holds, for each of `count` choices; `columns` are their values by name.
+    """Return whether the condition holds, for each of `count` choices; `columns` are their values by name.
 
     Raises ConfigError, with the names that are known, for anything that is no such condition.
     """
     shown = repr(text) if len(text) <= MAX_LENGTH else repr(show_value(text))
     try:
-        tree = _parse(text)
+        tree = _parse_condition(text)
         with np.errstate(all="ignore"):
-            value = _value(tree, columns)
+            value = _evaluate_node(tree, columns)
     except (SyntaxError, RecursionError, MemoryError) as error:
         # The last two are what Python's parser answers to brackets within brackets.
         what = error.msg if isinstance(error, SyntaxError) else "too deeply nested"
@@ -95,7 +95,7 @@ class _TooLarge(Exception):
     """A condition, or a number in it, beyond the bounds."""
 
 
-def _parse(text: str) -> ast.AST:
+def _parse_condition(text: str) -> ast.AST:
     if len(text) > MAX_LENGTH:
         raise _TooLarge(f"{len(text):,} characters; a condition has at most {MAX_LENGTH:,}")
     tree = ast.parse(text.strip(), mode="eval").body
@@ -107,10 +107,12 @@ def _parse(text: str) -> ast.AST:
     return tree
 
 
-def _value(node: ast.AST, columns: Mapping[str, npt.NDArray[Any]]) -> Any:
+def _evaluate_node(node: ast.AST, columns: Mapping[str, npt.NDArray[Any]]) -> Any:
     match node:
         case ast.Constant(value=int() | float() | str() | bool() as value):
-            return _in_bounds(value)
+            if isinstance(value, int) and value > _MAX_WHOLE:
+                raise _TooLarge(f"a number in it goes beyond {_MAX_WHOLE:,}")
+            return value
         case ast.Name(id=name) if name in columns:
             return columns[name]
         case ast.Name(id=name) if name in _WORDS:
@@ -118,24 +120,26 @@ def _value(node: ast.AST, columns: Mapping[str, npt.NDArray[Any]]) -> Any:
         case ast.Attribute() if (name := ast.unparse(node)) in columns:
             return columns[name]
         case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_value(item, columns) for item in items]
+            return [_evaluate_node(item, columns) for item in items]
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-            return _compute(op, _number(_value(left, columns)), _number(_value(right, columns)))
+            return _apply_arithmetic(
+                op, _require_number(_evaluate_node(left, columns)), _require_number(_evaluate_node(right, columns))
+            )
         case ast.BoolOp(op=op, values=items):
             join = np.logical_and if isinstance(op, ast.And) else np.logical_or
-            return reduce(join, [_plain(_value(item, columns)) for item in items])
+            return reduce(join, [_require_plain(_evaluate_node(item, columns)) for item in items])
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return np.logical_not(_plain(_value(operand, columns)))
+            return np.logical_not(_require_plain(_evaluate_node(operand, columns)))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_number(_value(operand, columns))
+            return -_require_number(_evaluate_node(operand, columns))
         case ast.Compare(left=left, ops=ops, comparators=others):
-            sides = [_value(side, columns) for side in (left, *others)]
+            sides = [_evaluate_node(side, columns) for side in (left, *others)]
             pairs = zip(sides, ops, sides[1:], strict=False)
-            return reduce(np.logical_and, [_compare(type(op), a, b) for a, op, b in pairs])
+            return reduce(np.logical_and, [_apply_comparison(type(op), a, b) for a, op, b in pairs])
     raise _Unknown(f"{ast.unparse(node)} is not known")
 
 
-def _number(value: Any) -> Any:
+def _require_number(value: Any) -> Any:
     """Return the value as a number: of a condition 1 where it holds, so that conditions can be counted.
 
     Raises TypeError for texts and lists, which arithmetic would repeat."""
@@ -146,36 +150,32 @@ def _number(value: Any) -> Any:
     return column.astype(np.int64) if isinstance(value, np.ndarray) and value.dtype == np.bool_ else value
 
 
-def _compute(op: ast.operator, left: Any, right: Any) -> Any:
-    """Raises _TooLarge for whole numbers beyond 64 bits, ZeroDivisionError for a divisor that is zero in all choices."""
+def _apply_arithmetic(op: ast.operator, left: Any, right: Any) -> Any:
+    """Return what the operator gives, choice by choice.
+
+    Raises _TooLarge for whole numbers beyond 64 bits, ZeroDivisionError for a divisor that is zero in all choices.
+    """
     if isinstance(op, ast.Div | ast.FloorDiv | ast.Mod):
         if not np.any(right):
             raise ZeroDivisionError("division by zero")
-    elif np.any(np.abs(_ARITHMETIC[type(op)](_real(left), _real(right))) > _MAX_WHOLE):
+    # Tried out in floating point: whole numbers of 64 bits would wrap around in silence.
+    elif np.any(
+        np.abs(_ARITHMETIC[type(op)](np.asarray(left, np.float64), np.asarray(right, np.float64))) > _MAX_WHOLE
+    ):
         raise _TooLarge(f"a number in it goes beyond {_MAX_WHOLE:,}")
     return _ARITHMETIC[type(op)](left, right)
 
 
-def _real(value: Any) -> Any:
-    return np.asarray(value, np.float64)
-
-
-def _in_bounds(value: Any) -> Any:
-    if isinstance(value, int) and value > _MAX_WHOLE:
-        raise _TooLarge(f"a number in it goes beyond {_MAX_WHOLE:,}")
-    return value
-
-
-def _plain(value: Any) -> Any:
+def _require_plain(value: Any) -> Any:
     if isinstance(value, list):
         raise _Unknown("a list stands behind in")
     return value
 
 
-def _compare(kind: type[ast.AST], left: Any, right: Any) -> Any:
+def _apply_comparison(kind: type[ast.AST], left: Any, right: Any) -> Any:
     if kind not in _COMPARISONS:
         raise _Unknown("is and is not are not known")
     if kind in (ast.In, ast.NotIn):
-        right = [_plain(item) for item in right] if isinstance(right, list) else right
-        return np.asarray(_COMPARISONS[kind](_plain(left), right))
-    return np.asarray(_COMPARISONS[kind](_plain(left), _plain(right)))
+        right = [_require_plain(item) for item in right] if isinstance(right, list) else right
+        return np.asarray(_COMPARISONS[kind](_require_plain(left), right))
+    return np.asarray(_COMPARISONS[kind](_require_plain(left), _require_plain(right)))

@@ -60,6 +60,7 @@ def measured_importance(
     assert len(varying) and len(values) >= 4
     random = np.random.default_rng(seed)
 
+    # On the trials that the forest was fitted to: there are too few to hold any out, and ranks are what is asked for.
     def shuffled_error(chosen: Ints, number: int) -> Floats:
         rows, figures = codes[chosen][:, varying], values[chosen]
         forest = RandomForestRegressor(_TREES, random_state=number, n_jobs=1).fit(rows, figures)
@@ -73,6 +74,7 @@ def measured_importance(
         [shuffled_error(random.integers(0, len(values), len(values)), seed + 1 + number) for number in range(resampled)]
     )
     order = np.argsort(-importance, kind="stable")
+    # The argsort of an argsort is the rank of each parameter in each study.
     place = np.argsort(np.argsort(-studies, axis=1, kind="stable"), axis=1, kind="stable")
     ranks = np.stack([(place == rank).mean(axis=0) for rank in range(len(varying))], axis=1)
     low, high = np.quantile(studies, [0.05, 0.95], axis=0)
@@ -139,6 +141,7 @@ def shapley_effects(names: Sequence[str], codes: Ints, values: Floats) -> Shaple
     assert can_be_told_apart(codes), f"{codes.shape} points and parameters"
     varying = np.flatnonzero(np.ptp(codes, axis=0) > 0).tolist()
     count = len(varying)
+    # All subsets of parameters: nothing is sampled, so that equal parameters get equal effects.
     explained = {
         subset: explained_variance(codes[:, [varying[place] for place in subset]], values)
         for size in range(count + 1)

@@ -106,8 +106,10 @@ class StudyLoop(ABC, Generic[J]):
         with ExitStack() as cleanup:
             for number in (signal.SIGINT, signal.SIGTERM):
                 cleanup.callback(signal.signal, number, signal.signal(number, self._note_signal))
+            # However the loop ends, no trial outlives it: nobody would record its outcome.
             cleanup.callback(lambda: [job.kill() for job in self.jobs])
             while True:
+                # Ended trials first: what begins next may depend on them, and a stop must not lose their outcomes.
                 ended = self.collect_ended()
                 if self._signal or time.time() > self.ends:
                     self._stop_all()
@@ -117,6 +119,7 @@ class StudyLoop(ABC, Generic[J]):
                 if ended or time.time() - looked > _LOOK_S:
                     looked = time.time()
                     self.still_alive()
+                    # Trials of processes that died make room, or are resumed.
                     self.store.recover()
                     reason = self.begin_trials()
                     if not self.jobs:

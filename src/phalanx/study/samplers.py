@@ -99,6 +99,7 @@ class GeneralSampler:
         """Return what the sampler suggests, as far as the space has it and it is not taken; else a choice at random."""
         encoded = [(one, self.space.encode(one.values)) for one in history]
         known = [replace(one, values=values) for one, values in encoded if values is not None]
+        # Without history a general sampler would draw at random too, but from choices of which few may be legal.
         for attempt in range(_ASKED if known else 0):
             # A new seed for each proposal, and the same one when a study is repeated.
             seed = ((self.seed * 100_003 + len(taken)) * _ASKED + attempt) % 2**31
@@ -146,6 +147,7 @@ def suggest_optuna(
     sampler: tpe (tree-structured Parzen estimators) or gp (a Gaussian process). Equal history and seed give equal values.
     """
     distributions = {name: optuna_distribution(given) for name, given in ranges.items()}
+    # A failure's score must not be better than any trial's, nor so bad that it flattens a Gaussian process.
     worst = max((one.score for one in history if one.score is not None), default=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)

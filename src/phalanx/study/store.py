@@ -60,6 +60,7 @@ class StudyStore:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # A reader changes nothing: the line may still be being written.
             if about is not None:
                 mend_torn_line(path)
             self._storage = JournalStorage(JournalFileBackend(str(path)))
@@ -119,6 +120,7 @@ class StudyStore:
         ranges: what each of `values` might have been. engine: name of the sampler. limit_s: seconds after which processes on
         other hosts take the trial for abandoned. note: what is expected of it.
         """
+        # A look saves most races a line in the journal; the check below decides.
         if key in self.taken():
             return None
         # The trial and its owner become known in one line of the journal: there is no moment to be killed in between.

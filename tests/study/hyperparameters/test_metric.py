@@ -17,8 +17,8 @@ from phalanx.json_lines import read_last_record
 from phalanx.study.hyperparameters.metric import (
     check_metric,
     evaluation_at,
-    figure,
     read_events,
+    read_figure,
     read_metrics,
     step_problem,
 )
@@ -122,7 +122,7 @@ def _as_an_evaluation_has_it(file: Path, smaller: set[str]) -> ExpectedEvaluatio
     wrote = evaluation_at(file.parent / "run", 1)
     assert wrote is not None
     assert _paths(expected.fields) == _paths({key: value for key, value in wrote.items() if key not in _LOG})
-    assert figure(wrote, "loss") > 0.0
+    assert read_figure(wrote, "loss") > 0.0
     return expected
 
 

@@ -12,7 +12,7 @@ from phalanx.config.load import parse_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.study.hyperparameters.cost import CostModel, TrialSize, measure_size
-from phalanx.study.hyperparameters.metric import evaluation_at, figure
+from phalanx.study.hyperparameters.metric import evaluation_at, read_figure
 from phalanx.study.hyperparameters.space import build_hyperparameter_space
 from phalanx.study.samplers import Observation, make_sampler
 from phalanx.study.space import Choices, Integers, Reals
@@ -147,11 +147,11 @@ ERRORS = {
 
 
 def test_the_figure_that_is_minimised() -> None:
-    assert figure(ERRORS, "loss") == 0.5
-    assert figure(ERRORS, "errors.forces.mae") == pytest.approx(0.2)
-    assert figure(ERRORS, "errors.xtb.forces.mae") == 0.1 and figure(ERRORS, "errors.xtb.2.forces.mae") == 0.3
+    assert read_figure(ERRORS, "loss") == 0.5
+    assert read_figure(ERRORS, "errors.forces.mae") == pytest.approx(0.2)
+    assert read_figure(ERRORS, "errors.xtb.forces.mae") == 0.1 and read_figure(ERRORS, "errors.xtb.2.forces.mae") == 0.3
     with pytest.raises(ConfigError, match=r"no such figure; it has .*errors\.xtb\.forces\.mae, .*loss"):
-        figure(ERRORS, "errors.stress.mae")
+        read_figure(ERRORS, "errors.stress.mae")
 
 
 def test_only_whole_lines_of_a_log_count(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Standing:
         return not self.over and self.begun in self.scores
 
 
-def promotable(standings: Sequence[Standing], eta: int, rungs: int) -> list[Standing]:
+def promotable_trials(standings: Sequence[Standing], eta: int, rungs: int) -> list[Standing]:
     """Return the trials that ASHA promotes to the next rung, the highest rung and the best score first."""
     found = []
     entered = len(_by_score(standings, 0))
@@ -72,6 +72,7 @@ def project_scores(standings: Sequence[Standing], rungs: int) -> dict[int, float
     gains = [0.0] * rungs
     for rung in range(rungs - 1):
         both = [one.scores for one in standings if rung in one.scores and rung + 1 in one.scores]
+        # The median: one trial that diverged after its promotion must not make all others look worse.
         gains[rung] = median(scores[rung + 1] - scores[rung] for scores in both) if both else 0.0
     return {one.number: one.scores[max(one.scores)] + sum(gains[max(one.scores) :]) for one in standings if one.scores}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.study.hyperparameters.asha import backfill_order, project_scores, promotable
+from phalanx.study.hyperparameters.asha import backfill_order, project_scores, promotable_trials
 from phalanx.study.hyperparameters.configurations import Configuration, group_configurations, part_key
 from phalanx.study.hyperparameters.cost import CostModel, TrialSize, measure_size
 from phalanx.study.hyperparameters.jobs import quiet_overrides
@@ -67,7 +67,7 @@ class CandidateQueue:
         taken = store.taken()
         by_number = {one.number: one for one in known}
         standings = [one.standing() for one in known]
-        regular = [one.number for one in promotable(standings, self.eta, len(self.rungs))]
+        regular = [one.number for one in promotable_trials(standings, self.eta, len(self.rungs))]
         waiting = [one.number for one in backfill_order(standings, len(self.rungs))] if backfill else []
         found = []
         for number in dict.fromkeys([*regular, *waiting]):
@@ -75,6 +75,7 @@ class CandidateQueue:
             rung = one.standing().begun + 1
             if not one.running and part_key(one.key, rung) not in taken:
                 found.append(self._candidate(one.key, one.values, rung, number, backfill=number not in regular))
+        # Interrupted before their first rung: their folder and number are kept.
         again = [one for one in known if not one.counted and part_key(one.key, 0) not in taken]
         found += [self._candidate(one.key, one.values, 0, one.number) for one in again]
         begun = sum(one.counted for one in known) + len(again)
@@ -111,6 +112,7 @@ class CandidateQueue:
         if self.default_first and key_of(default) not in begun | set(self._drawn):
             # In a resumed study too: a longer trial may have begun before it, and its process may have ended since.
             self._drawn = {key_of(default): default, **self._drawn}
+        # A batch is drawn from one history: what is drawn is told apart by the taken keys alone.
         history = self._observations(known)
         while len(self._drawn) < wanted:
             proposal = self.sampler.propose(history, begun | set(self._drawn))

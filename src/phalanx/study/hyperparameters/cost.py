@@ -119,6 +119,7 @@ class CostModel:
     def memory(self, size: TrialSize, values: Mapping[str, Scalar]) -> float:
         """Return bytes that are probably enough."""
         mean, spread = self._memory.predict(self._memory_row(size, values))
+        # Before any trial the spread is the prior's, and would more than double every trial.
         learned = self._memory.observations > 0
         return size.bytes * math.exp(mean + (_SPREAD * spread if learned else 0.0))
 

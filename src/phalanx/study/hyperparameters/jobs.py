@@ -13,7 +13,7 @@ from phalanx.config.schema import Run
 from phalanx.files import write_atomically
 from phalanx.json_lines import read_last_record
 from phalanx.study.hyperparameters.cost import TrialSize
-from phalanx.study.hyperparameters.metric import evaluation_at, figure, read_events, read_metrics, step_problem
+from phalanx.study.hyperparameters.metric import evaluation_at, read_events, read_figure, read_metrics, step_problem
 from phalanx.study.hyperparameters.timeline import Span
 from phalanx.study.processes.process import Ended, LimitedProcess
 from phalanx.study.processes.reports import (
@@ -86,6 +86,7 @@ class TuningJob:
 
     def start(self, place: DeviceSlot) -> None:
         """Start the process on a device."""
+        # The report of the process before the move, or before the retry, must not be taken for this one's.
         for report in self.folder.glob("rank-*.json"):
             report.unlink()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -205,7 +206,7 @@ class TuningJob:
         if evaluation is None:
             said = f"there was no evaluation after step {self.until}; the data need a split to validate on"
             return outcome.as_failure("refused", said)
-        value = figure(evaluation, self.metric)
+        value = read_figure(evaluation, self.metric)
         if not math.isfinite(value):
             return outcome.as_failure("non_finite", f"{self.metric}={value}")
         return replace(outcome, value=value)

@@ -60,9 +60,9 @@ def check_metric(name: str, expected: ExpectedEvaluation | None) -> None:
             "give them a validation split"
         )
     there = bool(_find_numbers(expected.fields, name))
-    if there and _last(name) in expected.less_is_better:
+    if there and _last_word(name) in expected.less_is_better:
         return
-    known = [one for one in _figure_names(expected.fields) if _last(one) in expected.less_is_better]
+    known = [one for one in _figure_names(expected.fields) if _last_word(one) in expected.less_is_better]
     near = nearest_names(name, known)
     what = "it is minimised, but less of it is not better" if there else "an evaluation of this run has no such figure"
     ordered = [*near, *(one for one in known if one not in near)]
@@ -73,7 +73,7 @@ def check_metric(name: str, expected: ExpectedEvaluation | None) -> None:
     raise config_error([Problem(("tune", "metric"), text, meant)])
 
 
-def figure(evaluation: Mapping[str, Any], name: str) -> float:
+def read_figure(evaluation: Mapping[str, Any], name: str) -> float:
     """Return the figure of that name: a field, or a field of those rows of a list that have the words before it.
 
     `loss` is a field; `errors.forces.mae` is the mean over the rows of `errors` that say forces; `errors.xtb.forces.mae`
@@ -88,34 +88,34 @@ def figure(evaluation: Mapping[str, Any], name: str) -> float:
 
 def _find_numbers(value: Any, rest: str) -> list[float]:
     if isinstance(value, Mapping):
-        found = [_find_numbers(item, _after(rest, key)) for key, item in value.items() if _begins(rest, key)]
+        found = [_find_numbers(item, _strip_word(rest, key)) for key, item in value.items() if _starts_with(rest, key)]
         return [number for numbers in found for number in numbers]
     if isinstance(value, list):
         rows = [row for row in value if isinstance(row, Mapping)]
-        words = {word for row in rows for word in row.values() if isinstance(word, str) and _begins(rest, word)}
+        words = {word for row in rows for word in row.values() if isinstance(word, str) and _starts_with(rest, word)}
         if words:
             # Of names that begin alike the longest is meant.
             word = max(words, key=len)
-            return _find_numbers([row for row in rows if word in row.values()], _after(rest, word))
+            return _find_numbers([row for row in rows if word in row.values()], _strip_word(rest, word))
         return [number for row in rows for number in _find_numbers(row, rest)]
     plain = isinstance(value, int | float) and not isinstance(value, bool)
     return [float(value)] if plain and rest == "" else []
 
 
-def _begins(rest: str, word: str) -> bool:
+def _starts_with(rest: str, word: str) -> bool:
     return rest == word or rest.startswith(f"{word}.")
 
 
-def _after(rest: str, word: str) -> str:
+def _strip_word(rest: str, word: str) -> str:
     return rest[len(word) + 1 :]
 
 
-def _last(name: str) -> str:
+def _last_word(name: str) -> str:
     return name.rpartition(".")[2]
 
 
 def _figure_names(fields: Mapping[str, Any]) -> list[str]:
-    """Return the names that `figure` takes, each once, means over rows of a list before those of single rows."""
+    """Return the names that `read_figure` takes, each once, means over rows of a list before those of single rows."""
     found: list[str] = []
     for key, value in fields.items():
         if isinstance(value, Mapping):

@@ -130,6 +130,7 @@ def decide_actions(
         load.running.append(Running(job.key, load.device.name, left, job.memory, job.alone, False, job.backfill))
         actions.append(Start(job.key, load.device.name))
 
+    # First what must run anyway; idle devices are backfilled with what is left.
     regular = [job for job in ready if not job.backfill]
     if packing.long_first:
         regular.sort(key=lambda job: -job.seconds)
@@ -148,6 +149,7 @@ def decide_actions(
                 break
             waiting.remove(fitting)
             start(fitting, load)
+    # Last: a device that a ready trial can have needs no process restarted.
     if packing.move:
         for load in (load for load in loads.values() if not load.running):
             shared = [one for one in loads.values() if len(one.running) > 1]

@@ -75,6 +75,7 @@ class HyperparameterSpace:
     def drop_inapplicable(self, values: Mapping[str, Scalar]) -> Values:
         """Return `values` without those of parameters whose condition does not hold beside the others."""
         found: Values = {}
+        # In the order of the run file: a condition sees the parameters above it, as far as these apply.
         for one in self.parameters:
             if one.name in values and (one.when is None or self._holds(one.when, found)):
                 found[one.name] = values[one.name]

@@ -52,6 +52,7 @@ def run_tuning(run: Run, folder: Path, options: Options, tell: Callable[[Trial, 
     DataError where data are missing, Interrupted when asked to stop.
     """
     space, section = build_hyperparameter_space(run), run.tune
+    # Trials have one rank each: a run file that asks for more is refused before anything starts.
     resolve_layout(run, 1, 1)
     size = measure_size(space.run_of({}, quiet_overrides(run)))
     places = find_devices(options.where, run.cluster.device, options.devices, options.machine)

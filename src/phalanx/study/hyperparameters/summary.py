@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.study.hyperparameters.asha import Standing, project_scores, promotable
+from phalanx.study.hyperparameters.asha import Standing, project_scores, promotable_trials
 from phalanx.study.hyperparameters.configurations import (
     SESSIONS,
     Configuration,
@@ -94,7 +94,7 @@ def _summarize_configuration(one: Configuration, folder: Path, rungs: list[int])
         "score": None if rung is None else standing.scores[rung],
         "steps": 0 if rung is None else rungs[rung],
         "scores": {str(rungs[at]): score for at, score in sorted(standing.scores.items())},
-        "state": _state(one),
+        "state": _describe_state(one),
         "failed": None if failed is None or failed.outcome is None else failed.outcome.cause,
         "said": "" if failed is None or failed.outcome is None else failed.outcome.words,
         "seconds": seconds,
@@ -103,7 +103,7 @@ def _summarize_configuration(one: Configuration, folder: Path, rungs: list[int])
     }
 
 
-def _state(one: Configuration) -> str:
+def _describe_state(one: Configuration) -> str:
     failed = one.failure
     if failed is not None and failed.outcome is not None:
         return failed.outcome.cause
@@ -252,7 +252,7 @@ def simulate_unpacked(
             if len(begun) < len(trials):
                 one = Standing(len(begun))
                 begun.append(one)
-            elif promoted := promotable(begun, eta, len(rungs)):
+            elif promoted := promotable_trials(begun, eta, len(rungs)):
                 one = promoted[0]
                 one.begun += 1
             else:

@@ -59,7 +59,7 @@ def device_use(windows: Sequence[Window], spans: Sequence[Span]) -> list[DeviceU
         held = busy = shared = 0.0
         for window in (window for window in windows if name in window.devices):
             held += window.end - window.begin
-            inside = [_intersect(span, window) for span in spans if span.device == name]
+            inside = [_intersect_span(span, window) for span in spans if span.device == name]
             one, more = _covered_seconds([span for span in inside if span is not None])
             busy, shared = busy + one, shared + more
         found.append(DeviceUse(name, held, busy, shared, sum(span.device == name for span in spans)))
@@ -88,14 +88,14 @@ def draw_bars(windows: Sequence[Window], spans: Sequence[Span], columns: int = 6
         letters = []
         for column in range(columns):
             cell = Window((name,), begin + column * width, begin + (column + 1) * width)
-            parts = [part for span in mine if (part := _intersect(span, cell)) is not None]
+            parts = [part for span in mine if (part := _intersect_span(span, cell)) is not None]
             share = _covered_seconds(parts)[0] / width
             letters.append(_SHADES[min(round(share * (len(_SHADES) - 1)), len(_SHADES) - 1)])
         lines[name] = "".join(letters)
     return lines
 
 
-def _intersect(span: Span, window: Window) -> tuple[float, float] | None:
+def _intersect_span(span: Span, window: Window) -> tuple[float, float] | None:
     begin, end = max(span.begin, window.begin), min(span.end, window.end)
     return (begin, end) if end > begin else None
 

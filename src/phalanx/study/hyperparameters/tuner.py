@@ -82,6 +82,7 @@ class Tuner(StudyLoop[TuningJob]):
         if settings.study_time_s is not None:
             self.ends = time.time() + settings.study_time_s
             self.time_is_up = f"the {settings.study_time_s:g} s of tune.study_time_s are over"
+        # What earlier sessions and other processes measured is known from the start.
         for part in store.trials():
             self._learn_cost(part)
 
@@ -98,6 +99,7 @@ class Tuner(StudyLoop[TuningJob]):
 
     def begin_trials(self) -> str:
         """Start and move what the packing rule says, until nothing more can begin."""
+        # Each round decides on the state that the round before left.
         again = True
         while again:
             packing = replace(self.settings.packing, start_s=self.start_s)

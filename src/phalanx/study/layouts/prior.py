@@ -99,7 +99,7 @@ def expect_layouts(planner: Planner, run: Run, layouts: Candidates) -> Prior:
     needed = device_bytes(held.allocated, communicators(layouts), models.beside, held.peer_buffers)
     return Prior(
         seconds=seconds,
-        sensitivity=_sensitivity(models, run, layouts, times.total),
+        sensitivity=_constant_sensitivity(models, run, layouts, times.total),
         spread=float(np.median(times.spread)),
         margin=np.log(models.device_bytes * (1 - KEPT_BY_DRIVER) / needed),
         peak=held.held,
@@ -138,7 +138,7 @@ def _closed_form(models: CostModels, run: Run, layouts: Candidates) -> tuple[Flo
     return models.times(run, layouts, exact=False).total, models.memory(run, layouts).peak
 
 
-def _sensitivity(models: CostModels, run: Run, layouts: Candidates, seconds: Floats) -> Floats:
+def _constant_sensitivity(models: CostModels, run: Run, layouts: Candidates, seconds: Floats) -> Floats:
     """Return the change of the logarithm of `seconds` by an error of each constant, [layouts, constants]."""
     names = [name for name in CONSTANTS if spread_of(name) > 0]
     columns = []

@@ -128,6 +128,7 @@ class LayoutSpace:
 
     def overrides(self, point: int) -> list[str]:
         """Return the overrides of the run file that make it the point's."""
+        # A tunable of value None stays as the run file has it, and is not among the values.
         layout, values = self.layouts.layout(int(self.layout_of[point])), self.values(point)
         chosen = {f"layout.{name}": value for name, value in values.items() if name in LAYOUT}
         chosen["layout.dp_shard"] = layout.dp_shard
@@ -176,7 +177,7 @@ def build_layout_space(layouts: Candidates, search: Search) -> LayoutSpace:
     layouts = layouts.take(matching_layouts(layouts, search))
     columns = {name: layout_column(layouts, name) for name in CHOSEN}
     parameters = [Parameter(name, _distinct_values(columns[name], name)) for name in LAYOUT]
-    codes = np.stack([_positions(columns[one.name], one.values) for one in parameters], axis=1)
+    codes = np.stack([_code_values(columns[one.name], one.values) for one in parameters], axis=1)
     space = LayoutSpace(tuple(parameters), codes, layouts, np.arange(len(layouts)))
     for name, tunable in search.knobs.items():
         space = _add_tunable(space, name, tunable)
@@ -224,7 +225,7 @@ def _distinct_values(column: npt.NDArray[Any], name: str) -> tuple[Scalar, ...]:
     return tuple(word for word in _NAMED[name] if word in found) if name in _NAMED else tuple(found)
 
 
-def _positions(column: npt.NDArray[Any], values: tuple[Scalar, ...]) -> Ints:
+def _code_values(column: npt.NDArray[Any], values: tuple[Scalar, ...]) -> Ints:
     order = np.argsort(np.asarray(values))
     return np.asarray(order[np.searchsorted(np.asarray(values)[order], column)], np.int64)
 
@@ -247,6 +248,7 @@ def _add_tunable(space: LayoutSpace, name: str, tunable: Tunable) -> LayoutSpace
     applies: Mask = np.ones(len(space), bool)
     if tunable.when is not None:
         applies = condition_holds(tunable.when, _condition_columns(space), len(space))
+    # Points to which the tunable does not apply get a None, so that they are counted once.
     values = tuple(dict.fromkeys(tunable.values))
     choices = np.arange(len(values))
     if not applies.all() and None not in values:

@@ -104,6 +104,7 @@ class LayoutSearch(StudyLoop[Job]):
         for _ in range(0 if self.jobs else _LOST_RACES):
             if len(self._counted()) >= self.most:
                 return f"{self.most} trials are done"
+            # All trials of the study: losses are compared with the first good one, wherever it was looked for.
             before = self.store.trials()
             proposal = self.sampler.propose(observe_trials(self.space_trials()), self.store.taken())
             if proposal is None:
@@ -324,6 +325,7 @@ def digest_run(run: Run, section: Search) -> str:
     kept["training"] = {name: kept["training"][name] for name in _STEP_FIELDS}
     for place, fields in _LATER_FIELDS.items():
         kept[place] = {name: value for name, value in kept[place].items() if fields.get(name, _REQUIRED) != value}
+    # A tunable's value differs from trial to trial by intent.
     for tunable in section.knobs:
         place, _, field = tunable.partition(".")
         kept.get(place, {}).pop(field, None)

@@ -132,6 +132,7 @@ class Surrogate:
         return need, spread
 
     def _errors(self, figure: str) -> ErrorProcess:
+        # No constant of the profile governs memory: what is common to all layouts takes the constants' place.
         if figure == "memory":
             common = np.ones((len(self.space), 1))
             return ErrorProcess(common, self._areas, self._tunables, _MEMORY_SPREAD, _NOISE[figure], _FEW[figure])
@@ -250,6 +251,7 @@ class ErrorProcess:
         features = np.concatenate(self._parts, axis=1)
         if len(points):
             process.fit(features[list(points)], np.asarray(values))
+        # Unfitted it predicts its prior.
         mean, deviation = process.predict(features, return_std=True)
         return mean, np.maximum(deviation, 1e-4)
 
@@ -290,6 +292,7 @@ def censored_observation(mean: float, spread: float, least: float) -> tuple[floa
     """
     cut = truncnorm((least - mean) / spread, np.inf, loc=mean, scale=spread)
     cut_mean, cut_variance = float(cut.mean()), max(float(cut.var()), 1e-8)
+    # A product of normal densities adds precisions: what is missing to the cut distribution is the observation's.
     precision = 1 / cut_variance - 1 / spread**2
     if precision <= 1e-6:
         return cut_mean, 1e6
@@ -314,6 +317,7 @@ class PlannerSampler:
         if not free.any():
             return None
         posterior = Surrogate(self.space, self.prior).posterior(history)
+        # Observed and not expected times: the surrogate is surest where it was measured.
         best = min((one.score for one in history if one.score is not None), default=None)
         gain = None
         if best is None:

@@ -71,6 +71,7 @@ class ProcessRunner:
         """Start the ranks of a trial; a point that the run file does not allow ends as refused at once."""
         point = space.find(trial.values)
         assert point is not None
+        # A trial that was interrupted may have left files under the same number.
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         try:
@@ -133,6 +134,7 @@ class LayoutJob:
         machine = json.loads((self.folder / TRAINED / "machine.json").read_text())
         outcome = Outcome(
             OK,
+            # The median: a step beside which the data or another job stalled says nothing of the layout.
             value=statistics.median(row["step_seconds"] for row in rows[self.runner.search.skip :]),
             losses=tuple(float(row["loss"]) for row in rows),
             memory_bytes=max((one["memory_bytes"] for one in found if one["memory_bytes"] is not None), default=None),
