@@ -181,7 +181,7 @@ def quality(space: LayoutSpace, truth: Truth, trials: list[Trial]) -> float:
 def compare(
     name: str, space: LayoutSpace, prior: Prior, truths: dict[int, Truth], most: int, errors: Errors
 ) -> dict[str, Any]:
-    """Return one sampler's results on all truths, by their seeds. errors: how these were drawn, for the sampler that knows."""
+    """Return one sampler's results on all truths, by their seeds. errors: how the truths were drawn."""
     start, rows = time.perf_counter(), []
     knows = KnowingSampler(space, prior, errors)
     for seed, truth in truths.items():
