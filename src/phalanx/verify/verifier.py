@@ -94,7 +94,7 @@ class Verifier:
         optimizer = self.run.optimizer
         vanishing = bind(self.run).vanishing
         checks = compare_records(mine, self.reference, self._bound(), optimizer.lr / optimizer.eps, vanishing)
-        words = layout.in_words(self.run.layout.recompute, self.run.layout.gather_blocks)
+        words = layout.in_words(self.run.layout.gather_blocks)
         return Verdict(str(layout), words, str(self._bound()), checks, from_first(time.perf_counter() - start))
 
     def _bound(self) -> Bound:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from layout_runs import run_with
 from phalanx.config.load import load_run
-from phalanx.planner.layouts.enumerate import Limits, legal_candidates
+from phalanx.planner.layouts.enumerate import Limits, enumerate_layouts
 from phalanx.study.layouts.runner import ProcessRunner, judge_losses, loss_bound
 from phalanx.study.layouts.space import build_space
 from phalanx.study.trials.launchers import LocalLauncher
@@ -62,7 +62,7 @@ def test_trials_of_a_rate_that_throws_a_model_about_agree(tmp_path: Path) -> Non
     file.write_text(file.read_text() + given)
     run = load_run(file, ["optimizer.lr=1.0", "training.compile=false"])
     search = run.search
-    space = build_space(legal_candidates(run, 1, limits=Limits(4, 1, 8)), search)  # type: ignore[arg-type]
+    space = build_space(enumerate_layouts(run, 1, limits=Limits(4, 1, 8)), search)  # type: ignore[arg-type]
     runner = ProcessRunner(run, search, 1, LocalLauncher(1))
     one = runner.measure(space, 0, FIRST, tmp_path / "one", [])
     assert one.cause == OK and len(one.more["gradient_norms"]) == 6
@@ -77,7 +77,7 @@ def test_a_rank_without_memory_is_survived(tmp_path: Path) -> None:
     file.write_text(large + "search: {layout: {microbatch: [1024], recompute: [none]}, steps: 3, memory_gib: 2}\n")
     run = load_run(file, ["search.skip=1"])
     search = run.search
-    space = build_space(legal_candidates(run, 1, limits=Limits(1024, 1, 8)), search)  # type: ignore[arg-type]
+    space = build_space(enumerate_layouts(run, 1, limits=Limits(1024, 1, 8)), search)  # type: ignore[arg-type]
     runner = ProcessRunner(run, search, 1, LocalLauncher(1))
     outcome = runner.measure(space, 0, FIRST, tmp_path / "trial", [])
     assert outcome.cause == "out_of_memory", outcome.words

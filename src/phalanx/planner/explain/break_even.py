@@ -16,9 +16,7 @@ import numpy as np
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.hardware.machine import Machine
-from phalanx.layout.recompute import Recompute
-from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.layouts.candidates import Candidates
+from phalanx.layout.spec import LayoutTable, Recompute, ResolvedLayout
 from phalanx.planner.time.timing import our_framework
 from phalanx.planner.trace.family import likely_kernel, planned_model, setting_of
 from phalanx.planner.trace.parts import PartCosts, part_costs
@@ -38,7 +36,7 @@ class BreakEven:
     """`positions` * tp / width of the model: 4.5 for the textbook block."""
 
 
-def break_evens(run: Run, legal: Candidates, recompute: Recompute, machine: Machine) -> tuple[BreakEven, ...]:
+def break_evens(run: Run, legal: LayoutTable, recompute: Recompute, machine: Machine) -> tuple[BreakEven, ...]:
     """For each tensor-parallel degree above 1 among `legal`. recompute: repeats exchanges of activations."""
     devices = int(legal.world_size[0])
     copies = our_framework(run, machine).copy_engines

@@ -9,17 +9,15 @@ the most of every cause.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
-from phalanx.layout.recompute import Recompute
-from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.spec import SCHEDULES, Ints, LayoutTable, Recompute, ResolvedLayout
 from phalanx.optimizers import find_optimizer
-from phalanx.planner.layouts.candidates import SCHEDULES, Candidates, Ints
 from phalanx.planner.memory.interleaved import Pipeline, cut_to_rounds, turns, turns_of_each
 from phalanx.planner.memory.parts import ModelBytes, distinct, model_bytes
 from phalanx.planner.memory.peaks import MOMENTS, moments
@@ -33,7 +31,7 @@ from phalanx.precision import PRECISIONS
 FloatArray = npt.NDArray[np.float64]
 
 _CHUNK = 16384
-"""Candidates judged at a time: their arrays stay in the processor's cache."""
+"""Layouts judged at a time: their arrays stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class RankMemory:
 
 def memory(
     run: Run,
-    candidates: Candidates,
+    candidates: LayoutTable,
     kernels: Kernels,
     *,
     parts: ModelBytes | None = None,
@@ -111,12 +109,12 @@ def memory(
     return result
 
 
-def replays(candidates: Candidates) -> npt.NDArray[np.bool_]:
+def replays(candidates: LayoutTable) -> npt.NDArray[np.bool_]:
     """Whose schedule tables are replayed: a rank's stages compute, gather and reduce in turn."""
     return np.asarray((candidates.pp > 1) & (candidates.schedule == SCHEDULES.index("interleaved_1f1b")))
 
 
-def _of_moments(run: Run, candidates: Candidates, situation: Situation) -> MemoryEstimates:
+def _of_moments(run: Run, candidates: LayoutTable, situation: Situation) -> MemoryEstimates:
     """By the moments of an even step, of the ranks that may be the worst."""
     nothing = np.zeros(len(candidates))
     allocated, rank, moment, buffers = nothing, nothing.astype(np.int64), nothing.astype(np.int64), nothing.copy()
@@ -137,7 +135,7 @@ def _of_moments(run: Run, candidates: Candidates, situation: Situation) -> Memor
     return MemoryEstimates(allocated, rank, moment, buffers)
 
 
-def _replayed(run: Run, candidates: Candidates, situation: Situation) -> MemoryEstimates:
+def _replayed(run: Run, candidates: LayoutTable, situation: Situation) -> MemoryEstimates:
     """By the table of each schedule."""
     nothing = np.zeros(len(candidates))
     allocated, rank, moment, buffers = nothing, nothing.astype(np.int64), nothing.astype(np.int64), nothing.copy()
@@ -173,7 +171,7 @@ def rank_memory(
     run: Run, layout: ResolvedLayout, recompute: Recompute, kernels: Kernels, *, peer_copies: bool = False
 ) -> list[RankMemory]:
     """The peak of every pipeline rank of one layout, cause by cause."""
-    one = Candidates.of([layout], [recompute])
+    one = replace(layout, recompute=recompute).table
     parts = _parts(run, one, kernels, peer_copies)
     costs = bind(run).block_costs()
     ranks = rank_holdings(
@@ -232,11 +230,11 @@ def _replayed_peaks(run: Run, layout: ResolvedLayout, padded: Situation, exact: 
         )
 
 
-def _parts(run: Run, candidates: Candidates, kernels: Kernels, peer_copies: bool) -> ModelBytes:
+def _parts(run: Run, candidates: LayoutTable, kernels: Kernels, peer_copies: bool) -> ModelBytes:
     return model_bytes(run, candidates, attention=kernels.attention, compiled=kernels.compiled, peer_copies=peer_copies)
 
 
-def _situation(run: Run, candidates: Candidates, parts: ModelBytes, kernels: Kernels, peer_copies: bool) -> Situation:
+def _situation(run: Run, candidates: LayoutTable, parts: ModelBytes, kernels: Kernels, peer_copies: bool) -> Situation:
     precision = PRECISIONS[run.layout.precision]
     piped = candidates.pp > 1
     return Situation(

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.layout.pipeline.stage_assignment import from_other_ranks, stages_of_rank
-from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.layouts.candidates import SCHEDULES, Candidates
+from phalanx.layout.spec import SCHEDULES, LayoutTable, ResolvedLayout
 from phalanx.planner.layouts.stage_layers import split
 from phalanx.planner.memory.parts import distinct
 
@@ -60,7 +59,7 @@ class Holdings:
         return Holdings(**{field.name: getattr(self, field.name)[which] for field in fields(self)})
 
 
-def holdings(candidates: Candidates, n_layers: int, costs: tuple[float, float]) -> list[Holdings]:
+def holdings(candidates: LayoutTable, n_layers: int, costs: tuple[float, float]) -> list[Holdings]:
     """For each candidate the ranks that may hold most: the n-th of them in the n-th of the lists, the last one repeated.
 
     costs: what the embedding and the head cost beside one block, see `layout.pipeline.stage_assignment.split_layers`.
@@ -76,7 +75,7 @@ def holdings(candidates: Candidates, n_layers: int, costs: tuple[float, float]) 
     return [Holdings(*place[:, inverse]) for place in table]
 
 
-def _as_many_as_matter(candidates: Candidates) -> npt.NDArray[np.int64]:
+def _as_many_as_matter(candidates: LayoutTable) -> npt.NDArray[np.int64]:
     """Micro-batches, cut down to a number beyond which nothing more is in flight."""
     pp, count = candidates.pp, candidates.accumulation
     gpipe = candidates.schedule == SCHEDULES.index("gpipe")
@@ -151,7 +150,7 @@ def stage_flight(schedule: str, pp: int, stages_per_rank: int, microbatches: int
 
 
 def holdings_at(
-    candidates: Candidates, ranks: npt.NDArray[np.int64], n_layers: int, costs: tuple[float, float]
+    candidates: LayoutTable, ranks: npt.NDArray[np.int64], n_layers: int, costs: tuple[float, float]
 ) -> Holdings:
     """What one rank of each candidate holds; ranks: which. See `holdings`."""
     columns = [candidates.schedule, candidates.pp, candidates.stages_per_rank, _as_many_as_matter(candidates), ranks]

@@ -12,13 +12,12 @@ from phalanx.config.load import dump_run, parse_run
 from phalanx.config.schema import Run
 from phalanx.config.search import Search
 from phalanx.errors import ConfigError
-from phalanx.planner.layouts.candidates import Candidates
+from phalanx.layout.spec import LayoutTable
 from phalanx.planner.layouts.enumerate import CHOSEN
 from phalanx.planner.memory.model import Kernels, memory
 from phalanx.planner.memory.probability import KEPT_BY_DRIVER, communicators, device_bytes
-from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.judge import Planner, Task
-from phalanx.planner.rank.models import Floats
+from phalanx.planner.rank.cost_models import CostModels, Floats
+from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import CONSTANTS, spread_of
 from phalanx.planner.time.timing import our_framework
 from phalanx.study.layouts.space import Space, allowed, build_space, check_layout
@@ -59,7 +58,7 @@ def planned_space(planner: Planner, task: Task, search: Search) -> tuple[Space, 
     if clash:
         raise ConfigError(f"search.layout.{clash[0]} has only {fixed[clash[0]]}, but the command line another value")
     narrow = _Narrowed(planner.machine, planner.models, planner.least_p, planner.limits, 1, search)
-    judged = narrow.judge(Task(task.run, task.devices, {**fixed, **task.fixed}))
+    judged = narrow.rank_layouts(Task(task.run, task.devices, {**fixed, **task.fixed}))
     if not len(judged.fitting):
         raise ConfigError(
             f"none of {len(judged.legal):,} legal layouts may fit; phalanx plan --fit finds how many devices do"
@@ -74,13 +73,13 @@ class _Narrowed(Planner):
 
     search: Search = field(default_factory=Search)
 
-    def every_legal(self, task: Task) -> Candidates:
+    def every_legal(self, task: Task) -> LayoutTable:
         """Legal layouts with the values that the search allows."""
         legal = super().every_legal(task)
         return legal.take(allowed(legal, self.search))
 
 
-def expect(planner: Planner, run: Run, layouts: Candidates) -> Prior:
+def expect(planner: Planner, run: Run, layouts: LayoutTable) -> Prior:
     """What is expected of these layouts, the best of them with simulated pipelines."""
     models = planner.models
     assert isinstance(models, CostModels)
@@ -129,12 +128,12 @@ def _with_knobs(planner: Planner, run: Run, space: Space, prior: Prior) -> Prior
     return replace(prior, seconds=seconds, margin=margin, peak=peak)
 
 
-def _looked_at(models: CostModels, run: Run, layouts: Candidates) -> tuple[Floats, Floats]:
+def _looked_at(models: CostModels, run: Run, layouts: LayoutTable) -> tuple[Floats, Floats]:
     """(seconds of a step, bytes on the worst rank) by the closed form."""
     return models.times(run, layouts, exact=False).total, models.memory(run, layouts).peak
 
 
-def _sensitivity(models: CostModels, run: Run, layouts: Candidates, seconds: Floats) -> Floats:
+def _sensitivity(models: CostModels, run: Run, layouts: LayoutTable, seconds: Floats) -> Floats:
     names = [name for name in CONSTANTS if spread_of(name) > 0]
     columns = []
     for name in names:

@@ -13,7 +13,7 @@ from math import factorial, prod
 
 import numpy as np
 
-from phalanx.planner.rank.models import Floats
+from phalanx.planner.rank.cost_models import Floats
 from phalanx.study.layouts.space import Ints
 
 MOST_PARAMETERS = 16

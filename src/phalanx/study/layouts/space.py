@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from phalanx.config.search import Knob, Scalar, Search
 from phalanx.errors import ConfigError
-from phalanx.planner.layouts.candidates import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, Candidates
+from phalanx.layout.spec import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, LayoutTable
 from phalanx.planner.layouts.enumerate import CHOSEN
 from phalanx.study.trials.expression import Mask, holds
 from phalanx.study.trials.trial import key_of
@@ -60,7 +60,7 @@ class Space:
     parameters: tuple[Parameter, ...]
     codes: Ints
     """[points, parameters]: positions in the parameters' values."""
-    layouts: Candidates
+    layouts: LayoutTable
     """Distinct layouts of the points."""
     layout_of: Ints
     """[points]: which of `layouts` each has."""
@@ -96,7 +96,7 @@ class Space:
 
     def words(self, point: int) -> list[str]:
         """Overrides of the run file that make it the point's."""
-        layout = self.layouts.layout(int(self.layout_of[point]))
+        layout = self.layouts.row(int(self.layout_of[point]))
         chosen = {f"layout.{name}": value for name, value in self.values(point).items() if name in LAYOUT}
         chosen["layout.dp_shard"] = layout.dp_shard
         if layout.pp == 1:
@@ -125,7 +125,7 @@ class Space:
 
     def describe(self, point: int) -> str:
         """The point in one line."""
-        text = str(self.layouts.layout(int(self.layout_of[point])))
+        text = str(self.layouts.row(int(self.layout_of[point])))
         values = self.values(point)
         extra = {name: values[name] for name in ("microbatch", "recompute")}
         extra |= {name: value for name, value in values.items() if name not in LAYOUT}
@@ -136,7 +136,7 @@ class Space:
         return Space(self.parameters, self.codes[which], self.layouts, self.layout_of[which])
 
 
-def build_space(layouts: Candidates, search: Search) -> Space:
+def build_space(layouts: LayoutTable, search: Search) -> Space:
     """The space of these layouts and of the knobs of a run file. Raises ConfigError, also where nothing is left."""
     layouts = layouts.take(allowed(layouts, search))
     columns = {name: layout_column(layouts, name) for name in CHOSEN}
@@ -152,7 +152,7 @@ def build_space(layouts: Candidates, search: Search) -> Space:
     return space
 
 
-def allowed(layouts: Candidates, search: Search) -> Mask:
+def allowed(layouts: LayoutTable, search: Search) -> Mask:
     """Which layouts have the values that the run file lists. Raises ConfigError for fields and values that there are not."""
     check_layout(search)
     keep = np.ones(len(layouts), bool)
@@ -165,7 +165,7 @@ def _override(name: str, value: Scalar) -> str:
     return f"{name}={value if isinstance(value, str) else json.dumps(value)}"
 
 
-def layout_column(layouts: Candidates, name: str) -> npt.NDArray[Any]:
+def layout_column(layouts: LayoutTable, name: str) -> npt.NDArray[Any]:
     """One field of many layouts as its plain values."""
     column = getattr(layouts, name)
     return np.asarray(_NAMED[name])[column] if name in _NAMED else np.asarray(column)

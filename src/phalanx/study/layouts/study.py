@@ -17,7 +17,7 @@ from phalanx.hardware.device import choose_device, device_kind, device_name
 from phalanx.hardware.machine import Machine
 from phalanx.planner.layouts.enumerate import CHOSEN
 from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.judge import Planner, Task
+from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.study.layouts.loop import Found, search
 from phalanx.study.layouts.prior import Prior, planned_space
 from phalanx.study.layouts.runner import DEVICE, ProcessRunner, Runner

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from scipy.special import log_ndtr, ndtr
 
-from phalanx.planner.rank.models import Floats
+from phalanx.planner.rank.cost_models import Floats
 from phalanx.study.layouts.prior import Prior
 from phalanx.study.layouts.space import LAYOUT, Ints, Space
 from phalanx.study.trials.trial import Trial
