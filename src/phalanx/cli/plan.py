@@ -145,5 +145,6 @@ def _page(made: Plan, command: list[str]) -> str:
 
 def _run_file(made: Plan) -> str:
     seconds, task = float(made.best.times.total[0]), made.task
-    note = f"Planned for {task.devices} devices of {made.planner.machine.name}: {format_duration(seconds)} a step expected.\n"
+    expected = f"{format_duration(seconds)} a step expected"
+    note = f"Planned for {task.devices} devices of {made.planner.machine.name}: {expected}.\n"
     return write_planned_run(task.run, made.best.layouts.row(0), note)

@@ -96,8 +96,8 @@ def describe_break_evens(summary: Row) -> str:
     return (
         "FSDP or Hybrid-STOP: tp x dp_shard receives fewer bytes than FSDP on as many devices while a device computes, in "
         f"a micro-batch, fewer positions than {below} ({rows[0]['times_width']:.2g} x width / tp). The best layout has "
-        f"{summary['positions_per_device']:,.0f}{tp}. Bytes are not time: exchanges of tp hide behind nothing, those of FSDP "
-        "behind the blocks, as far as these last."
+        f"{summary['positions_per_device']:,.0f}{tp}. Bytes are not time: exchanges of tp hide behind nothing, those of "
+        "FSDP behind the blocks, as far as these last."
     )
 
 
