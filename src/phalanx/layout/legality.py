@@ -167,6 +167,7 @@ SHARDING_RULES = (
         message="layout.zero=0 keeps everything on every rank, so layout.dp_shard={x.dp_shard} has nothing to share out",
         fixes=lambda x: ({"layout.dp_replicate": x.dp_replicate * x.dp_shard, "layout.dp_shard": 1},),
     ),
+    # ZeRO 1 and 2 keep all parameters on every rank.
     Rule(
         reads=("zero", "reshard_after_forward"),
         broken=lambda _, t: t.reshard_after_forward & (t.zero < 3),
@@ -192,6 +193,7 @@ SHARDING_RULES = (
         "and layout.recompute=selective would keep them",
         fixes=({"layout.recompute": "none"}, {"layout.recompute": "full"}, _GATHER_WHOLE),
     ),
+    # Ulysses exchanges all heads at once, of which a streamed projection has computed some alone.
     Rule(
         reads=("gather", "cp", "context"),
         broken=lambda _, t: t.has("gather", "stream") & (t.cp > 1) & t.has("context", "all_to_all"),
@@ -233,6 +235,7 @@ def _refuses_branch_groups(needs: Requirements, layouts: LayoutTable) -> Bools |
 
 
 BRANCH_RULES = (
+    # Which groups are possible depends on costs of data and on numbers of ranks: see `task_heads`.
     Rule(
         reads=(*DEGREES, "branch_groups"),
         broken=_refuses_branch_groups,
@@ -296,6 +299,7 @@ SPLIT_RULES = (
         broken=_leaves_positions,
         message=_explain_positions,
     ),
+    # Between blocks each tensor-parallel rank has a part of the positions (sequence parallelism).
     Rule(
         reads=("tp", "cp", "context", "cuts_structures"),
         broken=lambda needs, t: (
@@ -306,6 +310,7 @@ SPLIT_RULES = (
             f"{needs.positions.count // x.cp} positions, which layout.tp={x.tp} does not divide"
         ),
     ),
+    # Graph parallelism exchanges atoms on its own: there is no kind to choose.
     Rule(
         reads=("cp", "cuts_structures"),
         broken=lambda needs, t: (t.cp > 1) & t.cuts_structures & (needs.run.layout.context != "auto"),
@@ -313,6 +318,7 @@ SPLIT_RULES = (
         "models of family {needs.run.model.family} share out the atoms of structures",
         fixes=({"layout.context": "auto"},),
     ),
+    # A rank of Ulysses attends over all positions with its part of the heads. Whether tp divides them is another rule.
     Rule(
         reads=("tp", "cp", "context"),
         broken=lambda needs, t: (
@@ -338,6 +344,7 @@ STAGE_RULES = (
         message="layout.schedule={x.schedule} has one stage on each rank, not layout.stages_per_rank={x.stages_per_rank}",
         fixes=({"layout.stages_per_rank": 1},),
     ),
+    # Stages go down the ranks and up again, in the shape of a V.
     Rule(
         reads=("pp", "schedule", "stages_per_rank"),
         broken=lambda _, t: (t.pp > 1) & t.has("schedule", "zbv") & (t.stages_per_rank != 2),
@@ -371,12 +378,14 @@ STAGE_RULES = (
         "(layout.recompute={x.recompute}) cannot be",
         fixes=({"layout.recompute": "none"}, _ONE_BACKWARD),
     ),
+    # A compiled block is one node of the backward pass: its two kinds of gradients come together.
     Rule(
         reads=("pp", "schedule"),
         broken=lambda needs, t: t.splits_backward & (needs.run.training.compile is True),
         message="layout.schedule={x.schedule} splits the backward pass of a stage, which compiled blocks do not allow",
         fixes=({"training.compile": "auto"}, _ONE_BACKWARD),
     ),
+    # FSDP would wrap the shared parameter in both stages of the first rank.
     Rule(
         reads=("pp", "schedule"),
         broken=lambda needs, t: (t.pp > 1) & t.has("schedule", "zbv") & needs.tied,
@@ -452,6 +461,7 @@ BATCH_RULES = (
             *_nearest_batches(x, x.data_ranks * x.pp),
         ),
     ),
+    # 1F1B fills its pipeline before the first backward pass, with one micro-batch for each stage.
     Rule(
         reads=(*_BATCH_FIELDS, "pp", "schedule", "stages_per_rank"),
         broken=lambda _, t: divides_batch(t) & _fewer_than_stages(t),
@@ -462,6 +472,7 @@ BATCH_RULES = (
             *_nearest_batches(x, x.data_ranks * x.pp),
         ),
     ),
+    # Interleaved schedules give each stage of a rank equally many micro-batches before the next one has its turn.
     Rule(
         reads=(*_BATCH_FIELDS, "pp", "schedule"),
         broken=lambda _, t: divides_batch(t) & _leaves_uneven_rounds(t),
@@ -478,6 +489,7 @@ BATCH_RULES = (
 
 def _spans_nodes(needs: Requirements, layouts: LayoutTable) -> Bools | bool:
     devices = needs.devices_per_node
+    # Tensor parallelism exchanges activations in every layer: most networks between nodes are too slow for it.
     if devices is None or needs.run.layout.tp_across_nodes:
         return False
     return np.asarray((layouts.tp > devices) | (devices % layouts.tp != 0))

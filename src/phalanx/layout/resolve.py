@@ -52,10 +52,10 @@ def resolve_layout(
     try:
         layout = with_degrees(run, _fill_degrees(run.layout, world_size), fits)
     except _Indivisible as error:
-        raise ConfigError(f"{error}\n{_instead(run, world_size, devices_per_node)}") from None
+        raise ConfigError(f"{error}\n{_suggest_instead(run, world_size, devices_per_node)}") from None
     found = reasons_against(run, layout, world_size, devices_per_node)
     if found:
-        raise ConfigError(_explain(run, layout, world_size, devices_per_node, found))
+        raise ConfigError(_explain_illegal(run, layout, world_size, devices_per_node, found))
     return layout
 
 
@@ -115,6 +115,7 @@ def _choose_microbatch(layout: ResolvedLayout, fits: MemoryFits | None) -> Resol
     if not len(possible):
         return layout
     if layout.pp > 1:
+        # Many small micro-batches fill a pipeline better than few large ones, which are faster each.
         filling = possible.take(possible.accumulation >= FILLING * possible.pp)
         possible = filling if len(filling) else possible.take([0])
     largest_first = [possible.row(index) for index in reversed(range(len(possible)))]
@@ -130,25 +131,28 @@ def one_rank_microbatch(run: Run) -> int:
 
 def legal_layouts(run: Run, world_size: int, devices_per_node: int | None = None) -> list[ResolvedLayout]:
     """Return every legal choice of degrees for `world_size` ranks, all else as `run` says."""
-    splits = factorisations(world_size, len(DEGREES))
-    layouts = [with_degrees(run, dict(zip(DEGREES, degrees, strict=True))) for degrees in splits]
+    layouts = _every_split(run, world_size)
     legal = is_legal(Requirements.of_run(run, world_size, devices_per_node), LayoutTable.from_rows(layouts))
     return list(itertools.compress(layouts, legal))
 
 
 def every_layout(run: Run, world_size: int) -> list[ResolvedLayout]:
     """Return `legal_layouts` with every schedule, ZeRO level, resharding and kind of context parallelism as well."""
-    splits = factorisations(world_size, len(DEGREES))
-    layouts = [with_degrees(run, dict(zip(DEGREES, degrees, strict=True))) for degrees in splits]
-    variants = [variant for layout in layouts for variant in _variants(layout)]
+    variants = [variant for layout in _every_split(run, world_size) for variant in _vary_choices(layout)]
     legal = is_legal(Requirements.of_run(run, world_size), LayoutTable.from_rows(variants))
     return list(itertools.compress(variants, legal))
 
 
-def _variants(layout: ResolvedLayout) -> Iterator[ResolvedLayout]:
+def _every_split(run: Run, world_size: int) -> list[ResolvedLayout]:
+    splits = factorisations(world_size, len(DEGREES))
+    return [with_degrees(run, dict(zip(DEGREES, degrees, strict=True))) for degrees in splits]
+
+
+def _vary_choices(layout: ResolvedLayout) -> Iterator[ResolvedLayout]:
     schedules = [(layout.schedule, 1)]
     if layout.pp > 1:
         schedules = [("gpipe", 1), ("1f1b", 1), *((n, 2) for n in ("interleaved_1f1b", *ZERO_BUBBLE))]
+    # Where ranks share nothing, all levels are the same program; ZeRO 0 is another one wherever gradients are reduced.
     levels: list[tuple[int, bool]] = [(3, False)]
     if layout.dp_shard * layout.cp > 1:
         levels = [(1, False), (2, False), (3, False), (3, True)]
@@ -190,6 +194,7 @@ def _fill_degrees(layout: Layout, world_size: int) -> Degrees:
     """The degrees as numbers. Raises ConfigError where two are auto, or the others leave no whole number for it."""
     stated = {name: getattr(layout, name) for name in DEGREES}
     automatic = [name for name, value in stated.items() if value == "auto"]
+    # dp_shard is auto by default: whoever says auto of another degree means that one.
     if len(automatic) > 1 and "dp_shard" in automatic:
         automatic.remove("dp_shard")
         stated["dp_shard"] = 1
@@ -207,18 +212,18 @@ def _fill_degrees(layout: Layout, world_size: int) -> Degrees:
     return {**stated, automatic[0]: world_size // product}
 
 
-def _instead(run: Run, world_size: int, devices_per_node: int | None) -> str:
+def _suggest_instead(run: Run, world_size: int, devices_per_node: int | None) -> str:
     """What would be legal where the stated degrees do not divide the world size: another value of one, else others."""
     stated = {name: getattr(run.layout, name) for name in DEGREES}
     given = {name: value for name, value in stated.items() if value not in ("auto", 1)}
     changes = sorted((abs(d - value), d, name) for name, value in given.items() for d in divisors(world_size))
     more = _more_ranks(run, world_size, devices_per_node)
     for _, degree, name in changes:
-        if can_run(_changed(run, {f"layout.{name}": degree}), world_size, devices_per_node):
+        if can_run(_change_run(run, {f"layout.{name}": degree}), world_size, devices_per_node):
             return f"{more}nearest legal: {name}={degree}"
     wanted = with_degrees(run, {name: 1 if value == "auto" else value for name, value in stated.items()})
-    nearest = _nearest(run, wanted, world_size, devices_per_node)
-    return f"{more}nearest legal: {_join(nearest)}" if nearest else f"{more}{_none_legal(world_size)}"
+    nearest = _nearest_degrees(run, wanted, world_size, devices_per_node)
+    return f"{more}nearest legal: {_join_choices(nearest)}" if nearest else f"{more}{_none_legal(world_size)}"
 
 
 def _more_ranks(run: Run, world_size: int, devices_per_node: int | None) -> str:
@@ -229,22 +234,25 @@ def _more_ranks(run: Run, world_size: int, devices_per_node: int | None) -> str:
     return f"start {needed} ranks: --nproc {needed}, or with torchrun or srun\n"
 
 
-def _explain(
+def _explain_illegal(
     run: Run, layout: ResolvedLayout, world_size: int, devices_per_node: int | None, found: list[Reason]
 ) -> str:
     """The reasons, and what would be legal: other fields with these degrees, else other degrees, else both."""
     lines = "\n".join(reason.text for reason in found)
     fixes = list(_joint_fixes(found))
     same = [fix for fix in fixes if not any(name in _EXPERIMENT for name in fix)]
-    mending = [fix for fix in same if can_run(_changed(run, fix), world_size, devices_per_node)]
+    # Other fields first, so that the degrees that were asked for stay.
+    mending = [fix for fix in same if can_run(_change_run(run, fix), world_size, devices_per_node)]
     more = _more_ranks(run, world_size, devices_per_node) if layout.world_size != world_size else ""
     if mending:
-        return f"{lines}\n{more}nearest legal: {_join([_words(fix) for fix in mending[:_SUGGESTED]])}"
+        return f"{lines}\n{more}nearest legal: {_join_choices([_write_fix(fix) for fix in mending[:_SUGGESTED]])}"
     for fix in ({}, *same):
         beside = {name: value for name, value in fix.items() if name.removeprefix("layout.") not in DEGREES}
-        nearest = _nearest(_changed(run, beside), layout, world_size, devices_per_node)
+        nearest = _nearest_degrees(_change_run(run, beside), layout, world_size, devices_per_node)
         if nearest:
-            return f"{lines}\n{more}nearest legal: {_join([_words(beside) + degrees for degrees in nearest])}"
+            return (
+                f"{lines}\n{more}nearest legal: {_join_choices([_write_fix(beside) + degrees for degrees in nearest])}"
+            )
     return f"{lines}\n{more}{_other_experiment(run, fixes, layout, world_size, devices_per_node)}"
 
 
@@ -253,15 +261,15 @@ def _other_experiment(
 ) -> str:
     """Return what is legal with another global batch or precision, which train another run, or that nothing is."""
     changing = [fix for fix in fixes if any(name in _EXPERIMENT for name in fix)]
-    mending = [_words(fix) for fix in changing if can_run(_changed(run, fix), world_size, devices_per_node)]
+    mending = [_write_fix(fix) for fix in changing if can_run(_change_run(run, fix), world_size, devices_per_node)]
     if not mending:
         for fix in changing:
             beside = {name: value for name, value in fix.items() if name.removeprefix("layout.") not in DEGREES}
-            nearest = _nearest(_changed(run, beside), layout, world_size, devices_per_node)
-            mending += [_words(beside) + degrees for degrees in nearest]
+            nearest = _nearest_degrees(_change_run(run, beside), layout, world_size, devices_per_node)
+            mending += [_write_fix(beside) + degrees for degrees in nearest]
     if not mending:
         return _none_legal(world_size)
-    return f"nearest legal, but another experiment: {_join(mending[:_SUGGESTED])}"
+    return f"nearest legal, but another experiment: {_join_choices(mending[:_SUGGESTED])}"
 
 
 def _none_legal(world_size: int) -> str:
@@ -278,18 +286,18 @@ def _joint_fixes(found: list[Reason]) -> Iterator[Fix]:
     return iter(sorted(joint, key=len))
 
 
-def _changed(run: Run, fix: Fix) -> Run:
+def _change_run(run: Run, fix: Fix) -> Run:
     for name, value in fix.items():
         section, field = name.split(".")
         run = run.model_copy(update={section: getattr(run, section).model_copy(update={field: value})})
     return run
 
 
-def _words(fix: Fix) -> list[str]:
+def _write_fix(fix: Fix) -> list[str]:
     return [f"{name.removeprefix('layout.')}={str(value).lower()}" for name, value in fix.items()]
 
 
-def _join(choices: list[list[str]]) -> str:
+def _join_choices(choices: list[list[str]]) -> str:
     """Each choice as the user would write it; of one field alone, its name once."""
     names = {tuple(word.partition("=")[0] for word in choice) for choice in choices}
     if len(names) == 1 and len(choices[0]) == 1:
@@ -297,7 +305,9 @@ def _join(choices: list[list[str]]) -> str:
     return ", or ".join(" ".join(choice) for choice in choices)
 
 
-def _nearest(run: Run, wanted: ResolvedLayout, world_size: int, devices_per_node: int | None) -> list[list[str]]:
+def _nearest_degrees(
+    run: Run, wanted: ResolvedLayout, world_size: int, devices_per_node: int | None
+) -> list[list[str]]:
     """The degrees of the legal layouts that differ least, in words."""
 
     def distance(layout: ResolvedLayout) -> tuple[float, ...]:
@@ -309,10 +319,10 @@ def _nearest(run: Run, wanted: ResolvedLayout, world_size: int, devices_per_node
         return (sum(ratios), *(getattr(layout, name) for name in DEGREES))
 
     legal = sorted(legal_layouts(run, world_size, devices_per_node), key=distance)[:_SUGGESTED]
-    return [_written(layout, wanted) for layout in legal]
+    return [_write_degrees(layout, wanted) for layout in legal]
 
 
-def _written(layout: ResolvedLayout, wanted: ResolvedLayout) -> list[str]:
+def _write_degrees(layout: ResolvedLayout, wanted: ResolvedLayout) -> list[str]:
     """The degrees that matter: those that are not 1, or are not what was wanted."""
     values = {name: getattr(layout, name) for name in DEGREES}
     return [f"{n}={v}" for n, v in values.items() if v != 1 or getattr(wanted, n) != 1]

@@ -108,7 +108,7 @@ class ResolvedLayout:
 
     def __str__(self) -> str:
         """Return every field that is not at its plain value, as it would be written on the command line."""
-        words = [f"{name}={_written(value)}" for name, value in self._chosen()]
+        words = [f"{name}={_write_value(value)}" for name, value in self._chosen()]
         return " ".join(words) or "one rank"
 
     def in_words(self, gather_blocks: int = 1) -> str:
@@ -123,7 +123,7 @@ class ResolvedLayout:
 
     def overrides(self) -> list[str]:
         """Return the command-line words that lead from any run file to this layout (batch left as it is)."""
-        return [f"layout.{name}={_written(value).lower()}" for name, value in self._chosen(everything=True)]
+        return [f"layout.{name}={_write_value(value).lower()}" for name, value in self._chosen(everything=True)]
 
     def _chosen(self, *, everything: bool = False) -> list[tuple[str, Any]]:
         plain = {field.name: field.default for field in fields(self)}
@@ -146,7 +146,7 @@ class ResolvedLayout:
         return [(name, value) for name, value in chosen if name not in DEGREES or value != plain[name]]
 
 
-def _written(value: Any) -> str:
+def _write_value(value: Any) -> str:
     """Write a value as in a run file; sizes without spaces, so that they are one word on a command line."""
     if isinstance(value, tuple):
         return f"[{','.join(map(str, value))}]" if value else "off"

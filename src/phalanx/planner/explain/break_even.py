@@ -49,14 +49,14 @@ def break_even(run: Run, tp: int, shards: int, recompute: Recompute, *, peer_cop
     model, positions = planned_model(run), bind(run).positions().count
     dtype = PRECISIONS[run.layout.precision].compute_dtype
     each = 2 * dtype.itemsize + (dtype.itemsize if peer_copies else max(4, dtype.itemsize))
-    whole, part = (_block(run, degree, recompute) for degree in (1, tp))
+    whole, part = (_trace_block(run, degree, recompute) for degree in (1, tp))
     saved = each * (whole.parameter_count * (1 - 1 / (tp * shards)) - part.parameter_count * (1 - 1 / shards))
     exchanged = sum(collective.bytes for collective in part.costs.collectives()) * (tp - 1) / tp / positions
     tokens = saved / exchanged
     return BreakEven(tp, tokens / tp, tokens / positions, tokens / model.d_model)
 
 
-def _block(run: Run, tp: int, recompute: Recompute) -> PartCosts:
+def _trace_block(run: Run, tp: int, recompute: Recompute) -> PartCosts:
     """Of one sample, uncompiled: what is communicated is the same, and tracing is quick."""
     chosen = run.model_copy(update={"layout": run.layout.model_copy(update={"recompute": recompute})})
     layout = ResolvedLayout(global_batch=1, tp=tp)

@@ -79,6 +79,7 @@ def enumerate_layouts(
         ]
     )
     decided = {"global_batch", "cuts_structures", "branch_groups", *DEGREES}
+    # Before anything else is chosen: every choice multiplies what is left.
     table = table.take(is_legal(needs, table, decided))
 
     def choose(field: str, options: Sequence[Any], where: Bools | None = None) -> LayoutTable:

@@ -80,9 +80,11 @@ def make_plan(planner: Planner, task: Task, wishes: Wishes) -> Plan:
     ranking = planner.rank_layouts(task)
     if not len(ranking.ranked):
         raise NothingFits(_explain_nothing_fits(planner, ranking))
+    # Layouts are sorted: the first of each split is its fastest. Neighbours of the best one would fill the table otherwise.
     _, first_of_split = np.unique(number_splits(ranking.ranked.layouts), return_index=True)
     best = ranking.ranked.take(np.sort(first_of_split)[: wishes.best])
     board_w = device_facts(planner.machine.node.device).power_w
+    # Elsewhere the comparison says nothing about a layout of the table.
     tensor_and_sharded = np.any((best.layouts.tp > 1) & (best.layouts.shards > 1) & (best.layouts.zero == 3))
     compares_hybrid = tensor_and_sharded or task.run.model.family == "weather"
     nodes = math.ceil(task.devices / planner.machine.node.devices)

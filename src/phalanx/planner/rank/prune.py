@@ -34,6 +34,7 @@ def bound_memory(model: TracedModel, layouts: LayoutTable) -> Floats:
         if len(some):
             pp, per_rank = layouts.pp[some], layouts.stages_per_rank[some]
             microbatches[some] = in_flight(name, pp, per_rank, layouts.accumulation[some])
+    # The mean stage: some rank has at least as many blocks.
     blocks = np.maximum(1, config.n_layers // layouts.n_stages)
     positions = layouts.microbatch * (model.positions().count // layouts.cp // layouts.tp)
     inputs = (

@@ -38,6 +38,7 @@ def fixed_fields(run: Run, words: Sequence[str], *, everything: bool = False) ->
     """Return the fields of the layout that are not to be chosen: those of the command line, or of the run file as well."""
     stated = {str(change.path[-1]) for change in parse_overrides(words) if change.path[0] == "layout"}
     if everything:
+        # Pydantic keeps which fields were written and which are defaults.
         stated |= run.layout.model_fields_set
     values = {name: getattr(run.layout, name) for name in CHOSEN if name in stated}
     return {name: value for name, value in values.items() if value != "auto"}
@@ -147,11 +148,13 @@ class Planner:
         if not len(legal):
             raise ConfigError(self._explain_nothing_legal(task))
         peak, p_fits = self._estimate_memory(task, legal)
+        # Memory comes before time: most layouts do not fit, and times need a trace of each micro-batch that is left.
         fitting = np.flatnonzero(p_fits >= self.least_p)
         probable = legal.take(fitting)
         times = self.models.times(task.run, probable, exact=False)
         # At 1 W a device: a board's power multiplies the energy of all layouts alike.
         seconds, energy = times.total, times.total * times.mean_power(1.0)
+        # The closed form ranks well but not exactly: simulated are all that may turn out best in some respect.
         chosen = [
             np.argsort(seconds, kind="stable")[: self.simulated],
             fastest_of_each_split(probable, seconds),
@@ -183,6 +186,7 @@ class Planner:
         """
         peak, p_fits = np.full(len(layouts), np.nan), np.zeros(len(layouts))
         possible = bound_memory(task.model, layouts) <= self.models.device_bytes
+        # One integer for each split: sorting these is much faster than sorting rows.
         numbers = (layouts.tp << 40) + (layouts.cp << 20) + (layouts.streamed << 2) + layouts.context
         splits, split = np.unique(numbers, return_inverse=True)
         effort = -layouts.recompute
@@ -191,6 +195,7 @@ class Planner:
             for recompute in np.unique(effort).tolist():
                 wave = possible & (layouts.microbatch == microbatch) & (effort == recompute)
                 worse = np.zeros(len(splits), bool)
+                # A layout with a multiple of a micro-batch has a counterpart with that micro-batch, which was tried before.
                 for failed, smaller, more_recompute in hopeless:
                     if microbatch % smaller == 0 and recompute >= more_recompute:
                         worse |= failed
@@ -206,6 +211,7 @@ class Planner:
     def simulate_layouts(self, run: Run, layouts: LayoutTable) -> RankedLayouts:
         """Simulate these layouts and sort them: fastest first, of equally fast ones that which needs less memory."""
         times, memory = self.models.times(run, layouts, exact=True), self.models.memory(run, layouts)
+        # The last key of lexsort is the first to sort by.
         order = np.lexsort((memory.peak, times.total))
         return RankedLayouts(layouts, times, memory).take(order)
 
