@@ -66,22 +66,27 @@ class Task:
         """Samples per optimizer step."""
         return global_batch_samples(self.run)
 
+    @cached_property
+    def sample_tokens(self) -> int | None:
+        """Tokens of a sample; None where samples are no texts."""
+        return self.run.sample_tokens
+
     @property
     def unit(self) -> str:
         """What a person counts training in: tokens of text, samples of all else."""
-        return "samples" if self.run.sample_tokens is None else "tokens"
+        return "samples" if self.sample_tokens is None else "tokens"
 
     @property
     def amount(self) -> int:
         """Units per optimizer step."""
-        return self.samples * (self.run.sample_tokens or 1)
+        return self.samples * (self.sample_tokens or 1)
 
     @property
     def batch(self) -> str:
         """The global batch in words."""
-        if self.run.sample_tokens is None:
+        if self.sample_tokens is None:
             return f"{self.samples:,} samples"
-        return f"{self.samples:,} x {self.run.sample_tokens:,} tokens"
+        return f"{self.samples:,} x {self.sample_tokens:,} tokens"
 
     def device_throughput(self, seconds: npt.ArrayLike) -> Floats:
         """Return units per second and device of steps that take so long."""
