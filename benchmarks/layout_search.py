@@ -34,10 +34,9 @@ from phalanx.config.search import Search
 from phalanx.families.language.config import LanguageRun, require_language
 from phalanx.families.language.sizes import model_flops_per_token
 from phalanx.hardware.machine import load_machine
-from phalanx.layout.recompute import Recompute
-from phalanx.planner.layouts.candidates import RECOMPUTES, SCHEDULES, Candidates
+from phalanx.layout.spec import RECOMPUTES, LayoutTable, Recompute, ResolvedLayout
 from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.judge import Planner, Task
+from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import profile_for
 from phalanx.study.importance import interactions, measured_importance, shapley_effects
 from phalanx.study.layouts.prior import Prior, planned_space
@@ -257,9 +256,9 @@ PUBLISHED = {
 """The space of the published search."""
 
 
-def published_points(recompute: Recompute) -> tuple[np.ndarray[Any, Any], Candidates]:
+def published_points(recompute: Recompute) -> tuple[np.ndarray[Any, Any], LayoutTable]:
     """(positions in PUBLISHED, layouts) of every point whose degrees divide the devices."""
-    codes, columns = [], []
+    codes, rows = [], []
     for places in product(*(range(len(values)) for values in PUBLISHED.values())):
         pp, tp, mbs, steps, zero, nodes = (
             values[place] for values, place in zip(PUBLISHED.values(), places, strict=True)
@@ -268,12 +267,20 @@ def published_points(recompute: Recompute) -> tuple[np.ndarray[Any, Any], Candid
         if rest:
             continue
         codes.append(places)
-        shard = (1, data) if zero else (data, 1)
-        columns.append((data * mbs * steps, mbs, *shard, 1, tp, pp, zero, SCHEDULES.index("1f1b"), 1, 0))
-    rows = np.array(columns, np.int64).T
-    count = rows.shape[1]
-    kinds = np.full(count, RECOMPUTES.index(recompute), np.int64)
-    return np.array(codes), Candidates(*rows, np.zeros(count, bool), kinds, np.zeros(count, np.int64))
+        replicate, shard = (1, data) if zero else (data, 1)
+        rows.append(
+            ResolvedLayout(
+                global_batch=data * mbs * steps,
+                microbatch=mbs,
+                dp_replicate=replicate,
+                dp_shard=shard,
+                tp=tp,
+                pp=pp,
+                zero=zero,
+                recompute=recompute,
+            )
+        )
+    return np.array(codes), LayoutTable.from_rows(rows)
 
 
 def published(options: argparse.Namespace) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from phalanx.layout.data_parallel.state_bytes import state_bytes
 from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
-from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.memory.model import Kernels, memory
 from phalanx.train.step import build_step
 
@@ -46,7 +45,7 @@ def main() -> None:
     run = load_run(options.run_file, options.overrides)
     layout = resolve_layout(run, 1)
     device = torch.device("cuda", 0)
-    planned = memory(run, Candidates.of([layout], [run.layout.recompute]), Kernels.on_accelerators(run)).allocated[0]
+    planned = memory(run, layout.table, Kernels.on_accelerators(run)).allocated[0]
     attention = bind(run, LayoutModel).choose_attention(layout, device)
     applied = apply_layout(run, layout, ONE_RANK, device, attention)
     step = build_step(run, applied, device)

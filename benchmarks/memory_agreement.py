@@ -26,9 +26,9 @@ from phalanx.config.schema import Run
 from phalanx.families.language.config import LanguageRun
 from phalanx.files import write_atomically
 from phalanx.layout.apply import ParallelModel
+from phalanx.layout.spec import LayoutTable
 from phalanx.planner.dryrun.run import dry_run
-from phalanx.planner.layouts.candidates import Candidates
-from phalanx.planner.layouts.enumerate import Limits, legal_candidates
+from phalanx.planner.layouts.enumerate import Limits, enumerate_layouts
 from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.train.step import TrainStep, build_step
 
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=12, help="layouts of each kind")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    legal = legal_candidates(LanguageRun.model_validate(RUN), WORLD, limits=Limits(4, 4, 32))
+    legal = enumerate_layouts(LanguageRun.model_validate(RUN), WORLD, limits=Limits(4, 4, 32))
     random = np.random.default_rng(options.seed)
     rows: list[dict[str, Any]] = []
     for kind, mask in kinds(legal).items():
@@ -69,7 +69,7 @@ def main() -> None:
     print(json.dumps(content["summary"], indent=1))
 
 
-def kinds(legal: Candidates) -> dict[str, Any]:
+def kinds(legal: LayoutTable) -> dict[str, Any]:
     """Which layouts are of which kind."""
     split = legal.splits_backward > 0
     streamed = (legal.streamed > 1) & (legal.pp > 1)
@@ -83,22 +83,22 @@ def kinds(legal: Candidates) -> dict[str, Any]:
     }
 
 
-def compared(some: Candidates, place: int) -> dict[str, Any]:
+def compared(some: LayoutTable, place: int) -> dict[str, Any]:
     """One layout: bytes planned and of the dry run for the rank with most by the plan and the first one."""
-    layout, recompute = some.layout(place), some.recompute_of(place)
+    layout = some.row(place)
     fields: dict[str, Any] = {name: getattr(layout, name) for name in FIELDS}
     if layout.pp > 1:
         fields["stages_per_rank"] = layout.stages_per_rank
-    words = {**RUN["layout"], **fields, "recompute": recompute}
+    words = {**RUN["layout"], **fields, "recompute": layout.recompute}
     run = LanguageRun.model_validate({**RUN, "layout": words})
-    planned = rank_memory(run, layout, recompute, Kernels("flash", compiled=False))
+    planned = rank_memory(run, layout, layout.recompute, Kernels("flash", compiled=False))
     worst = max(planned, key=lambda rank: rank.allocated)
     ranks = []
     for rank in sorted({0, worst.rank}):
         found = dry_run(run, layout, rank * WORLD // layout.pp, step, accelerator=True, devices_per_node=None)
         ranks.append({"pipeline_rank": rank, "planned": planned[rank].allocated, "dry_run": found.peak})
     error = worst.allocated / max(rank["dry_run"] for rank in ranks) - 1
-    return {"layout": {**fields, "recompute": recompute}, "error": error, "ranks": ranks}
+    return {"layout": {**fields, "recompute": layout.recompute}, "error": error, "ranks": ranks}
 
 
 def step(run: Run, applied: ParallelModel, device: torch.device) -> TrainStep:

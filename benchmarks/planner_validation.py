@@ -34,12 +34,12 @@ from phalanx.hardware.calibrate.where import plain_machine
 from phalanx.hardware.device import device_facts
 from phalanx.hardware.machine import Machine, load_machine
 from phalanx.layout.resolve import resolve_layout
-from phalanx.planner.layouts.candidates import Candidates
+from phalanx.layout.spec import LayoutTable
 from phalanx.planner.memory.model import Kernels, memory, rank_memory
 from phalanx.planner.memory.probability import BESIDE, GIB, Beside, communicators, fits
 from phalanx.planner.time.profile import NamedProfile, load_profile
 from phalanx.planner.time.step_time import StepCause
-from phalanx.planner.time.timing import our_software, step_times
+from phalanx.planner.time.timing import our_framework, step_times
 from phalanx.planner.trace.family import Kernel, likely_kernel
 
 RUN_FILE = ROOT / "examples/llama3-8b.yaml"
@@ -149,12 +149,12 @@ def predict(case: Case, words: list[str], machine: Machine, named: NamedProfile)
     """Step time and memory of a case, with the probability that it fits where the device's memory is known."""
     run = require_language(load_run(RUN_FILE, words), "this benchmark")
     layout = resolve_layout(run, case.devices, case.devices)
-    one = Candidates.of([layout], [run.layout.recompute])
+    one = layout.table
     kernel = _kernel(run, machine)
     constants = named.collectives_on(machine)
     times = step_times(run, one, machine, named.profile, constants=constants, attention=kernel, exact=True)
     kernels = Kernels(kernel, run.training.compile is not False)
-    copies = our_software(run, machine).copy_engines
+    copies = our_framework(run, machine).copy_engines
     ranks = rank_memory(run, layout, run.layout.recompute, kernels, peer_copies=copies)
     estimate = memory(run, one, kernels, peer_copies=copies)
     beside = float(estimate.peer_buffers[0])
@@ -173,7 +173,7 @@ def _kernel(run: LanguageRun, machine: Machine) -> Kernel:
     return "cpu" if machine.node.device == "CPU" else likely_kernel(run, rocm=machine.node.device.startswith("MI"))
 
 
-def _fits(machine: Machine, named: NamedProfile, one: Candidates, allocated: float, peers: float) -> float | None:
+def _fits(machine: Machine, named: NamedProfile, one: LayoutTable, allocated: float, peers: float) -> float | None:
     size = device_facts(machine.node.device).memory_bytes
     if size is None:
         return None

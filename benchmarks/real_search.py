@@ -30,7 +30,7 @@ from phalanx.families.language.config import LanguageRun
 from phalanx.files import write_atomically
 from phalanx.hardware.machine import load_machine
 from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.judge import Planner, Task
+from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import load_profile
 from phalanx.study.layouts.prior import planned_space
 from phalanx.study.layouts.study import STUDY

@@ -14,12 +14,11 @@ from phalanx.hardware.machine import Machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.explain.break_even import break_even
-from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.memory.model import Kernels, memory
 from phalanx.planner.memory.probability import BESIDE, GIB, Beside, communicators, fits
 from phalanx.planner.time.profile import NamedProfile
 from phalanx.planner.time.step_time import StepCause
-from phalanx.planner.time.timing import our_software, step_times
+from phalanx.planner.time.timing import our_framework, step_times
 from phalanx.planner.trace.family import Kernel, likely_kernel, setting_of
 from phalanx.planner.trace.streamed import chain_sizes
 from phalanx.precision import PRECISIONS
@@ -130,7 +129,7 @@ def predict(words: Words, devices: int, machine: Machine, named: NamedProfile) -
     """Step time, memory, and the closed form of gathered weights."""
     run = load_run(RUN_FILE, words)
     layout = resolve_layout(run, devices, devices)
-    one = Candidates.of([layout], [run.layout.recompute])
+    one = layout.table
     kernel = _kernel(run, machine)
     constants = named.collectives_on(machine)
     times = step_times(run, one, machine, named.profile, constants=constants, attention=kernel, exact=True)
@@ -151,8 +150,8 @@ def predict_memory(words: Words, devices: int, machine: Machine, named: NamedPro
     run = load_run(RUN_FILE, words)
     layout = resolve_layout(run, devices, devices)
     kernels = Kernels(_kernel(run, machine), run.training.compile is not False)
-    one = Candidates.of([layout], [run.layout.recompute])
-    found = memory(run, one, kernels, peer_copies=our_software(run, machine).copy_engines)
+    one = layout.table
+    found = memory(run, one, kernels, peer_copies=our_framework(run, machine).copy_engines)
     chance = None
     if machine.node.device != "CPU":
         beside = (
@@ -233,7 +232,7 @@ def break_evens(options: argparse.Namespace, machine: Machine) -> Row:
     found: Row = {}
     for model in MODELS:
         run = load_run(RUN_FILE, case_words(layouts(options.devices, options.tp)["hybrid-layer"], model, options))
-        copies = our_software(run, machine).copy_engines
+        copies = our_framework(run, machine).copy_engines
         tp = run.layout.tp
         assert isinstance(tp, int)
         even = break_even(run, tp, options.devices // tp, run.layout.recompute, peer_copies=copies) if tp > 1 else None

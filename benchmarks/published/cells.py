@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from phalanx.layout.recompute import Recompute
+from phalanx.layout.spec import Recompute
 from phalanx.planner.measured.cells import Row, Unusable
 
 COLUMNS = (

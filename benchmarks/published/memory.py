@@ -6,12 +6,11 @@ Only for comparing with published figures. Parameters, gradients and optimizer s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.declare import relative_block_costs
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.measured.check import run_of
 from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.memory.parts import model_bytes
@@ -58,7 +57,7 @@ def _besides(
     run: LanguageRun, layout: ResolvedLayout, split: bool | None, habits: Habits, kernels: Kernels
 ) -> list[float]:
     """Bytes that each pipeline rank holds besides."""
-    one = Candidates.of([layout], [run.layout.recompute])
+    one = replace(layout, recompute=run.layout.recompute).table
     parts = model_bytes(run, one, attention=kernels.attention, compiled=kernels.compiled)
     costs = relative_block_costs(run.model, run.data.sequence_length)
     blocks_kept = blocks_in_flight(layout, run.model.n_layers, costs)

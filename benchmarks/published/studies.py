@@ -16,9 +16,7 @@ import yaml
 from phalanx.config.model import LanguageModel
 from phalanx.config.presets import load_preset
 from phalanx.hardware.machine import load_machine
-from phalanx.layout.recompute import Recompute
-from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.layouts.candidates import Candidates
+from phalanx.layout.spec import LayoutTable, Recompute, ResolvedLayout
 from phalanx.planner.measured.calibration import NOISE
 from phalanx.planner.measured.groups import System
 from phalanx.planner.time.least_squares import least_squares
@@ -74,7 +72,8 @@ def _read(row: dict[str, Any]) -> Study:
     ]
     setting = with_whole_logits(Setting(model, length, attention="flash", compile=framework.compiled), framework)
     machine = load_machine(row["profile"])
-    steps = steps_of(setting, Candidates.of(layouts, [recompute] * len(layouts)), machine, framework)
+    rows = [replace(layout, recompute=recompute) for layout in layouts]
+    steps = steps_of(setting, LayoutTable.from_rows(rows), machine, framework)
     return Study(
         row=row["row"],
         profile=row["profile"],

@@ -30,8 +30,8 @@ from phalanx.optimizers import OPTIMIZERS, OptimizerKind
 from phalanx.planner.dryrun.report import RankReport
 from phalanx.planner.dryrun.run import dry_run
 from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.judge import Planner, Task
 from phalanx.planner.rank.plan import Plan, Wishes, make_plan
+from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import choose_profile
 from phalanx.planner.trace.family import require_planned
 from phalanx.train.callbacks import CALLBACKS, Callback

@@ -14,9 +14,8 @@ from phalanx.errors import PhalanxError
 from phalanx.files import write_atomically
 from phalanx.hardware.machine import Machine
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.summary import interval
+from phalanx.planner.rank.summary import time_interval
 from phalanx.planner.time.profile import NamedProfile
 from phalanx.report.run_log import FloatArray, RunLog
 from phalanx.study.processes.process import run_limited
@@ -142,7 +141,7 @@ def expect_step(run: Run, layout: ResolvedLayout, machine: Machine, profile: Nam
     Raises ConfigError where a plan would.
     """
     models = CostModels(machine, profile)
-    candidate = Candidates.of([layout], [run.layout.recompute])
+    candidate = layout.table
     times, memory = models.times(run, candidate, exact=True), models.memory(run, candidate)
     seconds = float(times.total[0])
     causes = {name: float(values[0]) for name, values in times.causes.items() if values[0] > 0}
@@ -151,7 +150,7 @@ def expect_step(run: Run, layout: ResolvedLayout, machine: Machine, profile: Nam
         device=machine.node.device,
         profile=models.profile_words,
         step_s=seconds,
-        step_s_interval=interval(seconds, float(times.spread[0])),
+        step_s_interval=time_interval(seconds, float(times.spread[0])),
         time_by_cause_s=dict(sorted(causes.items(), key=lambda item: -item[1])),
         memory_bytes=float(memory.peak[0]),
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layout_runs import Fields, refusal, run_from_words, run_with
 from phalanx.config.load import parse_run
 from phalanx.errors import ConfigError
-from phalanx.layout.legality import reasons
+from phalanx.layout.legality import reasons_against
 from phalanx.layout.resolve import every_layout, factorisations, legal_layouts, resolve_layout
 from phalanx.layout.spec import DEGREES, ZERO_BUBBLE, ResolvedLayout
 
@@ -167,7 +167,7 @@ def test_every_layout_of_1_to_64_ranks_fits_the_world_and_has_no_reason_against_
     run, found = run_with(), 0
     for world in range(1, 65):
         layouts = list(legal_layouts(run, world))
-        assert all(layout.world_size == world and not reasons(run, layout, world) for layout in layouts)
+        assert all(layout.world_size == world and not reasons_against(run, layout, world) for layout in layouts)
         legal = {tuple(getattr(layout, name) for name in DEGREES) for layout in layouts}
         assert len(legal) == len(layouts)
         assert legal <= set(factorisations(world, len(DEGREES)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from phalanx.families.language.config import LanguageRun
-from phalanx.layout.legality import reasons
+from phalanx.layout.legality import reasons_against
 from phalanx.layout.resolve import every_layout, resolve_layout, with_degrees
 from phalanx.layout.spec import DEGREES
 from phalanx.verify.bound import Bound, layer_of
@@ -51,7 +51,7 @@ def test_what_is_legal_for_the_run_is_legal_for_the_small_one(preset: str, world
         fields = {"schedule": layout.schedule, "stages_per_rank": layout.stages_per_rank, "zero": layout.zero}
         fields |= {"context": layout.context, "reshard_after_forward": layout.reshard_after_forward}
         chosen = small.model_copy(update={"layout": small.layout.model_copy(update=fields)})
-        assert reasons(chosen, with_degrees(chosen, degrees), world) == []
+        assert reasons_against(chosen, with_degrees(chosen, degrees), world) == []
 
 
 def test_the_small_model_has_a_layer_for_each_stage_that_the_run_file_asks_for() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.registry import bind
-from phalanx.layout.resolve import is_legal, resolve_layout, stated_ranks
+from phalanx.layout.resolve import can_run, resolve_layout, stated_ranks
 from phalanx.layout.spec import DEGREES, ResolvedLayout
 from phalanx.optimizers import find_optimizer
 from phalanx.train.callbacks import build_callbacks
@@ -27,7 +27,7 @@ def check_beside(run: Run, ranks: int | None, *, data: bool) -> dict[str, Any]:
     wrong: list[str] = []
     try:
         layout = resolve_layout(run, ranks) if ranks is not None else _on_fewest(run)
-        words = layout.in_words(run.layout.recompute, run.layout.gather_blocks)
+        words = layout.in_words(run.layout.gather_blocks)
         count = layout.world_size
         facts |= {"ranks": count, "layout": words if count == 1 else f"{count:,} ranks: {words}"}
     except PhalanxError as error:
@@ -53,4 +53,4 @@ def _on_fewest(run: Run) -> ResolvedLayout:
     least = stated_ranks(run)
     more = any(getattr(run.layout, name) == "auto" for name in DEGREES)
     tried = (least * multiple for multiple in range(1, _TRIED + 1 if more else 2))
-    return resolve_layout(run, next((ranks for ranks in tried if is_legal(run, ranks)), least))
+    return resolve_layout(run, next((ranks for ranks in tried if can_run(run, ranks)), least))

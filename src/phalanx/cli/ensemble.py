@@ -37,7 +37,7 @@ STUDY = "study.log"
 TOP = 5
 """Members taken of a study where nobody says how many."""
 _POOL = 4
-"""Candidates looked at for each member taken of a study."""
+"""LayoutTable looked at for each member taken of a study."""
 _OVERRIDE = re.compile(r"[a-z_]+(\.\w+)+=")
 
 

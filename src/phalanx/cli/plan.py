@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import gc
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.cli.console import output, print_json, write_file
@@ -21,10 +17,10 @@ from phalanx.planner.explain.reliability import Reliability
 from phalanx.planner.explain.scaling import parse_scale
 from phalanx.planner.layouts.enumerate import CHOSEN
 from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.judge import Planner, Task, fixed_fields
-from phalanx.planner.rank.plan import Plan, Wishes, fit_plan, make_plan
-from phalanx.planner.rank.summary import plan_facts
-from phalanx.planner.rank.write import planned_text, planned_words
+from phalanx.planner.rank.plan import Plan, Wishes, make_plan, make_smallest_plan
+from phalanx.planner.rank.ranking import Planner, Task, fixed_fields
+from phalanx.planner.rank.summary import summarize_plan
+from phalanx.planner.rank.write import write_overrides, write_planned_run
 from phalanx.planner.time.profile import choose_profile
 from phalanx.planner.trace.family import require_planned
 from phalanx.report.formatting import format_duration
@@ -75,27 +71,14 @@ def plan(
         reliability=Reliability(mtbf_hours, restart_minutes, checkpoint_gb_s),
     )
     task = Task(loaded, devices or planner.machine.node.devices, fixed_fields(loaded, words, everything=fix))
-    with _libraries_at_rest():
-        made = fit_plan(planner, task, wishes) if fit else make_plan(planner, task, wishes)
+    made = make_smallest_plan(planner, task, wishes) if fit else make_plan(planner, task, wishes)
     changes = [word for word in words if parse_overrides([word])[0].path[1:] not in {(name,) for name in CHOSEN}]
     command = run_command(made, write or run, [] if write else changes, cluster, fixed=write is not None)
     written = _write_all(made, write, html, command)
     if json:
-        print_json(plan_facts(made) | {"written": written})
+        print_json(summarize_plan(made) | {"written": written})
     else:
         _print(made, written, command)
-
-
-@contextlib.contextmanager
-def _libraries_at_rest() -> Iterator[None]:
-    """Let the garbage collector leave alone what is there already: else tracing makes it look through all of PyTorch again
-    and again. Likewise when this process ends, which takes more than a second otherwise."""
-    atexit.register(gc.freeze)
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _planner(cluster: str, profile: str | None, p_fits: float) -> Planner:
@@ -111,7 +94,7 @@ def run_command(made: Plan, file: Path, changes: list[str], cluster: str, *, fix
     layout already.
     """
     devices, per_node = made.task.devices, made.planner.machine.node.devices
-    words = [*changes, *([] if fixed else planned_words(made.task.run, made.best.candidates))]
+    words = [*changes, *([] if fixed else write_overrides(made.task.run, made.best.layouts.row(0)))]
     if cluster in machine_names() and devices % per_node == 0:
         return ["phalanx", "launch", str(file), "--cluster", cluster, "--nodes", str(devices // per_node), *words]
     if devices <= per_node:
@@ -162,5 +145,6 @@ def _page(made: Plan, command: list[str]) -> str:
 
 def _run_file(made: Plan) -> str:
     seconds, task = float(made.best.times.total[0]), made.task
-    note = f"Planned for {task.devices} devices of {made.planner.machine.name}: {format_duration(seconds)} a step expected.\n"
-    return planned_text(task.run, made.best.candidates, note)
+    expected = f"{format_duration(seconds)} a step expected"
+    note = f"Planned for {task.devices} devices of {made.planner.machine.name}: {expected}.\n"
+    return write_planned_run(task.run, made.best.layouts.row(0), note)

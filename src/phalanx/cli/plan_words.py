@@ -9,9 +9,10 @@ from math import isfinite
 from typing import Any
 
 from phalanx.cli.console import wrapped
-from phalanx.planner.explain.budget import COMPUTING_SHARE, WAITING_SHARE, Budget
+from phalanx.planner.explain.budget import Budget
+from phalanx.planner.rank.cost_models import COMPUTING_SHARE, WAITING_SHARE
 from phalanx.planner.rank.plan import Plan
-from phalanx.planner.rank.summary import Row, hybrid_words, plan_facts
+from phalanx.planner.rank.summary import Row, describe_break_evens, summarize_plan
 from phalanx.report.formatting import format_count, format_difference, format_duration, format_percent
 from phalanx.report.plan_page import FITS, PARALLELISM_COLUMNS, RATE, STEP, layout_columns
 from phalanx.report.table import write_text_table
@@ -28,7 +29,7 @@ _COLUMNS = (*PARALLELISM_COLUMNS, STEP, RATE, FITS)
 
 def plan_lines(plan: Plan, width: int) -> Iterator[str]:
     """The plan, line by line; no line is wider than `width` unless a word is."""
-    facts = plan_facts(plan)
+    facts = summarize_plan(plan)
     yield from _wrapped(_headline(plan), width)
     yield from _wrapped(
         f"{facts['legal']:,} legal layouts, {facts['fitting']:,} fit into {facts['device_memory_bytes'] / _GIB:.0f} GiB "
@@ -44,7 +45,7 @@ def plan_lines(plan: Plan, width: int) -> Iterator[str]:
     yield from _write_layouts(facts["pareto"], width)
     if facts["hybrid_break_even"]:
         yield ""
-        yield from _wrapped(hybrid_words(facts), width)
+        yield from _wrapped(describe_break_evens(facts), width)
     for why in facts["why"]:
         yield ""
         yield from _wrapped(_why(why), width)

@@ -15,7 +15,7 @@ from phalanx.families.language.config import require_language
 from phalanx.hardware.device import choose_device, device_kind, device_name
 from phalanx.hardware.machine import load_machine
 from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.judge import Planner, Task, fixed_fields
+from phalanx.planner.rank.ranking import Planner, Task, fixed_fields
 from phalanx.planner.time.profile import choose_profile
 from phalanx.report.study_page import render_search
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from phalanx.kernels.flash4 import FLASH4_FORWARD
 from phalanx.layout.context_parallel.ring_attention import RING_ATTENTION
+from phalanx.layout.spec import Recompute
 from phalanx.layout.stage import Stage
-
-Recompute = Literal["none", "selective", "full"]
 
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,

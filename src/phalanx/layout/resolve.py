@@ -13,8 +13,16 @@ from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
 from phalanx.families.sizes import check_parameter_count
 from phalanx.layout.data_parallel.task_heads import branch_sizes
-from phalanx.layout.legality import Fix, Reason, divides_batch, reasons, suits_schedule
-from phalanx.layout.spec import DEGREES, SINGLE_STAGE, ZERO_BUBBLE, ResolvedLayout
+from phalanx.layout.legality import (
+    Fix,
+    Reason,
+    Requirements,
+    divides_batch,
+    is_legal,
+    reasons_against,
+    suits_schedule,
+)
+from phalanx.layout.spec import CONTEXTS, DEGREES, SINGLE_STAGE, ZERO_BUBBLE, LayoutTable, ResolvedLayout
 
 Degrees = dict[str, int]
 
@@ -34,7 +42,7 @@ _EXPERIMENT = ("layout.global_batch", "layout.precision")
 def resolve_layout(
     run: Run, world_size: int, devices_per_node: int | None = None, fits: MemoryFits | None = None
 ) -> ResolvedLayout:
-    """The layout of `run` on `world_size` ranks, `auto` filled in.
+    """Return the layout of `run` on `world_size` ranks, with `auto` filled in.
 
     devices_per_node: what the launcher says; the run file's own word comes first. fits: asked for the micro-batch where that
     is auto; None where the devices' memory is not known, or does not bound it. Raises ConfigError, with the numbers and the
@@ -44,10 +52,10 @@ def resolve_layout(
     try:
         layout = with_degrees(run, _fill_degrees(run.layout, world_size), fits)
     except _Indivisible as error:
-        raise ConfigError(f"{error}\n{_instead(run, world_size, devices_per_node)}") from None
-    found = reasons(run, layout, world_size, devices_per_node)
+        raise ConfigError(f"{error}\n{_suggest_instead(run, world_size, devices_per_node)}") from None
+    found = reasons_against(run, layout, world_size, devices_per_node)
     if found:
-        raise ConfigError(_explain(run, layout, world_size, devices_per_node, found))
+        raise ConfigError(_explain_illegal(run, layout, world_size, devices_per_node, found))
     return layout
 
 
@@ -57,59 +65,63 @@ def stated_ranks(run: Run) -> int:
     return math.prod(degree for degree in degrees if degree != "auto")
 
 
-def is_legal(run: Run, world_size: int, devices_per_node: int | None = None) -> bool:
+def can_run(run: Run, world_size: int, devices_per_node: int | None = None) -> bool:
     """Return whether `run` has a legal layout on `world_size` ranks as it stands."""
     try:
         layout = with_degrees(run, _fill_degrees(run.layout, world_size))
     except _Indivisible:
         return False
-    return not reasons(run, layout, world_size, devices_per_node)
+    return not reasons_against(run, layout, world_size, devices_per_node)
 
 
 def with_degrees(run: Run, degrees: Degrees, fits: MemoryFits | None = None) -> ResolvedLayout:
-    """The layout with these degrees and all else as `run` says; legal or not. fits: as for `resolve_layout`."""
-    chosen = run.layout
+    """Return the layout with these degrees and all else as `run` says; legal or not. fits: as for `resolve_layout`."""
+    chosen, model = run.layout, bind(run)
     cp, pp = degrees["cp"], degrees["pp"]
-    cuts_structures = bind(run).cuts_structures
     per_rank = chosen.stages_per_rank
     if per_rank == "auto":
         per_rank = 1 if chosen.schedule in SINGLE_STAGE else 2
+    context = chosen.context
+    if context == "auto":
+        # A ring computes biases and masks slowly, block by block.
+        exchangeable = model.context_heads().count % (degrees["tp"] * cp) == 0
+        context = "all_to_all" if exchangeable and model.needs_bias() else "ring"
+    reshard = chosen.reshard_after_forward
+    if reshard == "auto":
+        # Pipeline stages would gather their parameters again for every micro-batch.
+        reshard = chosen.zero == 3 and pp == 1
     layout = ResolvedLayout(
         global_batch=global_batch_samples(run),
-        dp_replicate=degrees["dp_replicate"],
-        dp_shard=degrees["dp_shard"],
-        cp=cp,
-        tp=degrees["tp"],
-        pp=pp,
         microbatch=1 if chosen.microbatch == "auto" else chosen.microbatch,
+        **degrees,
         zero=chosen.zero,
         schedule=chosen.schedule,
         stages_per_rank=per_rank if pp > 1 else 1,
-        context=_context(run, degrees) if cp > 1 and not cuts_structures else "ring",
-        cuts_structures=cuts_structures,
+        context=context if cp > 1 and not model.cuts_structures else "ring",
+        cuts_structures=model.cuts_structures,
+        reshard_after_forward=reshard,
+        # One rank that shares with nobody has nothing to stream.
+        gather=chosen.gather if degrees["dp_shard"] * cp > 1 else "layer",
+        branch_groups=branch_sizes(run, degrees["dp_replicate"] * degrees["dp_shard"]),
+        recompute=chosen.recompute,
     )
-    reshard = chosen.reshard_after_forward
-    if reshard == "auto":
-        reshard = chosen.zero == 3 and pp == 1
-    # One rank that shares with nobody has nothing to stream.
-    gather = chosen.gather if degrees["dp_shard"] * cp > 1 else "layer"
-    branches = branch_sizes(run, layout.data_ranks)
-    layout = replace(layout, reshard_after_forward=reshard, gather=gather, branch_groups=branches)
     return _choose_microbatch(layout, fits) if chosen.microbatch == "auto" else layout
 
 
 def _choose_microbatch(layout: ResolvedLayout, fits: MemoryFits | None) -> ResolvedLayout:
     """Return `layout` with the largest micro-batch that divides the batch, suits the pipeline and fits."""
-    sized = [replace(layout, microbatch=size) for size in range(1, MOST_SAMPLES + 1)]
-    possible = [each for each in sized if divides_batch(each) and suits_schedule(each)]
-    if not possible:
+    sized = layout.table.vary("microbatch", range(1, MOST_SAMPLES + 1))
+    possible = sized.take(divides_batch(sized) & suits_schedule(sized))
+    if not len(possible):
         return layout
     if layout.pp > 1:
-        filling = [each for each in possible if each.accumulation >= FILLING * layout.pp]
-        possible = filling or possible[:1]
+        # Many small micro-batches fill a pipeline better than few large ones, which are faster each.
+        filling = possible.take(possible.accumulation >= FILLING * possible.pp)
+        possible = filling if len(filling) else possible.take([0])
+    largest_first = [possible.row(index) for index in reversed(range(len(possible)))]
     if fits is None:
-        return possible[-1]
-    return next((each for each in reversed(possible) if fits(each)), possible[0])
+        return largest_first[0]
+    return next((each for each in largest_first if fits(each)), largest_first[-1])
 
 
 def one_rank_microbatch(run: Run) -> int:
@@ -117,47 +129,49 @@ def one_rank_microbatch(run: Run) -> int:
     return with_degrees(run, dict.fromkeys(DEGREES, 1)).microbatch
 
 
-def legal_layouts(run: Run, world_size: int, devices_per_node: int | None = None) -> Iterator[ResolvedLayout]:
-    """Every legal choice of degrees for `world_size` ranks, all else as `run` says."""
-    for degrees in factorisations(world_size, len(DEGREES)):
-        layout = with_degrees(run, dict(zip(DEGREES, degrees, strict=True)))
-        if not reasons(run, layout, world_size, devices_per_node):
-            yield layout
+def legal_layouts(run: Run, world_size: int, devices_per_node: int | None = None) -> list[ResolvedLayout]:
+    """Return every legal choice of degrees for `world_size` ranks, all else as `run` says."""
+    layouts = _every_split(run, world_size)
+    legal = is_legal(Requirements.of_run(run, world_size, devices_per_node), LayoutTable.from_rows(layouts))
+    return list(itertools.compress(layouts, legal))
 
 
-def every_layout(run: Run, world_size: int) -> Iterator[ResolvedLayout]:
-    """As `legal_layouts`, with every schedule, ZeRO level, resharding and kind of context parallelism as well."""
-    for degrees in factorisations(world_size, len(DEGREES)):
-        layout = with_degrees(run, dict(zip(DEGREES, degrees, strict=True)))
-        for variant in _variants(layout):
-            if not reasons(run, variant, world_size):
-                yield variant
+def every_layout(run: Run, world_size: int) -> list[ResolvedLayout]:
+    """Return `legal_layouts` with every schedule, ZeRO level, resharding and kind of context parallelism as well."""
+    variants = [variant for layout in _every_split(run, world_size) for variant in _vary_choices(layout)]
+    legal = is_legal(Requirements.of_run(run, world_size), LayoutTable.from_rows(variants))
+    return list(itertools.compress(variants, legal))
 
 
-def _variants(layout: ResolvedLayout) -> Iterator[ResolvedLayout]:
+def _every_split(run: Run, world_size: int) -> list[ResolvedLayout]:
+    splits = factorisations(world_size, len(DEGREES))
+    return [with_degrees(run, dict(zip(DEGREES, degrees, strict=True))) for degrees in splits]
+
+
+def _vary_choices(layout: ResolvedLayout) -> Iterator[ResolvedLayout]:
     schedules = [(layout.schedule, 1)]
     if layout.pp > 1:
         schedules = [("gpipe", 1), ("1f1b", 1), *((n, 2) for n in ("interleaved_1f1b", *ZERO_BUBBLE))]
+    # Where ranks share nothing, all levels are the same program; ZeRO 0 is another one wherever gradients are reduced.
     levels: list[tuple[int, bool]] = [(3, False)]
     if layout.dp_shard * layout.cp > 1:
         levels = [(1, False), (2, False), (3, False), (3, True)]
     if layout.dp_shard == 1 and layout.cp * layout.dp_replicate > 1:
         levels.append((0, False))
-    for schedule, per_rank in schedules:
-        for zero, reshard in levels:
-            for context in ("ring", "all_to_all") if layout.cp > 1 and not layout.cuts_structures else ("ring",):
-                yield replace(
-                    layout,
-                    schedule=schedule,
-                    stages_per_rank=per_rank,
-                    zero=zero,
-                    reshard_after_forward=reshard,
-                    context=context,
-                )
+    contexts = CONTEXTS if layout.cp > 1 and not layout.cuts_structures else ("ring",)
+    for (schedule, per_rank), (zero, reshard), context in itertools.product(schedules, levels, contexts):
+        yield replace(
+            layout,
+            schedule=schedule,
+            stages_per_rank=per_rank,
+            zero=zero,
+            reshard_after_forward=reshard,
+            context=context,
+        )
 
 
 def factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write `number` as an ordered product of `parts` whole numbers."""
+    """Yield every way to write `number` as an ordered product of `parts` whole numbers."""
     if parts == 1:
         yield (number,)
         return
@@ -167,17 +181,9 @@ def factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
+    """Return all divisors, ascending."""
     low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*low, *(number // d for d in low)})
-
-
-def _context(run: Run, degrees: Degrees) -> str:
-    if run.layout.context != "auto":
-        return run.layout.context
-    model = bind(run)
-    exchangeable = model.context_heads().count % (degrees["tp"] * degrees["cp"]) == 0
-    return "all_to_all" if model.needs_bias() and exchangeable else "ring"
 
 
 class _Indivisible(ConfigError):
@@ -188,6 +194,7 @@ def _fill_degrees(layout: Layout, world_size: int) -> Degrees:
     """The degrees as numbers. Raises ConfigError where two are auto, or the others leave no whole number for it."""
     stated = {name: getattr(layout, name) for name in DEGREES}
     automatic = [name for name, value in stated.items() if value == "auto"]
+    # dp_shard is auto by default: whoever says auto of another degree means that one.
     if len(automatic) > 1 and "dp_shard" in automatic:
         automatic.remove("dp_shard")
         stated["dp_shard"] = 1
@@ -205,44 +212,47 @@ def _fill_degrees(layout: Layout, world_size: int) -> Degrees:
     return {**stated, automatic[0]: world_size // product}
 
 
-def _instead(run: Run, world_size: int, devices_per_node: int | None) -> str:
+def _suggest_instead(run: Run, world_size: int, devices_per_node: int | None) -> str:
     """What would be legal where the stated degrees do not divide the world size: another value of one, else others."""
     stated = {name: getattr(run.layout, name) for name in DEGREES}
     given = {name: value for name, value in stated.items() if value not in ("auto", 1)}
     changes = sorted((abs(d - value), d, name) for name, value in given.items() for d in divisors(world_size))
     more = _more_ranks(run, world_size, devices_per_node)
     for _, degree, name in changes:
-        if is_legal(_changed(run, {f"layout.{name}": degree}), world_size, devices_per_node):
+        if can_run(_change_run(run, {f"layout.{name}": degree}), world_size, devices_per_node):
             return f"{more}nearest legal: {name}={degree}"
     wanted = with_degrees(run, {name: 1 if value == "auto" else value for name, value in stated.items()})
-    nearest = _nearest(run, wanted, world_size, devices_per_node)
-    return f"{more}nearest legal: {_join(nearest)}" if nearest else f"{more}{_none_legal(world_size)}"
+    nearest = _nearest_degrees(run, wanted, world_size, devices_per_node)
+    return f"{more}nearest legal: {_join_choices(nearest)}" if nearest else f"{more}{_none_legal(world_size)}"
 
 
 def _more_ranks(run: Run, world_size: int, devices_per_node: int | None) -> str:
     """Return the line that says how many ranks the stated degrees need, for who has started one alone; else nothing."""
     needed = stated_ranks(run)
-    if world_size > 1 or needed == 1 or not is_legal(run, needed, devices_per_node):
+    if world_size > 1 or needed == 1 or not can_run(run, needed, devices_per_node):
         return ""
     return f"start {needed} ranks: --nproc {needed}, or with torchrun or srun\n"
 
 
-def _explain(
+def _explain_illegal(
     run: Run, layout: ResolvedLayout, world_size: int, devices_per_node: int | None, found: list[Reason]
 ) -> str:
     """The reasons, and what would be legal: other fields with these degrees, else other degrees, else both."""
     lines = "\n".join(reason.text for reason in found)
     fixes = list(_joint_fixes(found))
     same = [fix for fix in fixes if not any(name in _EXPERIMENT for name in fix)]
-    mending = [fix for fix in same if is_legal(_changed(run, fix), world_size, devices_per_node)]
+    # Other fields first, so that the degrees that were asked for stay.
+    mending = [fix for fix in same if can_run(_change_run(run, fix), world_size, devices_per_node)]
     more = _more_ranks(run, world_size, devices_per_node) if layout.world_size != world_size else ""
     if mending:
-        return f"{lines}\n{more}nearest legal: {_join([_words(fix) for fix in mending[:_SUGGESTED]])}"
+        return f"{lines}\n{more}nearest legal: {_join_choices([_write_fix(fix) for fix in mending[:_SUGGESTED]])}"
     for fix in ({}, *same):
         beside = {name: value for name, value in fix.items() if name.removeprefix("layout.") not in DEGREES}
-        nearest = _nearest(_changed(run, beside), layout, world_size, devices_per_node)
+        nearest = _nearest_degrees(_change_run(run, beside), layout, world_size, devices_per_node)
         if nearest:
-            return f"{lines}\n{more}nearest legal: {_join([_words(beside) + degrees for degrees in nearest])}"
+            return (
+                f"{lines}\n{more}nearest legal: {_join_choices([_write_fix(beside) + degrees for degrees in nearest])}"
+            )
     return f"{lines}\n{more}{_other_experiment(run, fixes, layout, world_size, devices_per_node)}"
 
 
@@ -251,15 +261,15 @@ def _other_experiment(
 ) -> str:
     """Return what is legal with another global batch or precision, which train another run, or that nothing is."""
     changing = [fix for fix in fixes if any(name in _EXPERIMENT for name in fix)]
-    mending = [_words(fix) for fix in changing if is_legal(_changed(run, fix), world_size, devices_per_node)]
+    mending = [_write_fix(fix) for fix in changing if can_run(_change_run(run, fix), world_size, devices_per_node)]
     if not mending:
         for fix in changing:
             beside = {name: value for name, value in fix.items() if name.removeprefix("layout.") not in DEGREES}
-            nearest = _nearest(_changed(run, beside), layout, world_size, devices_per_node)
-            mending += [_words(beside) + degrees for degrees in nearest]
+            nearest = _nearest_degrees(_change_run(run, beside), layout, world_size, devices_per_node)
+            mending += [_write_fix(beside) + degrees for degrees in nearest]
     if not mending:
         return _none_legal(world_size)
-    return f"nearest legal, but another experiment: {_join(mending[:_SUGGESTED])}"
+    return f"nearest legal, but another experiment: {_join_choices(mending[:_SUGGESTED])}"
 
 
 def _none_legal(world_size: int) -> str:
@@ -276,18 +286,18 @@ def _joint_fixes(found: list[Reason]) -> Iterator[Fix]:
     return iter(sorted(joint, key=len))
 
 
-def _changed(run: Run, fix: Fix) -> Run:
+def _change_run(run: Run, fix: Fix) -> Run:
     for name, value in fix.items():
         section, field = name.split(".")
         run = run.model_copy(update={section: getattr(run, section).model_copy(update={field: value})})
     return run
 
 
-def _words(fix: Fix) -> list[str]:
+def _write_fix(fix: Fix) -> list[str]:
     return [f"{name.removeprefix('layout.')}={str(value).lower()}" for name, value in fix.items()]
 
 
-def _join(choices: list[list[str]]) -> str:
+def _join_choices(choices: list[list[str]]) -> str:
     """Each choice as the user would write it; of one field alone, its name once."""
     names = {tuple(word.partition("=")[0] for word in choice) for choice in choices}
     if len(names) == 1 and len(choices[0]) == 1:
@@ -295,7 +305,9 @@ def _join(choices: list[list[str]]) -> str:
     return ", or ".join(" ".join(choice) for choice in choices)
 
 
-def _nearest(run: Run, wanted: ResolvedLayout, world_size: int, devices_per_node: int | None) -> list[list[str]]:
+def _nearest_degrees(
+    run: Run, wanted: ResolvedLayout, world_size: int, devices_per_node: int | None
+) -> list[list[str]]:
     """The degrees of the legal layouts that differ least, in words."""
 
     def distance(layout: ResolvedLayout) -> tuple[float, ...]:
@@ -307,10 +319,10 @@ def _nearest(run: Run, wanted: ResolvedLayout, world_size: int, devices_per_node
         return (sum(ratios), *(getattr(layout, name) for name in DEGREES))
 
     legal = sorted(legal_layouts(run, world_size, devices_per_node), key=distance)[:_SUGGESTED]
-    return [_written(layout, wanted) for layout in legal]
+    return [_write_degrees(layout, wanted) for layout in legal]
 
 
-def _written(layout: ResolvedLayout, wanted: ResolvedLayout) -> list[str]:
+def _write_degrees(layout: ResolvedLayout, wanted: ResolvedLayout) -> list[str]:
     """The degrees that matter: those that are not 1, or are not what was wanted."""
     values = {name: getattr(layout, name) for name in DEGREES}
     return [f"{n}={v}" for n, v in values.items() if v != 1 or getattr(wanted, n) != 1]

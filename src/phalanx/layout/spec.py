@@ -1,30 +1,51 @@
-"""A layout made concrete: every degree a number, every `auto` decided, and the batch arithmetic that follows.
+"""Layouts made concrete: every degree a number, every `auto` decided. One is a row, many are a table of arrays.
 
-`layout.resolve` makes one from a run file and a number of ranks; `layout.legality` says whether it can be.
+What follows from a layout's fields (ranks, micro-batches, shards) is computed by `LayoutTable` alone; a row asks its own
+table. `layout.resolve` makes a row from a run file and a number of ranks, `layout.legality` says which rows can be used.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Recompute = Literal["none", "selective", "full"]
 
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 """Names of the degrees, as fields of the run file."""
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
 SINGLE_STAGE = ("gpipe", "1f1b")
 """Schedules with one stage on each rank."""
 ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv")
 """Schedules that compute the gradients of inputs and of weights apart."""
+CONTEXTS = ("ring", "all_to_all")
+GATHERS = ("layer", "stream")
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+NAMED: dict[str, tuple[str, ...]] = {
+    "schedule": SCHEDULES,
+    "context": CONTEXTS,
+    "gather": GATHERS,
+    "recompute": RECOMPUTES,
+}
+"""Fields whose values are names. Tables hold positions in these tuples."""
+_BOOLEAN = ("cuts_structures", "reshard_after_forward")
 
 
 @dataclass(frozen=True)
 class ResolvedLayout:
-    """Degrees whose product is the world size, the choices that go with them, and the batch arithmetic that follows."""
+    """One layout: degrees whose product is the world size, the choices that go with them, and what follows from both."""
 
     global_batch: int
-    """Samples an optimizer step over all ranks."""
+    """Samples per optimizer step over all ranks."""
     microbatch: int = 1
-    """Samples one rank computes at a time."""
+    """Samples that one rank computes at a time."""
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
@@ -32,70 +53,77 @@ class ResolvedLayout:
     pp: int = 1
     zero: int = 3
     schedule: str = "1f1b"
+    """Pipeline schedule; has no effect where `pp` is 1."""
     stages_per_rank: int = 1
     context: str = "ring"
-    """How attention joins positions over `cp`; of no meaning where `cp` is 1 or ranks share out atoms."""
+    """How attention joins positions over `cp`; has no effect where `cp` is 1 or `cuts_structures`."""
     cuts_structures: bool = False
-    """Whether ranks of `cp` share out the atoms of structures; follows from the model's family."""
+    """Whether ranks of `cp` share the atoms of structures (graph parallelism); follows from the model's family."""
     reshard_after_forward: bool = False
     gather: str = "layer"
     branch_groups: tuple[int, ...] = ()
-    """Data-parallel ranks of each branch (`families.materials.data.balance.BranchGroups.sizes`); empty: all
-    branches on all."""
+    """Data-parallel ranks of each task head (`families.materials.data.balance.BranchGroups.sizes`); empty where every rank
+    holds all heads."""
+    recompute: Recompute = "none"
+
+    @cached_property
+    def table(self) -> LayoutTable:
+        """The table of this one layout."""
+        return LayoutTable.from_rows([self])
 
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return math.prod(getattr(self, name) for name in DEGREES)
+        return int(self.table.world_size[0])
 
     @property
     def data_ranks(self) -> int:
         """Groups of ranks that read different samples."""
-        return self.dp_replicate * self.dp_shard
+        return int(self.table.data_ranks[0])
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples one rank takes part in an optimizer step."""
-        return self.global_batch // self.data_ranks
+        """Samples per optimizer step that one rank takes part in."""
+        return int(self.table.samples_per_rank[0])
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches a rank computes an optimizer step."""
-        return self.samples_per_rank // self.microbatch
+        """Micro-batches per optimizer step of a rank."""
+        return int(self.table.accumulation[0])
 
     @property
     def n_stages(self) -> int:
         """Pipeline stages in all."""
-        return self.pp * self.stages_per_rank
+        return int(self.table.n_stages[0])
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the backward pass runs twice: for the gradients of activations, and later for those of parameters."""
-        return self.pp > 1 and self.schedule in ZERO_BUBBLE
+        """Whether input and weight gradients are computed in two separate backward passes."""
+        return bool(self.table.splits_backward[0])
 
     @property
     def shards(self) -> int:
-        """Ranks that share one copy of what `zero` shares out: gradients of context-parallel ranks are summed anyway."""
-        return self.dp_shard * self.cp if self.zero else 1
+        """Ranks that share one copy of what `zero` shards."""
+        return int(self.table.shards[0])
 
     def __str__(self) -> str:
-        """Everything that is not at its plain value, as it would be written on the command line."""
-        words = [f"{name}={_written(value)}" for name, value in self._chosen()]
+        """Return every field that is not at its plain value, as it would be written on the command line."""
+        words = [f"{name}={_write_value(value)}" for name, value in self._chosen()]
         return " ".join(words) or "one rank"
 
-    def in_words(self, recompute: str = "none", gather_blocks: int = 1) -> str:
-        """Return the layout in one line with its micro-batches and, where they are not plain, the choices that a run file
-        makes beside it."""
+    def in_words(self, gather_blocks: int = 1) -> str:
+        """Return the layout in one line with its micro-batches and, where these are not plain, its recompute and the blocks
+        that the run file gathers together."""
         words = [str(self), f"microbatch={self.microbatch} x {self.accumulation}"]
-        if recompute != "none":
-            words.append(f"recompute={recompute}")
+        if self.recompute != "none":
+            words.append(f"recompute={self.recompute}")
         if gather_blocks != 1:
             words.append(f"gather_blocks={gather_blocks}")
         return " ".join(words)
 
     def overrides(self) -> list[str]:
-        """The command-line words that lead from any run file to this layout (batch left as it is)."""
-        return [f"layout.{name}={_written(value).lower()}" for name, value in self._chosen(everything=True)]
+        """Return the command-line words that lead from any run file to this layout (batch left as it is)."""
+        return [f"layout.{name}={_write_value(value).lower()}" for name, value in self._chosen(everything=True)]
 
     def _chosen(self, *, everything: bool = False) -> list[tuple[str, Any]]:
         plain = {field.name: field.default for field in fields(self)}
@@ -113,13 +141,151 @@ class ResolvedLayout:
             chosen += [("schedule", self.schedule), ("stages_per_rank", self.stages_per_rank)]
         if not self.cuts_structures and (everything or self.cp > 1):
             chosen.append(("context", self.context))
-        if not everything:
-            chosen = [(name, value) for name, value in chosen if name not in DEGREES or value != plain[name]]
-        return chosen
+        if everything:
+            return [*chosen, ("recompute", self.recompute)]
+        return [(name, value) for name, value in chosen if name not in DEGREES or value != plain[name]]
 
 
-def _written(value: Any) -> str:
-    """As in a run file; sizes without spaces, so that they are one word on a command line."""
+def _write_value(value: Any) -> str:
+    """Write a value as in a run file; sizes without spaces, so that they are one word on a command line."""
     if isinstance(value, tuple):
         return f"[{','.join(map(str, value))}]" if value else "off"
     return str(value)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayoutTable:
+    """Many layouts: every field of `ResolvedLayout` as an array of [layouts], and what follows from the fields."""
+
+    global_batch: Ints
+    microbatch: Ints
+    dp_replicate: Ints
+    dp_shard: Ints
+    cp: Ints
+    tp: Ints
+    pp: Ints
+    zero: Ints
+    schedule: Ints
+    """Positions in SCHEDULES."""
+    stages_per_rank: Ints
+    context: Ints
+    """Positions in CONTEXTS."""
+    cuts_structures: Bools
+    reshard_after_forward: Bools
+    gather: Ints
+    """Positions in GATHERS."""
+    branch_groups: npt.NDArray[np.object_]
+    """Tuples of whole numbers."""
+    recompute: Ints
+    """Positions in RECOMPUTES."""
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[ResolvedLayout]) -> LayoutTable:
+        """Return the table of these layouts, in their order."""
+        return cls(**{f.name: encode_column(f.name, [getattr(row, f.name) for row in rows]) for f in fields(cls)})
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+    def row(self, index: int) -> ResolvedLayout:
+        """Return one of the layouts."""
+        values = {field.name: getattr(self, field.name)[index] for field in fields(self)}
+        named = {name: names[values[name]] for name, names in NAMED.items()}
+        plain = {name: value.item() for name, value in values.items() if name != "branch_groups"}
+        return ResolvedLayout(**{**plain, **named, "branch_groups": values["branch_groups"]})
+
+    def take(self, which: npt.ArrayLike) -> LayoutTable:
+        """Return the layouts at these positions, or where this mask is true."""
+        return LayoutTable(**{field.name: getattr(self, field.name)[which] for field in fields(self)})
+
+    def vary(self, field: str, options: Sequence[Any], where: Bools | None = None) -> LayoutTable:
+        """Return every layout with each value of a field, one after the other, in place of its own.
+
+        options: values as in `ResolvedLayout`. where: layouts whose field varies; None is all. The others stay as they are.
+        """
+        varies = np.ones(len(self), np.bool_) if where is None else where
+        copies = np.where(varies, len(options), 1)
+        source = np.repeat(np.arange(len(self)), copies)
+        option = np.arange(len(source)) - np.repeat(np.cumsum(copies) - copies, copies)
+        varied = self.take(source)
+        column = encode_column(field, options)[np.where(varies[source], option, 0)]
+        return replace(varied, **{field: np.where(varies[source], column, getattr(varied, field))})
+
+    def has(self, field: str, *names: str) -> Bools:
+        """Return where a named field is one of `names`."""
+        return np.isin(getattr(self, field), [NAMED[field].index(name) for name in names])
+
+    @cached_property
+    def world_size(self) -> Ints:
+        """Ranks in all."""
+        return self.data_ranks * self.cp * self.tp * self.pp
+
+    @cached_property
+    def data_ranks(self) -> Ints:
+        """Groups of ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @cached_property
+    def samples_per_rank(self) -> Ints:
+        """Samples per optimizer step that one rank takes part in."""
+        return self.global_batch // self.data_ranks
+
+    @cached_property
+    def accumulation(self) -> Ints:
+        """Micro-batches per optimizer step of a rank."""
+        return self.samples_per_rank // self.microbatch
+
+    @cached_property
+    def n_stages(self) -> Ints:
+        """Pipeline stages in all."""
+        return self.pp * self.stages_per_rank
+
+    @cached_property
+    def interleaves(self) -> Bools:
+        """Where the schedule interleaves the stages of a rank."""
+        return (self.pp > 1) & self.has("schedule", *(name for name in SCHEDULES if name.startswith("interleaved")))
+
+    @cached_property
+    def splits_backward(self) -> Bools:
+        """Where input and weight gradients are computed in two separate backward passes."""
+        return (self.pp > 1) & self.has("schedule", *ZERO_BUBBLE)
+
+    @cached_property
+    def sharding_ranks(self) -> Ints:
+        """Ranks over which ZeRO may shard: those of `cp` hold the same parameters, and sum their gradients anyway."""
+        return self.dp_shard * self.cp
+
+    @cached_property
+    def shards(self) -> Ints:
+        """Ranks that share one copy of what `zero` shards."""
+        return np.where(self.zero > 0, self.sharding_ranks, 1)
+
+    @cached_property
+    def replicas(self) -> Ints:
+        """Ranks that hold the same shard."""
+        return self.data_ranks * self.cp // self.shards
+
+    @cached_property
+    def streamed(self) -> Ints:
+        """Ranks around which the chunks of streamed weights go; 1 where blocks are gathered whole."""
+        return np.where(self.has("gather", "stream"), self.sharding_ranks, 1)
+
+    @cached_property
+    def gathers_each(self) -> Bools:
+        """Where parameters are gathered for every micro-batch; a pipeline keeps those that no forward pass frees."""
+        return np.asarray((self.zero == 3) & ((self.pp == 1) | self.reshard_after_forward))
+
+    @cached_property
+    def reduces_each(self) -> Bools:
+        """Where gradients are reduced after every micro-batch; a pipeline adds them up, and reduces them once."""
+        return np.asarray((self.zero >= 2) & (self.pp == 1))
+
+
+def encode_column(field: str, values: Sequence[Any]) -> npt.NDArray[Any]:
+    """Return values of one field, written as in `ResolvedLayout`, as a column of a table."""
+    if field in NAMED:
+        return np.asarray([NAMED[field].index(value) for value in values], np.int64)
+    if field == "branch_groups":
+        # np.asarray would make a matrix of tuples of equal length.
+        return np.fromiter(values, object, len(values))
+    return np.asarray(values, np.bool_ if field in _BOOLEAN else np.int64)

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from markupsafe import Markup
 
-from phalanx.planner.explain.budget import COMPUTING_SHARE, WAITING_SHARE
-from phalanx.planner.rank.models import Bar as StageBar
+from phalanx.planner.rank.cost_models import COMPUTING_SHARE, WAITING_SHARE
+from phalanx.planner.rank.cost_models import Bar as StageBar
 from phalanx.planner.rank.plan import Plan
-from phalanx.planner.rank.summary import Row, hybrid_words, plan_facts
-from phalanx.planner.rank.write import planned_layout
+from phalanx.planner.rank.summary import Row, describe_break_evens, summarize_plan
+from phalanx.planner.rank.write import write_section
 from phalanx.report.drawing import (
     WIDTH,
     Bar,
@@ -53,10 +53,10 @@ _MATTERS = 0.02
 
 def render_plan(plan: Plan, command: str) -> str:
     """Return the page as text. command: what runs the best layout."""
-    facts = plan_facts(plan)
+    facts = summarize_plan(plan)
     best = plan.best.take([0])
     models, run = plan.planner.models, plan.task.run
-    bars = models.timeline(run, best.candidates)
+    bars = models.timeline(run, best.layouts)
     fixed = " ".join(f"{name}={value}" for name, value in facts["fixed"].items())
     subtitle = [
         plan.planner.machine.about,
@@ -73,14 +73,14 @@ def render_plan(plan: Plan, command: str) -> str:
         tiles=_headline_tiles(facts),
         columns=layout_columns([*facts["layouts"], *facts["pareto"]], LAYOUT_COLUMNS),
         command=command,
-        layout=planned_layout(run, best.candidates),
+        layout=write_section(run, best.layouts.row(0)),
         waterfall=draw_time_breakdown(facts["layouts"][0]["time_by_cause_s"]),
-        memory=draw_memory(models.stage_memory(run, best.candidates), facts["device_memory_bytes"]),
+        memory=draw_memory(models.stage_memory(run, best.layouts), facts["device_memory_bytes"]),
         timeline=draw_pipeline(bars) if bars else None,
         pareto=draw_pareto(facts["pareto"], facts["layouts"]),
         scaling=None if facts["scaling"] is None else draw_scaling(facts["scaling"]),
         why=[(row["asked"], _answer_why(row)) for row in facts["why"]],
-        hybrid=hybrid_words(facts) if facts["hybrid_break_even"] else "",
+        hybrid=describe_break_evens(facts) if facts["hybrid_break_even"] else "",
         budget=_describe_budget(facts["budget"]),
     )
 

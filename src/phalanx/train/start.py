@@ -234,7 +234,7 @@ def _begin_logs(
     for text in damages:
         _warn_user(directory, text)
     describe()
-    words = place.layout.in_words(run.layout.recompute, run.layout.gather_blocks)
+    words = place.layout.in_words(run.layout.gather_blocks)
     directory.event("resume" if first_step else "start", first_step, attention=attention.name, layout=words)
 
 
@@ -257,7 +257,7 @@ def _opening_lines(
     model, sizes, layout = bind(run), sizes_of(run.model), place.layout
     positions, unit = model.positions().count, model.position_unit
     yield f"model   {sizes.in_words(run.model)}; {sizes.parameter_count(run.model):,} parameters"
-    words = layout.in_words(run.layout.recompute, run.layout.gather_blocks)
+    words = layout.in_words(run.layout.gather_blocks)
     yield f"layout  {words}; {run.layout.precision}, attention {attention.name}"
     yield f"device  {layout.world_size} x {device_name(place.device)}"
     batch = f"{layout.global_batch:,} samples"

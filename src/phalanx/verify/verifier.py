@@ -96,7 +96,7 @@ class Verifier:
         gain = find_optimizer(self.run.optimizer).update_gain(self.run.optimizer)
         vanishing = bind(self.run).vanishing
         checks = compare_records(mine, self.reference, self._bound(), gain, vanishing)
-        words = layout.in_words(self.run.layout.recompute, self.run.layout.gather_blocks)
+        words = layout.in_words(self.run.layout.gather_blocks)
         return Verdict(str(layout), words, str(self._bound()), checks, from_first(time.perf_counter() - start))
 
     def _bound(self) -> Bound:

@@ -9,8 +9,7 @@ import torch
 from phalanx.config.model import LanguageModel
 from phalanx.hardware.collectives import default_constants
 from phalanx.hardware.machine import load_machine
-from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.layouts.candidates import Candidates
+from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.planner.measured.groups import System
 from phalanx.planner.time.framework import COMPILED
 from phalanx.planner.time.operation_time import Cause, Form, OperationTable, Way, operation_rows
@@ -124,7 +123,7 @@ def test_hosts_of_other_programs_do_not_pay_for_exchanges() -> None:
     for name, pays in (("Megatron-LM", False), ("torchtitan", True)):
         framework = framework_of(name)
         assert framework is not None
-        candidates = Candidates.of(layouts, ["none"] * len(layouts))
+        candidates = LayoutTable.from_rows(layouts)
         steps = steps_of(replace(SETTING, compile=False), candidates, machine, framework)
         group = PublishedGroup(System("h200-x4", machine), framework, (), steps)
         dear, free = (

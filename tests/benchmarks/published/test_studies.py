@@ -9,8 +9,7 @@ import pytest
 from phalanx.config.model import LanguageModel
 from phalanx.config.presets import load_preset
 from phalanx.hardware.machine import load_machine
-from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.layouts.candidates import Candidates
+from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.planner.measured.groups import System
 from phalanx.planner.time.profile import default_profile, load_profile
 from phalanx.planner.time.step_parts import steps_of
@@ -82,7 +81,7 @@ def test_lumi_ran_with_a_stage_for_every_layer() -> None:
         for schedule, stages in (("interleaved_1f1b", 7), ("1f1b", 1))
         for shards in (6, 96)
     ]
-    candidates = Candidates.of(layouts, ["full"] * len(layouts))
+    candidates = LayoutTable.from_rows([replace(layout, recompute="full") for layout in layouts])
     machine = load_machine("lumi")
     setting = with_whole_logits(Setting(model, length, attention="flash"), framework)
     steps = steps_as_sent(steps_of(setting, candidates, machine, framework), framework)

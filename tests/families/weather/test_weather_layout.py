@@ -17,7 +17,7 @@ from phalanx.layout.context_parallel import kernel_choice
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, fastest
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.family import BuildContext, LayoutModel
-from phalanx.layout.legality import reasons
+from phalanx.layout.legality import reasons_against
 from phalanx.layout.mesh import ONE_RANK, Axis
 from phalanx.layout.resolve import every_layout, resolve_layout, with_degrees
 from phalanx.layout.spec import DEGREES
@@ -77,7 +77,7 @@ def test_what_is_legal_for_the_run_is_legal_for_the_small_one(example: str, worl
         fields = {"schedule": layout.schedule, "stages_per_rank": layout.stages_per_rank, "zero": layout.zero}
         fields |= {"reshard_after_forward": layout.reshard_after_forward}
         chosen = small.model_copy(update={"layout": small.layout.model_copy(update=fields)})
-        assert reasons(chosen, with_degrees(chosen, degrees), world) == []
+        assert reasons_against(chosen, with_degrees(chosen, degrees), world) == []
 
 
 OPTIONS: dict[str, Any] = {

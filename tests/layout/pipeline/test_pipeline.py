@@ -12,7 +12,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from layout_runs import run_with
 from phalanx.families.language.declare import relative_block_costs
-from phalanx.layout.legality import reasons
+from phalanx.layout.legality import reasons_against
 from phalanx.layout.pipeline import stage_assignment
 from phalanx.layout.pipeline.stage_assignment import model_chunks, rank_of_stage, split_layers, stages_of_rank
 from phalanx.layout.resolve import every_layout
@@ -154,7 +154,7 @@ def test_a_schedule_exists_for_whatever_number_of_microbatches_is_legal(schedule
     legal = 0
     for count in range(1, 25):
         layout = pipelined(schedule, per_rank, pp, count)
-        if reasons(run, layout, pp):
+        if reasons_against(run, layout, pp):
             continue
         legal += 1
         actions = get_schedule_ops(stage_assignment.TORCH_SCHEDULES[schedule], pp, count, per_rank)

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from phalanx.planner.explain.budget import budget, goodput, power_w
+from phalanx.planner.explain.budget import estimate_budget, estimate_goodput
 from phalanx.planner.explain.reliability import Reliability
-from phalanx.planner.rank.models import WAITING, Times
+from phalanx.planner.rank.cost_models import WAITING, Times
 
 
 def elapsed_per_useful_second(interval: float, write: float, restart: float, failure: float) -> float:
@@ -36,7 +36,7 @@ def elapsed_per_useful_second(interval: float, write: float, restart: float, fai
 
 @pytest.mark.parametrize(("nodes", "mtbf"), [(512, 2000.0), (2048, 6300.0), (3000, 1000.0)])
 def test_goodput_is_what_random_failures_leave(nodes: int, mtbf: float) -> None:
-    found = goodput(10**12, nodes, Reliability(mtbf, 10.0, 1.0))
+    found = estimate_goodput(10**12, nodes, Reliability(mtbf, 10.0, 1.0))
     assert found.failure_s == pytest.approx(mtbf * 3600 / nodes)
     assert found.checkpoint_s == pytest.approx(12e12 / (nodes * 1e9))
     simulated = 1 / elapsed_per_useful_second(found.interval_s, found.checkpoint_s, 600.0, found.failure_s)
@@ -45,7 +45,7 @@ def test_goodput_is_what_random_failures_leave(nodes: int, mtbf: float) -> None:
 
 @pytest.mark.parametrize("nodes", [8, 512, 8192])
 def test_no_other_interval_loses_less(nodes: int) -> None:
-    found = goodput(10**12, nodes, Reliability())
+    found = estimate_goodput(10**12, nodes, Reliability())
     failure, write = found.failure_s, found.checkpoint_s
 
     def share(interval: float) -> float:
@@ -57,20 +57,24 @@ def test_no_other_interval_loses_less(nodes: int) -> None:
 
 
 def test_a_job_that_fails_faster_than_it_saves_has_no_goodput() -> None:
-    found = goodput(10**12, 8, Reliability(mtbf_hours=1.0, checkpoint_gb_s=0.01))
+    found = estimate_goodput(10**12, 8, Reliability(mtbf_hours=1.0, checkpoint_gb_s=0.01))
     assert 0 <= found.share < 1e-9
 
 
 def test_budget() -> None:
-    losses = goodput(10**9, 8, Reliability())
-    found = budget(amount=1001, unit="tokens", amount_per_step=100, step_s=7.2, devices=64, watts=500.0, losses=losses)
+    losses = estimate_goodput(10**9, 8, Reliability())
+    found = estimate_budget(
+        amount=1001, unit="tokens", amount_per_step=100, step_s=7.2, devices=64, watts=500.0, losses=losses
+    )
     assert found.steps == 11
     assert found.seconds == pytest.approx(79.2)
     assert found.elapsed_s == pytest.approx(79.2 / losses.share)
     assert found.device_hours == pytest.approx(found.elapsed_s * 64 / 3600)
     assert found.energy_mwh == pytest.approx(found.device_hours * 500 / 1e6)
     assert (
-        budget(amount=1, unit="tokens", amount_per_step=1, step_s=1.0, devices=1, watts=None, losses=losses).energy_mwh
+        estimate_budget(
+            amount=1, unit="tokens", amount_per_step=1, step_s=1.0, devices=1, watts=None, losses=losses
+        ).energy_mwh
         is None
     )
 
@@ -78,5 +82,5 @@ def test_budget() -> None:
 def test_waiting_devices_draw_less() -> None:
     causes = {"matmul": np.array([6.0, 10.0, 0.0]), WAITING: np.array([3.0, 0.0, 10.0])}
     causes["data-parallel exposed"] = np.array([1.0, 0.0, 0.0])
-    watts = power_w(Times(np.full(3, 10.0), causes, np.zeros(3)), 100.0)
+    watts = Times(np.full(3, 10.0), causes, np.zeros(3)).mean_power(100.0)
     assert watts.tolist() == pytest.approx([0.6 * 75 + 0.4 * 40, 75.0, 40.0])

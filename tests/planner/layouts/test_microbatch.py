@@ -8,7 +8,6 @@ import pytest
 
 from layout_runs import run_with
 from phalanx.layout.resolve import resolve_layout
-from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.layouts.microbatch import memory_fits
 from phalanx.planner.memory.model import Kernels, memory
 from phalanx.planner.memory.probability import GIB
@@ -25,11 +24,11 @@ def test_less_memory_gives_a_smaller_micro_batch_that_the_model_says_fits() -> N
     for capacity in (100 * GIB, 24 * GIB, 8 * GIB, 4 * GIB):
         layout = resolve_layout(run, 1, fits=memory_fits(run, capacity, rocm=False))
         chosen.append(layout.microbatch)
-        candidate = Candidates.of([layout], ["none"])
+        candidate = layout.table
         held = memory(run, candidate, Kernels.on_accelerators(run), peer_copies=True).held[0]
         assert held < capacity
         if layout.microbatch < 64:
-            twice = Candidates.of([replace(layout, microbatch=2 * layout.microbatch)], ["none"])
+            twice = replace(layout, microbatch=2 * layout.microbatch).table
             # What lies beside tensors, and doubt, take the rest.
             larger = memory(run, twice, Kernels.on_accelerators(run), peer_copies=True).held[0]
             assert larger > 0.5 * capacity

@@ -12,10 +12,9 @@ from layout_runs import run_with
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.sizes import model_flops_per_token
 from phalanx.layout.resolve import resolve_layout
-from phalanx.layout.spec import ZERO_BUBBLE
+from phalanx.layout.spec import SCHEDULES, ZERO_BUBBLE, LayoutTable
 from phalanx.planner.dryrun.run import dry_run
-from phalanx.planner.layouts.candidates import SCHEDULES, Candidates
-from phalanx.planner.layouts.enumerate import Limits, legal_candidates
+from phalanx.planner.layouts.enumerate import Limits, enumerate_layouts
 from phalanx.planner.memory.model import Kernels, memory, rank_memory
 from phalanx.planner.trace.family import setting_of
 from phalanx.planner.trace.parts import part_costs
@@ -34,13 +33,13 @@ KERNELS = Kernels("cpu", compiled=False)
 COUNT = 6
 
 
-def _chosen() -> tuple[LanguageRun, Candidates]:
+def _chosen() -> tuple[LanguageRun, LayoutTable]:
     """Layouts drawn with a fixed seed, all kinds of parallelism among them.
 
     Without zero-bubble schedules, which have a test of their own.
     """
     run = run_with(SIZES, global_batch=32)
-    legal = legal_candidates(run, WORLD, limits=Limits(2, 2, 32))
+    legal = enumerate_layouts(run, WORLD, limits=Limits(2, 2, 32))
     random = np.random.default_rng(0)
     some = legal.take(random.permutation(len(legal)))
     some = some.take(~np.isin(some.schedule, [SCHEDULES.index(name) for name in ZERO_BUBBLE]))
@@ -53,7 +52,7 @@ RUN, CHOSEN = _chosen()
 
 
 def _run_of(place: int) -> LanguageRun:
-    layout, recompute = CHOSEN.layout(place), CHOSEN.recompute_of(place)
+    layout, recompute = CHOSEN.row(place), CHOSEN.row(place).recompute
     names = ("tp", "pp", "cp", "dp_shard", "dp_replicate", "zero", "schedule", "microbatch", "context")
     fields = {name: getattr(layout, name) for name in names}
     if layout.pp > 1:
@@ -64,7 +63,7 @@ def _run_of(place: int) -> LanguageRun:
 
 @pytest.mark.parametrize("place", range(COUNT))
 def test_memory_of_many_layouts_is_that_of_every_rank_and_of_the_code_that_runs(place: int) -> None:
-    run, layout = _run_of(place), CHOSEN.layout(place)
+    run, layout = _run_of(place), CHOSEN.row(place)
     ranks = rank_memory(run, layout, run.layout.recompute, KERNELS)
     found = memory(RUN, CHOSEN.take([place]), KERNELS)
     worst = max(ranks, key=lambda rank: rank.allocated)
@@ -210,7 +209,7 @@ def test_random_layouts_are_of_many_kinds() -> None:
 
 @pytest.mark.parametrize("place", range(COUNT))
 def test_operations_that_are_traced_are_those_of_the_closed_form(place: int) -> None:
-    layout = CHOSEN.layout(place)
+    layout = CHOSEN.row(place)
     run = _run_of(place)
     again = run.model_copy(update={"layout": run.layout.model_copy(update={"recompute": "none"})})
     setting = setting_of(again, layout, attention="flash", compiled=False)

@@ -12,10 +12,9 @@ from dry_layouts import train_step
 from layout_runs import run_with
 from phalanx.families.language.sizes import parameter_count
 from phalanx.layout.resolve import resolve_layout
-from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.planner.dryrun.run import dry_run
-from phalanx.planner.layouts.candidates import Candidates
-from phalanx.planner.layouts.enumerate import Limits, legal_candidates
+from phalanx.planner.layouts.enumerate import Limits, enumerate_layouts
 from phalanx.planner.memory.model import Kernels, RankMemory, memory, rank_memory
 from phalanx.planner.memory.probability import BESIDE, GIB, communicators, device_bytes, fits
 
@@ -82,13 +81,13 @@ def peak(run_fields: dict[str, Any], world: int, **layout: Any) -> RankMemory:
 def test_causes_add_up_to_the_peak_and_arrays_agree_with_single_layouts(peer_copies: bool) -> None:
     """The worst rank is the one that holds most with its own buffers."""
     run = run_with(SIZES, global_batch=16)
-    candidates = legal_candidates(run, 8, limits=Limits(4, 2, 32))
+    candidates = enumerate_layouts(run, 8, limits=Limits(4, 2, 32))
     which = np.arange(0, len(candidates), 41)
     chosen = candidates.take(which)
     estimates = memory(run, chosen, UNCOMPILED, peer_copies=peer_copies)
     assert peer_copies == bool(estimates.peer_buffers.any())
     for index in range(len(chosen)):
-        layout, recompute = chosen.layout(index), chosen.recompute_of(index)
+        layout, recompute = chosen.row(index), chosen.row(index).recompute
         ranks = rank_memory(run, layout, recompute, UNCOMPILED, peer_copies=peer_copies)
         worst = max(ranks, key=lambda rank: rank.allocated + rank.peer_buffers)
         assert estimates.allocated[index] == pytest.approx(worst.allocated, rel=1e-9), layout
@@ -139,7 +138,7 @@ def test_more_shards_hold_no_more_and_more_work_no_less() -> None:
 
 def test_peer_copies_take_what_is_sent_out_of_the_allocator() -> None:
     run = run_with(SIZES, dp_shard=4, reshard_after_forward=True, global_batch=8)
-    one = Candidates.of([resolve_layout(run, 4)], ["none"])
+    one = resolve_layout(run, 4).table
     collectives = memory(run, one, UNCOMPILED)
     copies = memory(run, one, UNCOMPILED, peer_copies=True)
     assert collectives.peer_buffers[0] == 0 < copies.peer_buffers[0]
@@ -148,7 +147,7 @@ def test_peer_copies_take_what_is_sent_out_of_the_allocator() -> None:
 
 def test_what_a_bound_leaves_out_takes_more_than_the_device() -> None:
     run = run_with(SIZES, global_batch=16)
-    candidates = legal_candidates(run, 8, limits=Limits(4, 2, 32))
+    candidates = enumerate_layouts(run, 8, limits=Limits(4, 2, 32))
     candidates = candidates.take((candidates.pp > 1) & (candidates.tp == 1) & (candidates.cp == 1))
     exact = memory(run, candidates, UNCOMPILED).allocated
     capacity = float(np.median(exact))
@@ -170,5 +169,5 @@ def test_a_layout_fits_surely_far_below_the_device_and_never_far_above() -> None
 def test_groups_are_counted_once() -> None:
     plain = ResolvedLayout(global_batch=8, dp_shard=4)
     several = replace(plain, tp=2, pp=2, dp_replicate=2)
-    groups = communicators(Candidates.of([ResolvedLayout(global_batch=8), plain, several], ["none"] * 3))
+    groups = communicators(LayoutTable.from_rows([ResolvedLayout(global_batch=8), plain, several]))
     assert groups.tolist() == [0, 1, 5]

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from phalanx.layout.spec import ZERO_BUBBLE
-from phalanx.planner.layouts.candidates import SCHEDULES
+from phalanx.layout.spec import SCHEDULES, ZERO_BUBBLE
 from phalanx.planner.memory import pipelined
 from phalanx.planner.memory.pipelined import candidates_of_each_rank, cut_to_rounds, pipeline_candidates
 from phalanx.planner.memory.ranks import ranks_that_may_be_worst

@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.planner.rank.cost_models import SPREAD, spread_of
+from phalanx.planner.rank.cost_models import SPREAD, estimate_spread
 from phalanx.planner.time.profile import default_profile
 
 
 def _spread(median: float | None, count: int) -> float:
     fitted = {"held_out": count, "held_out_median_error": median}
-    return spread_of(replace(default_profile("H200"), fitted=fitted))
+    return estimate_spread(replace(default_profile("H200"), fitted=fitted))
 
 
 def test_where_nothing_judges_a_profile_its_times_may_be_off_by_what_is_assumed() -> None:
-    assert spread_of(default_profile("H200")) == _spread(None, 0) == SPREAD
+    assert estimate_spread(default_profile("H200")) == _spread(None, 0) == SPREAD
 
 
 def test_a_few_runs_hardly_narrow_what_is_assumed_and_many_do() -> None:

@@ -13,10 +13,10 @@ from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.layouts.enumerate import Limits
 from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.judge import Planner, Task, tflops, throughput
 from phalanx.planner.rank.plan import Plan, Wishes, make_plan
-from phalanx.planner.rank.summary import plan_facts
-from phalanx.planner.rank.write import planned_text
+from phalanx.planner.rank.ranking import Planner, Task
+from phalanx.planner.rank.summary import summarize_plan
+from phalanx.planner.rank.write import write_planned_run
 from phalanx.planner.time.profile import profile_for
 from phalanx.report.plan_page import render_plan
 
@@ -64,13 +64,13 @@ def test_words_are_of_samples(made: Plan) -> None:
 
 
 def test_facts(made: Plan) -> None:
-    facts, task = plan_facts(made), made.task
+    facts, task = summarize_plan(made), made.task
     best = facts["layouts"][0]
     assert (facts["unit"], facts["samples_per_step"]) == ("samples", 16)
     assert best["samples_per_s_per_device"] == pytest.approx(16 / best["step_s"] / 4)
-    assert throughput(task, best["step_s"]) == pytest.approx(best["samples_per_s_per_device"])
+    assert task.device_throughput(best["step_s"]) == pytest.approx(best["samples_per_s_per_device"])
     flops = model_flops_per_sample(task.run.model)  # type: ignore[arg-type]
-    assert tflops(task, 1.0) == pytest.approx(16 * flops / 4 / 1e12)
+    assert task.model_tflops(1.0) == pytest.approx(16 * flops / 4 / 1e12)
     assert [row["tp"] for row in facts["hybrid_break_even"]] == [2, 4]
     # Blocks of 12 d^2, gradients sent by copies as they were computed, and whole norms and biases beside them.
     assert facts["hybrid_break_even"][0]["times_width"] == pytest.approx(4.5, rel=0.02)
@@ -79,16 +79,16 @@ def test_facts(made: Plan) -> None:
 def test_streaming_is_compared_and_illegal_choices_are_explained(made: Plan) -> None:
     stream, context = made.why
     assert stream.best is not None and stream.slower_by > 0
-    assert made.best.candidates.gather[0] == 0
+    assert made.best.layouts.gather[0] == 0
     assert "cp" in context.illegal
 
 
 def test_streaming_is_a_candidate_where_gathered_blocks_are_large(planner: Planner) -> None:
-    small = planner.legal(Task(run_of(), 4, {"pp": 1}))
-    large = planner.legal(Task(run_of(16384), 4, {"pp": 1}))
+    small = planner.legal_layouts(Task(run_of(), 4, {"pp": 1}))
+    large = planner.legal_layouts(Task(run_of(16384), 4, {"pp": 1}))
     assert not (small.gather == 1).any()
     assert (large.gather == 1).any() and (large.zero[large.gather == 1] == 3).all()
-    fixed = planner.legal(Task(run_of(), 4, {"gather": "stream", "tp": 2}))
+    fixed = planner.legal_layouts(Task(run_of(), 4, {"gather": "stream", "tp": 2}))
     assert len(fixed) and (fixed.gather[fixed.shards > 1] == 1).all()
 
 
@@ -96,16 +96,16 @@ def test_a_streamed_layout_takes_less_memory_and_is_written_as_it_is(planner: Pl
     run = run_of(16384)
     fixed = {"tp": 2, "dp_shard": 2, "pp": 1, "zero": 3, "microbatch": 1, "recompute": "full"}
     found = {
-        gather: planner.legal(Task(run, 4, {**fixed, "gather": gather, "reshard_after_forward": True}))
+        gather: planner.legal_layouts(Task(run, 4, {**fixed, "gather": gather, "reshard_after_forward": True}))
         for gather in ("layer", "stream")
     }
     assert [len(one) for one in found.values()] == [1, 1]
     layer, stream = (planner.models.memory(run, one).peak[0] for one in found.values())
     # At least one of the gathered blocks is gone: 12 d^2 parameters over tp, in bfloat16.
     assert layer - stream > 12 * 16384**2 / 2 * 2
-    text = planned_text(run, found["stream"], "Planned.")
+    text = write_planned_run(run, found["stream"].row(0), "Planned.")
     written = parse_run(text, "out.yaml")
-    assert resolve_layout(written, 4) == found["stream"].layout(0)
+    assert resolve_layout(written, 4) == found["stream"].row(0)
 
 
 def test_streaming_costs_a_third_more_products_without_recompute(planner: Planner) -> None:
@@ -113,7 +113,7 @@ def test_streaming_costs_a_third_more_products_without_recompute(planner: Planne
     fixed = {"tp": 2, "dp_shard": 2, "pp": 1, "zero": 3, "microbatch": 4, "recompute": "none"}
     seconds = {}
     for gather in ("layer", "stream"):
-        one = planner.legal(Task(run, 4, {**fixed, "gather": gather, "reshard_after_forward": True}))
+        one = planner.legal_layouts(Task(run, 4, {**fixed, "gather": gather, "reshard_after_forward": True}))
         seconds[gather] = planner.models.times(run, one, exact=False).causes
     matmul = seconds["stream"]["matmul"] / seconds["layer"]["matmul"]
     assert 1.2 < float(np.squeeze(matmul)) < 1.45

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 from distributed_ranks import run_ranks
 from layout_runs import run_with
-from phalanx.layout.legality import reasons
+from phalanx.layout.legality import reasons_against
 from phalanx.layout.mesh import Groups
 from phalanx.layout.pipeline.stage_assignment import rank_of_stage, stages_of_rank
 from phalanx.layout.resolve import every_layout
@@ -38,7 +38,7 @@ def pipelined(schedule: str, per_rank: int, pp: int, count: int) -> ResolvedLayo
 
 def legal_counts(schedule: str, per_rank: int, pp: int, highest: int) -> list[int]:
     run = run_with({"model.n_layers": 64}, schedule=schedule, stages_per_rank=per_rank, pp=pp)
-    return [n for n in range(1, highest + 1) if not reasons(run, pipelined(schedule, per_rank, pp, n), pp)]
+    return [n for n in range(1, highest + 1) if not reasons_against(run, pipelined(schedule, per_rank, pp, n), pp)]
 
 
 # --- against a real run ------------------------------------------------------------------------------------------------

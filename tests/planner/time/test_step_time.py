@@ -10,10 +10,8 @@ from dry_layouts import train_step
 from phalanx.config.load import parse_run
 from phalanx.hardware.collectives import default_constants
 from phalanx.hardware.machine import load_machine
-from phalanx.layout.recompute import Recompute
-from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.spec import LayoutTable, Recompute, ResolvedLayout
 from phalanx.planner.dryrun.run import dry_run
-from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.time.framework import COMPILED, EAGER
 from phalanx.planner.time.operation_time import Cause, compute_seconds
 from phalanx.planner.time.part_time import part_times
@@ -39,9 +37,9 @@ RUN = parse_run(
 )
 
 
-def _layouts(*changes: dict[str, object], recompute: Recompute = "none") -> Candidates:
+def _layouts(*changes: dict[str, object], recompute: Recompute = "none") -> LayoutTable:
     layouts = [ResolvedLayout(**{"global_batch": BATCH, **change}) for change in changes]  # type: ignore[arg-type]
-    return Candidates.of(layouts, [recompute] * len(layouts))
+    return LayoutTable.from_rows([replace(layout, recompute=recompute) for layout in layouts])
 
 
 MANY = _layouts(
@@ -207,7 +205,7 @@ def test_blocks_are_gathered_and_reduced_as_often_as_the_code_does_it(words: dic
         }
     )
     layouts = _layouts({"global_batch": 16, **words})
-    found = dry_run(run, layouts.layout(0), 0, train_step, accelerator=True, devices_per_node=None)
+    found = dry_run(run, layouts.row(0), 0, train_step, accelerator=True, devices_per_node=None)
     units = layers // words.get("pp", 1)
     # Beside the blocks the embedding and the head, on one rank where there is no pipeline; a head stays gathered.
     ends = 1 if "pp" in words else 2

@@ -12,7 +12,7 @@ import pytest
 from layout_runs import run_with
 from phalanx.config.search import Search
 from phalanx.errors import ConfigError
-from phalanx.planner.layouts.enumerate import Limits, legal_candidates
+from phalanx.planner.layouts.enumerate import Limits, enumerate_layouts
 from phalanx.study.layouts.prior import Prior
 from phalanx.study.layouts.simulated_cluster import SimulatedRunner, Truth
 from phalanx.study.layouts.space import LayoutSpace, build_layout_space
@@ -28,7 +28,7 @@ ALL = ("planner", "optuna-tpe", "optuna-gp", "random", "exhaustive")
 def space() -> LayoutSpace:
     """The legal layouts of a small run on eight ranks."""
     run = run_with(global_batch=64)
-    layouts = legal_candidates(run, 8, limits=Limits(microbatch=8, stages_per_rank=2, positions=1))
+    layouts = enumerate_layouts(run, 8, limits=Limits(microbatch=8, stages_per_rank=2, positions=1))
     return build_layout_space(layouts, Search(layout={"schedule": ["1f1b"], "recompute": ["none", "full"]}))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from layout_runs import run_with
 from phalanx.config.search import Search
-from phalanx.planner.layouts.enumerate import Limits, legal_candidates
+from phalanx.planner.layouts.enumerate import Limits, enumerate_layouts
 from phalanx.study.layouts.space import LayoutSpace, build_layout_space
 from phalanx.study.layouts.study import STUDY, LayoutSearch, digest_run
 from phalanx.study.loop import EndedJob
@@ -20,7 +20,7 @@ from phalanx.study.trial import OK, Outcome, Trial, best_trial
 
 
 def space_of(**layout: Any) -> LayoutSpace:
-    candidates = legal_candidates(run_with(global_batch=64), 4, limits=Limits(microbatch=4, positions=1))
+    candidates = enumerate_layouts(run_with(global_batch=64), 4, limits=Limits(microbatch=4, positions=1))
     return build_layout_space(candidates, Search(layout={"schedule": ["1f1b"], "recompute": ["none"], **layout}))
 
 

@@ -10,10 +10,10 @@ from layout_runs import run_with
 from phalanx.config.search import Search, Tunable
 from phalanx.families.language.config import LanguageRun
 from phalanx.hardware.machine import load_machine
-from phalanx.planner.layouts.candidates import Candidates
+from phalanx.layout.spec import LayoutTable
 from phalanx.planner.layouts.enumerate import Limits
 from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.judge import Planner, Task
+from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import default_profile
 from phalanx.study.layouts.prior import planned_space
 
@@ -60,9 +60,9 @@ def test_what_was_measured_beside_the_tensors_leaves_less_room() -> None:
     assert np.all(less.margin < plain.margin - 0.1)
 
 
-def _seconds(run: LanguageRun, one: Candidates) -> float:
+def _seconds(run: LanguageRun, one: LayoutTable) -> float:
     return float(MODELS.times(run, one, exact=False).total[0])
 
 
-def _bytes(run: LanguageRun, one: Candidates) -> float:
+def _bytes(run: LanguageRun, one: LayoutTable) -> float:
     return float(MODELS.memory(run, one).peak[0])

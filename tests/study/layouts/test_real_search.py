@@ -11,7 +11,7 @@ import pytest
 from phalanx.config.load import parse_run
 from phalanx.hardware.machine import load_machine
 from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.judge import Planner, Task
+from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import load_profile
 from phalanx.study.layouts.prior import Prior, planned_space
 

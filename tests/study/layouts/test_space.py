@@ -11,7 +11,7 @@ from phalanx.config.load import load_run, parse_run
 from phalanx.config.search import Search, Tunable
 from phalanx.errors import ConfigError
 from phalanx.layout.resolve import resolve_layout
-from phalanx.planner.layouts.enumerate import Limits, legal_candidates
+from phalanx.planner.layouts.enumerate import Limits, enumerate_layouts
 from phalanx.study.conditions import condition_holds
 from phalanx.study.layouts.space import LayoutSpace, build_layout_space
 
@@ -19,7 +19,7 @@ RUN = run_with(global_batch=64)
 
 
 def small(search: Search) -> LayoutSpace:
-    return build_layout_space(legal_candidates(RUN, 8, limits=Limits(8, 2, 8)), search)
+    return build_layout_space(enumerate_layouts(RUN, 8, limits=Limits(8, 2, 8)), search)
 
 
 def test_every_point_is_the_run_it_stands_for() -> None:
@@ -27,7 +27,7 @@ def test_every_point_is_the_run_it_stands_for() -> None:
     assert len({found.key(point) for point in range(len(found))}) == len(found)
     for point in range(0, len(found), max(1, len(found) // 25)):
         run = run_from_words(RUN, found.overrides(point))
-        wanted = found.layouts.layout(int(found.layout_of[point]))
+        wanted = found.layouts.row(int(found.layout_of[point]))
         assert resolve_layout(run, 8) == wanted
         assert run.layout.recompute == found.values(point)["recompute"]
         assert found.find(found.values(point)) == point

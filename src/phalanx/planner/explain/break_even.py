@@ -16,9 +16,7 @@ import numpy as np
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.hardware.machine import Machine
-from phalanx.layout.recompute import Recompute
-from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.layouts.candidates import Candidates
+from phalanx.layout.spec import LayoutTable, Recompute, ResolvedLayout
 from phalanx.planner.time.timing import our_framework
 from phalanx.planner.trace.family import likely_kernel, planned_model, setting_of
 from phalanx.planner.trace.parts import PartCosts, part_costs
@@ -38,7 +36,7 @@ class BreakEven:
     """`positions` * tp / width of the model: 4.5 for the textbook block."""
 
 
-def break_evens(run: Run, legal: Candidates, recompute: Recompute, machine: Machine) -> tuple[BreakEven, ...]:
+def break_evens(run: Run, legal: LayoutTable, recompute: Recompute, machine: Machine) -> tuple[BreakEven, ...]:
     """For each tensor-parallel degree above 1 among `legal`. recompute: repeats exchanges of activations."""
     devices = int(legal.world_size[0])
     copies = our_framework(run, machine).copy_engines
@@ -51,14 +49,14 @@ def break_even(run: Run, tp: int, shards: int, recompute: Recompute, *, peer_cop
     model, positions = planned_model(run), bind(run).positions().count
     dtype = PRECISIONS[run.layout.precision].compute_dtype
     each = 2 * dtype.itemsize + (dtype.itemsize if peer_copies else max(4, dtype.itemsize))
-    whole, part = (_block(run, degree, recompute) for degree in (1, tp))
+    whole, part = (_trace_block(run, degree, recompute) for degree in (1, tp))
     saved = each * (whole.parameter_count * (1 - 1 / (tp * shards)) - part.parameter_count * (1 - 1 / shards))
     exchanged = sum(collective.bytes for collective in part.costs.collectives()) * (tp - 1) / tp / positions
     tokens = saved / exchanged
     return BreakEven(tp, tokens / tp, tokens / positions, tokens / model.d_model)
 
 
-def _block(run: Run, tp: int, recompute: Recompute) -> PartCosts:
+def _trace_block(run: Run, tp: int, recompute: Recompute) -> PartCosts:
     """Of one sample, uncompiled: what is communicated is the same, and tracing is quick."""
     chosen = run.model_copy(update={"layout": run.layout.model_copy(update={"recompute": recompute})})
     layout = ResolvedLayout(global_batch=1, tp=tp)

@@ -1,19 +1,12 @@
-"""What a training run takes: time, device-hours, energy, and what failures and checkpoints cost of it."""
+"""The budget of a training run: time, device-hours, energy, and what failures and checkpoints cost of it."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from phalanx.planner.explain.reliability import Reliability
-from phalanx.planner.rank.models import WAITING, Floats, Times
 
-COMPUTING_SHARE, WAITING_SHARE = 0.75, 0.4
-"""Shares of a device's board power that it draws while it works, and while it waits for others. Assumptions: on average
-0.67 of it was drawn while FORGE-L was trained on 1,024 GCDs of Frontier (48.9 MWh for 15,300 steps of about 60 s; Yin et
-al., SC 2023, power traces)."""
 STATE_BYTES = 12
 """Bytes a parameter of what a checkpoint holds: master weight and two moments of AdamW in float32."""
 
@@ -52,20 +45,8 @@ class Budget:
     goodput: Goodput
 
 
-def power_w(times: Times, board_w: float) -> Floats:
-    """Watts of one device, the mean over a step, [candidates]; see COMPUTING_SHARE."""
-    waiting = sum((seconds for name, seconds in times.causes.items() if waits(name)), np.zeros(len(times.total)))
-    share = np.clip(waiting / times.total, 0.0, 1.0)
-    return np.asarray(board_w * (COMPUTING_SHARE + (WAITING_SHARE - COMPUTING_SHARE) * share))
-
-
-def waits(cause: str) -> bool:
-    """Whether a device computes nothing in the time that `cause` names."""
-    return cause == WAITING or "exposed" in cause
-
-
-def goodput(parameters: int, nodes: int, reliability: Reliability) -> Goodput:
-    """What failures and checkpoints leave, with the checkpoint interval that loses least.
+def estimate_goodput(parameters: int, nodes: int, reliability: Reliability) -> Goodput:
+    """Estimate what failures and checkpoints leave of a job's time, with the checkpoint interval that loses least.
 
     Both are Daly's (2006, Future Generation Computer Systems 22(3)): the elapsed time his complete model, equation 20, where
     failures strike at random, also during checkpoints and restarts; the interval its optimum, equation 37, whose first term
@@ -83,7 +64,7 @@ def goodput(parameters: int, nodes: int, reliability: Reliability) -> Goodput:
     return Goodput(failure, write, interval, interval / elapsed)
 
 
-def budget(
+def estimate_budget(
     *,
     amount: int,
     unit: str,
@@ -93,7 +74,7 @@ def budget(
     watts: float | None,
     losses: Goodput,
 ) -> Budget:
-    """What training on `amount` tokens or samples takes; whole steps, the last one counted in full.
+    """Estimate time, device-hours and energy of training on `amount` tokens or samples; whole steps, the last one in full.
 
     watts: of a device, on average.
     """

@@ -8,13 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.families.registry import bind
-from phalanx.layout.spec import ZERO_BUBBLE
-from phalanx.planner.layouts.candidates import RECOMPUTES
-from phalanx.planner.rank.judge import Judged, Planner, Ranked, Task
+from phalanx.layout.spec import RECOMPUTES, ZERO_BUBBLE
+from phalanx.planner.rank.ranking import Planner, RankedLayouts, Ranking, Task
 
 _LEAST_BYTES = 4
 """Bytes a parameter below which no layout goes: the master weights alone."""
@@ -30,7 +27,7 @@ class Point:
     devices: int
     global_batch: int
     """Samples a step."""
-    best: Ranked | None
+    best: RankedLayouts | None
     """The best layout, one entry; None where there is none."""
     why: str = ""
     """Why there is none."""
@@ -47,7 +44,7 @@ class Scaling:
 
 
 def parse_scale(words: str) -> list[int]:
-    """`64..24576`: 64, 128, 256 and so on, and 24576; `64,96,128`: these. Raises ConfigError."""
+    """Read `64..24576`: 64, 128, 256 and so on, and 24576; `64,96,128`: these. Raises ConfigError."""
     if match := re.fullmatch(r"(\d+)\.\.(\d+)", words):
         low, high = int(match[1]), int(match[2])
         if 0 < low <= high <= 1_000_000:
@@ -60,13 +57,13 @@ def parse_scale(words: str) -> list[int]:
     raise ConfigError(f"--scale {words}: write LOW..HIGH, such as 64..4096, or numbers such as 64,96,128")
 
 
-def scale(planner: Planner, task: Task, counts: list[int]) -> Scaling:
-    """The best layouts on each of `counts` devices.
+def scale_devices(planner: Planner, task: Task, counts: list[int]) -> Scaling:
+    """Find the best layouts on each of `counts` devices.
 
     For weak scaling the global batch is that of `task` on its own number of devices, and in proportion to them otherwise.
     """
-    batch = global_batch_samples(task.run)
-    strong = tuple(_point(planner, replace(task, devices=devices), batch) for devices in counts)
+    batch = task.samples
+    strong = tuple(_plan_point(planner, replace(task, devices=devices), batch) for devices in counts)
     weak = []
     for devices in counts:
         grown, rest = divmod(batch * devices, task.devices)
@@ -74,45 +71,45 @@ def scale(planner: Planner, task: Task, counts: list[int]) -> Scaling:
             why = f"{batch} samples x {devices} / {task.devices} devices is no whole number"
             weak.append(Point(task.run, devices, round(batch * devices / task.devices), None, why))
         else:
-            weak.append(_point(planner, Task(with_batch(task.run, grown), devices, task.fixed), grown))
+            weak.append(_plan_point(planner, Task(with_batch(task.run, grown), devices, task.fixed), grown))
     return Scaling(strong, tuple(weak))
 
 
 def with_batch(run: Run, samples: int) -> Run:
-    """The run with another global batch."""
+    """Return the run with another global batch."""
     return run.model_copy(update={"layout": run.layout.model_copy(update={"global_batch": samples})})
 
 
-def _point(planner: Planner, task: Task, batch: int) -> Point:
+def _plan_point(planner: Planner, task: Task, batch: int) -> Point:
     try:
-        judged = planner.judge(task)
+        ranking = planner.rank_layouts(task)
     except ConfigError as error:
         return Point(task.run, task.devices, batch, None, str(error).splitlines()[0])
-    if not len(judged.ranked):
+    if not len(ranking.ranked):
         return Point(task.run, task.devices, batch, None, "no layout fits into memory")
-    return Point(task.run, task.devices, batch, judged.ranked.take([0]))
+    return Point(task.run, task.devices, batch, ranking.ranked.take([0]))
 
 
-def fewest_devices(planner: Planner, task: Task) -> Judged | None:
-    """The layouts on the smallest number of devices that some layout fits on: a part of a node, or whole nodes.
+def find_fewest_devices(planner: Planner, task: Task) -> Ranking | None:
+    """Rank the layouts on the smallest number of devices that some layout fits on: a part of a node, or whole nodes.
 
     None where no number tried will do. Only layouts that need little memory are tried on the way (micro-batches as small as
-    may be, everything recomputed); on the number found all are judged.
+    may be, everything recomputed); on the number found all are ranked.
     """
     small = dict(task.fixed)
     small.setdefault("microbatch", 1)
     # Schedules that split the backward pass compute nothing again.
     small.setdefault("recompute", "none" if small.get("schedule") in ZERO_BUBBLE else RECOMPUTES[-1])
-    for devices in _numbers(planner, task):
-        legal = planner.legal(replace(task, devices=devices, fixed=small))
+    for devices in _device_numbers(planner, task):
+        legal = planner.legal_layouts(replace(task, devices=devices, fixed=small))
         if len(legal) and np.any(planner.models.memory(task.run, legal).p_fits >= planner.least_p):
-            return planner.judge(replace(task, devices=devices))
+            return planner.rank_layouts(replace(task, devices=devices))
     return None
 
 
-def _numbers(planner: Planner, task: Task) -> Iterator[int]:
-    """Numbers of devices worth trying, ascending: divisors of a node, then whole nodes."""
-    least = bind(task.run).parameter_count() * _LEAST_BYTES / planner.models.device_bytes
+def _device_numbers(planner: Planner, task: Task) -> Iterator[int]:
+    """Yield the numbers of devices worth trying, ascending: divisors of a node, then whole nodes."""
+    least = task.model.parameter_count() * _LEAST_BYTES / planner.models.device_bytes
     node = planner.machine.node.devices
     for devices in range(1, node):
         if node % devices == 0 and devices >= least:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from phalanx.config.schema import Run
 from phalanx.layout.resolve import MemoryFits
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.memory.model import Kernels, memory
 from phalanx.planner.memory.probability import BESIDE, communicators, fits
 from phalanx.planner.trace.family import is_planned
@@ -27,7 +26,7 @@ def memory_fits(run: Run, capacity: float, *, rocm: bool) -> MemoryFits | None:
     copies = run.layout.peer_copies is not False
 
     def probably_fits(layout: ResolvedLayout) -> bool:
-        candidate = Candidates.of([layout], [run.layout.recompute])
+        candidate = layout.table
         found = memory(run, candidate, kernels, peer_copies=copies)
         beside = BESIDE["rocm" if rocm else "cuda"]
         p_fits = fits(found.allocated, communicators(candidate), capacity, beside, found.peer_buffers)

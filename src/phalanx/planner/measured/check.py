@@ -11,7 +11,6 @@ import numpy as np
 from phalanx.config.schema import Layout, Optimizer, Training
 from phalanx.families.language.config import Data, DataSource, LanguageRun
 from phalanx.hardware.device import known_devices
-from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.measured.groups import MeasuredGroup, grouped, refused
 from phalanx.planner.measured.runs import MeasuredRun
 from phalanx.planner.memory.model import Kernels, rank_memory
@@ -131,7 +130,7 @@ def _memory(run: MeasuredRun, peak: float | None) -> dict[str, Any]:
         known["memory_error"] = peak / _GIB / run.memory.gib - 1
     room = next((facts.memory_bytes for _, facts in known_devices() if facts.name == run.device), None)
     if room is not None and run.layout is not None and run.device is not None:
-        groups = communicators(Candidates.of([run.layout], [run.recompute or "none"]))
+        groups = communicators(run.layout.table)
         beside = BESIDE["rocm" if run.device.startswith("MI") else "cuda"]
         known["p_fits"] = float(fits(np.array([peak]), groups, room, beside)[0])
     return known

@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 from phalanx.hardware.machine import Machine, described_names, load_machine
-from phalanx.planner.layouts.candidates import Candidates
+from phalanx.layout.spec import LayoutTable
 from phalanx.planner.measured.runs import MeasuredRun
 from phalanx.planner.time.framework import COMPILED, FrameworkProfile
 from phalanx.planner.time.operation_time import Floats
@@ -46,9 +46,12 @@ class MeasuredGroup:
             by_model.setdefault(cls.setting_of(run, framework), []).append(run)
         several = []
         for setting, rows in by_model.items():
-            layouts = [run.layout for run in rows if run.layout is not None]
-            recompute = [run.recompute for run in rows if run.recompute is not None]
-            several.append(steps_of(setting, Candidates.of(layouts, recompute), system.machine, framework))
+            layouts = [
+                replace(run.layout, recompute=run.recompute)
+                for run in rows
+                if run.layout is not None and run.recompute is not None
+            ]
+            several.append(steps_of(setting, LayoutTable.from_rows(layouts), system.machine, framework))
         ordered = tuple(run for rows in by_model.values() for run in rows)
         return cls(system, framework, ordered, Steps.joined_up(several))
 

@@ -12,8 +12,7 @@ from typing import Literal, TypeVar
 
 from phalanx.config.model import LanguageModel
 from phalanx.errors import DataError
-from phalanx.layout.recompute import Recompute
-from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.spec import Recompute, ResolvedLayout
 from phalanx.planner.measured.cells import (
     Precision,
     Row,

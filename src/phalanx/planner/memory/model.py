@@ -7,17 +7,15 @@ that its schedule runs, as counts of blocks, micro-batches and buffers (`one_sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
-from phalanx.layout.recompute import Recompute
-from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.spec import SCHEDULES, Ints, LayoutTable, Recompute, ResolvedLayout
 from phalanx.optimizers import find_optimizer
-from phalanx.planner.layouts.candidates import SCHEDULES, Candidates, Ints
 from phalanx.planner.memory.one_stage import OneStage, one_stage_candidates
 from phalanx.planner.memory.parts import ModelBytes, distinct, model_bytes
 from phalanx.planner.memory.peer_buffers import peer_buffer_bytes
@@ -33,7 +31,7 @@ from phalanx.precision import PRECISIONS
 FloatArray = npt.NDArray[np.float64]
 
 _CHUNK = 16384
-"""Candidates judged at a time: their arrays stay in the processor's cache."""
+"""Layouts judged at a time: their arrays stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class RankMemory:
 
 def memory(
     run: Run,
-    candidates: Candidates,
+    candidates: LayoutTable,
     kernels: Kernels,
     *,
     parts: ModelBytes | None = None,
@@ -121,7 +119,7 @@ def memory(
     return MemoryEstimates(allocated, rank, moment, peer_buffers)
 
 
-def _least_bytes(run: Run, candidates: Candidates, state: MemoryState) -> FloatArray:
+def _least_bytes(run: Run, candidates: LayoutTable, state: MemoryState) -> FloatArray:
     """A bound below the bytes of the first pipeline rank.
 
     Its parameters, their optimizer state, and the activations of the micro-batches in flight, as if all its stages were as
@@ -146,7 +144,7 @@ def _least_bytes(run: Run, candidates: Candidates, state: MemoryState) -> FloatA
     return np.asarray(kept + flight * smallest * state.sizes.block.kept)
 
 
-def _worst_ranks(run: Run, candidates: Candidates, state: MemoryState) -> tuple[FloatArray, Ints, list[str]]:
+def _worst_ranks(run: Run, candidates: LayoutTable, state: MemoryState) -> tuple[FloatArray, Ints, list[str]]:
     """(bytes, rank, moment) of the worst rank of candidates of which all are pipelines or none."""
     exchanges = Exchanges(state)
     counted = cut_to_rounds(candidates.schedule, candidates.pp, candidates.accumulation)
@@ -167,7 +165,7 @@ def _worst_ranks(run: Run, candidates: Candidates, state: MemoryState) -> tuple[
     return allocated, rank, moment
 
 
-def _columns(candidates: Candidates, exchanges: Exchanges, counted: Ints) -> list[Ints]:
+def _columns(candidates: LayoutTable, exchanges: Exchanges, counted: Ints) -> list[Ints]:
     """What decides the counts of a layout, [candidates] each. counted: micro-batches of the table."""
     alone = candidates.pp == 1
     flags = (alone & exchanges.several, alone & exchanges.whole, exchanges.dropped, alone & (candidates.zero == 3))
@@ -206,7 +204,7 @@ def rank_memory(
     run: Run, layout: ResolvedLayout, recompute: Recompute, kernels: Kernels, *, peer_copies: bool = False
 ) -> list[RankMemory]:
     """Return the peak of every pipeline rank of one layout, cause by cause."""
-    one = Candidates.of([layout], [recompute])
+    one = replace(layout, recompute=recompute).table
     parts = _parts(run, one, kernels, peer_copies)
     padded = _memory_state(run, one, parts, kernels, peer_copies)
     exact = _memory_state(run, one, parts.unpadded(), kernels, peer_copies)
@@ -229,12 +227,12 @@ def rank_memory(
     return found
 
 
-def _parts(run: Run, candidates: Candidates, kernels: Kernels, peer_copies: bool) -> ModelBytes:
+def _parts(run: Run, candidates: LayoutTable, kernels: Kernels, peer_copies: bool) -> ModelBytes:
     return model_bytes(run, candidates, attention=kernels.attention, compiled=kernels.compiled, peer_copies=peer_copies)
 
 
 def _memory_state(
-    run: Run, candidates: Candidates, parts: ModelBytes, kernels: Kernels, peer_copies: bool
+    run: Run, candidates: LayoutTable, parts: ModelBytes, kernels: Kernels, peer_copies: bool
 ) -> MemoryState:
     precision = PRECISIONS[run.layout.precision]
     piped = candidates.pp > 1

@@ -1,7 +1,7 @@
 """Bytes and elements of a model's parts for many layouts at a time: what `planner.trace.parts` traces, as arrays.
 
 Parts are traced once for each tensor- and context-parallel degree, kind of recompute and micro-batch among the candidates;
-what shards hold is counted once for each tensor-parallel and shard degree. Candidates then look both up.
+what shards hold is counted once for each tensor-parallel and shard degree. Layouts then look both up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
-from phalanx.planner.layouts.candidates import Candidates, Ints
+from phalanx.layout.spec import Ints, LayoutTable
 from phalanx.planner.trace.family import Kernel, PartName, Setting, setting_of
 from phalanx.planner.trace.parts import PartCosts, part_costs
 
@@ -101,7 +101,7 @@ _PARTS: tuple[PartName, ...] = ("embedding", "block", "head")
 
 
 def model_bytes(
-    run: Run, candidates: Candidates, *, attention: Kernel, compiled: bool, peer_copies: bool = False
+    run: Run, candidates: LayoutTable, *, attention: Kernel, compiled: bool, peer_copies: bool = False
 ) -> ModelBytes:
     """The parts of `run`'s model on a rank of each candidate.
 
@@ -111,10 +111,8 @@ def model_bytes(
 
     def setting_at(position: int) -> tuple[Setting, int]:
         """The setting of a candidate, and samples of its micro-batch."""
-        layout = candidates.layout(position)
-        again = run.model_copy(
-            update={"layout": run.layout.model_copy(update={"recompute": candidates.recompute_of(position)})}
-        )
+        layout = candidates.row(position)
+        again = run.model_copy(update={"layout": run.layout.model_copy(update={"recompute": layout.recompute})})
         setting = setting_of(again, layout, attention=attention, compiled=compiled)
         return replace(setting, peer_copies=peer_copies and setting.streamed > 1), layout.microbatch
 

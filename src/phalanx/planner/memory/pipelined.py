@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from phalanx.planner.layouts.candidates import SCHEDULES
+from phalanx.layout.spec import SCHEDULES
 from phalanx.planner.memory.ranks import ranks_that_may_be_worst
 from phalanx.planner.memory.replay import COLUMN, COUNTS, Counts, Mask, PeakCandidates, Pipeline, Replay
 from phalanx.planner.schedule.table import IntArray

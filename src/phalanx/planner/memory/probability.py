@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torch import from_numpy
 from torch.special import erfc
 
-from phalanx.planner.layouts.candidates import Candidates
+from phalanx.layout.spec import LayoutTable
 
 FloatArray = npt.NDArray[np.float64]
 GIB = 2**30
@@ -61,7 +61,7 @@ BESIDE_SPREAD = 0.5
 """The same of what lies beside them, the holes' part among it."""
 
 
-def communicators(candidates: Candidates) -> npt.NDArray[np.int64]:
+def communicators(candidates: LayoutTable) -> npt.NDArray[np.int64]:
     """Groups that a rank communicates in: all ranks, and each axis of several ranks that is not all of them."""
     c = candidates
     world = c.world_size

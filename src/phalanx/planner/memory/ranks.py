@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.layout.pipeline.stage_assignment import stages_of_rank
-from phalanx.layout.spec import ZERO_BUBBLE, ResolvedLayout
-from phalanx.planner.layouts.candidates import SCHEDULES, Candidates
+from phalanx.layout.spec import SCHEDULES, ZERO_BUBBLE, LayoutTable, ResolvedLayout
 from phalanx.planner.layouts.stage_layers import split
 from phalanx.planner.memory.parts import distinct
 from phalanx.planner.schedule.table import table_of
@@ -45,7 +44,7 @@ def rank_parts(schedule: str, pp: int, stages_per_rank: int, n_layers: int, cost
 
 
 def parts_at(
-    candidates: Candidates, ranks: npt.NDArray[np.int64], n_layers: int, costs: tuple[float, float]
+    candidates: LayoutTable, ranks: npt.NDArray[np.int64], n_layers: int, costs: tuple[float, float]
 ) -> RankParts:
     """Return what one rank of each candidate holds. ranks: which. costs: see `rank_parts`."""
     columns = [candidates.schedule, candidates.pp, candidates.stages_per_rank, ranks]

@@ -1,12 +1,13 @@
-"""The time and the memory model of `phalanx.planner`, as planning asks them: for one machine and one profile of its
-device."""
+"""What layouts take on one machine with one profile of its device: step times, memory, and both in detail for one layout."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
@@ -14,12 +15,10 @@ from phalanx.families.registry import bind
 from phalanx.hardware.collectives import Constants, send
 from phalanx.hardware.device import device_facts
 from phalanx.hardware.machine import Machine
-from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.layouts.candidates import Candidates
+from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.planner.layouts.stage_layers import split
 from phalanx.planner.memory.model import Kernels, memory, rank_memory
 from phalanx.planner.memory.probability import BESIDE, Beside, communicators, fits
-from phalanx.planner.rank.models import WAITING, Bar, Memory, Times
 from phalanx.planner.schedule.simulate import StageTimes, simulate
 from phalanx.planner.schedule.table import Pass, schedule_table
 from phalanx.planner.time.operation_time import Way
@@ -28,6 +27,10 @@ from phalanx.planner.time.profile import NamedProfile
 from phalanx.planner.time.step_time import StepCause
 from phalanx.planner.time.timing import our_framework, step_times, steps_of_run
 
+Floats = npt.NDArray[np.float64]
+
+WAITING = "pipeline bubble"
+"""The part of a step's time in which a device has no work."""
 CAUSES = {
     StepCause.MATMUL: "matmul",
     StepCause.ATTENTION: "attention",
@@ -41,7 +44,11 @@ CAUSES = {
     StepCause.OPTIMIZER: "optimizer",
     StepCause.REST: "rest",
 }
-"""What a person calls the causes of a step's time."""
+"""Names of the parts of a step's time, as they are printed."""
+COMPUTING_SHARE, WAITING_SHARE = 0.75, 0.4
+"""Shares of a device's board power that it draws while it works, and while it waits for others. Assumptions: on average
+0.67 of it was drawn while FORGE-L was trained on 1,024 GCDs of Frontier (48.9 MWh for 15,300 steps of about 60 s; Yin et
+al., SC 2023, power traces)."""
 SPREAD = 0.1
 """One standard deviation of the logarithm of a predicted step's time where no fit says it."""
 _NORMAL = 1.4826
@@ -50,6 +57,61 @@ _PRIOR_RUNS = 5
 """Runs that SPREAD counts as much as: a profile that was judged by one or two is hardly known better than without them."""
 _DRAWN = 2
 """Micro-batches in the picture of a pipeline, in pipeline ranks: enough to fill and to drain it."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of an optimizer step. Arrays of [layouts]."""
+
+    total: Floats
+    causes: dict[str, Floats]
+    """The breakdown by name; its values add up to `total`."""
+    spread: Floats
+    """One standard deviation of the natural logarithm of `total`: how far such predictions are off."""
+
+    def take(self, which: Any) -> Times:
+        """Return the times at these positions."""
+        causes = {name: values[which] for name, values in self.causes.items()}
+        return Times(self.total[which], causes, self.spread[which])
+
+    def mean_power(self, board_w: float) -> Floats:
+        """Return watts of one device, the mean over a step, [layouts]. board_w: power of its board; see COMPUTING_SHARE."""
+        waiting = sum((seconds for name, seconds in self.causes.items() if is_waiting(name)), np.zeros(len(self.total)))
+        share = np.clip(waiting / self.total, 0.0, 1.0)
+        return np.asarray(board_w * (COMPUTING_SHARE + (WAITING_SHARE - COMPUTING_SHARE) * share))
+
+
+def is_waiting(cause: str) -> bool:
+    """Return whether a device computes nothing in the part of a step that `cause` names."""
+    return cause == WAITING or "exposed" in cause
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of the rank that needs most. Arrays of [layouts]."""
+
+    peak: Floats
+    """Bytes of tensors and of the buffers that peers read: what a run logs as its peak."""
+    p_fits: Floats
+    """Probability that all ranks have room for them and for the overhead that is no tensor."""
+
+    def take(self, which: Any) -> Memory:
+        """Return the memory at these positions."""
+        return Memory(self.peak[which], self.p_fits[which])
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One pass of one pipeline rank, for a picture."""
+
+    rank: int
+    kind: str
+    """forward, backward, input or weight."""
+    stage: int
+    microbatch: int
+    start: float
+    """Seconds from the start of the step."""
+    end: float
 
 
 @dataclass(frozen=True)
@@ -72,44 +134,39 @@ class CostModels:
         """The name of the profile and its source."""
         return f"{self.profile.name}: {self.profile.source}"
 
-    def times(self, run: Run, candidates: Candidates, *, exact: bool) -> Times:
-        """Of each candidate."""
-        if not len(candidates):
+    def times(self, run: Run, layouts: LayoutTable, *, exact: bool) -> Times:
+        """Return the step times of layouts. exact: simulates pipelines, which a closed form stands in for otherwise."""
+        if not len(layouts):
             return Times(np.zeros(0), {name: np.zeros(0) for name in CAUSES.values()}, np.zeros(0))
-        found = step_times(run, candidates, self.machine, self.profile.profile, constants=self._constants, exact=exact)
+        found = step_times(run, layouts, self.machine, self.profile.profile, constants=self._constants, exact=exact)
         causes = {name: found.of(cause) for cause, name in CAUSES.items()}
-        return Times(found.total, causes, np.full(len(candidates), spread_of(self.profile)))
+        return Times(found.total, causes, np.full(len(layouts), estimate_spread(self.profile)))
 
-    def memory(self, run: Run, candidates: Candidates) -> Memory:
-        """Of each candidate."""
-        if not len(candidates):
+    def memory(self, run: Run, layouts: LayoutTable) -> Memory:
+        """Return the memory of layouts."""
+        if not len(layouts):
             return Memory(np.zeros(0), np.zeros(0))
-        found = memory(run, candidates, self._kernels(run), peer_copies=self._copies(run), capacity=self.device_bytes)
-        groups = communicators(candidates)
+        found = memory(run, layouts, self._kernels(run), peer_copies=self._copies(run), capacity=self.device_bytes)
+        groups = communicators(layouts)
         p_fits = fits(found.allocated, groups, self.device_bytes, self.beside, found.peer_buffers)
         return Memory(found.held, p_fits)
 
-    def stage_memory(self, run: Run, candidate: Candidates) -> list[dict[str, float]]:
-        """Bytes by cause at the peak of each pipeline rank."""
-        ranks = rank_memory(
-            run,
-            candidate.layout(0),
-            candidate.recompute_of(0),
-            self._kernels(run),
-            peer_copies=self._copies(run),
-        )
+    def stage_memory(self, run: Run, layouts: LayoutTable) -> list[dict[str, float]]:
+        """Return bytes by cause at the peak of each pipeline rank of a single layout."""
+        row = layouts.row(0)
+        ranks = rank_memory(run, row, row.recompute, self._kernels(run), peer_copies=self._copies(run))
         return [{**rank.causes, "peer buffers": rank.peer_buffers} for rank in ranks]
 
-    def timeline(self, run: Run, candidate: Candidates) -> list[Bar]:
-        """What the pipeline ranks do in a step; of many micro-batches only as many as fill the pipeline twice."""
-        layout = candidate.layout(0)
+    def timeline(self, run: Run, layouts: LayoutTable) -> list[Bar]:
+        """Return what the pipeline ranks of one layout do in a step: as many micro-batches as fill its pipeline twice."""
+        layout = layouts.row(0)
         if layout.pp == 1:
             return []
         count = min(layout.accumulation, _DRAWN * layout.pp)
         if layout.schedule == "1f1b":
             count = max(count, layout.n_stages)
         table = schedule_table(layout.schedule, layout.pp, layout.stages_per_rank, count)
-        done = simulate(table, self._stage_times(run, candidate, layout))
+        done = simulate(table, self._stage_times(run, layouts, layout))
         columns = (table.kind, table.stage, table.microbatch, done.start, done.end)
         return [
             Bar(rank, Pass(kind).name.lower(), stage, microbatch, start, end)
@@ -117,9 +174,9 @@ class CostModels:
             for kind, stage, microbatch, start, end in zip(*rows, strict=True)
         ]
 
-    def _stage_times(self, run: Run, candidate: Candidates, layout: ResolvedLayout) -> StageTimes:
+    def _stage_times(self, run: Run, layouts: LayoutTable, layout: ResolvedLayout) -> StageTimes:
         profile, constants = self.profile.profile, self._constants
-        steps = steps_of_run(run, candidate, self.machine, our_framework(run, self.machine))
+        steps = steps_of_run(run, layouts, self.machine, our_framework(run, self.machine))
         times = part_times(steps.parts, self.machine, constants, profile)
         both = times.seconds.sum(axis=2)
         blocks = np.array(split(run.model.n_layers, layout.n_stages, *bind(run).block_costs()), np.float64)
@@ -154,9 +211,12 @@ class CostModels:
         return our_framework(run, self.machine).copy_engines
 
 
-def spread_of(named: NamedProfile) -> float:
-    """How far predicted times are off: what the fit of a profile saw in runs it was not fitted to, and SPREAD, which counts
-    as much as _PRIOR_RUNS of them; never less than they say."""
+def estimate_spread(named: NamedProfile) -> float:
+    """Return one standard deviation of the logarithm of the times that a profile predicts.
+
+    It pools what the fit of the profile saw in runs it was not fitted to with SPREAD, which counts as much as _PRIOR_RUNS of
+    them, and is never less than what those runs say.
+    """
     fitted = named.fitted or {}
     median, count = fitted.get("held_out_median_error"), int(fitted.get("held_out") or 0)
     if median is None or count == 0:

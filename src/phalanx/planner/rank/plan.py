@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from phalanx.errors import PhalanxError
-from phalanx.families.registry import bind
 from phalanx.hardware.device import DeviceFacts, device_facts
 from phalanx.planner.explain.break_even import BreakEven, break_evens
-from phalanx.planner.explain.budget import Budget, Goodput, budget, goodput, power_w
-from phalanx.planner.explain.causes import Why, explain, parse_choice
+from phalanx.planner.explain.budget import Budget, estimate_budget, estimate_goodput
 from phalanx.planner.explain.reliability import Reliability
-from phalanx.planner.explain.scaling import Scaling, fewest_devices, scale
-from phalanx.planner.rank.judge import Judged, Planner, Ranked, Task, split_of
-from phalanx.planner.rank.models import Floats
+from phalanx.planner.explain.scaling import Scaling, find_fewest_devices, scale_devices
+from phalanx.planner.explain.why_not import WhyNot, explain_choice, parse_choice
+from phalanx.planner.rank.cost_models import Floats
+from phalanx.planner.rank.ranking import Planner, RankedLayouts, Ranking, Task, number_splits, pareto_front
 
 FRONT = 12
 """Layouts of the Pareto front that are shown."""
@@ -44,128 +43,103 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answers."""
+    """The layouts worth running, and the answers to what was asked about them."""
 
     planner: Planner
-    judged: Judged
-    best: Ranked
+    ranking: Ranking
+    best: RankedLayouts
     """The best layout for each choice of tp, cp and pp, fastest first."""
-    front: Ranked
+    front: RankedLayouts
     """Layouts that no other one beats in time, memory and energy at once, fastest first."""
     budget: Budget
-    why: tuple[Why, ...]
+    why: tuple[WhyNot, ...]
     scaling: Scaling | None
     break_evens: tuple[BreakEven, ...] = ()
     """FSDP against Hybrid-STOP, where a layout of the table has both, or the model is of the kind that it was made for."""
 
     @property
     def task(self) -> Task:
-        """What was planned."""
-        return self.judged.task
+        """The task that was planned."""
+        return self.ranking.task
 
     @property
     def device(self) -> DeviceFacts:
-        """What one device is."""
+        """The device of the machine."""
         return device_facts(self.planner.machine.node.device)
 
-    def watts(self, ranked: Ranked) -> Floats | None:
-        """Mean power of one device in each layout; None where the board's is not known."""
-        return None if self.device.power_w is None else power_w(ranked.times, self.device.power_w)
+    def watts(self, ranked: RankedLayouts) -> Floats | None:
+        """Return the mean power of one device in each layout; None where the board's is not known."""
+        return None if self.device.power_w is None else ranked.times.mean_power(self.device.power_w)
 
 
 def make_plan(planner: Planner, task: Task, wishes: Wishes) -> Plan:
     """Plan a task. Raises ConfigError where nothing is legal, NothingFits where nothing fits."""
     for words in wishes.why:
+        # Before the planning, which takes much longer: a choice that cannot be read is an error of the command line.
         parse_choice(words)
-    judged = planner.judge(task)
-    if not len(judged.ranked):
-        raise NothingFits(_what_binds(planner, judged))
-    best = _of_each_kind(judged.ranked, wishes.best)
+    ranking = planner.rank_layouts(task)
+    if not len(ranking.ranked):
+        raise NothingFits(_explain_nothing_fits(planner, ranking))
+    # Layouts are sorted: the first of each split is its fastest. Neighbours of the best one would fill the table otherwise.
+    _, first_of_split = np.unique(number_splits(ranking.ranked.layouts), return_index=True)
+    best = ranking.ranked.take(np.sort(first_of_split)[: wishes.best])
+    board_w = device_facts(planner.machine.node.device).power_w
+    # Elsewhere the comparison says nothing about a layout of the table.
+    tensor_and_sharded = np.any((best.layouts.tp > 1) & (best.layouts.shards > 1) & (best.layouts.zero == 3))
+    compares_hybrid = tensor_and_sharded or task.run.model.family == "weather"
+    nodes = math.ceil(task.devices / planner.machine.node.devices)
     return Plan(
         planner=planner,
-        judged=judged,
+        ranking=ranking,
         best=best,
-        front=pareto(judged.ranked, device_facts(planner.machine.node.device).power_w or 1.0),
-        budget=_budget(planner, judged, wishes),
-        why=tuple(explain(planner, judged, words) for words in wishes.why),
-        scaling=scale(planner, task, list(wishes.scale)) if wishes.scale else None,
-        break_evens=_break_evens(planner, judged, best),
+        front=choose_front(ranking.ranked, board_w or 1.0),
+        budget=estimate_budget(
+            amount=wishes.amount or task.amount * task.run.training.steps,
+            unit=task.unit,
+            amount_per_step=task.amount,
+            step_s=float(best.times.total[0]),
+            devices=task.devices,
+            watts=None if board_w is None else float(best.times.mean_power(board_w)[0]),
+            losses=estimate_goodput(task.model.parameter_count(), nodes, wishes.reliability),
+        ),
+        why=tuple(explain_choice(planner, ranking, words) for words in wishes.why),
+        scaling=scale_devices(planner, task, list(wishes.scale)) if wishes.scale else None,
+        break_evens=break_evens(task.run, ranking.legal, best.layouts.row(0).recompute, planner.machine)
+        if compares_hybrid
+        else (),
     )
 
 
-def _break_evens(planner: Planner, judged: Judged, best: Ranked) -> tuple[BreakEven, ...]:
-    layouts = best.candidates
-    both = np.any((layouts.tp > 1) & (layouts.shards > 1) & (layouts.zero == 3))
-    if not both and judged.task.run.model.family != "weather":
-        return ()
-    return break_evens(judged.task.run, judged.legal, layouts.recompute_of(0), planner.machine)
-
-
-def fit_plan(planner: Planner, task: Task, wishes: Wishes) -> Plan:
-    """The plan on the smallest number of devices that fits. Raises NothingFits where none tried will do."""
-    found = fewest_devices(planner, task)
+def make_smallest_plan(planner: Planner, task: Task, wishes: Wishes) -> Plan:
+    """Plan on the smallest number of devices that fits. Raises NothingFits where none tried will do."""
+    found = find_fewest_devices(planner, task)
     if found is None:
         raise NothingFits(f"no number of {planner.machine.name}'s devices was found on which a layout fits")
     return make_plan(planner, found.task, wishes)
 
 
-def _of_each_kind(ranked: Ranked, most: int) -> Ranked:
-    _, first = np.unique(split_of(ranked.candidates), return_index=True)
-    return ranked.take(np.sort(first)[:most])
-
-
-def pareto(ranked: Ranked, board_w: float) -> Ranked:
-    """Those that no other beats in seconds, bytes and energy at once, at most FRONT of them."""
+def choose_front(ranked: RankedLayouts, board_w: float) -> RankedLayouts:
+    """Return at most FRONT layouts that are Pareto-optimal in seconds, bytes and energy, fastest first."""
     seconds, peak = ranked.times.total, ranked.memory.peak
-    energy = seconds * power_w(ranked.times, board_w)
-    goals = np.stack([seconds, peak, energy], axis=1)
-    kept: list[int] = []
-    for index, goal in enumerate(goals):
-        # Those before are at least as fast, so that nothing kept is beaten later by more than a tie.
-        if not any(np.all(goals[other] <= goal) for other in kept):
-            kept.append(index)
-    if len(kept) > FRONT:
-        kept = [kept[round(place)] for place in np.linspace(0, len(kept) - 1, FRONT)]
-    return ranked.take(kept)
+    front = pareto_front(seconds, peak, seconds * ranked.times.mean_power(board_w))
+    if len(front) > FRONT:
+        front = front[np.round(np.linspace(0, len(front) - 1, FRONT)).astype(np.int64)]
+    return ranked.take(front)
 
 
-def losses(planner: Planner, task: Task, reliability: Reliability) -> Goodput:
-    """What failures and checkpoints cost the task."""
-    nodes = math.ceil(task.devices / planner.machine.node.devices)
-    return goodput(bind(task.run).parameter_count(), nodes, reliability)
-
-
-def _budget(planner: Planner, judged: Judged, wishes: Wishes) -> Budget:
-    task, best = judged.task, judged.ranked.take([0])
-    board = device_facts(planner.machine.node.device).power_w
-    return budget(
-        amount=wishes.amount or task.amount * task.run.training.steps,
-        unit=task.unit,
-        amount_per_step=task.amount,
-        step_s=float(best.times.total[0]),
-        devices=task.devices,
-        watts=None if board is None else float(power_w(best.times, board)[0]),
-        losses=losses(planner, task, wishes.reliability),
-    )
-
-
-def _what_binds(planner: Planner, judged: Judged) -> str:
-    """Why nothing fits, and the smallest number of devices on which something does."""
-    task = judged.task
-    least = planner.leanest(task.run, judged.legal, judged.peak)
-    causes = planner.memory_causes(task.run, least)
-    room = planner.models.device_bytes / 2**30
-    layout = f"{least.layout(0)} microbatch={least.microbatch[0]} recompute={least.recompute_of(0)}"
+def _explain_nothing_fits(planner: Planner, ranking: Ranking) -> str:
+    """Return why nothing fits, and the smallest number of devices on which something does."""
+    task = ranking.task
+    least = planner.least_memory(task, ranking.legal, ranking.peak)
+    causes = planner.memory_breakdown(task.run, least)
+    row, room = least.row(0), planner.models.device_bytes / 2**30
+    largest = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in list(causes.items())[:3])
     lines = [
-        f"none of the {len(judged.legal):,} legal layouts fits into {task.devices:,} x {room:.0f} GiB: the one that needs "
+        f"none of the {len(ranking.legal):,} legal layouts fits into {task.devices:,} x {room:.0f} GiB: the one that needs "
         f"least needs {sum(causes.values()) / 2**30:.1f} GiB",
-        f"{layout}: {_largest(causes)}",
+        f"{row} microbatch={row.microbatch} recompute={row.recompute}: {largest}",
     ]
-    found = fewest_devices(planner, task)
+    found = find_fewest_devices(planner, task)
     if found is not None and found.task.devices > task.devices:
         lines.append(f"smallest number of devices that fits: {found.task.devices:,}")
     return "\n".join(lines)
-
-
-def _largest(causes: dict[str, float], most: int = 3) -> str:
-    return ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in list(causes.items())[:most])

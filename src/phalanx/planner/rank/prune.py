@@ -1,57 +1,53 @@
-"""What a layout certainly needs, from counts alone: a bound below the memory model, without tracing anything.
+"""What a layout certainly needs, from counts alone: bounds below the memory model, without tracing anything.
 
-It leaves out most of the layouts that cannot fit before the model is traced for their micro-batches.
+They leave out most of the layouts that cannot fit before the model is traced for their micro-batches.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from phalanx.config.schema import Run
-from phalanx.families.registry import bind
+from phalanx.layout.spec import SCHEDULES, LayoutTable
 from phalanx.optimizers import find_optimizer
-from phalanx.planner.layouts.candidates import SCHEDULES, Candidates
-from phalanx.planner.rank.models import Floats
+from phalanx.planner.rank.cost_models import Floats
 from phalanx.planner.schedule.bubble import in_flight
-from phalanx.planner.trace.family import planned_model
+from phalanx.planner.trace.family import TracedModel, planned_model
 from phalanx.precision import PRECISIONS
 
-_MASTER = 4
+_MAIN_BYTES = 4
+"""Bytes of a main parameter, and of a value of the optimizer's state or of a reduced gradient."""
 
 
-def least_bytes(run: Run, candidates: Candidates) -> Floats:
-    """Bytes below which no rank of a candidate stays that has a mean share of the model, [candidates].
+def bound_memory(model: TracedModel, layouts: LayoutTable) -> Floats:
+    """Return bytes below which no rank stays that has a mean share of the model, [layouts].
 
-    Master weights, moments and gradients as they are shared out; or, in place of gradients, the inputs of all blocks of the
-    first pipeline rank for the micro-batches in flight, which every kind of recompute keeps.
+    Main parameters, optimizer state and gradients as they are sharded; or, in place of gradients, the inputs of all blocks
+    of the first pipeline rank for the micro-batches in flight, which every kind of recompute keeps.
     """
-    model, length = planned_model(run), bind(run).positions().count
-    held = bind(run).parameter_count() / (candidates.pp * candidates.tp)
-    shards = candidates.shards
-    states = held / shards * _MASTER * (1 + find_optimizer(run.optimizer).state_values)
-    gradients = held * _MASTER / np.where(candidates.zero > 0, shards, 1)
-    blocks = np.maximum(1, model.n_layers // candidates.n_stages)
-    positions = candidates.microbatch * (length // candidates.cp // candidates.tp)
-    width = PRECISIONS[run.layout.precision].compute_dtype.itemsize
-    inputs = blocks * _in_flight(candidates) * positions * model.d_model * width
+    run, config = model.run, planned_model(model.run)
+    held = model.parameter_count() / (layouts.pp * layouts.tp)
+    states = held / layouts.shards * _MAIN_BYTES * (1 + find_optimizer(run.optimizer).state_values)
+    gradients = held * _MAIN_BYTES / layouts.shards
+    microbatches = np.ones(len(layouts))
+    for number, name in enumerate(SCHEDULES):
+        some = np.flatnonzero((layouts.schedule == number) & (layouts.pp > 1))
+        if len(some):
+            pp, per_rank = layouts.pp[some], layouts.stages_per_rank[some]
+            microbatches[some] = in_flight(name, pp, per_rank, layouts.accumulation[some])
+    # The mean stage: some rank has at least as many blocks.
+    blocks = np.maximum(1, config.n_layers // layouts.n_stages)
+    positions = layouts.microbatch * (model.positions().count // layouts.cp // layouts.tp)
+    inputs = (
+        blocks * microbatches * positions * config.d_model * PRECISIONS[run.layout.precision].compute_dtype.itemsize
+    )
     return np.asarray(states + np.maximum(gradients, inputs))
 
 
-def gathered_bytes(run: Run, candidates: Candidates) -> Floats:
-    """Bytes of a block that is gathered whole, [candidates]: what streaming saves at most in weights and their gradients.
+def count_gathered_bytes(model: TracedModel, layouts: LayoutTable) -> Floats:
+    """Return bytes of a block that is gathered whole, [layouts]: what streaming saves at most in weights and gradients.
 
-    Two blocks' parameters, and one's gradients as they are computed and as they are sent; `tp` alone shares them out.
+    Two blocks' parameters, and one's gradients as they are computed and as they are sent; `tp` alone splits them.
     """
-    width = PRECISIONS[run.layout.precision].compute_dtype.itemsize
-    block = bind(run).parameter_count() / planned_model(run).n_layers / candidates.tp
-    return np.asarray(block * (3 * width + _MASTER))
-
-
-def _in_flight(candidates: Candidates) -> Floats:
-    found = np.ones(len(candidates))
-    for number, name in enumerate(SCHEDULES):
-        some = np.flatnonzero((candidates.schedule == number) & (candidates.pp > 1))
-        if len(some):
-            pp, per_rank = candidates.pp[some], candidates.stages_per_rank[some]
-            found[some] = in_flight(name, pp, per_rank, candidates.accumulation[some])
-    return found
+    width = PRECISIONS[model.run.layout.precision].compute_dtype.itemsize
+    block = model.parameter_count() / model.run.model.n_layers / layouts.tp
+    return np.asarray(block * (3 * width + _MAIN_BYTES))

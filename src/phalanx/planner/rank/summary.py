@@ -1,4 +1,4 @@
-"""A plan as plain values: what `--json` prints, and what the words and the page are made of."""
+"""A plan as plain values: `--json` prints them, and text and page are made of them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from dataclasses import asdict
 from math import exp
 from typing import Any
 
-from phalanx.families.registry import bind
-from phalanx.planner.explain.budget import waits
-from phalanx.planner.explain.causes import Why
 from phalanx.planner.explain.scaling import Point
-from phalanx.planner.rank.judge import Ranked, Task, tflops, throughput
-from phalanx.planner.rank.models import WAITING
+from phalanx.planner.explain.why_not import WhyNot
+from phalanx.planner.rank.cost_models import WAITING, is_waiting
 from phalanx.planner.rank.plan import Plan
+from phalanx.planner.rank.ranking import RankedLayouts, Task
 
 INTERVAL = 1.645
 """Standard deviations to each side that hold 90% of what may come."""
@@ -20,9 +18,10 @@ INTERVAL = 1.645
 Row = dict[str, Any]
 
 
-def plan_facts(plan: Plan) -> Row:
-    """Everything, with units in the names; times in seconds, memory in bytes."""
-    task, judged = plan.task, plan.judged
+def summarize_plan(plan: Plan) -> Row:
+    """Return everything that a plan says, with units in the names; times in seconds, memory in bytes."""
+    task, ranking = plan.task, plan.ranking
+    first = plan.best.layouts.row(0)
     return {
         "cluster": plan.planner.machine.name,
         "device": plan.device.name,
@@ -34,27 +33,22 @@ def plan_facts(plan: Plan) -> Row:
         "global_batch": task.batch,
         "flops_convention": task.run.training.flops,
         "fixed": dict(task.fixed),
-        "legal": len(judged.legal),
-        "fitting": len(judged.fitting),
+        "legal": len(ranking.legal),
+        "fitting": len(ranking.fitting),
         "least_p_fits": plan.planner.least_p,
         "layouts": layout_rows(plan, plan.best),
         "pareto": layout_rows(plan, plan.front),
         "budget": asdict(plan.budget),
-        "why": [_why(plan, one) for one in plan.why],
-        "positions_per_device": _positions(plan),
+        "why": [_summarize_choice(plan, one) for one in plan.why],
+        # Of a micro-batch of the best layout.
+        "positions_per_device": task.model.positions().count * first.microbatch / (first.tp * first.cp),
         "hybrid_break_even": [asdict(one) for one in plan.break_evens],
-        "scaling": None if plan.scaling is None else scaling_facts(plan),
+        "scaling": None if plan.scaling is None else summarize_scaling(plan),
     }
 
 
-def _positions(plan: Plan) -> float:
-    """Positions that a device computes in a micro-batch of the best layout."""
-    layout = plan.best.candidates.layout(0)
-    return bind(plan.task.run).positions().count * layout.microbatch / (layout.tp * layout.cp)
-
-
-def interval(seconds: float, spread: float) -> tuple[float, float]:
-    """Seconds between which a step that is expected to take `seconds` lies in 90% of cases.
+def time_interval(seconds: float, spread: float) -> tuple[float, float]:
+    """Return the seconds between which a step that is expected to take `seconds` lies in 90% of cases.
 
     spread: one standard deviation of the logarithm of a step's time.
     """
@@ -62,53 +56,52 @@ def interval(seconds: float, spread: float) -> tuple[float, float]:
     return seconds / factor, seconds * factor
 
 
-def layout_rows(plan: Plan, ranked: Ranked, task: Task | None = None) -> list[Row]:
-    """One row for each layout. task: where it is not the plan's own."""
+def layout_rows(plan: Plan, ranked: RankedLayouts, task: Task | None = None) -> list[Row]:
+    """Return one row for each layout. task: where it is not the plan's own."""
     task = task or plan.task
-    rates, speeds, watts = tflops(task, ranked.times.total), throughput(task, ranked.times.total), plan.watts(ranked)
+    seconds_per_step, watts = ranked.times.total, plan.watts(ranked)
+    rates, speeds = task.model_tflops(seconds_per_step), task.device_throughput(seconds_per_step)
     peak = plan.device.peak_tflops.get(task.run.layout.precision)
     rows = []
     for index in range(len(ranked)):
-        layout, seconds = ranked.candidates.layout(index), float(ranked.times.total[index])
+        layout, seconds = ranked.layouts.row(index), float(seconds_per_step[index])
         causes = {name: float(values[index]) for name, values in ranked.times.causes.items()}
         rows.append(
             {
-                **{name: value for name, value in asdict(layout).items() if name != "global_batch"},
-                "global_batch": layout.global_batch,
-                "recompute": ranked.candidates.recompute_of(index),
+                **asdict(layout),
                 "accumulation": layout.accumulation,
                 "step_s": seconds,
-                "step_s_interval": list(interval(seconds, float(ranked.times.spread[index]))),
+                "step_s_interval": list(time_interval(seconds, float(ranked.times.spread[index]))),
                 f"{task.unit}_per_s_per_device": float(speeds[index]),
                 "tflops_per_device": float(rates[index]),
                 "mfu": None if peak is None else float(rates[index]) / peak,
                 "bubble_share": causes.get(WAITING, 0.0) / seconds,
-                "exposed_share": sum(value for name, value in causes.items() if waits(name) and name != WAITING)
+                "exposed_share": sum(value for name, value in causes.items() if is_waiting(name) and name != WAITING)
                 / seconds,
                 "watts_per_device": None if watts is None else float(watts[index]),
                 "time_by_cause_s": causes,
                 "memory_bytes": float(ranked.memory.peak[index]),
-                "memory_by_cause_bytes": plan.planner.memory_causes(task.run, ranked.candidates.take([index])),
+                "memory_by_cause_bytes": plan.planner.memory_breakdown(task.run, ranked.layouts.take([index])),
                 "p_fits": float(ranked.memory.p_fits[index]),
             }
         )
     return rows
 
 
-def hybrid_words(facts: Row) -> str:
-    """FSDP or Hybrid-STOP, for a person. facts: of `plan_facts`, with at least one break-even."""
-    rows, best = facts["hybrid_break_even"], facts["layouts"][0]
+def describe_break_evens(summary: Row) -> str:
+    """Say when Hybrid-STOP beats FSDP. summary: of `summarize_plan`, with at least one break-even."""
+    rows, best = summary["hybrid_break_even"], summary["layouts"][0]
     below = ", ".join(f"{row['positions']:,.0f} with tp={row['tp']}" for row in rows)
     tp = f" with tp={best['tp']}" if best["tp"] > 1 else ""
     return (
-        "FSDP or Hybrid-STOP: tp x dp_shard receives fewer bytes than FSDP on as many devices while a device computes, in a "
-        f"micro-batch, fewer positions than {below} ({rows[0]['times_width']:.2g} x width / tp). The best layout has "
-        f"{facts['positions_per_device']:,.0f}{tp}. Bytes are not time: exchanges of tp hide behind nothing, those of FSDP "
-        "behind the blocks, as far as these last."
+        "FSDP or Hybrid-STOP: tp x dp_shard receives fewer bytes than FSDP on as many devices while a device computes, in "
+        f"a micro-batch, fewer positions than {below} ({rows[0]['times_width']:.2g} x width / tp). The best layout has "
+        f"{summary['positions_per_device']:,.0f}{tp}. Bytes are not time: exchanges of tp hide behind nothing, those of "
+        "FSDP behind the blocks, as far as these last."
     )
 
 
-def _why(plan: Plan, why: Why) -> Row:
+def _summarize_choice(plan: Plan, why: WhyNot) -> Row:
     found: Row = {"asked": why.asked, "legal": not why.illegal, "fits": why.best is not None}
     if why.illegal:
         return found | {"reason": why.illegal}
@@ -118,17 +111,17 @@ def _why(plan: Plan, why: Why) -> Row:
     return found | {"slower_by_s": why.slower_by, "by_cause_s": dict(why.causes), "layout": row}
 
 
-def scaling_facts(plan: Plan) -> Row:
-    """Strong and weak scaling; efficiency is throughput a device beside that of the first point that has one."""
+def summarize_scaling(plan: Plan) -> Row:
+    """Return strong and weak scaling; efficiency is throughput a device beside that of the first point that has one."""
     assert plan.scaling is not None
     return {
         "unit": plan.task.unit,
-        "strong": _points(plan, plan.scaling.strong),
-        "weak": _points(plan, plan.scaling.weak),
+        "strong": _summarize_points(plan, plan.scaling.strong),
+        "weak": _summarize_points(plan, plan.scaling.weak),
     }
 
 
-def _points(plan: Plan, points: tuple[Point, ...]) -> list[Row]:
+def _summarize_points(plan: Plan, points: tuple[Point, ...]) -> list[Row]:
     rows: list[Row] = []
     first: float | None = None
     for point in points:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.topology import Placement, join, place
-from phalanx.planner.layouts.candidates import CONTEXTS, RECOMPUTES, SCHEDULES, Candidates
+from phalanx.layout.spec import CONTEXTS, RECOMPUTES, SCHEDULES, LayoutTable
 from phalanx.planner.layouts.stage_layers import split
 from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.operation_time import Floats, Ints
@@ -105,7 +105,7 @@ class Streams:
 class Steps:
     """Steps of many layouts."""
 
-    layouts: Candidates
+    layouts: LayoutTable
     parts: Parts
     embedding: Ints
     """Positions in `parts`, as those of block and head."""
@@ -141,7 +141,7 @@ class Steps:
         values: dict[str, object] = {"parts": self.parts}
         for field in fields(self):
             column = getattr(self, field.name)
-            if isinstance(column, Candidates | Streams):
+            if isinstance(column, LayoutTable | Streams):
                 values[field.name] = column.take(which)
             elif isinstance(column, Placement | RankLayers | Tensors):
                 values[field.name] = at(column, which)
@@ -167,7 +167,7 @@ class Steps:
         values: dict[str, object] = {"parts": Parts.joined([steps.parts for steps in several])}
         for field in fields(cls):
             columns = [getattr(steps, field.name) for steps in moved]
-            if isinstance(columns[0], Candidates | RankLayers | Streams | Tensors):
+            if isinstance(columns[0], LayoutTable | RankLayers | Streams | Tensors):
                 kind = type(columns[0])
                 values[field.name] = kind(
                     **{
@@ -184,7 +184,7 @@ class Steps:
 
 def steps_of(
     setting: Setting,
-    layouts: Candidates,
+    layouts: LayoutTable,
     machine: Machine,
     framework: FrameworkProfile,
     chunk_tokens: Mapping[int, int] | None = None,
@@ -241,7 +241,7 @@ def steps_of(
 _PARTS: tuple[PartName, ...] = ("embedding", "block", "head")
 
 
-def _keys(layouts: Candidates) -> list[Ints]:
+def _keys(layouts: LayoutTable) -> list[Ints]:
     """What decides how the parts of a model are computed."""
     context = layouts.context * (layouts.cp > 1)
     return [
@@ -251,7 +251,7 @@ def _keys(layouts: Candidates) -> list[Ints]:
         layouts.recompute,
         layouts.microbatch,
         layouts.streamed,
-        layouts.splits_backward,
+        layouts.splits_backward.astype(np.int64),
     ]
 
 
@@ -282,7 +282,7 @@ def _part_sizes(settings: Sequence[tuple[Setting, int]], framework: FrameworkPro
     return np.asarray(sizes, np.float64), blocks
 
 
-def rank_layers(setting: Setting, layouts: Candidates, framework: FrameworkProfile) -> tuple[RankLayers, Floats]:
+def rank_layers(setting: Setting, layouts: LayoutTable, framework: FrameworkProfile) -> tuple[RankLayers, Floats]:
     """(blocks of the ranks, 1 where the first rank holds the head too) of each layout."""
     schedule = np.where(layouts.pp > 1, layouts.schedule, 0)
     keys = [layouts.pp, layouts.stages_per_rank, schedule]

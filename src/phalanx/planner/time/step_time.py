@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.hardware.collectives import Constants, all_gather, all_reduce, all_to_all, reduce_scatter, send
-from phalanx.planner.layouts.candidates import SCHEDULES
+from phalanx.layout.spec import SCHEDULES
 from phalanx.planner.schedule.bubble import MeanStage, makespan
 from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.host_time import HostWaits

@@ -11,9 +11,8 @@ from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.hardware.collectives import Constants, default_constants, send
 from phalanx.hardware.machine import Machine
-from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.optimizers import find_optimizer
-from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.layouts.stage_layers import split
 from phalanx.planner.schedule.simulate import StageTimes, makespans_together
 from phalanx.planner.schedule.table import ScheduleTable, table_of
@@ -28,7 +27,7 @@ from phalanx.planner.trace.family import Kernel, likely_kernel, loss_chunks, set
 
 def step_times(
     run: Run,
-    candidates: Candidates,
+    candidates: LayoutTable,
     machine: Machine,
     profile: Profile,
     *,
@@ -62,11 +61,11 @@ def our_framework(run: Run, machine: Machine) -> FrameworkProfile:
 
 
 def steps_of_run(
-    run: Run, candidates: Candidates, machine: Machine, framework: FrameworkProfile, attention: Kernel | None = None
+    run: Run, candidates: LayoutTable, machine: Machine, framework: FrameworkProfile, attention: Kernel | None = None
 ) -> Steps:
     """The steps of `candidates`. attention: the kernel; the likely one where None."""
     kernel = attention or likely_kernel(run, rocm=machine.node.device.startswith("MI"))
-    setting = setting_of(run, candidates.layout(0), attention=kernel, compiled=framework.compiled)
+    setting = setting_of(run, candidates.row(0), attention=kernel, compiled=framework.compiled)
     chunks = loss_chunks(run, np.unique(candidates.tp).tolist())
     return steps_of(setting, candidates, machine, framework, chunks, run.layout.gather_blocks)
 
@@ -86,7 +85,7 @@ def with_simulated_pipelines(
         alike.setdefault(tuple(map(int, sizes)), []).append(row)
     pipelines: list[_Pipelines] = []
     for rows in alike.values():
-        layout = layouts.layout(rows[0])
+        layout = layouts.row(rows[0])
         blocks = split(run.model.n_layers, layout.n_stages, *bind(run).block_costs())
         forward, backward, weight = (_of_stages(steps, rows, column, blocks) for column in columns)
         pipelines.append(_Pipelines(layout, rows, forward, backward, weight, sent[rows]))

@@ -25,8 +25,7 @@ from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import Axis
-from phalanx.layout.recompute import Recompute
-from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.spec import Recompute, ResolvedLayout
 from phalanx.layout.stage import Stage, named_parameters
 from phalanx.layout.streamed_weights.stream_pairs import Stream
 from phalanx.nn.kinds import ParameterKind

@@ -12,13 +12,12 @@ from phalanx.config.load import dump_run, parse_run
 from phalanx.config.schema import Run
 from phalanx.config.search import Search
 from phalanx.errors import ConfigError
-from phalanx.planner.layouts.candidates import Candidates
+from phalanx.layout.spec import LayoutTable
 from phalanx.planner.layouts.enumerate import CHOSEN
 from phalanx.planner.memory.model import Kernels, memory
 from phalanx.planner.memory.probability import KEPT_BY_DRIVER, communicators, device_bytes
-from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.judge import Planner, Task
-from phalanx.planner.rank.models import Floats
+from phalanx.planner.rank.cost_models import CostModels, Floats
+from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import CONSTANTS, spread_of
 from phalanx.planner.time.timing import our_framework
 from phalanx.study.layouts.space import LayoutSpace, build_layout_space, check_layout, matching_layouts
@@ -59,7 +58,7 @@ def planned_space(planner: Planner, task: Task, search: Search) -> tuple[LayoutS
     if clash:
         raise ConfigError(f"search.layout.{clash[0]} has only {fixed[clash[0]]}, but the command line another value")
     narrow = _Narrowed(planner.machine, planner.models, planner.least_p, planner.limits, 1, search)
-    judged = narrow.judge(Task(task.run, task.devices, {**fixed, **task.fixed}))
+    judged = narrow.rank_layouts(Task(task.run, task.devices, {**fixed, **task.fixed}))
     if not len(judged.fitting):
         raise ConfigError(
             f"none of {len(judged.legal):,} legal layouts may fit; phalanx plan --fit finds how many devices do"
@@ -76,13 +75,13 @@ class _Narrowed(Planner):
 
     search: Search = field(default_factory=Search)
 
-    def every_legal(self, task: Task) -> Candidates:
+    def every_legal(self, task: Task) -> LayoutTable:
         """Return the legal layouts with the values that the search allows."""
         legal = super().every_legal(task)
         return legal.take(matching_layouts(legal, self.search))
 
 
-def expect_layouts(planner: Planner, run: Run, layouts: Candidates) -> Prior:
+def expect_layouts(planner: Planner, run: Run, layouts: LayoutTable) -> Prior:
     """Return what is expected of these layouts; the pipelines of the best are simulated."""
     models = planner.models
     assert isinstance(models, CostModels)
@@ -133,12 +132,12 @@ def _expect_tunables(planner: Planner, run: Run, space: LayoutSpace, prior: Prio
     return replace(prior, seconds=seconds, margin=margin, peak=peak)
 
 
-def _closed_form(models: CostModels, run: Run, layouts: Candidates) -> tuple[Floats, Floats]:
+def _closed_form(models: CostModels, run: Run, layouts: LayoutTable) -> tuple[Floats, Floats]:
     """Return (seconds of a step, bytes on the worst rank) by the closed form, [layouts]."""
     return models.times(run, layouts, exact=False).total, models.memory(run, layouts).peak
 
 
-def _constant_sensitivity(models: CostModels, run: Run, layouts: Candidates, seconds: Floats) -> Floats:
+def _constant_sensitivity(models: CostModels, run: Run, layouts: LayoutTable, seconds: Floats) -> Floats:
     """Return the change of the logarithm of `seconds` by an error of each constant, [layouts, constants]."""
     names = [name for name in CONSTANTS if spread_of(name) > 0]
     columns = []

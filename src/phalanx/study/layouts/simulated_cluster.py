@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.config.schema import Run
-from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.models import Floats
+from phalanx.planner.rank.cost_models import CostModels, Floats
 from phalanx.planner.time.profile import CONSTANTS, spread_of
 from phalanx.study.layouts.prior import Prior, with_constants
 from phalanx.study.layouts.space import LAYOUT, LayoutSpace

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from phalanx.config.search import Search, Tunable
 from phalanx.errors import ConfigError
-from phalanx.planner.layouts.candidates import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, Candidates
+from phalanx.layout.spec import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, LayoutTable
 from phalanx.planner.layouts.enumerate import CHOSEN
 from phalanx.study.conditions import Mask, condition_holds
 from phalanx.study.space import Choices, Integers, Range, Scalar, Values, format_override
@@ -57,7 +57,7 @@ class LayoutSpace:
     parameters: tuple[Parameter, ...]
     codes: Ints
     """[points, parameters]: positions in the parameters' values."""
-    layouts: Candidates
+    layouts: LayoutTable
     """Distinct layouts of the points."""
     layout_of: Ints
     """[points]: index into `layouts`."""
@@ -129,7 +129,7 @@ class LayoutSpace:
     def overrides(self, point: int) -> list[str]:
         """Return the overrides of the run file that make it the point's."""
         # A tunable of value None stays as the run file has it, and is not among the values.
-        layout, values = self.layouts.layout(int(self.layout_of[point])), self.values(point)
+        layout, values = self.layouts.row(int(self.layout_of[point])), self.values(point)
         chosen = {f"layout.{name}": value for name, value in values.items() if name in LAYOUT}
         chosen["layout.dp_shard"] = layout.dp_shard
         if layout.pp == 1:
@@ -158,7 +158,7 @@ class LayoutSpace:
 
     def describe(self, point: int) -> str:
         """Return the point in one line."""
-        text = str(self.layouts.layout(int(self.layout_of[point])))
+        text = str(self.layouts.row(int(self.layout_of[point])))
         values = self.values(point)
         extra = {name: values[name] for name in ("microbatch", "recompute")}
         extra |= {name: value for name, value in values.items() if name not in LAYOUT}
@@ -169,7 +169,7 @@ class LayoutSpace:
         return LayoutSpace(self.parameters, self.codes[which], self.layouts, self.layout_of[which])
 
 
-def build_layout_space(layouts: Candidates, search: Search) -> LayoutSpace:
+def build_layout_space(layouts: LayoutTable, search: Search) -> LayoutSpace:
     """Return the space of these layouts and of the tunables of a run file.
 
     Raises ConfigError for tunables and conditions that cannot be, and where constraints leave nothing.
@@ -188,7 +188,7 @@ def build_layout_space(layouts: Candidates, search: Search) -> LayoutSpace:
     return space
 
 
-def matching_layouts(layouts: Candidates, search: Search) -> Mask:
+def matching_layouts(layouts: LayoutTable, search: Search) -> Mask:
     """Return which layouts have the values that the run file lists.
 
     Raises ConfigError for fields and values that there are not.
@@ -200,7 +200,7 @@ def matching_layouts(layouts: Candidates, search: Search) -> Mask:
     return keep
 
 
-def layout_column(layouts: Candidates, name: str) -> npt.NDArray[Any]:
+def layout_column(layouts: LayoutTable, name: str) -> npt.NDArray[Any]:
     """Return one field of many layouts as its plain values."""
     column = getattr(layouts, name)
     return np.asarray(_NAMED[name])[column] if name in _NAMED else np.asarray(column)

@@ -19,7 +19,7 @@ from phalanx.hardware.device import choose_device, device_kind, device_name
 from phalanx.hardware.machine import Machine
 from phalanx.planner.layouts.enumerate import CHOSEN
 from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.judge import Planner, Task
+from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.study.importance import can_be_told_apart, interactions, shapley_effects, summarize_importance
 from phalanx.study.layouts.prior import Prior, planned_space
 from phalanx.study.layouts.simulated_cluster import SimulatedRunner, draw_truth

@@ -29,7 +29,7 @@ from scipy.stats import truncnorm
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import Hyperparameter, Kernel
 
-from phalanx.planner.rank.models import Floats
+from phalanx.planner.rank.cost_models import Floats
 from phalanx.study.layouts.prior import Prior
 from phalanx.study.layouts.space import LAYOUT, LayoutSpace
 from phalanx.study.samplers import Observation, Proposal

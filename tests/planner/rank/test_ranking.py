@@ -1,4 +1,4 @@
-"""Judging all layouts of a run, with the real models of cost on a real machine."""
+"""Ranking all layouts of a run, with the real cost models on a real machine."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.sizes import model_flops_per_token
+from phalanx.families.registry import bind
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout
-from phalanx.planner.explain.budget import power_w
-from phalanx.planner.explain.causes import explain, parse_choice
-from phalanx.planner.explain.scaling import fewest_devices, parse_scale, scale
-from phalanx.planner.layouts.candidates import Candidates
+from phalanx.layout.spec import LayoutTable
+from phalanx.planner.explain.scaling import find_fewest_devices, parse_scale, scale_devices
+from phalanx.planner.explain.why_not import explain_choice, parse_choice
 from phalanx.planner.layouts.enumerate import Limits
 from phalanx.planner.memory.model import memory
-from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.judge import Judged, Planner, Task, lean, split_of, tflops, throughput
-from phalanx.planner.rank.models import WAITING, Times
-from phalanx.planner.rank.plan import NothingFits, Wishes, make_plan, pareto
-from phalanx.planner.rank.prune import least_bytes
-from phalanx.planner.rank.write import planned_run, planned_text
+from phalanx.planner.rank.cost_models import WAITING, CostModels, Times
+from phalanx.planner.rank.plan import NothingFits, Wishes, choose_front, make_plan
+from phalanx.planner.rank.prune import bound_memory
+from phalanx.planner.rank.ranking import Planner, Ranking, Task, number_splits, pareto_front
+from phalanx.planner.rank.write import run_with_layout, write_planned_run
 from phalanx.planner.time.profile import default_profile
 from phalanx.planner.time.timing import step_times
+from phalanx.planner.trace.family import TracedModel
 
 WIDE = {
     "model.n_layers": 8,
@@ -56,12 +56,12 @@ def wide() -> LanguageRun:
 
 
 @cache
-def judged() -> Judged:
-    return planner(limits=Limits(2, 2)).judge(Task(wide(), 16))
+def ranking_of_wide() -> Ranking:
+    return planner(limits=Limits(2, 2)).rank_layouts(Task(wide(), 16))
 
 
 def test_pruning_loses_nothing() -> None:
-    found, models = judged(), planner().models
+    found, models = ranking_of_wide(), planner().models
     peak = models.memory(wide(), found.legal)
     assert 0 < len(found.fitting) < len(found.legal)
     assert found.fitting.tolist() == np.flatnonzero(peak.p_fits >= 0.9).tolist()
@@ -71,17 +71,17 @@ def test_pruning_loses_nothing() -> None:
 
 
 def test_the_bound_lies_below_the_memory_model() -> None:
-    found = judged()
-    kernels = planner().models._kernels(wide())  # type: ignore[attr-defined]
-    share = least_bytes(wide(), found.legal) / memory(wide(), found.legal, kernels).allocated
+    found = ranking_of_wide()
+    kernels = planner().models._kernels(wide())
+    share = bound_memory(bind(wide(), TracedModel), found.legal) / memory(wide(), found.legal, kernels).allocated
     assert share.max() <= 1.0 and np.median(share) > 0.2
 
 
 def test_ranking_is_by_simulated_time() -> None:
-    found, machine = judged(), load_machine("frontier")
+    found, machine = ranking_of_wide(), load_machine("frontier")
     ranked = found.ranked
     profile = default_profile(machine.node.device).profile
-    exact = step_times(wide(), ranked.candidates, machine, profile, exact=True).total
+    exact = step_times(wide(), ranked.layouts, machine, profile, exact=True).total
     np.testing.assert_allclose(ranked.times.total, exact)
     assert (np.diff(exact) >= 0).all()
     np.testing.assert_allclose(sum(ranked.times.causes.values()), ranked.times.total)
@@ -89,36 +89,46 @@ def test_ranking_is_by_simulated_time() -> None:
     assert np.abs(np.log(ranked.times.total[0] / fastest[0])) < 0.15
 
 
-def test_lean_ones_need_less_than_every_faster_one() -> None:
+def test_pareto_front_of_two_goals() -> None:
     seconds, peak = np.array([3.0, 1.0, 2.0, 4.0, 2.0]), np.array([5.0, 9.0, 7.0, 6.0, 8.0])
-    assert lean(seconds, peak).tolist() == [1, 2, 0]
+    assert pareto_front(seconds, peak).tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_nothing_in_a_pareto_front_is_beaten_and_all_else_is(count: int) -> None:
+    goals = np.random.default_rng(count).integers(0, 12, (count, 300)).astype(np.float64)
+    front = pareto_front(*goals)
+    assert (np.diff(goals[0][front]) >= 0).all()
+    for index, needs in enumerate(goals.T):
+        as_good = [other for other in front if (goals.T[other] <= needs).all()]
+        assert as_good == [index] if index in front else as_good
 
 
 class _Idle(CostModels):
     """Layouts with pipelines do nothing but wait."""
 
-    def times(self, run: Run, candidates: Candidates, *, exact: bool) -> Times:
-        times = super().times(run, candidates, exact=exact)
-        idle = np.where(candidates.pp > 1, times.total, 0.0)
+    def times(self, run: Run, layouts: LayoutTable, *, exact: bool) -> Times:
+        times = super().times(run, layouts, exact=exact)
+        idle = np.where(layouts.pp > 1, times.total, 0.0)
         return replace(times, causes={WAITING: idle, "matmul": times.total - idle})
 
 
 def test_what_takes_less_energy_than_any_faster_one_is_simulated() -> None:
     few = planner(limits=Limits(2, 2), simulated=1)
-    few = replace(few, models=_Idle(few.machine, few.models.profile))  # type: ignore[attr-defined]
-    found = few.judge(Task(wide(), 16))
+    few = replace(few, models=_Idle(few.machine, few.models.profile))
+    found = few.rank_layouts(Task(wide(), 16))
     fitting = found.legal.take(found.fitting)
     times = few.models.times(wide(), fitting, exact=False)
-    energy = times.total * power_w(times, 280.0)
-    simulated = {tuple(row) for row in _columns(found.ranked.candidates)}
-    lean_ones = _columns(fitting.take(lean(times.total, energy)))
+    energy = times.total * times.mean_power(280.0)
+    simulated = {tuple(row) for row in _columns(found.ranked.layouts)}
+    lean_ones = _columns(fitting.take(pareto_front(times.total, energy)))
     assert len(lean_ones) > 1
     assert all(tuple(row) in simulated for row in lean_ones)
 
 
-def _columns(candidates: Candidates) -> list[list[int]]:
-    names = (field.name for field in fields(candidates) if isinstance(getattr(candidates, field.name), np.ndarray))
-    return np.stack([getattr(candidates, name) for name in names], axis=1).tolist()
+def _columns(layouts: LayoutTable) -> list[list[int]]:
+    names = (field.name for field in fields(layouts) if isinstance(getattr(layouts, field.name), np.ndarray))
+    return np.stack([getattr(layouts, name) for name in names], axis=1).tolist()
 
 
 def test_no_more_devices_are_tried_than_there_are() -> None:
@@ -127,26 +137,26 @@ def test_no_more_devices_are_tried_than_there_are() -> None:
     network = few.machine.network.model_copy(update={"nodes": 1})
     small = replace(few, machine=few.machine.model_copy(update={"network": network}))
     with pytest.raises(ConfigError, match=r"16 devices are more than frontier has: 8 \(1 nodes of 8\)"):
-        small.judge(Task(wide(), 16))
-    points = scale(small, Task(wide(), 8), [8, 16]).strong
+        small.rank_layouts(Task(wide(), 16))
+    points = scale_devices(small, Task(wide(), 8), [8, 16]).strong
     assert points[0].best is not None and points[1].best is None and "more than frontier has" in points[1].why
-    assert fewest_devices(small, Task(run_with({**WIDE, "model.n_layers": 100}, global_batch=8), 8)) is None
+    assert find_fewest_devices(small, Task(run_with({**WIDE, "model.n_layers": 100}, global_batch=8), 8)) is None
 
 
 def test_the_table_has_the_best_of_each_split() -> None:
     few = planner(limits=Limits(2, 2), simulated=1)
-    found = few.judge(Task(wide(), 16))
+    found = few.rank_layouts(Task(wide(), 16))
     shown = make_plan(few, Task(wide(), 16), Wishes(best=50)).best
-    every = few.rank(wide(), found.legal.take(found.fitting))
+    every = few.simulate_layouts(wide(), found.legal.take(found.fitting))
     assert len(found.ranked) < len(every)
-    _, first = np.unique(split_of(every.candidates), return_index=True)
-    assert split_of(shown.candidates).tolist() == split_of(every.candidates)[np.sort(first)].tolist()
+    _, first = np.unique(number_splits(every.layouts), return_index=True)
+    assert number_splits(shown.layouts).tolist() == number_splits(every.layouts)[np.sort(first)].tolist()
     np.testing.assert_allclose(shown.times.total, every.times.total[np.sort(first)])
 
 
 def test_pareto_front() -> None:
-    ranked = judged().ranked
-    front = pareto(ranked, 280.0)
+    ranked = ranking_of_wide().ranked
+    front = choose_front(ranked, 280.0)
     assert (np.diff(front.times.total) >= 0).all() and front.times.total[0] == ranked.times.total[0]
     for index in range(len(ranked)):
         no_worse = (front.times.total <= ranked.times.total[index]) & (front.memory.peak <= ranked.memory.peak[index])
@@ -155,13 +165,15 @@ def test_pareto_front() -> None:
 
 def test_rates_count_the_global_batch() -> None:
     task = Task(wide(), 16)
-    assert throughput(task, 2.0) == pytest.approx(32 * 2048 / 2 / 16)
-    assert tflops(task, 2.0) == pytest.approx(32 * 2048 / 2 / 16 * model_flops_per_token(wide().model, 2048) / 1e12)
+    assert task.device_throughput(2.0) == pytest.approx(32 * 2048 / 2 / 16)
+    assert task.model_tflops(2.0) == pytest.approx(
+        32 * 2048 / 2 / 16 * model_flops_per_token(wide().model, 2048) / 1e12
+    )
 
 
 def test_fixed_fields_stay() -> None:
-    found = planner().judge(Task(wide(), 16, {"tp": 4, "recompute": "full", "microbatch": 1}))
-    assert set(found.ranked.candidates.tp.tolist()) == {4} and set(found.ranked.candidates.recompute.tolist()) == {2}
+    found = planner().rank_layouts(Task(wide(), 16, {"tp": 4, "recompute": "full", "microbatch": 1}))
+    assert set(found.ranked.layouts.tp.tolist()) == {4} and set(found.ranked.layouts.recompute.tolist()) == {2}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +186,7 @@ def test_fixed_fields_stay() -> None:
 )
 def test_what_cannot_be_legal_is_explained(fixed: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        planner().judge(Task(wide(), 16, fixed))
+        planner().rank_layouts(Task(wide(), 16, fixed))
 
 
 def test_nothing_fits() -> None:
@@ -183,24 +195,24 @@ def test_nothing_fits() -> None:
     message = str(caught.value)
     assert message.startswith("none of the ") and "fits into 1 x 64 GiB" in message and caught.value.exit_code == 2
     fewest = int(message.splitlines()[-1].removeprefix("smallest number of devices that fits: "))
-    assert len(planner().judge(Task(wide(), fewest)).fitting)
+    assert len(planner().rank_layouts(Task(wide(), fewest)).fitting)
     for fewer in (1, 2, 4):
-        assert fewer >= fewest or not len(planner().judge(Task(wide(), fewer)).fitting)
+        assert fewer >= fewest or not len(planner().rank_layouts(Task(wide(), fewer)).fitting)
 
 
 def test_why() -> None:
-    found, plan = judged(), planner(limits=Limits(2, 2))
-    best = found.ranked.candidates
-    same = explain(plan, found, f"tp={best.tp[0]}")
+    found, plan = ranking_of_wide(), planner(limits=Limits(2, 2))
+    best = found.ranked.layouts
+    same = explain_choice(plan, found, f"tp={best.tp[0]}")
     assert same.slower_by == pytest.approx(0, abs=1e-9)
-    other = explain(plan, found, "tp=8")
-    assert other.best is not None and other.best.candidates.tp.tolist() == [8] and other.slower_by > 0
+    other = explain_choice(plan, found, "tp=8")
+    assert other.best is not None and other.best.layouts.tp.tolist() == [8] and other.slower_by > 0
     assert sum(other.causes.values()) == pytest.approx(other.slower_by)
-    assert "layout.tp=16" in explain(plan, found, "layout.tp=16").illegal
-    much = explain(plan, found, "dp_replicate=16")
+    assert "layout.tp=16" in explain_choice(plan, found, "layout.tp=16").illegal
+    much = explain_choice(plan, found, "dp_replicate=16")
     assert much.best is None and sum(much.least.values()) > 64 * 2**30
-    fixed = planner().judge(Task(wide(), 16, {"tp": 4, "microbatch": 1}))
-    assert explain(plan, fixed, "tp=8").illegal == "layout.tp=4 is fixed by the command line"
+    fixed = planner().rank_layouts(Task(wide(), 16, {"tp": 4, "microbatch": 1}))
+    assert explain_choice(plan, fixed, "tp=8").illegal == "layout.tp=4 is fixed by the command line"
 
 
 @pytest.mark.parametrize(
@@ -213,7 +225,7 @@ def test_choices_that_are_none(words: str) -> None:
 
 def test_scaling() -> None:
     plan = planner(limits=Limits(1, 1), simulated=8)
-    found = scale(plan, Task(wide(), 16, {"recompute": "full", "schedule": "1f1b"}), [8, 11, 16, 64])
+    found = scale_devices(plan, Task(wide(), 16, {"recompute": "full", "schedule": "1f1b"}), [8, 11, 16, 64])
     assert [(point.devices, point.global_batch) for point in found.strong] == [(8, 32), (11, 32), (16, 32), (64, 32)]
     assert [point.global_batch for point in found.weak] == [16, 22, 32, 128]
     assert found.strong[1].best is None and found.strong[1].why
@@ -238,22 +250,21 @@ def test_fewest_devices_is_none_where_nothing_does() -> None:
     alone = load_machine("h200-x4")
     plan = Planner(alone, CostModels(alone, default_profile(alone.node.device)))
     huge = run_with({**WIDE, "model.n_layers": 400}, global_batch=8)
-    assert fewest_devices(plan, Task(huge, 4)) is None
+    assert find_fewest_devices(plan, Task(huge, 4)) is None
 
 
 def test_fewest_devices_of_a_schedule_that_computes_nothing_again() -> None:
     plan = planner(limits=Limits(1, 2), simulated=8)
-    found = fewest_devices(plan, Task(wide(), 8, {"schedule": "zbv"}))
+    found = find_fewest_devices(plan, Task(wide(), 8, {"schedule": "zbv"}))
     assert found is not None and len(found.ranked)
 
 
 def test_the_written_run_file_resolves_to_the_planned_layout() -> None:
-    found = judged()
+    found = ranking_of_wide()
     for index in (0, len(found.ranked) // 2, len(found.ranked) - 1):
-        candidates = found.ranked.candidates
-        text = planned_text(wide(), candidates, "Planned.", index)
+        layout = found.ranked.layouts.row(index)
+        text = write_planned_run(wide(), layout, "Planned.")
         assert text.startswith("# Planned.\n")
         run = parse_run(text, "out.yaml")
-        assert run == planned_run(wide(), candidates, index)
-        assert resolve_layout(run, 16, 8) == candidates.layout(index)
-        assert run.layout.recompute == candidates.recompute_of(index)
+        assert run == run_with_layout(wide(), layout)
+        assert resolve_layout(run, 16, 8) == layout

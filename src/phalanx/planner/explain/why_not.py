@@ -1,0 +1,94 @@
+"""Why not another layout: what the best one with some choice loses, cause by cause; or that none fits, or is legal.
+
+A layout whose time and memory are known by cause is compared with the best one; nothing is guessed from rules of thumb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from phalanx.config.document import dotted
+from phalanx.config.override import parse_overrides
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.layout.spec import NAMED
+from phalanx.planner.layouts.enumerate import CHOSEN
+from phalanx.planner.rank.ranking import Planner, RankedLayouts, Ranking
+
+
+@dataclass(frozen=True)
+class WhyNot:
+    """What one choice costs against the best layout."""
+
+    asked: str
+    """As it was asked: `tp=8`."""
+    illegal: str = ""
+    """Why no legal layout has it; empty where some do."""
+    best: RankedLayouts | None = None
+    """The best layout with it, one entry; None where none fits."""
+    slower_by: float = 0.0
+    """Seconds a step, beside the best layout of all."""
+    causes: Mapping[str, float] = field(default_factory=dict)
+    """Those seconds by cause, what costs most first."""
+    least: Mapping[str, float] = field(default_factory=dict)
+    """Where none fits: bytes by cause on the worst rank of the layout that needs least."""
+
+
+def parse_choice(words: str) -> dict[str, Any]:
+    """Read `tp=8` or `tp=8,pp=4`, each with or without `layout.` in front. Raises ConfigError."""
+    given = [word.strip() for word in words.split(",") if word.strip()]
+    chosen: dict[str, Any] = {}
+    for override in parse_overrides(given):
+        name, value = dotted(override.path).removeprefix("layout."), override.value
+        if name not in CHOSEN:
+            raise ConfigError(f"{words}: planning does not choose {name}; it chooses {', '.join(CHOSEN)}")
+        if name in NAMED:
+            if value not in NAMED[name]:
+                raise ConfigError(f"{words}: {name} is one of {', '.join(NAMED[name])}")
+        elif name == "reshard_after_forward":
+            if not isinstance(value, bool):
+                raise ConfigError(f"{words}: {name} is true or false")
+        elif not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigError(f"{words}: {name} is a whole number")
+        elif value < (least := 0 if name == "zero" else 1):
+            raise ConfigError(f"{words}: {name} is at least {least}")
+        chosen[name] = value
+    if not chosen:
+        raise ConfigError(f"{words!r} names no choice; write FIELD=VALUE, such as tp=8")
+    return chosen
+
+
+def explain_choice(planner: Planner, ranking: Ranking, words: str) -> WhyNot:
+    """Compare the best layout with this choice to the best of all. `ranking` has one that fits."""
+    chosen, task = parse_choice(words), ranking.task
+    for name, value in chosen.items():
+        if task.fixed.get(name, value) != value:
+            return WhyNot(words, illegal=f"layout.{name}={task.fixed[name]} is fixed by the command line")
+    has_it = np.ones(len(ranking.legal), bool)
+    for name, value in chosen.items():
+        has_it &= getattr(ranking.legal, name) == (NAMED[name].index(value) if name in NAMED else value)
+    if has_it.any():
+        fitting = np.flatnonzero(has_it[ranking.fitting])
+        fastest = fitting[np.argsort(ranking.seconds[fitting], kind="stable")][: planner.simulated]
+        legal, peak = ranking.legal.take(has_it), ranking.peak[has_it]
+        ranked = planner.simulate_layouts(task.run, ranking.legal.take(ranking.fitting[fastest]))
+    else:
+        # Enumeration may have left it out as beyond its limits, which fixed fields do not know.
+        try:
+            other = planner.rank_layouts(replace(task, fixed={**task.fixed, **chosen}))
+        except PhalanxError as error:
+            return WhyNot(words, illegal=str(error))
+        legal, peak, ranked = other.legal, other.peak, other.ranked
+    if not len(ranked):
+        return WhyNot(words, least=planner.memory_breakdown(task.run, planner.least_memory(task, legal, peak)))
+    found, best = ranked.take([0]), ranking.ranked.times
+    nothing = np.zeros(1)
+    causes = {
+        name: float(found.times.causes.get(name, nothing)[0] - best.causes.get(name, nothing)[0])
+        for name in dict.fromkeys([*found.times.causes, *best.causes])
+    }
+    ordered = dict(sorted(causes.items(), key=lambda item: -item[1]))
+    return WhyNot(words, best=found, slower_by=float(found.times.total[0] - best.total[0]), causes=ordered)

@@ -1,0 +1,274 @@
+"""All legal layouts of a run on a number of devices, ranked: pruned by memory, timed, and the best ones simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.config.check import global_batch_samples
+from phalanx.config.override import parse_overrides
+from phalanx.config.schema import Run
+from phalanx.errors import ConfigError
+from phalanx.families.registry import bind
+from phalanx.hardware.machine import Machine
+from phalanx.layout.resolve import resolve_layout
+from phalanx.layout.spec import Bools, Ints, LayoutTable
+from phalanx.planner.layouts.enumerate import CHOSEN, Limits, drop_equivalent, enumerate_layouts
+from phalanx.planner.layouts.microbatch import LEAST_P
+from phalanx.planner.rank.cost_models import CostModels, Floats, Memory, Times
+from phalanx.planner.rank.prune import bound_memory, count_gathered_bytes
+from phalanx.planner.trace.family import TracedModel
+
+SIMULATED = 256
+"""Layouts, best by the closed form first, whose schedule is simulated."""
+SPLITS = 20
+"""Choices of tp, cp and pp, best by the closed form first, of which the fastest layouts are simulated in any case."""
+OF_EACH_SPLIT = 16
+"""Layouts simulated per (tp, cp, pp); simulation may change the ranking."""
+WORTH_STREAMING = 0.02
+"""Share of a device's memory that a block's parameters and gradients take, gathered, where streaming is considered."""
+
+
+def fixed_fields(run: Run, words: Sequence[str], *, everything: bool = False) -> dict[str, Any]:
+    """Return the fields of the layout that are not to be chosen: those of the command line, or of the run file as well."""
+    stated = {str(change.path[-1]) for change in parse_overrides(words) if change.path[0] == "layout"}
+    if everything:
+        # Pydantic keeps which fields were written and which are defaults.
+        stated |= run.layout.model_fields_set
+    values = {name: getattr(run.layout, name) for name in CHOSEN if name in stated}
+    return {name: value for name, value in values.items() if value != "auto"}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be planned: a run on so many devices, with what plans need of it again and again."""
+
+    run: Run
+    devices: int
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """Fields of `layout` that keep these values."""
+
+    def __post_init__(self) -> None:
+        assert set(self.fixed) <= set(CHOSEN)
+
+    @cached_property
+    def model(self) -> TracedModel:
+        """The model, bound to the run."""
+        return bind(self.run, TracedModel)
+
+    @cached_property
+    def samples(self) -> int:
+        """Samples per optimizer step."""
+        return global_batch_samples(self.run)
+
+    @cached_property
+    def sample_tokens(self) -> int | None:
+        """Tokens of a sample; None where samples are no texts."""
+        return self.run.sample_tokens
+
+    @property
+    def unit(self) -> str:
+        """What a person counts training in: tokens of text, samples of all else."""
+        return "samples" if self.sample_tokens is None else "tokens"
+
+    @property
+    def amount(self) -> int:
+        """Units per optimizer step."""
+        return self.samples * (self.sample_tokens or 1)
+
+    @property
+    def batch(self) -> str:
+        """The global batch in words."""
+        if self.sample_tokens is None:
+            return f"{self.samples:,} samples"
+        return f"{self.samples:,} x {self.sample_tokens:,} tokens"
+
+    def device_throughput(self, seconds: npt.ArrayLike) -> Floats:
+        """Return units per second and device of steps that take so long."""
+        return np.asarray(self.amount / (np.asarray(seconds, np.float64) * self.devices))
+
+    def model_tflops(self, seconds: npt.ArrayLike) -> Floats:
+        """Return model TFLOP/s per device of steps that take so long, in the convention that `training.flops` names."""
+        tflop = self.samples * self.model.flops_per_sample() / 1e12
+        return np.asarray(tflop / (np.asarray(seconds, np.float64) * self.devices))
+
+
+@dataclass(frozen=True)
+class RankedLayouts:
+    """Layouts that fit, fastest first, with times from the simulation of their schedules."""
+
+    layouts: LayoutTable
+    times: Times
+    memory: Memory
+
+    def __len__(self) -> int:
+        return len(self.layouts)
+
+    def take(self, which: Any) -> RankedLayouts:
+        """Return the layouts at these positions."""
+        return RankedLayouts(self.layouts.take(which), self.times.take(which), self.memory.take(which))
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Everything that was found out about the layouts of a task."""
+
+    task: Task
+    legal: LayoutTable
+    """All legal layouts."""
+    peak: Floats
+    """Bytes on the worst rank of each legal layout; NaN where a bound showed that it does not fit."""
+    fitting: Ints
+    """Indices of the legal layouts that are likely enough to fit."""
+    seconds: Floats
+    """Seconds per step of the fitting layouts, by the closed form."""
+    ranked: RankedLayouts
+    """Simulated layouts: the best ones, the best of each choice of tp, cp and pp, and those that are Pareto-optimal in two
+    of time, memory and energy."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans on one machine, with one set of models."""
+
+    machine: Machine
+    models: CostModels
+    least_p: float = LEAST_P
+    """Probability of fitting below which a layout is left out."""
+    limits: Limits = field(default_factory=Limits)
+    simulated: int = SIMULATED
+
+    def rank_layouts(self, task: Task) -> Ranking:
+        """Rank every legal layout of a task; it may be that none fits.
+
+        Raises ConfigError where none is legal, or the machine has fewer devices.
+        """
+        self.machine.check_devices(task.devices)
+        legal = self.legal_layouts(task)
+        if not len(legal):
+            raise ConfigError(self._explain_nothing_legal(task))
+        peak, p_fits = self._estimate_memory(task, legal)
+        # Memory comes before time: most layouts do not fit, and times need a trace of each micro-batch that is left.
+        fitting = np.flatnonzero(p_fits >= self.least_p)
+        probable = legal.take(fitting)
+        times = self.models.times(task.run, probable, exact=False)
+        # At 1 W a device: a board's power multiplies the energy of all layouts alike.
+        seconds, energy = times.total, times.total * times.mean_power(1.0)
+        # The closed form ranks well but not exactly: simulated are all that may turn out best in some respect.
+        chosen = [
+            np.argsort(seconds, kind="stable")[: self.simulated],
+            fastest_of_each_split(probable, seconds),
+            pareto_front(seconds, peak[fitting]),
+            pareto_front(seconds, energy),
+            pareto_front(energy, peak[fitting]),
+        ]
+        ranked = self.simulate_layouts(task.run, probable.take(np.unique(np.concatenate(chosen))))
+        return Ranking(task, legal, peak, fitting, seconds, ranked)
+
+    def legal_layouts(self, task: Task) -> LayoutTable:
+        """Return all legal layouts of a task, within the limits; one of those that run the same way."""
+        return drop_equivalent(self.every_legal(task))
+
+    def every_legal(self, task: Task) -> LayoutTable:
+        """Return all legal layouts of a task, within the limits."""
+        legal = enumerate_layouts(task.run, task.devices, self.machine.node.devices, task.fixed, self.limits)
+        if "gather" in task.fixed:
+            return legal
+        # Where gathered blocks are small, streaming has nothing to save; without `tp` they are whole, and FSDP does better.
+        worth = count_gathered_bytes(task.model, legal) >= WORTH_STREAMING * self.models.device_bytes
+        return legal.take((legal.streamed == 1) | (worth & (legal.tp > 1)))
+
+    def _estimate_memory(self, task: Task, layouts: LayoutTable) -> tuple[Floats, Floats]:
+        """Return (bytes on the worst rank, probability of fitting) of each layout; NaN and 0 where it cannot fit.
+
+        Small micro-batches and much recompute come first. Where none of the layouts that split the model alike fits with
+        those, none does with larger ones and less recompute: these are left out, and the model is not traced for them.
+        """
+        peak, p_fits = np.full(len(layouts), np.nan), np.zeros(len(layouts))
+        possible = bound_memory(task.model, layouts) <= self.models.device_bytes
+        # One integer for each split: sorting these is much faster than sorting rows.
+        numbers = (layouts.tp << 40) + (layouts.cp << 20) + (layouts.streamed << 2) + layouts.context
+        splits, split = np.unique(numbers, return_inverse=True)
+        effort = -layouts.recompute
+        hopeless: list[tuple[Bools, int, int]] = []
+        for microbatch in np.unique(layouts.microbatch).tolist():
+            for recompute in np.unique(effort).tolist():
+                wave = possible & (layouts.microbatch == microbatch) & (effort == recompute)
+                worse = np.zeros(len(splits), bool)
+                # A layout with a multiple of a micro-batch has a counterpart with that micro-batch, which was tried before.
+                for failed, smaller, more_recompute in hopeless:
+                    if microbatch % smaller == 0 and recompute >= more_recompute:
+                        worse |= failed
+                looked_at = np.flatnonzero(wave & ~worse[split])
+                found = self.models.memory(task.run, layouts.take(looked_at))
+                peak[looked_at], p_fits[looked_at] = found.peak, found.p_fits
+                tried, fits = np.zeros((2, len(splits)), bool)
+                tried[split[wave]] = True
+                fits[split[wave & (p_fits >= self.least_p)]] = True
+                hopeless.append((tried & ~fits, microbatch, recompute))
+        return peak, p_fits
+
+    def simulate_layouts(self, run: Run, layouts: LayoutTable) -> RankedLayouts:
+        """Simulate these layouts and sort them: fastest first, of equally fast ones that which needs less memory."""
+        times, memory = self.models.times(run, layouts, exact=True), self.models.memory(run, layouts)
+        # The last key of lexsort is the first to sort by.
+        order = np.lexsort((memory.peak, times.total))
+        return RankedLayouts(layouts, times, memory).take(order)
+
+    def least_memory(self, task: Task, layouts: LayoutTable, peak: Floats) -> LayoutTable:
+        """Return the layout that needs least memory. peak: as far as it is known, [layouts]; all NaN where it is not."""
+        if np.isnan(peak).all():
+            # None came within the bound: only those nearest to it are traced.
+            nearest = layouts.take(np.argsort(bound_memory(task.model, layouts), kind="stable")[: self.simulated])
+            return nearest.take([int(np.argmin(self.models.memory(task.run, nearest).peak))])
+        return layouts.take([int(np.nanargmin(peak))])
+
+    def memory_breakdown(self, run: Run, layout: LayoutTable) -> dict[str, float]:
+        """Return bytes by cause on the pipeline rank of a single layout that needs most, largest first."""
+        worst = max(self.models.stage_memory(run, layout), key=lambda causes: sum(causes.values()))
+        return dict(sorted(worst.items(), key=lambda item: -item[1]))
+
+    def _explain_nothing_legal(self, task: Task) -> str:
+        """Return what the rules say of the fixed fields with all else as it is by default."""
+        free = type(task.run.layout).model_fields
+        plain = {name: task.fixed.get(name, free[name].default) for name in CHOSEN}
+        run = task.run.model_copy(update={"layout": task.run.layout.model_copy(update=plain)})
+        try:
+            resolve_layout(run, task.devices, self.machine.node.devices)
+        except ConfigError as error:
+            return str(error)
+        return f"no layout of {task.devices} devices is legal within {self.limits}; fix the fields that go beyond"
+
+
+def pareto_front(*goals: Floats) -> Ints:
+    """Return the indices of the Pareto-optimal layouts, sorted by the first objective.
+
+    goals: what each layout needs, [layouts], the less the better. Of layouts with equal needs the first one is returned.
+    """
+    needs = np.stack(goals, axis=1)
+    # In this order no layout is beaten by a later one: the first that is left is always optimal.
+    left = np.lexsort(goals[::-1])
+    front: list[int] = []
+    while len(left):
+        front.append(int(left[0]))
+        left = left[(needs[left] < needs[left[0]]).any(axis=1)]
+    return np.asarray(front, np.int64)
+
+
+def fastest_of_each_split(layouts: LayoutTable, seconds: Floats) -> Ints:
+    """Return the indices of the OF_EACH_SPLIT fastest layouts of each of the SPLITS fastest choices of tp, cp and pp."""
+    order = np.argsort(seconds, kind="stable")
+    _, first, split = np.unique(number_splits(layouts)[order], return_index=True, return_inverse=True)
+    fastest_splits = np.argsort(first)[:SPLITS]
+    of_each = [np.flatnonzero(split == number)[:OF_EACH_SPLIT] for number in fastest_splits]
+    return np.asarray(order[np.concatenate([np.zeros(0, np.int64), *of_each])])
+
+
+def number_splits(layouts: LayoutTable) -> Ints:
+    """Return a number for each layout that is the same where tp, cp and pp are."""
+    return np.asarray((layouts.tp << 40) + (layouts.cp << 20) + layouts.pp)
