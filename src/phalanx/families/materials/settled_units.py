@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+from phalanx.printable import write_stderr
 from phalanx.checkpoint import RankGroup, open_checkpoints, read_state
 from phalanx.config.load import parse_run
 from phalanx.families.materials.config import MaterialsRun
@@ -53,7 +53,7 @@ def _units(run: MaterialsRun, run_dir: Path, unstated: list[str]) -> Units:
         for branch, before in zip(units["branches"], start["branches"], strict=True):
             branch["energy_scale"] = before["energy_scale"]
     words = "; ".join(units_in_words(with_units(run.model, units), unstated))
-    sys.stderr.write(f"the run file leaves to the training data: {words}\n")
+    write_stderr(f"the run file leaves to the training data: {words}")
     return units
 
 

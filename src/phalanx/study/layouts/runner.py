@@ -92,7 +92,7 @@ class ProcessRunner:
         log = read_json_lines(folder / TRAINED / "metrics.jsonl", metrics_problem)
         if log.damaged:
             # The disk's doing, not the layout's: the trial may be repeated.
-            return Outcome(INTERRUPTED, seconds=ended.seconds, words=log.damage_in_words())
+            return Outcome(INTERRUPTED, seconds=ended.seconds, words=log.describe_damage())
         rows = log.records
         losses = tuple(float(row["loss"]) for row in rows)
         peaks = [found["memory_bytes"] for found in ranks if found and found["memory_bytes"] is not None]

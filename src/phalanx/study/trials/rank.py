@@ -13,7 +13,6 @@ import json
 import os
 import resource
 import signal
-import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from phalanx.errors import ConfigError, Interrupted, PhalanxError
 from phalanx.files import write_atomically
 from phalanx.hardware.device import choose_device
 from phalanx.layout.mesh import Ranks, ranks_from_environment
+from phalanx.printable import write_stderr
 from phalanx.torch_compat import common as compat
 from phalanx.train.start import train
 from phalanx.train.stopping import ran_out_of_memory
@@ -79,8 +79,7 @@ def main(folder_name: str) -> int:
         _leave(folder, ranks, {"cause": cause_of(error), "words": f"rank {ranks.rank}: {error}"})
         if not isinstance(error, PhalanxError):
             traceback.print_exc()
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        sys.stderr.flush()
+        write_stderr(f"{type(error).__name__}: {error}")
         # Not an orderly end: groups that were left in the middle of a collective may never let go.
         os._exit(1)
     return 0
