@@ -163,6 +163,7 @@ def short_count(number: float) -> str:
 
 def wrap_line(line: str, width: int, hanging: str = "  ") -> list[str]:
     """Return `line` in pieces of at most `width` columns, later ones indented by `hanging`; words and paths stay whole."""
+    # wrap drops the margin of later lines
     margin = " " * (len(line) - len(line.lstrip()))
     return textwrap.wrap(
         line,

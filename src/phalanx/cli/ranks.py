@@ -19,6 +19,7 @@ def start_ranks(words: Sequence[str], nproc: int, *, grace_s: float = GRACE_S) -
     grace_s: seconds after which ranks that were told to stop are killed. Raises ConfigError where torchrun or srun has
     started ranks already.
     """
+    # ranks that each start ranks would share ports and devices
     if ranks_from_environment().world_size > 1:
         raise ConfigError(f"--nproc {nproc} starts ranks, but torchrun or srun has started them already; leave it out")
     code = launch_ranks(words, nproc, grace_s=grace_s)

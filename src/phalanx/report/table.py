@@ -51,6 +51,7 @@ def write_text_table(
         folded: whether cells of the last column are broken into several lines where the table is too wide still.
     """
     first = [["", *(str(number + 1) for number in range(len(rows)))]] if numbered else []
+    # from the whole table to the narrowest: the first that fits, or else the narrowest
     for limit in sorted({column.gives_way for column in columns}, reverse=True):
         shown = [shrunk for column in columns if (shrunk := _shrink(column, limit)) is not None]
         texts = [[column.head, *(str(column.cell(row)) for row in rows)] for column in shown]

@@ -15,9 +15,9 @@ import yaml
 from phalanx.cli.arguments import Json, Overrides, RunFile, show_examples
 from phalanx.cli.console import print_error, print_json, print_lines, print_pairs, short_count, show_preparation
 from phalanx.config.load import load_run
+from phalanx.data.prepared_folder import MANIFEST
 from phalanx.errors import ConfigError
 from phalanx.families.language.data.documents import MAX_DOCUMENT_BYTES
-from phalanx.data.prepared_folder import MANIFEST
 from phalanx.families.language.data.open_tokens import open_source
 from phalanx.families.language.data.prepare_text import Options, prepare_text
 from phalanx.families.language.data.token_shards import PassedOver, read_token_manifest

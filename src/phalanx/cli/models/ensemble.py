@@ -169,7 +169,9 @@ def _require_options_of(members: Sequence[Member], words: Sequence[str], options
         )
 
 
-def _build_ensemble(members: Sequence[Member], options: EnsembleOptions, device: torch.device, ranks: Ranks) -> Ensemble:
+def _build_ensemble(
+    members: Sequence[Member], options: EnsembleOptions, device: torch.device, ranks: Ranks
+) -> Ensemble:
     with make_progress_bar() as bar:
         tasks: dict[str, Any] = {}
 

@@ -48,6 +48,7 @@ def run_forecast(
             mapped=shown or (),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
+    # beside the run where there is one; a single checkpoint has no place for a page
     page = html or (checkpoint if (checkpoint / "checkpoints").is_dir() else Path()) / "forecast.html"
     write_atomically(page, render_forecasts(loaded, found))
     if as_json:

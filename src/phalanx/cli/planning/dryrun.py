@@ -51,6 +51,7 @@ def run_dryrun(
         )
     per_node = loaded.cluster.devices_per_node or devices_per_node
     layout = resolve_layout(loaded, devices, per_node)
+    # kernels of a GPU need not be here for a dry run, those of the CPU do
     if device == "cpu":
         check_attention(loaded.training.attention, torch.device("cpu"))
     if rank is not None and rank >= devices:

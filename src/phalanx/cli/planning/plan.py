@@ -81,15 +81,7 @@ def run_plan(
     chosen = {(name,) for name in CHOSEN}
     changes = [word for word in words if parse_overrides([word])[0].path[1:] not in chosen]
     command = make_run_command(made, write or run, [] if write else changes, cluster, fixed=write is not None)
-    written: dict[str, str] = {}
-    if write is not None:
-        seconds = format_duration(float(made.best.times.total[0]))
-        note = f"Planned for {task.devices} devices of {machine.name}: {seconds} a step expected.\n"
-        write_file(write, planned_text(task.run, made.best.candidates, note))
-        written["run"] = str(write)
-    if html is not None:
-        write_file(html, render_plan(made, "\n".join(fold_command(command, _COMMAND_WIDTH))))
-        written["html"] = str(html)
+    written = _write_files(made, write, html, command)
     if json:
         print_json(plan_facts(made) | {"written": written})
         return
@@ -102,6 +94,21 @@ def run_plan(
         print_lines(["\nto run 1:", *fold_command(command, min(width, 120))])
     if html is not None:
         print_lines([f"wrote {html}"])
+
+
+def _write_files(made: Plan, write: Path | None, html: Path | None, command: list[str]) -> dict[str, str]:
+    """Write what was asked for, and return its path by its kind."""
+    written: dict[str, str] = {}
+    if write is not None:
+        seconds = format_duration(float(made.best.times.total[0]))
+        name = made.planner.machine.name
+        note = f"Planned for {made.task.devices} devices of {name}: {seconds} a step expected.\n"
+        write_file(write, planned_text(made.task.run, made.best.candidates, note))
+        written["run"] = str(write)
+    if html is not None:
+        write_file(html, render_plan(made, "\n".join(fold_command(command, _COMMAND_WIDTH))))
+        written["html"] = str(html)
+    return written
 
 
 def make_run_command(made: Plan, file: Path, changes: list[str], cluster: str, *, fixed: bool) -> list[str]:

@@ -43,6 +43,7 @@ def run_verify(
     )
     outcome = verify_run(loaded, options)
     failed = [verdict for verdict in outcome.verdicts if not verdict.passed]
+    # under torchrun every rank gets here
     if ranks_from_environment().first:
         if json:
             print_json(

@@ -9,9 +9,10 @@ from pathlib import Path
 from phalanx.cli.console import print_json, print_lines, write_file
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
-from phalanx.hardware.machine import described_names, load_machine
+from phalanx.hardware.machine import Machine, described_names, load_machine
 from phalanx.launch.job_script import Job, complete_job, format_walltime, launch_script, parse_walltime
 from phalanx.layout.resolve import resolve_layout
+from phalanx.layout.spec import ResolvedLayout
 
 
 def run_launch(
@@ -31,7 +32,9 @@ def run_launch(
     as_json: bool,
 ) -> None:
     """Run the subcommand; `phalanx.cli.options.training` declares its arguments."""
-    machine, known = load_machine(cluster), cluster in described_names()
+    machine = load_machine(cluster)
+    # the job may start elsewhere: a description that is a file needs its whole path there
+    described = cluster if cluster in described_names() else str(Path(cluster).absolute())
     wanted = Job(
         run=run,
         nodes=nodes,
@@ -42,12 +45,12 @@ def run_launch(
         partition=partition,
         setup=tuple(setup or ()),
         image=image,
-        # the job may start elsewhere: a description that is a file needs its whole path there
-        examined_as=(cluster if known else str(Path(cluster).absolute())) if preflight else None,
+        examined_as=described if preflight else None,
     )
     job = complete_job(machine, wanted)
     ranks = job.nodes * machine.node.devices
     layout = resolve_layout(load_run(run, overrides or []), ranks, machine.node.devices)
+    # before anything is written: a login node without Slurm is told so at once
     sbatch = _find_sbatch() if submit else None
     text = launch_script(machine, job)
     if submit and out is None:
@@ -55,27 +58,35 @@ def run_launch(
     if out is not None:
         write_file(out, text)
     job_id = None if sbatch is None or out is None else _submit_script(sbatch, out)
-    facts = {
-        "cluster": machine.name,
-        "nodes": job.nodes,
-        "world_size": ranks,
-        "layout": str(layout),
-        "partition": job.partition,
-        "time_s": job.seconds,
-        "script": None if out is None else str(out),
-        "job_id": job_id,
-        "text": text,
-    }
     if as_json:
-        print_json(facts)
+        print_json(
+            {
+                "cluster": machine.name,
+                "nodes": job.nodes,
+                "world_size": ranks,
+                "layout": str(layout),
+                "partition": job.partition,
+                "time_s": job.seconds,
+                "script": None if out is None else str(out),
+                "job_id": job_id,
+                "text": text,
+            }
+        )
     elif out is None:
         print(text, end="")
     else:
-        assert job.seconds is not None
-        place = f"{job.nodes} node{'s' if job.nodes > 1 else ''} of {machine.name}"
-        print_lines([f"{out}: {ranks} ranks on {place} for {format_walltime(job.seconds)}, {layout}"])
-        if job_id is not None:
-            print_lines([f"submitted as job {job_id}"], style="green")
+        _print_job(job, machine, out, f"{ranks} ranks", layout, job_id)
+
+
+def _print_job(
+    job: Job, machine: Machine, script: Path, ranks: str, layout: ResolvedLayout, job_id: str | None
+) -> None:
+    """Print what was written, and whether it was submitted."""
+    assert job.seconds is not None
+    place = f"{job.nodes} node{'s' if job.nodes > 1 else ''} of {machine.name}"
+    print_lines([f"{script}: {ranks} on {place} for {format_walltime(job.seconds)}, {layout}"])
+    if job_id is not None:
+        print_lines([f"submitted as job {job_id}"], style="green")
 
 
 def _find_sbatch() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.printable import write_stderr
 from phalanx.checkpoint import RankGroup, open_checkpoints, read_state
 from phalanx.config.load import parse_run
 from phalanx.families.materials.config import MaterialsRun
@@ -17,6 +16,7 @@ from phalanx.families.materials.data.fitted_units import (
     with_units,
 )
 from phalanx.families.materials.data.graph_shards import open_prepared
+from phalanx.printable import write_stderr
 
 _TIMEOUT_S = 1800.0
 """Seconds that ranks wait for the first, which may read the energies of all structures."""
