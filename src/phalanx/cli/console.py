@@ -39,6 +39,7 @@ def open_output() -> Console:
 
 def print_json(value: dict[str, Any]) -> None:
     """Print one JSON object. Numbers that JSON cannot hold (NaN, infinities) become null."""
+    # not through rich, which might break lines
     print(json.dumps(replace_nonfinite(value), indent=2, allow_nan=False))
 
 

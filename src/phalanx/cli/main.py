@@ -240,6 +240,7 @@ app = typer.Typer(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and end the process with its exit code."""
+    # before torch is loaded, which reads these settings once
     os.environ.update(passive_waits(os.environ))
     try:
         # a rank whose launcher was killed is told to stop; training then does so in good order
@@ -254,6 +255,7 @@ def run_command_line(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit code; defects of ours come out as the exceptions they are."""
     command = typer.main.get_command(app)
     try:
+        # not standalone: Typer would end the process itself, with its own messages
         result = command.main(list(arguments) or ["--help"], prog_name="phalanx", standalone_mode=False)
         sys.stdout.flush()
     except Interrupted as stopped:
@@ -270,6 +272,7 @@ def run_command_line(arguments: Sequence[str]) -> int:
         print_error(_describe_usage_error(error))
         return 2
     except (KeyboardInterrupt, typer.Abort):
+        # 128 + the number of SIGINT, as shells expect
         return 130
     except BrokenPipeError:
         _close_stdout()
@@ -355,4 +358,5 @@ def _describe_usage_error(error: Any) -> str:
 
 def _close_stdout() -> None:
     """Let the interpreter flush into nothing at exit: the reader of stdout has gone."""
+    # else Python complains at exit that it cannot flush
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

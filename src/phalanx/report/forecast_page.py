@@ -159,6 +159,7 @@ def draw_scores(what: str, rows: Sequence[ScoreRow], series: dict[str, ScoreOf],
 
 def paint_maps(one: FieldMap) -> list[Picture]:
     """Return forecast and truth on one scale of colours, and their difference on one around zero; north on top."""
+    # rows of fields go from south to north, those of pictures from the top
     forecast, truth = (field[::-1].astype(np.float64) for field in (one.forecast, one.truth))
     error = forecast - truth
     shown = np.concatenate([forecast[np.isfinite(forecast)], truth[np.isfinite(truth)]])

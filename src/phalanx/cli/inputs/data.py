@@ -83,6 +83,7 @@ def prepare_data(
         with show_preparation() as report:
             prepare_text(inputs, out, options, workers=workers, max_document_bytes=max_document_bytes, progress=report)
     except KeyboardInterrupt:
+        # whole shards stay, so nothing is lost
         print_error("stopped; what is done is kept: the same command goes on from there")
         raise
     _print_sources(out, json_output)

@@ -86,14 +86,19 @@ def run_plan(
         print_json(plan_facts(made) | {"written": written})
         return
 
+    _print_plan(made, written, command)
+
+
+def _print_plan(made: Plan, written: dict[str, str], command: list[str]) -> None:
     width = open_output().width
     print_lines(write_plan_lines(made, width))
-    if write is not None:
-        print_lines([f"wrote {write}   next: phalanx verify {write}, {shlex.join(command)}"])
+    if file := written.get("run"):
+        print_lines([f"wrote {file}   next: phalanx verify {file}, {shlex.join(command)}"])
     else:
+        # wider lines are hard to copy
         print_lines(["\nto run 1:", *fold_command(command, min(width, 120))])
-    if html is not None:
-        print_lines([f"wrote {html}"])
+    if file := written.get("html"):
+        print_lines([f"wrote {file}"])
 
 
 def _write_files(made: Plan, write: Path | None, html: Path | None, command: list[str]) -> dict[str, str]:

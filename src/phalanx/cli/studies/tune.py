@@ -57,6 +57,7 @@ def run_tune(
         raise PhalanxError(f'phalanx tune needs {error.name}: pip install "phalanx-train[search]"') from None
     stopped = ""
     if run is not None:
+        # options of the command are shorthand for fields of the tune section
         changes = {"tune.trials": trials, "tune.engine": engine, "tune.slots": slots}
         words = [f"{name}={value}" for name, value in changes.items() if value is not None]
         loaded = load_run(run, [*(overrides or []), *words])

@@ -53,8 +53,7 @@ def run_launch(
     # before anything is written: a login node without Slurm is told so at once
     sbatch = _find_sbatch() if submit else None
     text = launch_script(machine, job)
-    if submit and out is None:
-        out = Path(f"{run.resolve().name.removesuffix('.yaml')}-{machine.name}.sbatch")
+    out = out or (Path(f"{run.resolve().name.removesuffix('.yaml')}-{machine.name}.sbatch") if submit else None)
     if out is not None:
         write_file(out, text)
     job_id = None if sbatch is None or out is None else _submit_script(sbatch, out)

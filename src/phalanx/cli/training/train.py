@@ -38,6 +38,7 @@ def _choose_run_directory(loaded: Run, run: Path, overrides: list[str]) -> Path:
     A folder resumes where it is, though the run file in it may name another: the one it began in, before it was moved or
     copied, or the one that --run-dir was given in place of.
     """
+    # a run file trains below the working directory
     default = run if run.is_dir() else Path("runs") / run.stem
     named_here = any(change.path == ("training", "run_dir") for change in parse_overrides(overrides))
     return Path(loaded.training.run_dir or default) if named_here or not run.is_dir() else default
