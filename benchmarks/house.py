@@ -212,7 +212,7 @@ class Arrived(BaseException):
 
 def walk_command(words: list[str], end: tuple[str, str]) -> Walk:
     """Follow `phalanx WORDS` from reading the run file to the function `end`, a module and a qualified name."""
-    from phalanx.cli.main import run  # noqa: PLC0415 - after the checkout's sources are on the path
+    from phalanx.cli.main import run_command_line  # noqa: PLC0415 - after the checkout's sources are on the path
     from phalanx.config.schema import Run  # noqa: PLC0415
 
     walk = Walk(read_order(), Run)
@@ -229,7 +229,7 @@ def walk_command(words: list[str], end: tuple[str, str]) -> Walk:
 
     sys.setprofile(watch)
     try:
-        run(words)
+        run_command_line(words)
     except Arrived:
         pass
     finally:
@@ -254,7 +254,7 @@ def walk_plan(_folder: Path, printed: tuple[str, str]) -> Walk:
 
 WALKS: dict[str, tuple[Callable[[Path, tuple[str, str]], Walk], tuple[str, str]]] = {
     "train": (walk_train, ("phalanx.train.trainer", "Trainer.train")),
-    "plan": (walk_plan, ("phalanx.cli.plan_words", "plan_lines")),
+    "plan": (walk_plan, ("phalanx.cli.planning.plan_text", "write_plan_lines")),
 }
 
 

@@ -16,7 +16,7 @@ PRELOADED = (
     *local_ranks.PRELOADED,
     "e3nn.o3",
     "phalanx.cli.main",
-    "phalanx.cli.train",
+    "phalanx.cli.training.train",
     "phalanx.planner.dryrun.run",
     "phalanx.families.language.bound",
     "phalanx.families.materials.bound",

@@ -5,8 +5,7 @@ import io
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.printable import printable
-from phalanx.printable_console import PrintableConsole
+from phalanx.printable import PrintableConsole, printable
 
 
 def test_what_would_act_is_written_out() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from phalanx.cli.console import print_json
-from phalanx.cli.plan_check import check_facts, print_check
+from phalanx.cli.planning.check_runs import list_checked_runs, print_checked_groups
 from phalanx.planner.measured.check import CheckedRun, compare, summarise_check
 from published.groups import grouped, refused
 from published.memory import published_peak
@@ -34,7 +34,7 @@ def main() -> None:
     runs = read_published_runs(options.table)
     rows = check_published(runs)
     groups = summarise_check(rows, runs)
-    print_json(check_facts(rows, groups)) if options.json else print_check(rows, groups)
+    print_json(list_checked_runs(rows, groups)) if options.json else print_checked_groups(rows, groups)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ from typing import Any, BinaryIO
 from phalanx.errors import ConfigError, PhalanxError
 
 TEMPORARY = ".writing-"
-"""How the names of files begin that are not whole yet; a process that was killed may leave one."""
+"""Beginning of the names of files that are not whole yet; a process that was killed may leave one."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to be written in here, which takes the place of `path` once it is whole; a crash leaves the old one."""
+    """Open a file that takes the place of `path` when the block ends; a crash leaves the old one."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
@@ -74,7 +74,7 @@ def require_replaceable(file: Path) -> None:
 
 
 def kind_in_words(mode: int) -> str:
-    """What `os.stat` calls a file of this mode, for messages."""
+    """Return what to call a file of this mode in a message."""
     kinds = {
         stat.S_IFDIR: "a folder",
         stat.S_IFIFO: "a named pipe",
@@ -87,13 +87,13 @@ def kind_in_words(mode: int) -> str:
 
 
 def clear_halves(folder: Path) -> None:
-    """Remove what processes left in `folder` that were ended while they wrote."""
+    """Remove the halves of files that killed processes left in `folder`."""
     for left in folder.glob(f"{TEMPORARY}*"):
         left.unlink()
 
 
 def user_cache() -> Path:
-    """The folder of what this user's processes keep for later ones, by the XDG base directory specification."""
+    """Return the folder of what this user's processes keep for later ones, by the XDG base directory specification."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx"
 
 
@@ -104,10 +104,10 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text.encode("utf-8"))
 
 
-def finite(value: Any) -> Any:
-    """The same plain value with null for numbers that JSON cannot hold."""
+def replace_nonfinite(value: Any) -> Any:
+    """Return the same plain value with None for numbers that JSON cannot hold (NaN, infinities)."""
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
+        return [replace_nonfinite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

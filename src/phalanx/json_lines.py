@@ -18,9 +18,9 @@ from phalanx.files import open_own_file
 MAX_LINE_BYTES = 1 << 22
 """A longer line is damaged: no metrics or event, samples included, has as much to say."""
 _TAIL_BYTES = 8192
-"""What is read of a file of which only the last record is wanted."""
+"""Bytes that are read of a file of which only the last record is wanted."""
 _SHOWN = 5
-"""Lines that a message names before it only counts."""
+"""Damaged lines that a message names before it only counts them."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class SoundLine:
 
 @dataclass(frozen=True)
 class DamagedLine:
-    """A line that does not."""
+    """A line that does not hold one, or holds one that its file should not."""
 
     number: int
     text: bytes
@@ -56,11 +56,11 @@ class JsonLinesFile:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """The objects, in the order of their lines."""
+        """Return the objects, in the order of their lines."""
         return [line.record for line in self.sound]
 
-    def damage_in_words(self) -> str:
-        """How many lines are damaged, which, and what is wrong with the first; at least one is."""
+    def describe_damage(self) -> str:
+        """Return how many lines are damaged, which, and what is wrong with the first; at least one is."""
         count = len(self.damaged)
         numbers = ", ".join(f"{line.number:,}" for line in self.damaged[:_SHOWN])
         more = f" and {count - _SHOWN:,} more" if count > _SHOWN else ""
@@ -88,7 +88,7 @@ def read_json_lines(path: Path, problem_of: Callable[[dict[str, Any]], str | Non
                         break
                 damaged.append(DamagedLine(number, text[:1000], f"is longer than {MAX_LINE_BYTES:,} bytes"))
                 continue
-            found = _parsed(text.rstrip(b"\n"))
+            found = _parse_object(text.rstrip(b"\n"))
             problem = found if isinstance(found, str) else problem_of(found)
             if not isinstance(found, str) and problem is None:
                 sound.append(SoundLine(number, text.rstrip(b"\n"), found))
@@ -100,28 +100,31 @@ def read_json_lines(path: Path, problem_of: Callable[[dict[str, Any]], str | Non
 
 
 def read_last_record(path: Path, problem_of: Callable[[dict[str, Any]], str | None]) -> dict[str, Any] | None:
-    """The last sound record near the end of a file that may be growing; None where there is none. See `read_json_lines`."""
+    """Return the last sound record near the end of a file that may be growing; None where there is none.
+
+    problem_of: as for `read_json_lines`.
+    """
     with open_own_file(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         lines = file.read(_TAIL_BYTES).split(b"\n")
-    # The last piece is empty, or a line that is being written; the first one may be torn by the seek.
+    # the last piece is empty, or a line that is being written; the first one may be torn by the seek
     for line in reversed(lines[:-1]):
-        found = _parsed(line)
+        found = _parse_object(line)
         if not isinstance(found, str) and problem_of(found) is None:
             return found
     return None
 
 
 def require_step(record: dict[str, Any]) -> str | None:
-    """What is wrong with an object that must say of which step it is, or None."""
+    """Return what is wrong with an object that must say of which step it is, or None."""
     step = record.get("step")
     if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53:
         return None
     return f"has step {step!r:.80}, not a whole number from 0"
 
 
-def _parsed(text: bytes) -> dict[str, Any] | str:
-    """The JSON object that `text` holds, or what is wrong with it."""
+def _parse_object(text: bytes) -> dict[str, Any] | str:
+    """Return the JSON object that `text` holds, or what is wrong with it."""
     try:
         value = json.loads(text)
     except RecursionError:

@@ -3,6 +3,11 @@
 The system's own file lock decides wherever it can, since it ends with its owner, however that ends. Between hosts of a
 shared file system it may not reach; there a living owner is known by its heartbeat, a change of the lock file's time
 stamp that the newcomer watches for, so that no two clocks are ever compared.
+
+The library `filelock` (4.2) has each half, and not both in one: `FileLock` is the system's lock alone and names no owner;
+`SoftFileLease` has a heartbeat, but lets a newcomer of the same host take the folder of a process that is stopped or waits
+for a slow disk, and two trainers in one folder spoil its checkpoints; `StrictSoftFileLock` never takes over the folder of a
+process that died on another host.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from typing import Self
 from phalanx.errors import PhalanxError
 
 HEARTBEATS_TO_MISS = 6
-"""Heartbeats that a newcomer on another host waits for before it takes the owner for dead."""
+"""Heartbeats that a newcomer on another host waits for before it considers the owner dead."""
 
 logger = logging.getLogger(__name__)
 _held: dict[Path, int] = {}
@@ -41,7 +46,7 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> Owner:
-        """This process, as of now."""
+        """Return this process as an owner, from now on."""
         return cls(socket.gethostname(), os.getpid(), datetime.now(UTC).isoformat(timespec="seconds"))
 
 
@@ -74,7 +79,7 @@ class FolderLock:
 
     @staticmethod
     def is_held(path: Path) -> bool:
-        """Whether this process holds the lock file `path`."""
+        """Return whether this process holds the lock file `path`."""
         return path.resolve() in _held
 
     def acquire(self) -> None:
@@ -111,9 +116,9 @@ class FolderLock:
             try:
                 exclusive = self._try_lock(descriptor)
                 owner = _read_owner(descriptor)
-                if owner is not None and self._alive(owner, descriptor, exclusive=exclusive):
+                if owner is not None and self._is_alive(owner, descriptor, exclusive=exclusive):
                     raise self._refusal(owner)
-                # A former owner may have removed the file between our opening and our locking it: look at the name again.
+                # a former owner may have removed the file between our opening and our locking it: look at the name again.
                 if self.path.exists() and os.path.samestat(os.fstat(descriptor), self.path.stat()):
                     _write_owner(descriptor)
                     return descriptor
@@ -123,7 +128,7 @@ class FolderLock:
             os.close(descriptor)
 
     def _try_lock(self, descriptor: int) -> bool:
-        """Lock the file; True if that worked, False if this file system has no locks."""
+        """Lock the file and return True, or return False if this file system has no locks."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -134,7 +139,7 @@ class FolderLock:
             return False
         return True
 
-    def _alive(self, owner: Owner, descriptor: int, *, exclusive: bool) -> bool:
+    def _is_alive(self, owner: Owner, descriptor: int, *, exclusive: bool) -> bool:
         if owner.host == socket.gethostname():
             return not exclusive and owner.pid != os.getpid() and process_exists(owner.pid)
         logger.warning(
@@ -147,12 +152,13 @@ class FolderLock:
         before = os.fstat(descriptor).st_mtime_ns
         for _ in range(HEARTBEATS_TO_MISS):
             time.sleep(self._heartbeat_s)
-            if self._time_stamp() not in (before, None):
+            if self._read_time_stamp() not in (before, None):
                 return True
         return False
 
-    def _time_stamp(self) -> int | None:
-        """The lock file's time stamp in nanoseconds, None if it is gone; opened anew, as network file systems cache it."""
+    def _read_time_stamp(self) -> int | None:
+        """Return the lock file's time stamp in nanoseconds, None if it is gone."""
+        # opened anew: network file systems answer a plain stat from their cache
         try:
             with self.path.open("rb") as file:
                 return os.fstat(file.fileno()).st_mtime_ns
@@ -160,6 +166,7 @@ class FolderLock:
             return None
 
     def _beat(self, descriptor: int) -> None:
+        """Change the lock file's time stamp until the lock is released: the heartbeat that other hosts watch for."""
         while not self._stopped.wait(self._heartbeat_s):
             try:
                 os.utime(descriptor)
@@ -172,7 +179,7 @@ class FolderLock:
 
 
 def _read_owner(descriptor: int) -> Owner | None:
-    """The owner that a lock file names; None if it is empty or says nothing that makes sense."""
+    """Return the owner that a lock file names; None if it is empty or says nothing that makes sense."""
     try:
         fields = json.loads(os.pread(descriptor, 4096, 0))
         return Owner(str(fields["host"]), int(fields["pid"]), str(fields["since"]))
@@ -187,7 +194,7 @@ def _write_owner(descriptor: int) -> None:
 
 
 def process_exists(pid: int) -> bool:
-    """Whether a process of this host has this number, whoever's it is."""
+    """Return whether a process of this host has this number, whoever's it is."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -198,7 +205,7 @@ def process_exists(pid: int) -> bool:
 
 
 def _forget_in_child() -> None:
-    """A forked worker must not keep its dead parent's lock alive."""
+    """Close the locks of the parent in a forked worker, which must not keep them alive after the parent's death."""
     for descriptor in _held.values():
         os.close(descriptor)
     _held.clear()

@@ -1,8 +1,17 @@
-"""Making text that others chose fit to print: names of files, fields, samples, messages of libraries."""
+"""Text that others chose made fit to print: names of files, fields, samples, messages of libraries.
+
+Whatever this program writes to a terminal goes through here, through a console or as a line on stderr.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters but line ends and tabs, marks that turn the direction of text around, and halves of characters, which
@@ -11,11 +20,32 @@ have no bytes."""
 
 def printable(text: str) -> str:
     """Return `text` with symbols (U+2400 on) or codes in place of characters that act on a terminal or page."""
-    return _UNPRINTABLE.sub(_symbol, text)
+    return _UNPRINTABLE.sub(_choose_symbol, text)
 
 
-def _symbol(match: re.Match[str]) -> str:
+def _choose_symbol(match: re.Match[str]) -> str:
     code = ord(match[0])
     if code < 0x20:
         return chr(0x2400 + code)
     return "\u2421" if code == 0x7F else f"\\u{code:04x}"
+
+
+def write_stderr(text: str) -> None:
+    """Write a line to stderr, at once and in one piece: several ranks may write to the same terminal."""
+    sys.stderr.write(printable(text) + "\n")
+    sys.stderr.flush()
+
+
+class PrintableConsole(Console):
+    """See `rich.console.Console`; control characters in what is printed are written out (see `printable`)."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield the parts of a text, table or other thing to print."""
+        for segment in super().render(renderable, options):
+            # rich's own control codes, as of a progress bar, are marked as such
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def plain_console(*, stderr: bool, **settings: Any) -> PrintableConsole:
+    """Return a console that takes nothing in a text for markup, an emoji or something to highlight."""
+    return PrintableConsole(stderr=stderr, highlight=False, emoji=False, markup=False, **settings)

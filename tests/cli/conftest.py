@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from command_line import Call, Outcome
-from phalanx.cli.main import run
+from phalanx.cli.main import run_command_line
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
     def _call(*arguments: str) -> Outcome:
         capsys.readouterr()
-        code = run(arguments)
+        code = run_command_line(arguments)
         captured = capsys.readouterr()
         return Outcome(code, captured.out, captured.err)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from command_line import Call
-from phalanx.cli import calibrate as verb
+from phalanx.cli.planning import calibrate as subcommand
 from phalanx.hardware.calibrate import effort
 from phalanx.planner.time.profile import CONSTANTS, load_profile
 
@@ -29,7 +29,7 @@ SHORT = replace(
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(verb, "effort_for", lambda _device: SHORT)
+    monkeypatch.setattr(subcommand, "effort_for", lambda _device: SHORT)
     return tmp_path
 
 
@@ -77,7 +77,7 @@ def full_disk() -> Iterator[None]:
 def test_a_full_disk_is_found_before_anything_is_measured(
     call: Call, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verb, "measure", None)
+    monkeypatch.setattr(subcommand, "measure", None)
     with full_disk():
         outcome = call("calibrate", "--device", "cpu", "--out", str(here / "mine.yaml"))
     assert outcome.code == 2 and "cannot write" in outcome.err and "--out" in outcome.err
@@ -85,7 +85,7 @@ def test_a_full_disk_is_found_before_anything_is_measured(
 
 
 def test_a_disk_that_fills_up_meanwhile_loses_nothing(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verb, "_check_writable", lambda _path: None)
+    monkeypatch.setattr(subcommand, "_require_writable", lambda _path: None)
     with full_disk():
         outcome = call("calibrate", "--device", "cpu")
     assert outcome.code == 1 and "the profile stands above" in outcome.err

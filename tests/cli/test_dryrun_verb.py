@@ -44,13 +44,13 @@ def test_one_rank_of_each_kind_of_stage(run_file: str, call: Call) -> None:
 
 
 def test_who_waits_hears_how_far_it_is(run_file: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.cli.dryrun._SILENCE_S", 0.0)
+    monkeypatch.setattr("phalanx.cli.planning.dryrun._SILENCE_S", 0.0)
     outcome = call("dryrun", run_file, "--devices", "64")
     assert outcome.code == 0
     assert "rank 0: forward of block 3, micro-batch 1, " in outcome.err
     assert "rank 0: backward of block 0, micro-batch 1, " in outcome.err
     assert outcome.out.splitlines()[1].endswith("; 41,056 parameters")
-    monkeypatch.setattr("phalanx.cli.dryrun._SILENCE_S", 1e9)
+    monkeypatch.setattr("phalanx.cli.planning.dryrun._SILENCE_S", 1e9)
     assert call("dryrun", run_file, "--devices", "64").err == ""
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from ensemble_members import train_members
 from materials_runs import write_materials_run
-from phalanx.cli import ensemble as verb
-from phalanx.cli.ensemble import Candidate, find_candidates, recipes_for, split_arguments
-from phalanx.cli.ensemble_words import compared_with_best, print_ensemble
+from phalanx.cli.models import ensemble as subcommand
+from phalanx.cli.models.ensemble import Candidate, find_candidates, recipes_for, split_arguments
+from phalanx.cli.models.ensemble_text import compare_with_best, print_ensemble
 from phalanx.config.load import load_run
 from phalanx.errors import ConfigError
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
@@ -104,14 +104,14 @@ def test_seeds_are_trained_as_real_runs(call: Call, tmp_path: Path) -> None:
 def test_of_a_study_the_best_trials_are_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "study.log").touch()
     trials = [Candidate(tmp_path / str(number), 0.1 * number, f"trial-{number:04d}") for number in range(30)]
-    monkeypatch.setattr(verb, "study_candidates", lambda folder: trials)
+    monkeypatch.setattr(subcommand, "study_candidates", lambda folder: trials)
     found, wanted = find_candidates([tmp_path], EnsembleOptions(), train=False)
     assert (found, wanted.top) == (trials[:20], 5)
     found, wanted = find_candidates([tmp_path], EnsembleOptions(top=3), train=False)
     assert (found, wanted.top) == (trials[:12], 3)
     with pytest.raises(ConfigError, match="has 30 trials with a score; give --top 30 at most"):
         find_candidates([tmp_path], EnsembleOptions(top=31), train=False)
-    monkeypatch.setattr(verb, "study_candidates", lambda folder: trials[:1])
+    monkeypatch.setattr(subcommand, "study_candidates", lambda folder: trials[:1])
     with pytest.raises(
         ConfigError, match="has 1 trials with a score, an ensemble has at least two members; let phalanx"
     ):
@@ -166,5 +166,5 @@ def test_what_cannot_be_is_refused_in_one_line(call: Call, tmp_path: Path, words
 
 
 def test_an_ensemble_that_is_worse_than_its_best_member_is_called_so() -> None:
-    assert compared_with_best(1.5, 1.75) == "0.2500 below that of the best member"
-    assert compared_with_best(4.0859, 3.5) == "0.5859 above that of the best member: worse than it alone"
+    assert compare_with_best(1.5, 1.75) == "0.2500 below that of the best member"
+    assert compare_with_best(4.0859, 3.5) == "0.5859 above that of the best member: worse than it alone"

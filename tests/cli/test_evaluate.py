@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from phalanx.cli.main import run
+from phalanx.cli.main import run_command_line
 from phalanx.families.language.data.token_shards import read_token_manifest
 from small_models import LLAMA, huggingface_config, random_decoder, save_huggingface, save_run
 from token_data import write_run_file, write_token_folder
@@ -23,7 +23,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 12 steps; its data lies beside it."""
     folder = tmp_path_factory.mktemp("evaluate")
     run_file = write_run_file(folder / "run.yaml", write_token_folder(folder / "data"))
-    assert run(["train", str(run_file), "--run-dir", str(folder / "run"), "training.steps=12"]) == 0
+    assert run_command_line(["train", str(run_file), "--run-dir", str(folder / "run"), "training.steps=12"]) == 0
     return folder / "run"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from phalanx.cli.main import run
+from phalanx.cli.main import run_command_line
 from weather_runs import write_weather_run
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("forecast")
     run_file = write_weather_run(folder)
-    assert run(["train", str(run_file), "--run-dir", str(folder / "run"), "training.steps=2"]) == 0
+    assert run_command_line(["train", str(run_file), "--run-dir", str(folder / "run"), "training.steps=2"]) == 0
     return folder / "run"
 
 

@@ -23,7 +23,7 @@ from command_line import Call
 from phalanx import __version__
 from phalanx.cli import main
 from phalanx.cli.console import print_error, print_json, short_count
-from phalanx.cli.main import VERBS, Verb
+from phalanx.cli.main import SUBCOMMANDS, Subcommand
 from phalanx.errors import CheckFailed, ConfigError, DataError, PhalanxError
 
 QUICKSTART = "examples/quickstart.yaml"
@@ -59,11 +59,11 @@ def test_help_lists_the_verbs_in_order_of_use(call: Call) -> None:
     assert call().out == outcome.out
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
-def test_every_verb_has_help_with_an_example(verb: Verb, call: Call) -> None:
-    outcome = call(verb.name, "--help")
+@pytest.mark.parametrize("subcommand", SUBCOMMANDS, ids=lambda subcommand: subcommand.name)
+def test_every_subcommand_has_help_with_an_example(subcommand: Subcommand, call: Call) -> None:
+    outcome = call(subcommand.name, "--help")
     assert outcome.code == 0
-    assert f"Usage: phalanx {verb.name}" in outcome.out
+    assert f"Usage: phalanx {subcommand.name}" in outcome.out
     assert "Example" in outcome.out.split("Usage:")[1]
 
 
@@ -75,9 +75,10 @@ def test_no_help_loads_torch() -> None:
     """Help of every subcommand, and a refused option, in one process that must not have imported what computes."""
     program = """
 import sys
-from phalanx.cli.main import VERBS, run
-codes = [run([verb.name, word]) for verb in VERBS for word in ("--help", "--no-such-option")]
-codes += [run([*words, "--help"]) for words in (["data", "prepare"], ["data", "prepare-fields"], ["config", "check"])]
+from phalanx.cli.main import SUBCOMMANDS, run_command_line
+below = (["data", "prepare"], ["data", "prepare-fields"], ["config", "check"])
+codes = [run_command_line([one.name, word]) for one in SUBCOMMANDS for word in ("--help", "--no-such-option")]
+codes += [run_command_line([*words, "--help"]) for words in below]
 print(codes, file=sys.stderr)
 sys.exit(9 if "torch" in sys.modules else 0 if sorted(set(codes)) == [0, 2] else 1)
 """
@@ -85,18 +86,22 @@ sys.exit(9 if "torch" in sys.modules else 0 if sorted(set(codes)) == [0, 2] else
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb.app is None], ids=lambda verb: verb.name)
-def test_a_subcommand_does_what_its_options_declare(verb: Verb) -> None:
-    options = getattr(import_module(f"phalanx.cli.options.{verb.name}"), verb.name)
-    does = getattr(import_module(f"phalanx.cli.{verb.name}"), verb.name)
+@pytest.mark.parametrize(
+    "subcommand",
+    [subcommand for subcommand in SUBCOMMANDS if subcommand.app is None],
+    ids=lambda subcommand: subcommand.name,
+)
+def test_a_subcommand_does_what_its_options_declare(subcommand: Subcommand) -> None:
+    options = getattr(import_module(f"phalanx.cli.options.{subcommand.subject}"), f"declare_{subcommand.name}")
+    does = getattr(import_module(f"phalanx.cli.{subcommand.subject}.{subcommand.name}"), f"run_{subcommand.name}")
     assert list(signature(does).parameters) == list(signature(options).parameters)
     assert {one.kind for one in signature(does).parameters.values()} == {Parameter.KEYWORD_ONLY}
 
 
 def test_help_has_one_style(call: Call) -> None:
-    for verb in VERBS:
-        shown = call(verb.name, "--help").out
-        assert shown.startswith(f"Usage: phalanx {verb.name}"), shown
+    for subcommand in SUBCOMMANDS:
+        shown = call(subcommand.name, "--help").out
+        assert shown.startswith(f"Usage: phalanx {subcommand.name}"), shown
         assert "╭" not in shown and "--install-completion" not in shown and "-h, --help" in shown, shown
 
 
@@ -106,7 +111,8 @@ def test_help_has_one_style(call: Call) -> None:
 )
 def test_torch_is_not_loaded(arguments: str) -> None:
     program = (
-        f"import sys; sys.path.insert(0, 'src'); from phalanx.cli.main import run; code = run({arguments.split()}); "
+        "import sys; sys.path.insert(0, 'src'); from phalanx.cli.main import run_command_line; "
+        f"code = run_command_line({arguments.split()}); "
         "sys.exit(code or (9 if 'torch' in sys.modules else 0))"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=False).returncode == 0
@@ -153,9 +159,12 @@ def _fail(name: str) -> None:
 
 def add_subcommand(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., None]) -> None:
     """Let `phalanx` have a subcommand that does what `function` does, and declares its arguments."""
-    monkeypatch.setattr(main, "VERBS", (*VERBS, Verb(name, "For this test.", ())))
-    for module in (f"phalanx.cli.options.{name}", f"phalanx.cli.{name}"):
-        monkeypatch.setitem(sys.modules, module, cast(ModuleType, SimpleNamespace(**{name: function})))
+    monkeypatch.setattr(main, "SUBCOMMANDS", (*SUBCOMMANDS, Subcommand(name, "testing", "For this test.", ())))
+    for module, does in (
+        ("phalanx.cli.options.testing", f"declare_{name}"),
+        (f"phalanx.cli.testing.{name}", f"run_{name}"),
+    ):
+        monkeypatch.setitem(sys.modules, module, cast(ModuleType, SimpleNamespace(**{does: function})))
 
 
 @pytest.mark.parametrize("name", FAILURES)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from command_line import Call
-from phalanx.cli.plan_words import plan_lines
+from phalanx.cli.planning.plan_text import write_plan_lines
 from phalanx.config.load import load_run
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout
@@ -137,10 +137,10 @@ def _plan() -> Plan:
 def test_no_line_is_too_wide() -> None:
     plan = _plan()
     for width in (60, 80, 100, 120, 160):
-        lines = list(plan_lines(plan, width))
+        lines = list(write_plan_lines(plan, width))
         assert max(map(len, lines)) <= width, max(lines, key=len)
     # Without a terminal tables are whole, and prose has lines that can be read.
-    unwrapped = list(plan_lines(plan, 1000))
+    unwrapped = list(write_plan_lines(plan, 1000))
     table = [line for line in unwrapped if line.split()[:1] in (["tp"], ["1"], ["2"])]
     assert max(map(len, unwrapped)) <= max(120, *map(len, table)), max(unwrapped, key=len)
 

@@ -20,7 +20,7 @@ import pytest
 import typer
 
 from command_line import Call
-from phalanx.cli.main import VERBS, app
+from phalanx.cli.main import SUBCOMMANDS, app
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.hardware.machine import load_machine
@@ -101,7 +101,7 @@ def _printed() -> tuple[Printed, ...]:
         for guide in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
         for command in _commands(guide.name, _in_code(guide.read_text("utf-8")))
     ]
-    for verb in VERBS:
+    for verb in SUBCOMMANDS:
         found += [Printed(f"{verb.name} --help", text, refused=False) for text in verb.examples]
         found += [
             Printed(f"{verb.name} {name} --help", command.text, refused=False)

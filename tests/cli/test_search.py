@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from command_line import Call
-from phalanx.cli.search_words import search_lines
+from phalanx.cli.studies.search import write_search_lines
 from phalanx.config.load import load_run
 from phalanx.layout.resolve import resolve_layout
 from phalanx.report.study_page import render_search
@@ -143,7 +143,7 @@ def test_a_real_search_that_is_killed_and_goes_on(real: Path) -> None:
     assert errors.startswith("warning: --cluster h200-x4 has H200, but trials with --where local run on this machine")
     assert facts["measured_on"] == ["CPU"] and facts["cluster_device"] == "H200"
     assert facts["best"]["device"] == "CPU"
-    lines = search_lines(facts, 80)
+    lines = write_search_lines(facts, 80)
     assert lines[0].startswith("model on 2 x CPU (this machine): ") and max(map(len, lines)) <= 80
     note = "the trials ran on CPU, not on the H200 of h200-x4"
     assert f"note: {note}" in " ".join(lines)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from command_line import Call
-from phalanx.cli.main import VERBS
+from phalanx.cli.main import SUBCOMMANDS
 from phalanx.config.load import load_run
 from phalanx.layout.resolve import resolve_layout
 from phalanx.verify import verifier
@@ -105,7 +105,7 @@ def test_more_ranks_than_a_machine_takes_are_refused_at_once(degree: int, run_fi
     assert outcome.code == 2 and f"{degree:,} ranks are more than the 256 that verify starts" in outcome.err
 
 
-@pytest.mark.parametrize("example", [words for verb in VERBS if verb.name == "verify" for words in verb.examples])
+@pytest.mark.parametrize("example", [words for verb in SUBCOMMANDS if verb.name == "verify" for words in verb.examples])
 def test_layouts_of_the_examples_are_legal(example: str) -> None:
     words = example.partition(" verify ")[2].split()
     fields = [word for word in words[1:] if "=" in word and not word.startswith("--")]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import yaml
 
 from ensemble_members import train_members
-from phalanx.cli.ensemble_words import print_ensemble
+from phalanx.cli.models.ensemble_text import print_ensemble
 from phalanx.config.load import load_run
 from phalanx.ensemble.ensemble_file import ENSEMBLE, read_ensemble
 from phalanx.ensemble.family import EnsembleOptions

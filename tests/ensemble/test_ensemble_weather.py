@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.cli.ensemble_words import print_ensemble
+from phalanx.cli.models.ensemble_text import print_ensemble
 from phalanx.config.load import load_run
 from phalanx.ensemble.ensemble_file import read_ensemble
 from phalanx.ensemble.members import Share, open_member

@@ -15,7 +15,7 @@ from torch import Tensor
 from atom_graphs import CUTOFF, batch_of, random_structure
 from device_runs import CPU, accelerator, relative_error
 from materials_runs import write_materials_run
-from phalanx.cli.main import run as call
+from phalanx.cli.main import run_command_line as call
 from phalanx.config.load import load_run
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.prepare_structures import prepare_graphs

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from device_runs import accelerator, distance, record_steps, small_run
-from phalanx.cli.main import run as call
+from phalanx.cli.main import run_command_line as call
 from phalanx.layout.mesh import ONE_RANK, Axis
 from phalanx.layout.resolve import resolve_layout
 from phalanx.verify.record import record_training

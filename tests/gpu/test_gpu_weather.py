@@ -12,7 +12,7 @@ import pytest
 from device_runs import CPU, accelerator, distance
 from field_files import write_climax
 from layout_runs import Fields
-from phalanx.cli.main import run as call
+from phalanx.cli.main import run_command_line as call
 from phalanx.families.weather.config import WeatherRun
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout

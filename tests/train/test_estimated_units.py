@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from materials_runs import write_materials_run
-from phalanx.cli.config import run_facts
+from phalanx.cli.inputs.config import summarise_run_file
 from phalanx.config.load import load_run
 from phalanx.errors import DataError
 from phalanx.families.materials.config import MaterialsRun
@@ -112,13 +112,15 @@ def test_weights_from_elsewhere_keep_their_scales(tmp_path: Path) -> None:
 
 def test_config_check_says_what_is_left_to_the_data(tmp_path: Path) -> None:
     path = write_unstated(tmp_path)
-    found = run_facts(materials_run(path))["units_from_data"]
+    found = summarise_run_file(materials_run(path))["units_from_data"]
     assert [name.split("=")[0].split(" ")[0] for name in found] == [
         "mean_neighbors",
         "toy.energy_scale",
         "toy.reference_energies",
     ]
     assert found[2].endswith("of elements 1, 6, 8")
-    unprepared = run_facts(materials_run(path, f"data.prepared={tmp_path / 'nowhere'}"))["units_from_data"]
+    unprepared = summarise_run_file(materials_run(path, f"data.prepared={tmp_path / 'nowhere'}"))["units_from_data"]
     assert unprepared[0] == "mean_neighbors" and unprepared[-1].startswith("known once the data are prepared")
-    assert "units_from_data" not in run_facts(materials_run(write_materials_run(tmp_path / "stated", structures=4)))
+    assert "units_from_data" not in summarise_run_file(
+        materials_run(write_materials_run(tmp_path / "stated", structures=4))
+    )

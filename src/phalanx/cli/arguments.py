@@ -1,4 +1,4 @@
-"""Arguments that several verbs take, so that they read, complete and are explained the same everywhere."""
+"""Arguments that several subcommands take, so that they read, complete and are explained the same everywhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.config.override import full_name
 
 
 def complete_override(incomplete: str) -> list[str]:
-    """Shell completion of a `section.field=value` argument: the fields, then the words a field accepts."""
+    """Complete a `section.field=value` argument for a shell: the fields, then the words a field accepts."""
     name, equals, begun = incomplete.partition("=")
     # Which family the run file is of, completion does not know.
     fields = all_fields(find_family(DEFAULT_FAMILY).run)
@@ -25,8 +25,8 @@ def complete_override(incomplete: str) -> list[str]:
     return [f"{one}=" for one in [*known, *short] if one.startswith(name)]
 
 
-def examples(*commands: str) -> str:
-    """Help text that shows commands, one a line (the mark in front keeps the lines apart)."""
+def show_examples(*commands: str) -> str:
+    """Return help text that shows commands, one a line (the mark in front keeps the lines apart)."""
     return "\b\n" + "\n".join(["Examples:" if len(commands) > 1 else "Example:", *(f"  {line}" for line in commands)])
 
 

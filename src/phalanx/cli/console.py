@@ -1,43 +1,134 @@
-"""What the verbs print with: results go to stdout, everything else to stderr.
+"""What the subcommands print with: results go to stdout, everything else to stderr.
 
-With `--json` a verb prints exactly one JSON object, through `print_json`, and nothing else on stdout.
+With `--json` a subcommand prints exactly one JSON object, through `print_json`, and nothing else on stdout.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.files import finite, require_replaceable, write_atomically
-from phalanx.printable import printable
-from phalanx.printable_console import plain_console
+from phalanx.files import replace_nonfinite, require_replaceable, write_atomically
+from phalanx.printable import plain_console, printable, write_stderr
+from phalanx.report.table import Column, RowT, write_text_table
 
 UNWRAPPED = 1000
 """Columns for output that no terminal shows: lines stay whole for grep and for files."""
+Report = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done and how much there is."""
 
 
-def output() -> Console:
-    """A console for results on stdout; colours and line breaks are for terminals only."""
-    return _console(stderr=False)
+# --- results, on stdout ------------------------------------------------------------------------------------------------
+
+
+def open_output() -> Console:
+    """Return a console for results on stdout; colours and line breaks are for terminals only."""
+    return _open_console(stderr=False)
 
 
 def print_json(value: dict[str, Any]) -> None:
     """Print one JSON object. Numbers that JSON cannot hold (NaN, infinities) become null."""
-    print(json.dumps(finite(value), indent=2, allow_nan=False))
+    # not through rich, which might break lines
+    print(json.dumps(replace_nonfinite(value), indent=2, allow_nan=False))
 
 
-def for_terminal(text: str) -> str:
-    """What to write to stdout of a text that a model wrote: the text itself, or on a terminal what cannot act there."""
+def print_lines(lines: Iterable[str], style: str = "") -> None:
+    """Print lines as they are; none is broken, whatever the width of the terminal."""
+    console = open_output()
+    for line in lines:
+        console.print(line, soft_wrap=True, style=style or None)
+
+
+def print_table(
+    columns: Sequence[Column[RowT]], rows: Sequence[RowT], *, indent: str = "  ", folded: bool = False
+) -> None:
+    """Print a table with its heads. folded: whether the last column is broken where the terminal is too narrow."""
+    width = open_output().width if folded else None
+    heads, *lines = write_text_table(columns, rows, width=width, indent=indent, folded=folded)
+    print_lines([heads], style="bold")
+    print_lines(lines)
+
+
+def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
+    """Print labels and values in two columns, indented by two, long values wrapped within theirs."""
+    console, pairs = open_output(), list(pairs)
+    label_width = max((len(label) for label, _ in pairs), default=0) + 2
+    for label, value in pairs:
+        lines = wrap_line(value, console.width - label_width - 2, hanging="")
+        text = ("\n" + " " * (label_width + 2)).join(lines)
+        console.print(Text.assemble((f"  {label:{label_width}}", "bold"), text), soft_wrap=True)
+
+
+def make_safe_for_terminal(text: str) -> str:
+    """Return what to write to stdout of a text that a model wrote: on a terminal, what cannot act there."""
     return printable(text) if sys.stdout.isatty() else text
+
+
+# --- what happens, on stderr -------------------------------------------------------------------------------------------
+
+
+def print_error(text: str) -> None:
+    """Print an error on stderr, later lines aligned with the first: `error: ...`."""
+    _print_labelled("error: ", "bold red", text)
+
+
+def print_warning(text: str) -> None:
+    """Print a warning on stderr, later lines aligned with the first: `warning: ...`."""
+    _print_labelled("warning: ", "bold yellow", text)
+
+
+def _print_labelled(label: str, style: str, text: str) -> None:
+    console = _open_console(stderr=True)
+    lines = [piece for line in text.splitlines() for piece in wrap_line(line, console.width - len(label))]
+    console.print(Text.assemble((label, style), ("\n" + " " * len(label)).join(lines)), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def show_preparation() -> Iterator[Report]:
+    """Show what is reported to it while the block runs: bars on a terminal, a line for each tenth elsewhere."""
+    console = plain_console(stderr=True)
+    if not console.is_terminal:
+        tenths: dict[str, int] = {}
+
+        def report_tenths(what: str, done: int, total: int) -> None:
+            tenth = 10 * done // max(1, total)
+            if tenth > tenths.get(what, 0):
+                tenths[what] = tenth
+                write_stderr(f"{what}: {10 * tenth}%")
+
+        yield report_tenths
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report_to_bars(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done)
+
+        yield report_to_bars
+
+
+def make_progress_bar() -> Progress:
+    """Return a bar on stderr that disappears when it is done; nothing at all where stderr is no terminal."""
+    console = plain_console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+# --- files and text ----------------------------------------------------------------------------------------------------
 
 
 def write_file(file: Path, text: str) -> None:
@@ -60,34 +151,10 @@ def require_folder(folder: Path, option: str) -> None:
         raise ConfigError(f"{option} {folder}: nothing may be written in {there}; name another folder")
 
 
-def print_note(text: str) -> None:
-    """Print what happened, and is no error, on stderr."""
-    _console(stderr=True).print(Text(text), soft_wrap=True)
-
-
-def print_error(text: str) -> None:
-    """Print an error message on stderr, later lines aligned with the first: `error: ...`."""
-    _print_labelled("error: ", "bold red", text)
-
-
-def print_warning(text: str) -> None:
-    """Print a warning on stderr, later lines aligned with the first: `warning: ...`."""
-    _print_labelled("warning: ", "bold yellow", text)
-
-
-def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
-    """Print labels and values in two columns, indented by two, long values wrapped within theirs."""
-    console, pairs = output(), list(pairs)
-    label_width = max((len(label) for label, _ in pairs), default=0) + 2
-    for label, value in pairs:
-        lines = wrapped(value, console.width - label_width - 2, hanging="")
-        text = ("\n" + " " * (label_width + 2)).join(lines)
-        console.print(Text.assemble((f"  {label:{label_width}}", "bold"), text), soft_wrap=True)
-
-
 def short_count(number: float) -> str:
-    """Three digits and a unit: 6,649,024,512 -> "6.65B"."""
+    """Write a count in three digits, trailing zeros kept, and a unit: 6,649,024,512 -> "6.65B"."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        # 999,999 would round to 1000K
         if number >= size * 0.9995:
             scaled = number / size
             digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
@@ -95,8 +162,9 @@ def short_count(number: float) -> str:
     return f"{number:g}"
 
 
-def wrapped(line: str, width: int, hanging: str = "  ") -> list[str]:
+def wrap_line(line: str, width: int, hanging: str = "  ") -> list[str]:
     """Return `line` in pieces of at most `width` columns, later ones indented by `hanging`; words and paths stay whole."""
+    # wrap drops the margin of later lines
     margin = " " * (len(line) - len(line.lstrip()))
     return textwrap.wrap(
         line,
@@ -107,13 +175,7 @@ def wrapped(line: str, width: int, hanging: str = "  ") -> list[str]:
     ) or [""]
 
 
-def _print_labelled(label: str, style: str, text: str) -> None:
-    console = _console(stderr=True)
-    lines = [piece for line in text.splitlines() for piece in wrapped(line, console.width - len(label))]
-    console.print(Text.assemble((label, style), ("\n" + " " * len(label)).join(lines)), soft_wrap=True)
-
-
-def _console(*, stderr: bool) -> Console:
+def _open_console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else UNWRAPPED
     return plain_console(stderr=stderr, width=width)

@@ -1,6 +1,6 @@
 """The `phalanx` command: which subcommands there are, and what happens when one fails.
 
-What a subcommand takes is declared in `phalanx.cli.options`, what it does is in a module of `phalanx.cli`. The latter is
+What a subcommand takes is declared in `phalanx.cli.options`, what it does is in a folder of `phalanx.cli`. The latter is
 imported when all arguments are understood, not before: help and wrong options answer at once, because torch is loaded only
 by subcommands that compute.
 """
@@ -8,7 +8,6 @@ by subcommands that compute.
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import re
 import signal
@@ -23,40 +22,46 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from phalanx import __version__
-from phalanx.cli.arguments import examples
-from phalanx.cli.console import print_error, print_note
+from phalanx.cli.arguments import show_examples
+from phalanx.cli.console import print_error
 from phalanx.config.fields import nearest_names
 from phalanx.errors import Interrupted, PhalanxError
 from phalanx.hardware.host import passive_waits
 from phalanx.launch.parent import die_with_parent
+from phalanx.printable import write_stderr
 
 
 @dataclass(frozen=True)
-class Verb:
-    """One subcommand: its line in the help, and commands to show."""
+class Subcommand:
+    """One subcommand: where it is, its line in the help, and commands to show."""
 
     name: str
+    subject: str
+    """The folder of `phalanx.cli` that it is in, and the module of `phalanx.cli.options`."""
     help: str
     examples: tuple[str, ...]
     app: str | None = None
-    """Where the Typer application lives, of a subcommand that has subcommands of its own."""
+    """The Typer application of a subcommand that has subcommands of its own."""
 
 
-VERBS = (
-    Verb(
+SUBCOMMANDS = (
+    Subcommand(
         "data",
+        "inputs",
         "Prepare text, structures and fields for training.",
         ("phalanx data prepare texts/ --out data/texts", "phalanx data show data/texts"),
-        app="phalanx.cli.data:data_app",
+        app="data_app",
     ),
-    Verb(
+    Subcommand(
         "config",
+        "inputs",
         "Show, check and explain run files.",
         ("phalanx config list", "phalanx config check examples/quickstart.yaml training.steps=1000"),
-        app="phalanx.cli.config:config_app",
+        app="config_app",
     ),
-    Verb(
+    Subcommand(
         "plan",
+        "planning",
         "Find the layouts worth running on a cluster.",
         (
             "phalanx plan examples/gpt-175b.yaml --cluster frontier --devices 1024",
@@ -65,8 +70,9 @@ VERBS = (
             "phalanx plan --check runs.csv",
         ),
     ),
-    Verb(
+    Subcommand(
         "calibrate",
+        "planning",
         "Measure this machine for better plans.",
         (
             "phalanx calibrate --nproc 4",
@@ -74,8 +80,9 @@ VERBS = (
             "phalanx calibrate --from-runs runs.csv",
         ),
     ),
-    Verb(
+    Subcommand(
         "search",
+        "studies",
         "Find the best layout by measuring.",
         (
             "phalanx search run.yaml --cluster h200-x4 --devices 4 --measure 10 --write best.yaml --html search.html",
@@ -83,8 +90,9 @@ VERBS = (
             "phalanx search examples/gpt-175b.yaml --cluster frontier --devices 1024 --where simulated",
         ),
     ),
-    Verb(
+    Subcommand(
         "tune",
+        "studies",
         "Find the best hyperparameters by training.",
         (
             "phalanx tune examples/materials-tune.yaml --out studies/materials --write best.yaml --html study.html",
@@ -92,8 +100,9 @@ VERBS = (
             "phalanx tune --show studies/materials",
         ),
     ),
-    Verb(
+    Subcommand(
         "verify",
+        "planning",
         "Prove that a layout equals one rank.",
         (
             "phalanx verify examples/quickstart.yaml tp=2 pp=2 microbatch=4",
@@ -101,16 +110,18 @@ VERBS = (
             "torchrun --nproc-per-node 8 -m phalanx verify run.yaml --full --precision fp32",
         ),
     ),
-    Verb(
+    Subcommand(
         "dryrun",
+        "planning",
         "Run one rank of many without devices.",
         (
             "phalanx dryrun examples/llama3-8b.yaml --devices 64",
             "phalanx dryrun examples/gpt-1t.yaml --devices 24576 --rank 12345 --json",
         ),
     ),
-    Verb(
+    Subcommand(
         "doctor",
+        "training",
         "Check that a machine is fit to train on.",
         (
             "phalanx doctor",
@@ -118,8 +129,9 @@ VERBS = (
             "srun --ntasks-per-node=8 phalanx doctor --cluster frontier",
         ),
     ),
-    Verb(
+    Subcommand(
         "train",
+        "training",
         "Train a model, or go on with a run.",
         (
             "phalanx train examples/quickstart.yaml",
@@ -127,31 +139,36 @@ VERBS = (
             "torchrun --nproc-per-node 8 -m phalanx train examples/quickstart.yaml",
         ),
     ),
-    Verb(
+    Subcommand(
         "bench",
+        "training",
         "Measure a run's speed beside its plan.",
         (
             "phalanx bench examples/llama3-8b.yaml dp_shard=4 --nproc 4 --cluster h200-x4",
             "phalanx bench run.yaml --devices 64 --where slurm --cluster frontier --json",
         ),
     ),
-    Verb(
+    Subcommand(
         "launch",
+        "training",
         "Write or submit a Slurm job that trains.",
         ("phalanx launch run.yaml --cluster frontier --nodes 2 --account ABC123 --out run.sbatch",),
     ),
-    Verb(
+    Subcommand(
         "evaluate",
+        "models",
         "Held-out loss and perplexity.",
         ("phalanx evaluate runs/quickstart",),
     ),
-    Verb(
+    Subcommand(
         "generate",
+        "models",
         "Write text with a checkpoint.",
         ('phalanx generate runs/quickstart --prompt "def "',),
     ),
-    Verb(
+    Subcommand(
         "ensemble",
+        "models",
         "Make one model of several, with uncertainties.",
         (
             "phalanx ensemble studies/xtb --top 5 --out ensembles/xtb",
@@ -159,23 +176,27 @@ VERBS = (
             "phalanx ensemble examples/materials-xtb.yaml --train --seeds 5 --out ensembles/seeds",
         ),
     ),
-    Verb(
+    Subcommand(
         "forecast",
+        "models",
         "Forecast weather and score it.",
         ("phalanx forecast runs/climax-small --hours 120 --map geopotential_500",),
     ),
-    Verb(
+    Subcommand(
         "errors",
+        "models",
         "Errors of a materials model.",
         ("phalanx errors runs/materials-xtb", "phalanx errors runs/materials-xtb --split validation --json"),
     ),
-    Verb(
+    Subcommand(
         "report",
+        "models",
         "Make an HTML page about a run.",
         ("phalanx report runs/quickstart",),
     ),
-    Verb(
+    Subcommand(
         "convert",
+        "models",
         "Import or export Hugging Face checkpoints.",
         ("phalanx convert runs/quickstart exported/",),
     ),
@@ -185,29 +206,29 @@ VERBS = (
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
-class _LazyVerb(TyperCommand):
+class _LazyCommand(TyperCommand):
     """Stands for a subcommand in the help and in completion; becomes the real command when its arguments are parsed."""
 
-    def __init__(self, verb: Verb) -> None:
-        super().__init__(verb.name, short_help=verb.help)
-        self.verb = verb
+    def __init__(self, subcommand: Subcommand) -> None:
+        super().__init__(subcommand.name, short_help=subcommand.help)
+        self.subcommand = subcommand
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
-        return _load(self.verb).make_context(info_name, args, parent=parent, **extra)
+        return _load_command(self.subcommand).make_context(info_name, args, parent=parent, **extra)
 
 
-class _VerbGroup(TyperGroup):
-    """All verbs, in the order in which one meets them."""
+class _CommandGroup(TyperGroup):
+    """All subcommands, in the order in which one meets them."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        for verb in VERBS:
-            self.add_command(_LazyVerb(verb))
+        for subcommand in SUBCOMMANDS:
+            self.add_command(_LazyCommand(subcommand))
 
 
 app = typer.Typer(
     name="phalanx",
-    cls=_VerbGroup,
+    cls=_CommandGroup,
     help="Train foundation models on AMD, NVIDIA or plain CPU devices with one program.",
     epilog="Fields of a run file are changed as section.field=value, those of the layout as field=value (tp=2); "
     "phalanx config fields lists them.",
@@ -219,25 +240,27 @@ app = typer.Typer(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and end the process with its exit code."""
+    # before torch is loaded, which reads these settings once
     os.environ.update(passive_waits(os.environ))
     try:
-        # A rank whose launcher was killed is told to stop; training then does so in good order.
+        # a rank whose launcher was killed is told to stop; training then does so in good order
         die_with_parent(signal.SIGTERM)
     except PhalanxError as error:
         print_error(str(error))
         sys.exit(error.exit_code)
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    sys.exit(run_command_line(sys.argv[1:] if arguments is None else arguments))
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the command line. Returns the exit code; defects of ours come out as the exceptions they are."""
+def run_command_line(arguments: Sequence[str]) -> int:
+    """Run the command line and return its exit code; defects of ours come out as the exceptions they are."""
     command = typer.main.get_command(app)
     try:
+        # not standalone: Typer would end the process itself, with its own messages
         result = command.main(list(arguments) or ["--help"], prog_name="phalanx", standalone_mode=False)
         sys.stdout.flush()
     except Interrupted as stopped:
-        # No error: what was asked for has been done.
-        print_note(str(stopped))
+        # no error: what was asked for has been done
+        write_stderr(str(stopped))
         return stopped.exit_code
     except PhalanxError as error:
         print_error(str(error))
@@ -246,23 +269,24 @@ def run(arguments: Sequence[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message())
             return 0
-        print_error(_usage_message(error))
+        print_error(_describe_usage_error(error))
         return 2
     except (KeyboardInterrupt, typer.Abort):
+        # 128 + the number of SIGINT, as shells expect
         return 130
     except BrokenPipeError:
         _close_stdout()
         return 1
     except (OSError, ValueError) as error:
-        if (problem := _impossible_path(error)) is None:
+        if (problem := _describe_impossible_path(error)) is None:
             raise
         print_error(problem)
         return 2
     return result if isinstance(result, int) else 0
 
 
-def _impossible_path(error: OSError | ValueError) -> str | None:
-    """What is wrong with a path that no system call takes; None for any other error.
+def _describe_impossible_path(error: OSError | ValueError) -> str | None:
+    """Return what is wrong with a path that no system call takes; None for any other error.
 
     Paths come from arguments, run files and prepared data, and each is touched first somewhere else.
     """
@@ -273,7 +297,7 @@ def _impossible_path(error: OSError | ValueError) -> str | None:
     return "a path holds a NUL character, which no file's name can have" if "embedded null" in str(error) else None
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         python = ".".join(map(str, sys.version_info[:3]))
         print(f"phalanx {__version__} (torch {metadata.version('torch')}, Python {python})")
@@ -284,51 +308,46 @@ def _version(wanted: bool) -> None:
 def phalanx(
     version: Annotated[
         bool,
-        typer.Option("--version", is_eager=True, help="Print the version and exit.", callback=_version),
+        typer.Option("--version", is_eager=True, help="Print the version and exit.", callback=_print_version),
     ] = False,
 ) -> None:
-    """The options in front of the verb."""
+    """Take the options in front of the subcommand."""
 
 
-def _load(verb: Verb) -> Any:
-    """The command that parses the arguments of `verb`, without what computes."""
-    if verb.app is None:
-        options = import_module(f"phalanx.cli.options.{verb.name}")
+def _load_command(subcommand: Subcommand) -> Any:
+    """Return the command that parses the arguments of a subcommand, without what computes."""
+    if subcommand.app is None:
+        options = import_module(f"phalanx.cli.options.{subcommand.subject}")
         target = typer.Typer(add_completion=False, rich_markup_mode=None)
-        declared = target.command(name=verb.name, context_settings=app.info.context_settings)
-        declared(_implemented(verb.name, getattr(options, verb.name)))
+        declared = target.command(name=subcommand.name, context_settings=app.info.context_settings)
+        declared(_defer_import(subcommand, getattr(options, f"declare_{subcommand.name}")))
     else:
-        module, _, attribute = verb.app.partition(":")
-        target = getattr(import_module(module), attribute)
+        module = import_module(f"phalanx.cli.{subcommand.subject}.{subcommand.name}")
+        target = getattr(module, subcommand.app)
     command = typer.main.get_command(target)
-    command.name = verb.name
+    command.name = subcommand.name
     if command.epilog is None and "Example" not in (command.help or ""):
-        command.epilog = examples(*verb.examples)
+        command.epilog = show_examples(*subcommand.examples)
     return command
 
 
-def _implemented(name: str, options: Callable[..., None]) -> Callable[..., None]:
-    """A function with the arguments that `options` declares, which does what `phalanx.cli.<name>` does with them."""
+def _defer_import(subcommand: Subcommand, declared: Callable[..., None]) -> Callable[..., None]:
+    """Return a function with the declared arguments, which imports what the subcommand does and does it."""
 
-    @wraps(options)
+    @wraps(declared)
     def run_subcommand(**arguments: Any) -> None:
-        # What imports make stays for good: the collector would look through it again and again, for a sixth of their time.
-        gc.disable()
-        try:
-            module = import_module(f"phalanx.cli.{name}")
-        finally:
-            gc.enable()
-        getattr(module, name)(**arguments)
+        module = import_module(f"phalanx.cli.{subcommand.subject}.{subcommand.name}")
+        getattr(module, f"run_{subcommand.name}")(**arguments)
 
     return run_subcommand
 
 
-def _usage_message(error: Any) -> str:
-    """What was wrong with the arguments, then the nearest verb or option, or where to read on."""
+def _describe_usage_error(error: Any) -> str:
+    """Return what was wrong with the arguments, then the nearest subcommand or option, or where to read on."""
     nearest = list(getattr(error, "possibilities", None) or ())
     message: str = error.message if nearest else error.format_message()
-    if verb := re.match("No such command '(.*?)'", message):
-        message, nearest = verb[0], nearest_names(verb[1], list(error.ctx.command.commands))
+    if unknown := re.match("No such command '(.*?)'", message):
+        message, nearest = unknown[0], nearest_names(unknown[1], list(error.ctx.command.commands))
     lines = [message[:1].lower() + message[1:].rstrip(".")]
     if nearest:
         lines.append(f"nearest: {', '.join(nearest)}")
@@ -339,4 +358,5 @@ def _usage_message(error: Any) -> str:
 
 def _close_stdout() -> None:
     """Let the interpreter flush into nothing at exit: the reader of stdout has gone."""
+    # else Python complains at exit that it cannot flush
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import typer
 
 from phalanx.errors import ConfigError
 from phalanx.launch.local_launch import launch_ranks
-from phalanx.layout.mesh import Ranks
+from phalanx.launch.parent import GRACE_S
+from phalanx.layout.mesh import ranks_from_environment
 
 
-def start_again(ranks: Ranks, nproc: int) -> None:
-    """Start this very command again as `nproc` ranks, without its `--nproc`. Ends with the code of the first that fails."""
-    if ranks.world_size > 1:
+def start_ranks(words: Sequence[str], nproc: int, *, grace_s: float = GRACE_S) -> None:
+    """Run `phalanx WORDS` as `nproc` ranks, and end with the code of the first that fails.
+
+    grace_s: seconds after which ranks that were told to stop are killed. Raises ConfigError where torchrun or srun has
+    started ranks already.
+    """
+    # ranks that each start ranks would share ports and devices
+    if ranks_from_environment().world_size > 1:
         raise ConfigError(f"--nproc {nproc} starts ranks, but torchrun or srun has started them already; leave it out")
-    words = sys.argv[1:]
-    place = next(index for index, word in enumerate(words) if word.split("=")[0] == "--nproc")
-    code = launch_ranks([*words[:place], *words[place + (1 if "=" in words[place] else 2) :]], nproc)
+    code = launch_ranks(words, nproc, grace_s=grace_s)
     if code:
         raise typer.Exit(code)
+
+
+def words_without_nproc() -> list[str]:
+    """Return the words of this very command without its `--nproc`, which its ranks must not see."""
+    words = sys.argv[1:]
+    place = next(index for index, word in enumerate(words) if word.split("=")[0] == "--nproc")
+    return [*words[:place], *words[place + (1 if "=" in words[place] else 2) :]]

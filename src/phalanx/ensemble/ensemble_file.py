@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from phalanx.ensemble.calibrate import Calibration, Conformal
 from phalanx.ensemble.members import Member
 from phalanx.errors import CheckpointError
-from phalanx.files import finite, write_atomically
+from phalanx.files import replace_nonfinite, write_atomically
 
 ENSEMBLE = "ensemble.json"
 
@@ -69,7 +69,7 @@ class EnsembleFile(_Part):
 
     def write(self, folder: Path) -> None:
         """Write it into `folder`."""
-        content = finite(self.model_dump(mode="json"))
+        content = replace_nonfinite(self.model_dump(mode="json"))
         write_atomically(folder / ENSEMBLE, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 

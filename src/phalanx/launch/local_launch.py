@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from phalanx.hardware.host import KILLED_FOR_MEMORY, LESS_MEMORY, KillCount, available_cores, passive_waits
 from phalanx.launch.parent import GRACE_S, ONE_WISH_S, PARENT, STOP_SIGNALS, is_ignored
+from phalanx.printable import write_stderr
 
 _STOPPED = tuple(128 + number for number in STOP_SIGNALS)
 """Exit codes of a rank that saved and stopped because it was told to; the other ranks are about to do the same."""
@@ -168,7 +169,8 @@ class RankProcesses:
         if failed and not code == self.code(0) == _BAD_USAGE:
             said = self._log(failed).read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
             lines += [f"rank {failed} failed:", *said] if said else []
-        sys.stderr.write("".join(f"{line}\n" for line in lines))
+        if lines:
+            write_stderr("\n".join(lines))
 
     def _say_who_was_killed(self, failed: int) -> None:
         code = self.code(failed)
@@ -180,8 +182,7 @@ class RankProcesses:
             words = f"rank {failed} did not stop within {self._grace_s:g} s and was killed; the last checkpoint stays"
         elif -code == signal.SIGKILL and self._kills.grew():
             words = f"rank {failed} was {KILLED_FOR_MEMORY} (signal 9); {LESS_MEMORY}"
-        sys.stderr.write(words + "\n")
-        sys.stderr.flush()
+        write_stderr(words)
 
     def _first_failed(self) -> int | None:
         """Return the failed rank that tells most of those that ended at once: killed before failed before stopped."""

@@ -216,6 +216,7 @@ class Plot:
         """Add labels below the plot. apart: units between two labels at least; those that are nearer are left out."""
         last = -math.inf
         for x, value in zip(self.place_across(values), values, strict=True):
+            # labels that overlap cannot be read
             if x - last >= apart:
                 self.parts.append(make_text(x, self.bottom + self.below, label(value), "middle"))
                 last = x

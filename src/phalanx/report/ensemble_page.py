@@ -67,23 +67,7 @@ def render_ensemble(facts: Row) -> str:
             "members": ((*members, Column("loss", lambda row: f"{row['loss']:.4f}")), facts["members"], ""),
         }
     else:
-        labels = [scale_label(label) for label in facts["labels"]]
-        page |= {
-            "about": "Chosen and calibrated on the validation split, scored on the test split.",
-            "tiles": list(_label_tiles(labels)),
-            "tables": [
-                ("errors", "Errors on the test split", ERRORS_HINT, ERROR_COLUMNS, labels),
-                ("uncertainty", "Uncertainties on the test split", UNCERTAINTIES_HINT, UNCERTAINTY_COLUMNS, labels),
-            ],
-            "curves": (
-                "How far they hold",
-                "Left: share of truths inside an interval (up) against the probability it states (across). Right: do "
-                "numbers with a larger stated uncertainty err more?",
-                [(label["name"], [draw_calibration(label), draw_reliability(label)]) for label in labels],
-            ),
-            "selection": draw_selection(facts),
-            "members": (CANDIDATE_COLUMNS, list_candidates(facts), CANDIDATES_HINT),
-        }
+        page |= _fill_materials_page(facts)
     return render_page(
         "ensemble.html",
         "figures.css",
@@ -93,6 +77,27 @@ def render_ensemble(facts: Row) -> str:
         row_style=lambda row: "taken" if row.get("place") else "",
         **page,
     )
+
+
+def _fill_materials_page(facts: Row) -> dict[str, Any]:
+    """Return what `ensemble.html` shows of materials models: one row for each kind of number that they learn."""
+    labels = [scale_label(label) for label in facts["labels"]]
+    return {
+        "about": "Chosen and calibrated on the validation split, scored on the test split.",
+        "tiles": list(_label_tiles(labels)),
+        "tables": [
+            ("errors", "Errors on the test split", ERRORS_HINT, ERROR_COLUMNS, labels),
+            ("uncertainty", "Uncertainties on the test split", UNCERTAINTIES_HINT, UNCERTAINTY_COLUMNS, labels),
+        ],
+        "curves": (
+            "How far they hold",
+            "Left: share of truths inside an interval (up) against the probability it states (across). Right: do "
+            "numbers with a larger stated uncertainty err more?",
+            [(label["name"], [draw_calibration(label), draw_reliability(label)]) for label in labels],
+        ),
+        "selection": draw_selection(facts),
+        "members": (CANDIDATE_COLUMNS, list_candidates(facts), CANDIDATES_HINT),
+    }
 
 
 def saved_share(label: Row) -> float:
@@ -126,6 +131,7 @@ def scale_label(label: Row) -> Row:
 
 def list_candidates(facts: Row) -> list[Row]:
     """Return members first, in the order in which they were taken, then the rest by validation error."""
+    # `taken` is in the order of choosing, which the candidates are not
     taken, by_score = facts["selection"]["members"], facts["selection"]["by_score"]
     places = {name: place for place, name in enumerate(taken, 1)}
     rows = [

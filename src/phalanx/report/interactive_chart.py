@@ -151,6 +151,7 @@ def draw_chart(chart: Chart, domains: dict[str, Scale], marks: Marks) -> ChartDr
         domains: the scale of each horizontal axis, the same for all charts of a page.
         marks: resumes and checkpoints.
     """
+    # the kept points hold the extremes, so the scale fits all points
     values = np.concatenate([series.values[series.kept] for series in chart.series])
     scales = {name: fit_scale(values, logarithmic=name == "log", from_zero=chart.from_zero) for name in chart.scales}
     paths: list[Path] = []

@@ -38,6 +38,7 @@ def render_page(template: str, *styles: str, **values: Any) -> str:
     environment = Environment(
         loader=FunctionLoader(read_template),
         autoescape=True,
+        # a misspelt name in a template is an error and not an empty string
         undefined=StrictUndefined,
         keep_trailing_newline=True,
     )

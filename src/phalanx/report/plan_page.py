@@ -243,6 +243,7 @@ def draw_memory(stages: Sequence[Mapping[str, float]], device_bytes: float) -> D
             bottom, top = plot.place_up([below, below + size])
             plot.parts.append(make_rectangle(centre - wide / 2, top, wide, bottom - top, f"fill-c{place + 1}"))
             below += size
+    # labels of more than 16 ranks would overlap
     every = -(-len(stages) // 16)
     plot.label_across(list(range(0, len(stages), every)), lambda rank: f"{rank:.0f}")
     (limit,) = plot.place_up([device_bytes / GIB])
@@ -303,6 +304,7 @@ def draw_scaling(facts: Row) -> Drawing:
     if not points:
         return draw_nothing("No number of devices has a layout that fits.")
     devices = sorted({point["devices"] for point in points})
+    # a little air left and right of the first and the last point
     across = Scale(devices[0] / 1.1, devices[-1] * 1.1, logarithmic=True)
     up = Scale(0.0, 1.1 * max(1.0, *(point["efficiency"] for point in points)))
     plot = Plot(across, up, left=70)

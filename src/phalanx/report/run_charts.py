@@ -64,6 +64,7 @@ def smooth_values(values: FloatArray, longest_half_life: int) -> FloatArray:
     result = np.full(len(values), np.nan)
     for i, value in enumerate(values.tolist()):
         if math.isfinite(value):
+            # the weight of a value halves within the half-life; dividing by the sum of weights removes the bias to zero
             keep = 0.5 ** (1 / min(longest_half_life, (i + 1) / 20))
             total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
             result[i] = total / weight
@@ -169,6 +170,7 @@ def _chart_gradient_norm(log: RunLog, positions: Positions) -> Chart:
 
 
 def _chart_throughput(log: RunLog, positions: Positions) -> Chart | None:
+    # a rate that was not recorded is derived from tokens and seconds
     columns = [("tokens", "throughput", 1, log.tokens_per_second)]
     series = _recorded_series(columns, positions, averaged=("tokens",))
     explanation = f"Of each step, over all devices.{_explain_average(series)}"
@@ -274,5 +276,6 @@ def _choose_domain(axis: str, charts: list[Chart]) -> Scale:
     series = [series.positions for chart in charts for series in chart.series]
     ends = np.concatenate([positions.on(axis)[[0, -1]] for positions in series])
     from_start = min(positions.step[0] for positions in series) <= 1
+    # a run that was recorded from its first step shows how far it is from nothing; a part of one fills the width
     low, high = 0.0 if from_start else float(ends.min()), float(ends.max())
     return Scale(low, high) if high > low else Scale(low - 0.5, low + 0.5)

@@ -232,7 +232,7 @@ def _read_lines(
     """The records of a file of JSON lines; notes say what was left out."""
     found = read_json_lines(path, problem_of)
     if found.damaged:
-        notes.append(f"{found.damage_in_words()}; left out.")
+        notes.append(f"{found.describe_damage()}; left out.")
     if found.torn is not None:
         notes.append(f"{path.name}: its last line, {found.torn.number:,}, is cut off as by a kill, and is left out.")
     return found.records

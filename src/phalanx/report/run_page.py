@@ -47,6 +47,7 @@ def write_page(log: RunLog, out: Path | None = None) -> Path:
     page = log.run_dir / "report.html" if out is None else out
     if page.is_dir():
         raise ConfigError(f"{page} is a directory: name the file to write, for example {page / 'report.html'}")
+    # /dev/null and the like must not be replaced by a file
     require_replaceable(page)
     try:
         write_atomically(page, render_run(log))

@@ -204,6 +204,7 @@ def _parse_run_file(log: RunLog) -> Run | None:
 def _describe_layout(run: Run, devices: object) -> str:
     """Return the degrees above 1, the one that is auto as what remains of the devices, and the global batch."""
     degrees = {name: getattr(run.layout, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
+    # with the devices known, a degree that is auto follows from the others
     rest = math.prod(degree for degree in degrees.values() if degree != "auto")
     if isinstance(devices, int) and devices % rest == 0:
         degrees = {name: devices // rest if degree == "auto" else degree for name, degree in degrees.items()}
@@ -221,6 +222,7 @@ def split_time(log: RunLog, summary: Summary) -> list[TimePart]:
     waits = [(label, min(share, 1.0), colour) for label, share, colour in waits if math.isfinite(share)]
     if not waits:
         return []
+    # waits are measured apart and may overlap a little
     rest = max(0.0, 1 - sum(share for _, share, _ in waits))
     return [
         TimePart(label, share, format_percent(share), format_duration(share * summary.step_seconds), colour)

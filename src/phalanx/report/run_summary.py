@@ -71,6 +71,7 @@ def summarise_run(log: RunLog) -> Summary:
     finite = loss[np.isfinite(loss)]
     evaluations = log.of_kind("evaluation")
     last = max(evaluations, key=lambda event: event.step, default=None)
+    # evaluations, samples and warnings do not say whether the run came to its end
     states = [event.kind for event in log.events if event.kind in ("start", "resume", "checkpoint", "end")]
     convention = (log.machine or {}).get("flops_convention")
     return Summary(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
@@ -36,6 +37,7 @@ def write_text_table(
     indent: str = "",
     heads: bool = True,
     numbered: bool = False,
+    folded: bool = False,
 ) -> list[str]:
     """Return the lines of a table for a terminal, the heads first.
 
@@ -46,8 +48,10 @@ def write_text_table(
         indent: what each line begins with.
         heads: whether the first line names the columns.
         numbered: whether rows are numbered from 1.
+        folded: whether cells of the last column are broken into several lines where the table is too wide still.
     """
     first = [["", *(str(number + 1) for number in range(len(rows)))]] if numbered else []
+    # from the whole table to the narrowest: the first that fits, or else the narrowest
     for limit in sorted({column.gives_way for column in columns}, reverse=True):
         shown = [shrunk for column in columns if (shrunk := _shrink(column, limit)) is not None]
         texts = [[column.head, *(str(column.cell(row)) for row in rows)] for column in shown]
@@ -56,7 +60,16 @@ def write_text_table(
         lines = [(indent + "  ".join(parts)).rstrip() for parts in zip(*padded, strict=True)]
         if width is None or max(map(len, lines)) <= width:
             break
+    if folded and width is not None:
+        start = len(indent) + sum(len(parts[0]) + 2 for parts in padded[:-1])
+        lines = [piece for line in lines for piece in _fold_line(line, start, width)]
     return lines if heads else lines[1:]
+
+
+def _fold_line(line: str, start: int, width: int) -> list[str]:
+    """Break what stands from column `start` on into pieces below each other."""
+    pieces = textwrap.wrap(line[start:], max(20, width - start)) or [""]
+    return [line[:start] + pieces[0], *(" " * start + piece for piece in pieces[1:])]
 
 
 def _shrink(column: Column[RowT], limit: int) -> Column[RowT] | None:

@@ -18,7 +18,7 @@ from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
 from phalanx.files import write_atomically
-from phalanx.printable_console import plain_console
+from phalanx.printable import plain_console, write_stderr
 from phalanx.train.metrics import StepMetrics
 from phalanx.train.run_dir import RunDirectory
 
@@ -173,7 +173,7 @@ class TensorBoardSink:
         except OSError as error:
             # A full disk ends TensorBoard's writer for good; metrics.jsonl has all of it, and training is worth more.
             self._failed = True
-            sys.stderr.write(f"warning: TensorBoard files end at step {metrics.step}: {error.strerror}\n")
+            write_stderr(f"warning: TensorBoard files end at step {metrics.step}: {error.strerror}")
 
     def note(self, text: str) -> None:
         """Notes are for people at a terminal."""

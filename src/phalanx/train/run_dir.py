@@ -72,7 +72,7 @@ class JsonLines:
         if len(kept) != self.path.stat().st_size:
             with replacing(self.path) as file:
                 file.write(kept)
-        return f"{found.damage_in_words()}; moved to {aside}" if found.damaged else None
+        return f"{found.describe_damage()}; moved to {aside}" if found.damaged else None
 
     def append(self, record: dict[str, Any]) -> None:
         """Add one object; it has reached the operating system when this returns, unless `failure` says why not."""

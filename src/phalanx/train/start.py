@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.optimizers import find_optimizer
 from phalanx.planner.layouts.microbatch import memory_fits
 from phalanx.precision import PRECISIONS
-from phalanx.printable import printable
+from phalanx.printable import write_stderr
 from phalanx.torch_compat.common import is_rocm
 from phalanx.train.callbacks import Callback, CallbackList, build_callbacks
 from phalanx.train.inputs import Inputs, TrainableModel
@@ -208,7 +207,7 @@ def _open_store(run: Run, directory: RunDirectory) -> CheckpointStore:
 
 def _warn_user(directory: RunDirectory, text: str) -> None:
     """Tell the terminal and the event log; called on the first rank, perhaps from the thread that saves."""
-    sys.stderr.write(f"warning: {printable(text)}\n")
+    write_stderr(f"warning: {text}")
     directory.event("warning", 0, text=text)
 
 

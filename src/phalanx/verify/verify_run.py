@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from phalanx.layout.mesh import Ranks, join_process_group, leave_process_group, 
 from phalanx.layout.resolve import every_layout, resolve_layout, stated_ranks
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.precision import PRECISIONS
+from phalanx.printable import write_stderr
 from phalanx.verify.family import VerifiableModel
 from phalanx.verify.reduced_run import full_run, reduced_run, with_small_batch
 from phalanx.verify.verifier import Verdict, Verifier
@@ -121,7 +121,7 @@ def _verify_all(
         verdicts.append(verifier.verify(layout))
         if options.progress and (not dist.is_initialized() or dist.get_rank() == 0):
             word = "PASS" if verdicts[-1].passed else "FAIL"
-            sys.stderr.write(f"{number}/{len(layouts)} {word} {verdicts[-1].in_words}\n")
+            write_stderr(f"{number}/{len(layouts)} {word} {verdicts[-1].in_words}")
     return verdicts
 
 

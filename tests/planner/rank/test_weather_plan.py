@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from phalanx.cli.plan_words import plan_lines
+from phalanx.cli.planning.plan_text import write_plan_lines
 from phalanx.config.load import parse_run
 from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.sizes import model_flops_per_sample
@@ -54,7 +54,7 @@ def made(planner: Planner) -> Plan:
 
 
 def test_words_are_of_samples(made: Plan) -> None:
-    lines = list(plan_lines(made, 200))
+    lines = list(write_plan_lines(made, 200))
     text = "\n".join(lines)
     assert lines[0].startswith("model on 4 x H200 (1 node of h200-x4), global batch 16 samples, with pp=1")
     assert "1M samples: 62,500 steps" in text and "samples/s" in text

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.tune_words import tune_lines
+from phalanx.cli.studies.tune import write_tune_lines
 from phalanx.config.load import parse_run
 from phalanx.errors import Interrupted
 from phalanx.report.study_page import render_tune
@@ -163,7 +163,7 @@ def test_a_whole_study(tmp_path: Path, packing: Packing) -> None:
     assert [row["reached"] for row in facts["stopped"]] == reached and facts["importance"]["trials"] == 9
     assert facts["without_packing"]["reached"][0] == 9 and 0.0 < facts["without_packing"]["idle"] < 1.0
     assert 0.0 < facts["devices"]["idle"] < 1.0 and len(facts["devices"]["spans"]) == sum(reached)
-    assert len(tune_lines(facts | {"why": ""}, 100)) > 12 and "device 1" in render_tune(facts)
+    assert len(write_tune_lines(facts | {"why": ""}, 100)) > 12 and "device 1" in render_tune(facts)
     # Started again it finds nothing to do.
     before = (tmp_path / "study.log").read_bytes()
     tuner(tmp_path, "[0, 10]", trials=9, packing=packing).run()

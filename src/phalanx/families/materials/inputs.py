@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.printable import write_stderr
 from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, TrainableModel, Verification
 from phalanx.train.metrics import RankTimes
 from phalanx.train.resume import damaged_field
@@ -228,10 +228,10 @@ def _tell_missing_references(run: MaterialsRun, sources: Sequence[PreparedSource
         present = frozenset[int]().union(*(known.elements for known in energies))
         missing = sorted(present - frozenset(map(int, branch.reference_energies)))
         if missing:
-            sys.stderr.write(
+            write_stderr(
                 f"warning: model.branches: {branch.name}.reference_energies has none of atomic number "
                 f"{', '.join(map(str, missing))}, which its structures have: there an atom's energy begins at 0 eV; phalanx "
-                "data prepare-graphs says what fits\n"
+                "data prepare-graphs says what fits"
             )
 
 
@@ -245,9 +245,9 @@ def _tell_periodic_dipoles(run: MaterialsRun, sources: Sequence[PreparedSource])
             shard = source.shard(number)
             left_out += int((shard["periodic"].any(axis=1) & np.isfinite(shard["dipole"]).any(axis=1)).sum())
         if left_out:
-            sys.stderr.write(
+            write_stderr(
                 f"warning: {source.path}: {left_out:,} dipoles of periodic structures take no part in training and "
-                "evaluation, as they depend on which images the atoms are written as; prepare it again without them\n"
+                "evaluation, as they depend on which images the atoms are written as; prepare it again without them"
             )
 
 

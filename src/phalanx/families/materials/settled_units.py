@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from phalanx.checkpoint import RankGroup, open_checkpoints, read_state
@@ -17,6 +16,7 @@ from phalanx.families.materials.data.fitted_units import (
     with_units,
 )
 from phalanx.families.materials.data.graph_shards import open_prepared
+from phalanx.printable import write_stderr
 
 _TIMEOUT_S = 1800.0
 """Seconds that ranks wait for the first, which may read the energies of all structures."""
@@ -53,7 +53,7 @@ def _units(run: MaterialsRun, run_dir: Path, unstated: list[str]) -> Units:
         for branch, before in zip(units["branches"], start["branches"], strict=True):
             branch["energy_scale"] = before["energy_scale"]
     words = "; ".join(units_in_words(with_units(run.model, units), unstated))
-    sys.stderr.write(f"the run file leaves to the training data: {words}\n")
+    write_stderr(f"the run file leaves to the training data: {words}")
     return units
 
 

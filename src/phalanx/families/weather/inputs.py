@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from phalanx.families.weather.model.grid_features import row_latitudes, row_weig
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.printable import printable
+from phalanx.printable import write_stderr
 from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, TrainableModel, Verification
 
 STATISTICS = "statistics.json"
@@ -134,7 +133,7 @@ def _tell_what_is_left_out(reader: FieldReader) -> None:
     """A line to stderr for each source with frames that have missing values."""
     for source in reader.sources:
         if source.windows.places:
-            sys.stderr.write(printable(f"{source.store.path}: {source.windows.report()}") + "\n")
+            write_stderr(f"{source.store.path}: {source.windows.report()}")
 
 
 def require_grid(run: WeatherRun, grid: Grid) -> None:

@@ -129,7 +129,7 @@ class LayoutJob:
         log = read_json_lines(self.folder / TRAINED / "metrics.jsonl", metrics_problem)
         if log.damaged:
             # The disk's fault, not the layout's: the trial may be repeated.
-            return Outcome(INTERRUPTED, seconds=ended.seconds, words=log.damage_in_words())
+            return Outcome(INTERRUPTED, seconds=ended.seconds, words=log.describe_damage())
         rows = log.records
         machine = json.loads((self.folder / TRAINED / "machine.json").read_text())
         outcome = Outcome(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from command_line import Outcome
-from phalanx.cli.main import run as run_phalanx
+from phalanx.cli.main import run_command_line as run_phalanx
 from phalanx.config.load import load_run
 from phalanx.data.prepared_folder import file_record
 from phalanx.errors import DataError

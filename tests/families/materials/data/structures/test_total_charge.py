@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from graph_files import graph_data, write_set
-from phalanx.cli.data_science import charges_in_words
+from phalanx.cli.inputs.data import describe_charges
 from phalanx.errors import DataError
 from phalanx.families.materials.data.graph_batches import Collator
 from phalanx.families.materials.data.graph_order import Located
@@ -49,13 +49,13 @@ def test_ions_are_told_by_their_charges(tmp_path: Path) -> None:
     statistics = prepare_graphs(data, workers=1)["ions"].statistics
     assert totals(data) == CHARGES.tolist()
     assert statistics.total_charges == {-2: 1, 0: 3, 1: 2} and statistics.taken_for_neutral == 0
-    assert charges_in_words(statistics) == "total charges: -2 in 1, +1 in 2, 0 in 3 structures"
+    assert describe_charges(statistics) == "total charges: -2 in 1, +1 in 2, 0 in 3 structures"
     joint = joint_statistics(open_prepared(data, "train") * 2)
     assert joint.total_charges == {-2: 2, 0: 6, 1: 4}
 
 
 def test_nothing_is_said_of_neutral_structures(tmp_path: Path) -> None:
-    assert charges_in_words(prepare_graphs(ions(tmp_path, 0 * CHARGES), workers=1)["ions"].statistics) == ""
+    assert describe_charges(prepare_graphs(ions(tmp_path, 0 * CHARGES), workers=1)["ions"].statistics) == ""
 
 
 def test_a_label_comes_before_the_sum_and_the_sum_before_nothing(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_label_comes_before_the_sum_and_the_sum_before_nothing(tmp_path: Path)
     statistics = prepare_graphs(data, workers=1)["ions"].statistics
     assert totals(data) == [0.0, 1.0, -2.0, 3.0, 0.0, 0.0]
     assert statistics.taken_for_neutral == 2
-    assert charges_in_words(statistics) == (
+    assert describe_charges(statistics) == (
         "total charges: -2 in 1, +1 in 1, +3 in 1, 0 in 1 structures; 2 structures say nothing of their total charge and "
         "are taken for neutral"
     )

@@ -1,0 +1,56 @@
+"""Checks for `phalanx config check` what the run file's own rules do not: the layout's legality, and the data."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from phalanx.config.schema import Run
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.families.registry import bind
+from phalanx.layout.resolve import can_run, resolve_layout, stated_ranks
+from phalanx.layout.spec import DEGREES, ResolvedLayout
+from phalanx.optimizers import find_optimizer
+from phalanx.train.callbacks import build_callbacks
+from phalanx.train.inputs import TrainableModel
+
+_TRIED = 64
+"""Multiples of the least number of ranks that are tried where no number is given: a batch may only divide over some."""
+
+
+def check_layout_and_data(run: Run, ranks: int | None, *, data: bool) -> dict[str, Any]:
+    """Return the layout, its ranks and the data as text; None for data that are not looked for.
+
+    ranks: None takes the fewest that the degrees allow. Raises ConfigError with everything that is wrong.
+    """
+    facts: dict[str, Any] = {"ranks": None, "layout": None, "data": None}
+    wrong: list[str] = []
+    try:
+        layout = resolve_layout(run, ranks) if ranks is not None else _resolve_on_fewest(run)
+        words = layout.in_words(run.layout.gather_blocks)
+        count = layout.world_size
+        facts |= {"ranks": count, "layout": words if count == 1 else f"{count:,} ranks: {words}"}
+    except PhalanxError as error:
+        wrong.append(str(error))
+    # Each on its own, so that one command tells everything that is wrong.
+    for look_up in (partial(find_optimizer, run.optimizer), partial(build_callbacks, run.training.callbacks)):
+        try:
+            look_up()
+        except PhalanxError as error:
+            wrong.append(str(error))
+    if data:
+        try:
+            facts["data"] = bind(run, TrainableModel).check_inputs()
+        except PhalanxError as error:
+            wrong.append(f"{error}\ndata on another machine: leave them out with --no-data")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return facts
+
+
+def _resolve_on_fewest(run: Run) -> ResolvedLayout:
+    """Return the layout on the fewest ranks on which it is legal. Raises ConfigError where it is legal on none."""
+    least = stated_ranks(run)
+    more = any(getattr(run.layout, name) == "auto" for name in DEGREES)
+    tried = (least * multiple for multiple in range(1, _TRIED + 1 if more else 2))
+    return resolve_layout(run, next((ranks for ranks in tried if can_run(run, ranks)), least))

@@ -1,0 +1,287 @@
+"""`phalanx data`: prepare text, structures and fields; look at them, verify them; make small data to begin with.
+
+Structures and fields are prepared as the run file says. What that needs beyond the core is imported when it runs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+
+from phalanx.cli.arguments import Json, Overrides, RunFile, show_examples
+from phalanx.cli.console import print_error, print_json, print_lines, print_pairs, short_count, show_preparation
+from phalanx.config.load import load_run
+from phalanx.data.prepared_folder import MANIFEST
+from phalanx.errors import ConfigError
+from phalanx.families.language.data.documents import MAX_DOCUMENT_BYTES
+from phalanx.families.language.data.open_tokens import open_source
+from phalanx.families.language.data.prepare_text import Options, prepare_text
+from phalanx.families.language.data.token_shards import PassedOver, read_token_manifest
+from phalanx.families.language.data.token_source import TokenSource
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.weather.config import WeatherRun
+
+if TYPE_CHECKING:
+    from phalanx.families.materials.data.graph_shards import Manifest, Statistics
+
+data_app = typer.Typer(
+    help="Prepare text, structures and fields; look at them, verify them; make small data to begin with.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+sample_app = typer.Typer(no_args_is_help=True, help="Make data to try the examples with; nothing is downloaded.")
+data_app.add_typer(sample_app, name="sample")
+_DEFAULTS = Options()
+_SHOWN = {"totals", "splits", "statistics"}
+"""Parts of the manifest of prepared structures that are printed as JSON."""
+
+
+@data_app.command("prepare", epilog=show_examples("phalanx data prepare texts/ more.jsonl.gz --out data/texts"))
+def prepare_data(
+    inputs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="INPUT...", help="Files (.txt .jsonl .parquet .py, also .gz .zst), folders, python-stdlib."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json, or a folder with one; by default one is trained on the text.")
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(help="Entries of a tokenizer trained here.")] = _DEFAULTS.vocab_size,
+    end_token: Annotated[str | None, typer.Option(help="Token that ends documents, if not a usual one.")] = None,
+    text_field: Annotated[str, typer.Option(help="Field or column that holds the text.")] = _DEFAULTS.text_field,
+    validation_fraction: Annotated[
+        float, typer.Option(min=0.0, max=0.5, help="Share of documents held out.")
+    ] = _DEFAULTS.validation_fraction,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a shard.")] = _DEFAULTS.shard_tokens,
+    max_document_bytes: Annotated[
+        int, typer.Option(min=1, help="Longest document taken; tokenizing one takes some 170 times its size in memory.")
+    ] = MAX_DOCUMENT_BYTES,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one a core.")] = None,
+    json_output: Json = False,
+) -> None:
+    """Tokenize text into memory-mappable shards.
+
+    Stopped at any point, the same command goes on where it was. Run again when all is done, it does nothing.
+    """
+    options = Options(
+        tokenizer=None if tokenizer is None else str(tokenizer),
+        vocab_size=vocab_size,
+        end_token=end_token,
+        text_field=text_field,
+        validation_fraction=validation_fraction,
+        shard_tokens=shard_tokens,
+    )
+    try:
+        with show_preparation() as report:
+            prepare_text(inputs, out, options, workers=workers, max_document_bytes=max_document_bytes, progress=report)
+    except KeyboardInterrupt:
+        # whole shards stay, so nothing is lost
+        print_error("stopped; what is done is kept: the same command goes on from there")
+        raise
+    _print_sources(out, json_output)
+
+
+@data_app.command("show", epilog=show_examples("phalanx data show data/texts"))
+def show_data(
+    path: Annotated[Path, typer.Argument(help="Prepared folder, Megatron prefix, or folder of MDS shards.")],
+    json_output: Json = False,
+) -> None:
+    """Say what prepared data holds."""
+    _print_sources(path, json_output)
+
+
+@data_app.command("verify", epilog=show_examples("phalanx data verify data/texts"))
+def verify_data(
+    path: Annotated[Path, typer.Argument(help="Prepared folder, Megatron prefix, or folder of MDS shards.")],
+    json_output: Json = False,
+) -> None:
+    """Read everything and compare checksums; names the first file that was altered.
+
+    Says so where the format has no checksums to compare.
+    """
+    splits = _open_splits(path)
+    for source in splits.values():
+        source.verify()
+    tokens = sum(source.tokens for source in splits.values())
+    unchecked = [source.unchecked for source in splits.values() if source.unchecked is not None]
+    if json_output:
+        print_json({"path": str(path), "verified": not unchecked, "tokens": tokens, "unchecked": unchecked})
+        return
+    doubts = "; ".join(dict.fromkeys(unchecked))
+    found = f"lengths and structure are sound, but {doubts}" if unchecked else "nothing altered"
+    print_lines([f"{path}: {tokens:,} tokens, {found}"])
+
+
+def _open_splits(path: Path) -> dict[str, TokenSource]:
+    validation = open_source(path, "validation")
+    held_out = {} if validation is None else {"validation": validation}
+    return {"train": open_source(path, "train"), **held_out}
+
+
+def _print_sources(path: Path, json_output: bool) -> None:
+    splits = _open_splits(path)
+    facts: dict[str, Any] = {
+        name: {"tokens": source.tokens, "documents": source.documents, "text_bytes": source.text_bytes}
+        for name, source in splits.items()
+    }
+    train = splits["train"]
+    facts["vocab_size"] = train.vocab_size
+    facts["tokenizer"] = None if train.tokenizer is None else str(train.tokenizer)
+    passed_over = read_token_manifest(path).passed_over if (path / MANIFEST).exists() else None
+    if passed_over is not None:
+        facts["passed_over"] = passed_over.model_dump()
+    if json_output:
+        print_json({"path": str(path), **facts})
+        return
+    print_lines([str(path)])
+    vocabulary = "not stated by the format" if train.vocab_size is None else f"{train.vocab_size:,}"
+    print_pairs(
+        [
+            *((name, _describe_source(source)) for name, source in splits.items()),
+            ("vocabulary", vocabulary),
+            ("tokenizer", facts["tokenizer"] or "none beside the data"),
+            *([] if passed_over is None else [("left out", _describe_passed_over(passed_over))]),
+        ]
+    )
+
+
+def _describe_passed_over(passed_over: PassedOver) -> str:
+    documents, files = passed_over.documents, passed_over.files
+    return (
+        f"{documents:,} document{'' if documents == 1 else 's'} without text, "
+        f"{files:,} file{'' if files == 1 else 's'} with other endings"
+    )
+
+
+def _describe_source(source: TokenSource) -> str:
+    text = f"{short_count(source.tokens)} tokens"
+    if source.documents is not None:
+        text += f" in {source.documents:,} document{'' if source.documents == 1 else 's'}"
+    if source.text_bytes and source.tokens:
+        text += f", {short_count(source.text_bytes)} bytes of text ({source.text_bytes / source.tokens:.2f} a token)"
+    return text
+
+
+# --- structures and fields ---------------------------------------------------------------------------------------------
+
+
+@data_app.command("prepare-graphs", epilog=show_examples("phalanx data prepare-graphs examples/materials-xtb.yaml"))
+def prepare_graphs(
+    run: RunFile,
+    overrides: Overrides = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one a core.")] = None,
+    json_output: Json = False,
+) -> None:
+    """Prepare the structures of a materials run: check them, find neighbours, write shards into data.prepared.
+
+    Says what there is, and the units of the model's branches that fit it. Stopped at any point, the same command goes on
+    where it was. Run again when all is done, it only says so.
+    """
+    loaded = load_run(run, overrides or [])
+    if not isinstance(loaded, MaterialsRun):
+        raise ConfigError(
+            f"{run} has model.family={loaded.model.family}; prepare-graphs takes runs of family materials"
+        )
+    prepare = import_module("phalanx.families.materials.data.prepare_structures").prepare_graphs
+    try:
+        with show_preparation() as report:
+            manifests: dict[str, Manifest] = prepare(loaded.data, workers=workers, progress=report)
+    except KeyboardInterrupt:
+        print_error("stopped; what is done is kept: the same command goes on from there")
+        raise
+    fitting = import_module("phalanx.families.materials.data.fitted_units").fitting_units(loaded, manifests)
+    if json_output:
+        described = {name: manifest.model_dump(mode="json", include=_SHOWN) for name, manifest in manifests.items()}
+        print_json({"prepared": loaded.data.prepared, "sources": described, "model": fitting})
+        return
+    for name, manifest in manifests.items():
+        parts = ", ".join(f"{part} {counts.structures:,}" for part, counts in manifest.splits.items())
+        total = manifest.totals
+        words = f"{total.structures:,} structures ({parts}), {total.atoms:,} atoms, {total.edges:,} edges"
+        print_lines([f"{Path(loaded.data.prepared) / name}: {words}"])
+        if said := describe_charges(manifest.statistics):
+            print_lines([f"  {said}"])
+    print_lines(["units that fit the training split, for the run file:"])
+    print_lines([yaml.safe_dump({"model": fitting}, sort_keys=False, width=120).rstrip()])
+
+
+def describe_charges(statistics: Statistics) -> str:
+    """Return which total charges structures have, where not all of them are known to be neutral; else nothing."""
+    counts = statistics.total_charges
+    parts = [f"{charge:+d} in {count:,}" for charge, count in counts.items() if charge]
+    ions = f"total charges: {', '.join(parts)}, 0 in {counts.get(0, 0):,} structures" if parts else ""
+    unknown = statistics.taken_for_neutral
+    taken = f"{unknown:,} structures say nothing of their total charge and are taken for neutral" if unknown else ""
+    return "; ".join(part for part in (ions, taken) if part)
+
+
+@data_app.command(
+    "prepare-fields", epilog=show_examples("phalanx data prepare-fields examples/climax-small.yaml --out data/fields")
+)
+def prepare_fields(
+    run: RunFile,
+    out: Annotated[Path, typer.Option(help="Folder to write; of several sources, one folder each inside.")],
+    overrides: Overrides = None,
+    json_output: Json = False,
+) -> None:
+    """Write the fields of a weather run in the form that is read fastest, with everything checked on the way.
+
+    Says what to put under data.sources in place of the files. Each folder appears when it is whole.
+    """
+    loaded = load_run(run, overrides or [])
+    if not isinstance(loaded, WeatherRun):
+        raise ConfigError(f"{run} has model.family={loaded.model.family}; prepare-fields takes runs of family weather")
+    data = loaded.data
+    prepare = import_module("phalanx.families.weather.data.prepare_fields").prepare_fields
+    written: list[str] = []
+    for number, source in enumerate(data.sources):
+        folder = out if len(data.sources) == 1 else out / str(number)
+        with show_preparation() as report:
+            prepare(
+                source,
+                folder,
+                variables=list(dict.fromkeys([*data.inputs, *data.target_variables])),
+                statics=data.static,
+                skip_gaps=data.gaps == "skip",
+                time_tolerance_hours=data.time_tolerance_hours,
+                check_units=data.check_units,
+                cache_mb=data.cache_mb,
+                progress=lambda done, total, what=source.path: report(f"writing {what}", done, total),
+            )
+        written.append(str(folder))
+    if json_output:
+        print_json({"sources": written})
+    else:
+        print_lines([f"data.sources: [{', '.join(written)}]"])
+
+
+# --- samples -----------------------------------------------------------------------------------------------------------
+
+
+@sample_app.command("weather", epilog=show_examples("phalanx data sample weather --out data/weather"))
+def sample_weather(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
+    days: Annotated[int, typer.Option(min=1, help="Days to simulate, two frames each.")] = 300,
+    seed: Annotated[int, typer.Option(min=0, help="Another number makes other weather.")] = 0,
+    json_output: Json = False,
+) -> None:
+    """Simulate a global atmosphere and write winds, temperatures and geopotential as netCDF.
+
+    A quasi-geostrophic model of three levels on the 5.625 degree grid: 300 days are 13 MB and take half a minute. The same
+    seed gives the same numbers on the same machine.
+    """
+    write = import_module("phalanx.families.weather.sample.sample_weather").write_weather
+    with show_preparation() as report:
+        path = write(out, days=days, seed=seed, progress=report)
+    if json_output:
+        print_json({"kind": "weather", "file": str(path), "days": days, "seed": seed})
+    else:
+        print_lines([f"{path}: {days} days, {path.stat().st_size / 1e6:.1f} MB"])

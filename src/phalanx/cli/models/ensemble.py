@@ -1,0 +1,266 @@
+"""`phalanx ensemble`: several trained models as one, with uncertainties that are calibrated and checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from phalanx.cli.console import make_progress_bar, print_json, print_lines, require_folder, write_file
+from phalanx.cli.models.ensemble_text import print_ensemble
+from phalanx.cli.ranks import start_ranks
+from phalanx.config.load import load_run
+from phalanx.ensemble.ensemble_file import ENSEMBLE
+from phalanx.ensemble.family import Ensemble, EnsembleModel, EnsembleOptions
+from phalanx.ensemble.members import Member, Share, open_member
+from phalanx.ensemble.train_members import Recipe, train_side_by_side
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.families.registry import bind
+from phalanx.hardware.device import choose_device
+from phalanx.hardware.host import available_cores
+from phalanx.layout.mesh import Ranks, join_process_group, leave_process_group, ranks_from_environment
+from phalanx.printable import write_stderr
+from phalanx.report.ensemble_page import render_ensemble
+
+REPORT = "report.html"
+MEMBERS = "members"
+"""Folder of the runs that were trained for the ensemble."""
+STUDY = "study.log"
+"""What tells the folder of a study; its module is imported where there is one, for it needs an extra."""
+TOP = 5
+"""Members taken of a study where nobody says how many."""
+_POOL = 4
+"""LayoutTable looked at for each member taken of a study."""
+_OVERRIDE = re.compile(r"[a-z_]+(\.\w+)+=")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something that may become a member."""
+
+    path: Path
+    score: float | None = None
+    name: str = ""
+
+
+def run_ensemble(
+    *,
+    members: list[str],
+    out: Path,
+    top: int | None,
+    diversity: float,
+    weights: Literal["equal", "fitted"],
+    calibration: Literal["likeliest", "factor", "floor", "isotonic"],
+    train: bool,
+    seeds: int | None,
+    jobs: int | None,
+    samples: int | None,
+    side_by_side: int | None,
+    nproc: int | None,
+    hours: int | None,
+    html: Path | None,
+    device: str,
+    as_json: bool,
+) -> None:
+    """Run the subcommand; `phalanx.cli.options.models` declares its arguments."""
+    ranks = ranks_from_environment()
+    paths, words = split_arguments(members)
+    options = EnsembleOptions(
+        top=top,
+        diversity=diversity,
+        weights=weights,
+        calibration=None if calibration == "likeliest" else calibration,
+        samples=samples,
+        side_by_side=side_by_side,
+        hours=hours,
+    )
+    require_folder(out, "--out")
+    candidates, options = find_candidates(paths, options, train=train)
+    if seeds is not None and not train:
+        raise ConfigError(f"--seeds {seeds} says what to train; add --train")
+    if train:
+        candidates, options = _train_members(candidates, words, options, out, seeds, jobs, device, ranks)
+        words = []
+        paths = [one.path for one in candidates]
+    if nproc is not None:
+        where = {"out": out, "html": html, "device": device}
+        start_ranks(_words_for_ranks([*map(str, paths), *words], options, where, as_json=as_json), nproc)
+        return
+    opened = [open_member(one.path, words, one.score) for one in candidates]
+    if not bind(opened[0].run, EnsembleModel).selects_members and opened[0].score is not None:
+        # A family that does not choose by errors takes the members of a study that scored best.
+        opened, options = opened[: options.top], replace(options, top=None)
+    _require_options_of(opened, words, options)
+    here = choose_device(device, ranks.local_rank)
+    join_process_group(ranks, here)
+    built = _build_ensemble(opened, options, here, ranks)
+    leave_process_group()
+    if ranks.first:
+        _write_ensemble(built, out, html or out / REPORT, as_json=as_json)
+
+
+def split_arguments(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Return members and `section.field=value` changes; what is there as a file or folder is a member."""
+    changes = [word for word in words if _OVERRIDE.match(word) and not Path(word).exists()]
+    paths = [Path(word) for word in words if word not in changes]
+    if not paths:
+        raise ConfigError("no member is named; give folders of runs, or of a study")
+    return paths, changes
+
+
+def find_candidates(
+    paths: Sequence[Path], options: EnsembleOptions, *, train: bool
+) -> tuple[list[Candidate], EnsembleOptions]:
+    """Return the runs to choose from: of a study those of the best scores, several for each member that is to be chosen.
+
+    Raises ConfigError for a run file where nothing is trained, and for a study beside something else.
+    """
+    studies = [path for path in paths if (path / STUDY).is_file()]
+    if not studies:
+        for path in paths:
+            if path.is_file() and not train:
+                raise ConfigError(
+                    f"{path} is a run file, not a trained run; add --train, or name the folder of its run"
+                )
+            if not path.exists():
+                raise ConfigError(f"{path} does not exist; name folders of runs, or of a study")
+        return [Candidate(path, name=path.resolve().name if path.is_dir() else path.stem) for path in paths], options
+    if len(paths) > 1:
+        raise ConfigError(f"{studies[0]} is a study; name it alone, or name folders of runs")
+    options = replace(options, top=options.top or TOP)
+    assert options.top is not None
+    found = study_candidates(studies[0])[: _POOL * options.top]
+    if len(found) < 2:
+        raise ConfigError(
+            f"{studies[0]} has {len(found)} trials with a score, an ensemble has at least two members; let phalanx "
+            "tune go on"
+        )
+    if len(found) < options.top:
+        raise ConfigError(f"{studies[0]} has {len(found)} trials with a score; give --top {len(found)} at most")
+    return found, options
+
+
+def study_candidates(folder: Path) -> list[Candidate]:
+    """Return the trials of a study that have a score, the best first."""
+    try:
+        from phalanx.study.hyperparameters.configurations import finished_trials  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise PhalanxError(f'a study needs the package {error.name}: pip install "phalanx-train[search]"') from error
+    return [Candidate(trial.run_dir, trial.score, f"trial-{trial.number:04d}") for trial in finished_trials(folder)]
+
+
+def _require_options_of(members: Sequence[Member], words: Sequence[str], options: EnsembleOptions) -> None:
+    """Raise ConfigError for options that the family of the members has no use for."""
+    run = members[0].run
+    model = bind(run, EnsembleModel)
+    if options.hours is not None and not model.forecasts:
+        raise ConfigError(
+            f"--hours {options.hours} is for weather models, these are of model.family={run.model.family}"
+        )
+    alike = EnsembleOptions(samples=options.samples, hours=options.hours)
+    if not model.selects_members and (options != alike or words):
+        raise ConfigError(
+            f"an ensemble of model.family={run.model.family} takes all members alike, as they were trained: leave out "
+            f"fields to change, --top, --diversity, --weights, --calibration and --side-by-side"
+        )
+
+
+def _build_ensemble(
+    members: Sequence[Member], options: EnsembleOptions, device: torch.device, ranks: Ranks
+) -> Ensemble:
+    with make_progress_bar() as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what)
+            bar.update(tasks[what], completed=done, total=total)
+
+        share = Share(ranks.rank, ranks.world_size)
+        return bind(members[0].run, EnsembleModel).build_ensemble(members, options, device, share, progress)
+
+
+def _train_members(
+    candidates: Sequence[Candidate],
+    words: Sequence[str],
+    options: EnsembleOptions,
+    out: Path,
+    seeds: int | None,
+    jobs: int | None,
+    device: str,
+    ranks: Ranks,
+) -> tuple[list[Candidate], EnsembleOptions]:
+    """Train the candidates as new runs: of trials with a score those that make the best ensemble as they are."""
+    if ranks.world_size > 1:
+        raise ConfigError("--train starts runs of its own; call it outside torchrun and srun")
+    if options.top is not None and any(one.score is not None for one in candidates):
+        opened = [open_member(one.path, (), one.score) for one in candidates]
+        taken = list(range(options.top))
+        if bind(opened[0].run, EnsembleModel).selects_members:
+            selection = _build_ensemble(opened, options, choose_device(device), ranks).facts()
+            names = [one["name"] for one in selection["candidates"]]
+            taken = [names.index(name) for name in selection["selection"]["members"]]
+        candidates, options = [candidates[number] for number in taken], replace(options, top=None)
+    recipes = recipes_for(candidates, words, out, seeds)
+    for recipe in recipes:
+        load_run(recipe.run, recipe.words)
+    count = torch.accelerator.device_count() if device != "cpu" and torch.accelerator.is_available() else 0
+    abreast = min(jobs or count or available_cores(), len(recipes))
+    threads = max(1, available_cores() // abreast)
+    train_side_by_side(recipes, abreast, threads, write_stderr, devices=count)
+    return [Candidate(recipe.folder, name=recipe.name) for recipe in recipes], options
+
+
+def recipes_for(candidates: Sequence[Candidate], words: Sequence[str], out: Path, seeds: int | None) -> list[Recipe]:
+    """Return how members are trained: each candidate once, or one of them with several seeds."""
+    folder = out / MEMBERS
+    if seeds is None:
+        names = [one.name for one in candidates]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"two members are named {twice}; each needs a name of its own")
+        return [Recipe(one.name, one.path, tuple(words), folder / one.name) for one in candidates]
+    if len(candidates) != 1:
+        raise ConfigError(f"--seeds {seeds} is for one configuration; {len(candidates)} are named")
+    (one,) = candidates
+    first = load_run(one.path, list(words)).training.seed
+    return [
+        Recipe(f"seed-{seed}", one.path, (*words, f"training.seed={seed}"), folder / f"seed-{seed}")
+        for seed in range(first, first + seeds)
+    ]
+
+
+def _words_for_ranks(
+    members: Sequence[str], options: EnsembleOptions, where: dict[str, Any], *, as_json: bool
+) -> list[str]:
+    """Return this command again, as its ranks are to be given it: the members may have been trained meanwhile."""
+    given: dict[str, Any] = {
+        **where,
+        "top": options.top,
+        "diversity": options.diversity,
+        "weights": options.weights,
+        "calibration": options.calibration,
+        "samples": options.samples,
+        "side-by-side": options.side_by_side,
+        "hours": options.hours,
+    }
+    words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    return ["ensemble", *members, *words, *["--json"] * as_json]
+
+
+def _write_ensemble(built: Ensemble, out: Path, page: Path, *, as_json: bool) -> None:
+    facts = built.facts()
+    try:
+        built.document(out).write(out)
+    except OSError as error:
+        raise PhalanxError(f"cannot write in {out}: {error.strerror}; name another --out DIR") from error
+    write_file(page, render_ensemble(facts))
+    if as_json:
+        print_json({"ensemble": str(out / ENSEMBLE), "report": str(page), **facts})
+        return
+    print_ensemble(facts)
+    print_lines([str(page)])

@@ -1,0 +1,78 @@
+"""`phalanx evaluate`: held-out loss, perplexity and bits per byte."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Literal
+
+from phalanx.cli.console import make_progress_bar, print_json, print_lines, print_pairs
+from phalanx.cli.models.loading import load_model
+from phalanx.families.language.evaluation.held_out import HeldOut, Scores, score_model
+from phalanx.families.language.evaluation.load_weights import LoadedModel
+
+
+def run_evaluate(
+    *,
+    checkpoint: Path,
+    data: Path | None,
+    split: Literal["validation", "train"],
+    samples: int | None,
+    length: int | None,
+    tokenizer: Path | None,
+    device: str,
+    precision: str | None,
+    as_json: bool,
+) -> None:
+    """Run the subcommand; `phalanx.cli.options.models` declares its arguments."""
+    loaded = load_model(checkpoint, device=device, precision=precision, tokenizer=tokenizer)
+    start = time.perf_counter()
+    with make_progress_bar() as bar:
+        task = bar.add_task(split)
+        scores = score_model(
+            loaded,
+            data=data,
+            split=split,
+            samples=samples,
+            sequence_length=length,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    seconds = time.perf_counter() - start
+    if as_json:
+        print_json(
+            {
+                "checkpoint": str(loaded.where),
+                "step": loaded.step,
+                "split": scores.split,
+                "sequence_length": scores.sequence_length,
+                "samples": scores.samples,
+                "samples_in_all": scores.samples_in_all,
+                **scores.total.as_dict(),
+                "sources": {path: held_out.as_dict() for path, held_out in scores.sources.items()},
+                "seconds": seconds,
+                "tokens_per_second": scores.total.tokens / seconds,
+            }
+        )
+    else:
+        _print_scores(loaded, scores)
+
+
+def _print_scores(loaded: LoadedModel, scores: Scores) -> None:
+    whole = scores.samples == scores.samples_in_all
+    part = "every token" if whole else f"{scores.samples:,} of {scores.samples_in_all:,} samples"
+    print_lines([f"{loaded.where} on the {scores.split} split: {part}, {scores.sequence_length:,} tokens a sample"])
+    if len(scores.sources) > 1:
+        for path, held_out in scores.sources.items():
+            print_pairs([(path, _describe_held_out(held_out))])
+    total = scores.total
+    pairs = [("loss", f"{total.loss:.4f} nats a token"), ("perplexity", f"{total.perplexity:.3f}")]
+    if total.bits_per_byte is not None:
+        pairs.append(("bits per byte", f"{total.bits_per_byte:.4f} ({total.bytes:,} bytes of text)"))
+    print_pairs([*pairs, ("tokens", f"{total.tokens:,}")])
+
+
+def _describe_held_out(held_out: HeldOut) -> str:
+    bits = "" if held_out.bits_per_byte is None else f", {held_out.bits_per_byte:.4f} bits a byte"
+    loss = "no samples" if math.isnan(held_out.loss) and not held_out.tokens else f"{held_out.loss:.4f} nats a token"
+    return f"{loss}{bits}, {held_out.tokens:,} tokens"

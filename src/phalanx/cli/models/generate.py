@@ -1,0 +1,97 @@
+"""`phalanx generate`: write text with a checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from phalanx.cli.console import make_safe_for_terminal, print_json
+from phalanx.cli.models.loading import load_model
+from phalanx.errors import ConfigError
+from phalanx.families.language.evaluation.generate_text import Generation, generate_text
+from phalanx.families.language.evaluation.load_weights import LoadedModel
+from phalanx.families.language.model.sampling import Sampling
+
+_MOST_BYTES = 2**24
+"""Bytes of the longest prompt; no model has room for so many."""
+
+
+def run_generate(
+    *,
+    checkpoint: Path,
+    prompt: str,
+    tokens: int | None,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    count: int,
+    tokenizer: Path | None,
+    device: str,
+    precision: str | None,
+    as_json: bool,
+) -> None:
+    """Run the subcommand; `phalanx.cli.options.models` declares its arguments."""
+    sampling = Sampling(temperature, top_k, top_p)
+    text = _read_prompt(prompt)
+    loaded = load_model(checkpoint, device=device, precision=precision, tokenizer=tokenizer)
+    streaming = count == 1 and not as_json
+    generation = generate_text(
+        loaded,
+        text,
+        max_tokens=tokens,
+        sampling=sampling,
+        seed=seed,
+        count=count,
+        show=_print_piece if streaming else lambda index, piece: None,
+    )
+    if as_json:
+        print_json(_summarise_generation(loaded, text, sampling, generation))
+    elif streaming:
+        print()
+    else:
+        for number, continuation in enumerate(generation.continuations, start=1):
+            print(f"--- {number} of {len(generation.continuations)}, seed {continuation.seed}")
+            print(make_safe_for_terminal(text + continuation.text))
+
+
+def _read_prompt(given: str) -> str:
+    """Return the prompt that was given, or that stands on standard input. Raises ConfigError for what is no text."""
+    if given == "-":
+        content = sys.stdin.buffer.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ConfigError(f"standard input holds more than {_MOST_BYTES:,} bytes, which no prompt is")
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"standard input is not UTF-8 text (byte {error.start}); convert it, for example with iconv"
+            ) from None
+    if any("\ud800" <= character <= "\udfff" for character in given):
+        raise ConfigError(f"--prompt {ascii(given)[:80]} is not valid text in this terminal's encoding")
+    return given
+
+
+def _print_piece(_index: int, piece: str) -> None:
+    print(make_safe_for_terminal(piece), end="", flush=True)
+
+
+def _summarise_generation(
+    loaded: LoadedModel, prompt: str, sampling: Sampling, generation: Generation
+) -> dict[str, object]:
+    written = sum(len(continuation.tokens) for continuation in generation.continuations)
+    return {
+        "checkpoint": str(loaded.where),
+        "step": loaded.step,
+        "prompt": prompt,
+        "prompt_tokens": generation.prompt_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "samples": [
+            {"seed": c.seed, "text": c.text, "tokens": len(c.tokens), "token_ids": c.tokens, "ended": c.ended}
+            for c in generation.continuations
+        ],
+        "seconds": generation.seconds,
+        "tokens_per_second": written / generation.seconds,
+    }

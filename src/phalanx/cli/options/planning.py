@@ -1,0 +1,173 @@
+"""Arguments, options and help of what is asked before a run is trained: plan, calibrate, verify, dryrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from phalanx.cli.arguments import Json, Overrides, RunFile, complete_override
+from phalanx.hardware.machine import described_names
+from phalanx.planner.explain.reliability import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES
+
+
+def declare_plan(
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Run file, or folder of a run.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help=f"{', '.join(described_names())}, or the path of a description of your own.",
+            autocompletion=lambda: list(described_names()),
+        ),
+    ] = None,
+    devices: Annotated[int | None, typer.Option(metavar="N", min=1, help="Devices to plan for.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FIELD=VALUE",
+            help="Fields of the layout to keep, e.g. tp=8 recompute=full; other fields as section.field=value.",
+            autocompletion=complete_override,
+        ),
+    ] = None,
+    fit: Annotated[bool, typer.Option("--fit", help="Plan on the smallest number of devices that fits.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Keep what the run file says of the layout, too.")] = False,
+    why: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=VALUE", help="Say what another choice would cost, e.g. tp=8; may be repeated."),
+    ] = None,
+    scale: Annotated[
+        str | None, typer.Option(metavar="LOW..HIGH", help="Strong and weak scaling over numbers of devices.")
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--tokens",
+            "--samples",
+            metavar="N",
+            help="Tokens (of weather models samples) to train on, e.g. 300B; by default those of training.steps.",
+        ),
+    ] = None,
+    best: Annotated[int, typer.Option(metavar="N", min=1, help="Layouts to list.")] = 10,
+    p_fits: Annotated[float, typer.Option(min=0.0, max=1.0, help="Least probability of fitting into memory.")] = 0.9,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="How fast the device is, from phalanx calibrate; by default CLUSTER.profile.yaml, if there is one.",
+        ),
+    ] = None,
+    mtbf_hours: Annotated[float, typer.Option(min=1.0, help="Mean hours between failures of a node.")] = MTBF_HOURS,
+    restart_minutes: Annotated[float, typer.Option(min=0.0, help="From a failure to the next step.")] = RESTART_MINUTES,
+    checkpoint_gb_s: Annotated[
+        float, typer.Option(min=1e-3, help="GB/s at which a node writes checkpoints.")
+    ] = CHECKPOINT_GB_S,
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the run file with the best layout.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as one HTML page.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(metavar="RUNS.csv", help="Compare predictions with measured runs instead.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say which layouts are worth running, from the costs of the real model, in seconds and without any device.
+
+    Every legal layout is judged; those that fit are ranked by the time of a step. Fields of the layout given here stay as
+    given, all others are chosen.
+    """
+
+
+SECONDS = 200.0
+"""How long `phalanx calibrate` measures by default."""
+
+
+def declare_calibrate(
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="This machine's description; by default one with such devices."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The profile; by default CLUSTER.profile.yaml, which plans find."),
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Start N ranks on this machine, one for each device.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long to measure, about.")] = SECONDS,
+    device: Annotated[str, typer.Option(help="auto, cpu, or the type of this machine's accelerator.")] = "auto",
+    from_runs: Annotated[
+        Path | None, typer.Option(metavar="RUNS.csv", help="Fit the constants to measured runs instead.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="With --from-runs: the profile that the fit begins with.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Measure this machine, in a few minutes, and write a profile that plans use instead of tables.
+
+    Matrix products of the shapes that models have, attention, memory traffic, the optimizer, the host, collectives and
+    copies between devices, and whole blocks. Under torchrun, srun or --nproc every rank takes its part.
+    """
+
+
+def declare_verify(
+    run: RunFile,
+    layout: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="LAYOUT",
+            help="Fields of the layout, e.g. tp=2 pp=2; other fields as section.field=value.",
+            autocompletion=complete_override,
+        ),
+    ] = None,
+    all_ranks: Annotated[
+        int | None, typer.Option("--all", metavar="N", min=1, help="Try every legal layout for N ranks.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Ranks to start; by default what the degrees multiply to.")
+    ] = None,
+    full: Annotated[bool, typer.Option(help="The model itself rather than a small one of the same kind.")] = False,
+    precision: Annotated[
+        Literal["fp64", "fp32", "bf16"], typer.Option(help="Number format to compute in; the bound follows from it.")
+    ] = "fp64",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 2,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which silent ranks are given up.")] = 1800.0,
+    json: Json = False,
+) -> None:
+    """Compare a layout with one rank: activations, loss, every gradient and every updated parameter.
+
+    Starts its own CPU ranks; under torchrun or srun it takes the ranks and devices it finds. Ends with exit code 3 and
+    names the first module that differs when the layout computes something else.
+    """
+
+
+def declare_dryrun(
+    run: RunFile,
+    devices: Annotated[
+        int,
+        typer.Option("--devices", "--nproc", min=1, metavar="N", help="Ranks of the run; one of them is run here."),
+    ],
+    overrides: Overrides = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="R", help="Rank to run; by default one each on the first, a middle and the last stage."
+        ),
+    ] = None,
+    devices_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Devices that share a node; by default what the run file says."),
+    ] = None,
+    device: Annotated[
+        Literal["gpu", "cpu"], typer.Option(help="Whose kernels to reckon with: they keep different things.")
+    ] = "gpu",
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="The most memory in each module, forward and backward, as well.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Run the training step of one rank without its devices: peak memory, and every collective with its bytes.
+
+    The code that trains runs as it is, on tensors without memory, among ranks that are not there. Neither data nor a
+    device is needed.
+    """

@@ -1,0 +1,145 @@
+"""`phalanx plan`: which layouts are worth running on a cluster, how fast they are, whether they fit, and why."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from phalanx.cli.console import open_output, print_json, print_lines, write_file
+from phalanx.cli.planning.check_runs import check_table, list_checked_runs, print_checked_groups
+from phalanx.cli.planning.plan_text import fold_command, write_plan_lines
+from phalanx.config.load import load_run
+from phalanx.config.override import parse_overrides
+from phalanx.errors import ConfigError
+from phalanx.hardware.machine import load_machine, machine_names
+from phalanx.planner.explain.reliability import Reliability
+from phalanx.planner.explain.scaling import parse_scale
+from phalanx.planner.layouts.enumerate import CHOSEN
+from phalanx.planner.rank.cost_models import CostModels
+from phalanx.planner.rank.plan import Plan, Wishes, make_plan, make_smallest_plan
+from phalanx.planner.rank.ranking import Planner, Task, fixed_fields
+from phalanx.planner.rank.summary import summarize_plan
+from phalanx.planner.rank.write import write_overrides, write_planned_run
+from phalanx.planner.time.profile import choose_profile
+from phalanx.planner.trace.family import require_planned
+from phalanx.report.formatting import format_duration
+from phalanx.report.plan_page import render_plan
+
+_UNITS = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12}
+_COMMAND_WIDTH = 100
+"""Columns of the longest line of a command on a page."""
+
+
+def run_plan(
+    *,
+    run: Path | None,
+    cluster: str | None,
+    devices: int | None,
+    overrides: list[str] | None,
+    fit: bool,
+    fix: bool,
+    why: list[str] | None,
+    scale: str | None,
+    tokens: str | None,
+    best: int,
+    p_fits: float,
+    profile: str | None,
+    mtbf_hours: float,
+    restart_minutes: float,
+    checkpoint_gb_s: float,
+    write: Path | None,
+    html: Path | None,
+    check: Path | None,
+    json: bool,
+) -> None:
+    """Run the subcommand; `phalanx.cli.options.plan` declares its arguments."""
+    if check is not None:
+        checked = check_table(check)
+        print_json(list_checked_runs(*checked)) if json else print_checked_groups(*checked)
+        return
+    if run is None or cluster is None:
+        raise ConfigError("give a run file and --cluster NAME|FILE, or --check RUNS.csv alone")
+    if (devices is None) is not fit:
+        raise ConfigError("give --devices N, or --fit for the smallest number that fits (one of the two)")
+    words = overrides or []
+    loaded = load_run(run, words)
+    require_planned(loaded.model)
+    machine = load_machine(cluster)
+    planner = Planner(machine, CostModels(machine, choose_profile(machine, cluster, profile)), p_fits)
+    wishes = Wishes(
+        best=best,
+        why=tuple(why or ()),
+        scale=() if scale is None else tuple(parse_scale(scale)),
+        amount=None if tokens is None else _parse_amount(tokens),
+        reliability=Reliability(mtbf_hours, restart_minutes, checkpoint_gb_s),
+    )
+    task = Task(loaded, devices or machine.node.devices, fixed_fields(loaded, words, everything=fix))
+    made = make_smallest_plan(planner, task, wishes) if fit else make_plan(planner, task, wishes)
+
+    # the planner has chosen these fields anew: in the command they stand with their new values
+    chosen = {(name,) for name in CHOSEN}
+    changes = [word for word in words if parse_overrides([word])[0].path[1:] not in chosen]
+    command = make_run_command(made, write or run, [] if write else changes, cluster, fixed=write is not None)
+    written = _write_files(made, write, html, command)
+    if json:
+        print_json(summarize_plan(made) | {"written": written})
+        return
+
+    _print_plan(made, written, command)
+
+
+def _print_plan(made: Plan, written: dict[str, str], command: list[str]) -> None:
+    width = open_output().width
+    print_lines(write_plan_lines(made, width))
+    if file := written.get("run"):
+        print_lines([f"wrote {file}   next: phalanx verify {file}, {shlex.join(command)}"])
+    else:
+        # wider lines are hard to copy
+        print_lines(["\nto run 1:", *fold_command(command, min(width, 120))])
+    if file := written.get("html"):
+        print_lines([f"wrote {file}"])
+
+
+def _write_files(made: Plan, write: Path | None, html: Path | None, command: list[str]) -> dict[str, str]:
+    """Write what was asked for, and return its path by its kind."""
+    written: dict[str, str] = {}
+    if write is not None:
+        seconds = format_duration(float(made.best.times.total[0]))
+        name = made.planner.machine.name
+        note = f"Planned for {made.task.devices} devices of {name}: {seconds} a step expected.\n"
+        write_file(write, write_planned_run(made.task.run, made.best.layouts.row(0), note))
+        written["run"] = str(write)
+    if html is not None:
+        write_file(html, render_plan(made, "\n".join(fold_command(command, _COMMAND_WIDTH))))
+        written["html"] = str(html)
+    return written
+
+
+def make_run_command(made: Plan, file: Path, changes: list[str], cluster: str, *, fixed: bool) -> list[str]:
+    """Return the command that runs the best layout, word by word.
+
+    Args:
+        made: the plan.
+        file: the run file.
+        changes: fields outside the layout that were changed for the plan.
+        cluster: the cluster's name, or the file that describes it.
+        fixed: whether the file has the layout already.
+    """
+    devices, per_node = made.task.devices, made.planner.machine.node.devices
+    words = [*changes, *([] if fixed else write_overrides(made.task.run, made.best.layouts.row(0)))]
+    if cluster in machine_names() and devices % per_node == 0:
+        return ["phalanx", "launch", str(file), "--cluster", cluster, "--nodes", str(devices // per_node), *words]
+    if devices <= per_node:
+        return ["phalanx", "train", str(file), "--nproc", str(devices), *words]
+    ranks = ["--nnodes", str(-(-devices // per_node)), "--nproc-per-node", str(per_node)]
+    return ["torchrun", *ranks, "-m", "phalanx", "train", str(file), *words]
+
+
+def _parse_amount(words: str) -> int:
+    """Return how many tokens or samples `words` such as 300B or 3e11 say. Raises ConfigError for what says none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:[eE]\d+)?)([MBT]?)", words)
+    count = 0.0 if match is None else float(match[1]) * _UNITS[match[2]]
+    if not 1 <= count < 1e18:
+        raise ConfigError(f"--tokens {words}: write a number, such as 300B, 1.4T or 3e11")
+    return round(count)

@@ -1,0 +1,86 @@
+"""`phalanx verify`: prove that a layout computes what one rank computes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from phalanx.cli.console import print_json, print_lines
+from phalanx.config.load import load_run
+from phalanx.errors import CheckFailed
+from phalanx.layout.mesh import ranks_from_environment
+from phalanx.verify.verifier import Verdict
+from phalanx.verify.verify_run import Options, Outcome, verify_run
+
+_NAMED = 5
+"""Failed checks that are listed before they are only counted."""
+
+
+def run_verify(
+    *,
+    run: Path,
+    layout: list[str] | None,
+    all_ranks: int | None,
+    nproc: int | None,
+    full: bool,
+    precision: Literal["fp64", "fp32", "bf16"],
+    steps: int,
+    timeout: float,
+    json: bool,
+) -> None:
+    """Run the subcommand; `phalanx.cli.options.planning` declares its arguments."""
+    loaded = load_run(run, layout or [])
+    options = Options(
+        ranks=all_ranks or nproc,
+        everything=all_ranks is not None,
+        full=full,
+        precision=precision,
+        steps=steps,
+        timeout_s=timeout,
+        progress=all_ranks is not None and sys.stderr.isatty(),
+    )
+    outcome = verify_run(loaded, options)
+    failed = [verdict for verdict in outcome.verdicts if not verdict.passed]
+    # under torchrun every rank gets here
+    if ranks_from_environment().first:
+        if json:
+            print_json(
+                {
+                    "ranks": outcome.ranks,
+                    "model": outcome.model,
+                    "passed": not failed,
+                    "layouts": [verdict.as_dict() for verdict in outcome.verdicts],
+                }
+            )
+        else:
+            print_lines(_write_outcome(outcome))
+    if failed:
+        raise CheckFailed(f"{len(failed)} of {len(outcome.verdicts)} layouts differ from one rank: {failed[0].first}")
+
+
+def _write_outcome(outcome: Outcome) -> Iterator[str]:
+    """Yield what was compared, a line or more for each layout, and how many passed."""
+    yield f"{outcome.ranks} ranks against one; model: {outcome.model}"
+    yield f"bound on relative errors: {outcome.verdicts[0].bound}"
+    for verdict in outcome.verdicts:
+        yield from _write_verdict(verdict)
+    passed = sum(verdict.passed for verdict in outcome.verdicts)
+    yield f"{passed} of {len(outcome.verdicts)} layouts compute what one rank computes"
+    if outcome.fixed:
+        yield f"tried with {outcome.fixed} alone: --all varies degrees, schedule, zero, resharding and context"
+
+
+def _write_verdict(verdict: Verdict) -> list[str]:
+    worst = verdict.worst("gradient")
+    assert worst is not None
+    if verdict.passed:
+        margin = f"largest gradient error {worst.error:.1e} ({worst.name}), bound {worst.bound:.1e}"
+        return [f"PASS  {verdict.in_words}  {margin}, {verdict.seconds:.1f} s"]
+    failed = [check for check in verdict.checks if not check.passed]
+    lines = [f"FAIL  {verdict.in_words}", f"      first: {failed[0]}"]
+    lines += [f"      then:  {check}" for check in failed[1:_NAMED]]
+    if len(failed) > _NAMED:
+        lines.append(f"      and {len(failed) - _NAMED} more of {len(verdict.checks)} checks")
+    return lines

@@ -1,0 +1,1 @@
+"""Searches of layouts and of hyperparameters."""

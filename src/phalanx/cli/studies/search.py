@@ -1,0 +1,150 @@
+"""`phalanx search`: the best layout by measurement, and what matters most."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from phalanx.cli.console import open_output, print_json, print_lines, print_warning, wrap_line, write_file
+from phalanx.cli.studies.trial_text import MOST_PARAMETERS, describe_failure, list_importance
+from phalanx.config.load import load_run
+from phalanx.errors import PhalanxError
+from phalanx.families.language.config import require_language
+from phalanx.hardware.device import choose_device, device_kind, device_name
+from phalanx.hardware.machine import load_machine
+from phalanx.planner.rank.cost_models import CostModels
+from phalanx.planner.rank.ranking import Planner, Task, fixed_fields
+from phalanx.planner.time.profile import choose_profile
+from phalanx.printable import write_stderr
+from phalanx.report.formatting import format_duration, format_gibibytes, format_percent
+from phalanx.report.study_page import list_search_notes, name_search, render_search
+from phalanx.report.table import Column, write_text_table
+from phalanx.study.layouts.space import LayoutSpace
+from phalanx.study.trial import FAILURES, Trial
+
+Row = dict[str, Any]
+MOST_TRIALS = 15
+"""Trials that are listed."""
+
+
+def run_search(
+    *,
+    run: Path,
+    cluster: str,
+    devices: int,
+    overrides: list[str] | None,
+    measure: int,
+    engine: str,
+    where: str,
+    storage: Path | None,
+    profile: str | None,
+    seed: int,
+    keep: bool,
+    write: Path | None,
+    html: Path | None,
+    json: bool,
+) -> None:
+    """Run the subcommand; `phalanx.cli.options.studies` declares its arguments."""
+    loaded = require_language(load_run(run, overrides or []), "phalanx search")
+    machine = load_machine(cluster)
+    named = choose_profile(machine, cluster, profile)
+    planner = Planner(machine, CostModels(machine, named), least_p=loaded.search.least_p_fits)
+    if where == "local":
+        _warn_of_other_devices(loaded.cluster.device, machine.node.device, cluster)
+    try:
+        from phalanx.study.layouts.study import run_search as run_study  # noqa: PLC0415
+    except ImportError as error:
+        raise PhalanxError(f'phalanx search needs {error.name}: pip install "phalanx-train[search]"') from None
+    done = run_study(
+        planner,
+        Task(loaded, devices, fixed_fields(loaded, overrides or [])),
+        loaded.search,
+        where,
+        storage or Path(f"{run.resolve().name.removesuffix('.yaml')}.search.log"),
+        tell=tell_trial,
+        engine=engine,
+        most=measure,
+        seed=seed,
+        keep=keep,
+    )
+    facts, written = done.summary(), {}
+    if write is not None:
+        write_file(write, done.best_run_text())
+        written["run"] = str(write)
+    if html is not None:
+        write_file(html, render_search(facts))
+        written["html"] = str(html)
+    if json:
+        print_json(facts | {"written": written})
+        return
+    print_lines([*write_search_lines(facts, open_output().width), *(f"wrote {name}" for name in written.values())])
+
+
+def _warn_of_other_devices(device: str, planned: str, cluster: str) -> None:
+    measured = device_kind(device_name(choose_device(device)))
+    if measured != planned:
+        print_warning(
+            f"--cluster {cluster} has {planned}, but trials with --where local run on this machine, which has {measured}: "
+            f"they measure {measured}, and only the planner's order of layouts is that of {cluster}"
+        )
+
+
+def tell_trial(trial: Trial, space: LayoutSpace) -> None:
+    """Write a line to stderr when a trial begins, another when it has ended."""
+    point = space.find(trial.values)
+    # a point of an earlier study may lie outside the space of this one
+    words = trial.key if point is None else space.describe(point)
+    if trial.outcome is None:
+        expected = trial.note.get("expected_s")
+        text = words + ("" if expected is None else f", expected {format_duration(expected)} a step")
+    elif trial.outcome.value is not None:
+        text = f"{format_duration(trial.outcome.value)} a step"
+    else:
+        text = describe_failure(trial.outcome)
+    write_stderr(f"trial {trial.number}: {text}")
+
+
+def write_search_lines(facts: Row, width: int) -> list[str]:
+    """Return what came out as text; lines are wrapped to `width` columns."""
+    trials, best = facts["trials"], facts["best"]
+    failed = ", ".join(f"{count} {FAILURES.get(cause, cause)}" for cause, count in facts["failures"].items())
+    lines = [
+        f"{name_search(facts)}: {len(trials)} trials of {facts['points']:,} points; {facts['stopped']}"
+        + (f"; {failed}" if failed else "")
+    ]
+    if best is None:
+        lines.append("no trial was good; the logs of trials are beside the study's file")
+    else:
+        lines.append(f"best: trial {best['number']}, {format_duration(best['step_s'])} a step: {best['words']}")
+        if best["planned_s"]:
+            lines.append(f"      the planner had expected {format_duration(best['planned_s'])}")
+    lines += [f"note: {note}" for note in list_search_notes(facts)]
+    # the fastest first, then those without a time as they came
+    ranked = sorted(trials, key=lambda row: (row["step_s"] is None, row["step_s"] or row["number"]))
+    if ranked:
+        lines += write_text_table(TRIAL_COLUMNS, ranked[:MOST_TRIALS], indent="  ", heads=False)
+    if planned := facts["planned"]:
+        effects = list(planned["shapley_effects"].items())[:MOST_PARAMETERS]
+        words = ", ".join(f"{name} {format_percent(max(share, 0.0))}" for name, share in effects)
+        lines.append(f"matters over {planned['points']:,} layouts that fit (exact Shapley effects): {words}")
+    if measured := facts["measured"]:
+        lines.append(f"matters by {measured['trials']} measured trials: {list_importance(measured)}")
+        lines.append(f"      {measured['caution']}")
+    lines.append(f"study: {facts['storage']}")
+    return [piece for line in lines for piece in wrap_line(line, width)]
+
+
+TRIAL_COLUMNS: tuple[Column[Row], ...] = (
+    Column("trial", lambda row: row["number"]),
+    Column(
+        "step",
+        lambda row: (
+            FAILURES.get(row["state"], row["state"]) if row["step_s"] is None else format_duration(row["step_s"])
+        ),
+    ),
+    Column(
+        "memory",
+        lambda row: "" if row["memory_bytes"] is None else f"{format_gibibytes(row['memory_bytes'])} GiB",
+    ),
+    Column("choice", lambda row: row["words"], "left"),
+)

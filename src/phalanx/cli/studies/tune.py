@@ -1,0 +1,171 @@
+"""`phalanx tune`: the best hyperparameters by training, of any family of models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx.cli.console import open_output, print_json, print_lines, wrap_line, write_file
+from phalanx.cli.studies.trial_text import describe_failure, list_importance
+from phalanx.config.load import load_run
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.hardware.machine import load_machine
+from phalanx.printable import write_stderr
+from phalanx.report.formatting import format_duration, format_number, format_percent
+from phalanx.report.study_page import render_tune
+from phalanx.report.table import Column, write_text_table
+from phalanx.study.trial import FAILURES, Trial
+
+Row = dict[str, Any]
+MOST_TRIALS = 12
+"""Trials that are listed."""
+MOST_DEVICES = 16
+"""Devices that are listed."""
+NARROWEST = 80
+"""Columns that a line may have on any terminal."""
+
+
+def run_tune(
+    *,
+    run: Path | None,
+    overrides: list[str] | None,
+    out: Path | None,
+    trials: int | None,
+    engine: str | None,
+    devices: int | None,
+    slots: int | None,
+    where: str,
+    cluster: str | None,
+    packing: bool,
+    show: Path | None,
+    write: Path | None,
+    html: Path | None,
+    json: bool,
+) -> None:
+    """Run the subcommand; `phalanx.cli.options.studies` declares its arguments."""
+    if show is not None and (run is not None or out is not None):
+        raise ConfigError("--show DIR reports on a study that there is; leave RUN and --out away")
+    folder = out if show is None else show
+    if folder is None or (show is None and run is None):
+        raise ConfigError("give RUN --out DIR to tune a run file, or --show DIR to report on a study")
+    try:
+        from phalanx.study.hyperparameters.study import (  # noqa: PLC0415
+            Options,
+            best_run_text,
+            run_tuning,
+        )
+        from phalanx.study.hyperparameters.summary import summarize_study  # noqa: PLC0415
+    except ImportError as error:
+        raise PhalanxError(f'phalanx tune needs {error.name}: pip install "phalanx-train[search]"') from None
+    stopped = ""
+    if run is not None:
+        # options of the command are shorthand for fields of the tune section
+        changes = {"tune.trials": trials, "tune.engine": engine, "tune.slots": slots}
+        words = [f"{name}={value}" for name, value in changes.items() if value is not None]
+        loaded = load_run(run, [*(overrides or []), *words])
+        machine = None if cluster is None else load_machine(cluster)
+        options = Options(machine=machine, where=where, devices=devices, packing=packing)
+        stopped = run_tuning(loaded, folder, options, tell_trial)
+    facts, written = summarize_study(folder) | {"why": stopped}, {}
+    if write is not None:
+        write_file(write, best_run_text(folder, facts))
+        written["run"] = str(write)
+    if html is not None:
+        write_file(html, render_tune(facts))
+        written["html"] = str(html)
+    if json:
+        print_json(facts | {"written": written})
+        return
+    print_lines([*write_tune_lines(facts, open_output().width), *(f"wrote {name}" for name in written.values())])
+
+
+def tell_trial(part: Trial, configuration: int) -> None:
+    """Write a line to stderr when a trial begins or resumes, another when it has reached a rung or failed."""
+    steps = part.note.get("steps", 0)
+    if part.outcome is None:
+        expected = part.note.get("expected_s")
+        text = f"to step {steps}: {_write_values(part.values) or 'the run file as it stands'}"
+        text += "" if expected is None else f", expected {format_duration(expected)}"
+    elif part.outcome.value is not None:
+        text = f"step {steps}: {format_number(part.outcome.value)} in {format_duration(part.outcome.seconds)}"
+    else:
+        text = f"step {steps}: {describe_failure(part.outcome)}"
+    write_stderr(f"trial {configuration} {text}")
+
+
+def write_tune_lines(facts: Row, width: int) -> list[str]:
+    """Return what came out as text; a line is at most `width` columns where that is 80 or more."""
+    best, default, found = facts["best"], facts["default"], facts["importance"]
+    failed = ", ".join(f"{count} {FAILURES.get(cause, cause)}" for cause, count in facts["failures"].items())
+    lines = [
+        f"{facts['model']}: {len(facts['trials'])} trials, least {facts['metric']} is best"
+        + (f"; {facts['why']}" if facts.get("why") else "")
+        + (f"; {failed}" if failed else "")
+    ]
+    if best is None:
+        lines.append(f"no trial has a score; logs are in {facts['study']}/jobs")
+    else:
+        steps = f"{best['steps']} of {facts['rungs'][-1]} steps"
+        lines.append(f"best: trial {best['number']}, {format_number(best['score'])} after {steps}, {best['run_dir']}")
+        lines += [f"      {name} = {_write_value(value)}" for name, value in best["values"].items()]
+        if facts["unfinished"]:
+            lines.append(f"note: {facts['unfinished']}")
+        if default is not None:
+            score = format_number(default["score"])
+            lines.append(f"the run file as it stands: {score} after {default['steps']} steps")
+    by_number = {row["number"]: row for row in facts["trials"]}
+    ranked = [by_number[number] for number in facts["order"][:MOST_TRIALS]]
+    if ranked:
+        lines += write_text_table(TRIAL_COLUMNS, ranked, indent="  ", heads=False)
+    rungs = (f"{row['reached']} reached step {row['steps']}, {row['stopped']} stay there" for row in facts["stopped"])
+    lines.append("early stopping: " + "; ".join(rungs))
+    if found is not None:
+        lines.append(f"matters by {found['trials']} trials, for the {found['of']}: {list_importance(found)}")
+        lines.append(f"      {found['caution']}")
+    lines += _write_devices(facts)
+    lines.append(f"study: {facts['study']}")
+    # prose goes on in the next line; rows of a table are cut
+    return [
+        piece
+        for line in lines
+        for piece in (wrap_line(line, width) if line.startswith("note: ") else [_cut_line(line, width)])
+    ]
+
+
+TRIAL_COLUMNS: tuple[Column[Row], ...] = (
+    Column("trial", lambda row: row["number"]),
+    Column("score", lambda row: format_number(row["score"])),
+    Column("reached", lambda row: f"step {row['steps']}", "left"),
+    Column("choice", lambda row: _write_values(row["values"]), "left"),
+)
+
+
+def _cut_line(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: max(width, NARROWEST) - 1] + "…"
+
+
+def _write_devices(facts: Row) -> list[str]:
+    devices, without = facts["devices"], facts["without_packing"]
+    lines = [
+        f"devices were idle {format_percent(devices['idle'])} of the time (nothing in a training loop), over "
+        f"{format_duration(devices['seconds'])} in {devices['sessions']} sessions"
+    ]
+    if without is not None and any(devices["packing"]):
+        lines.append(
+            f"  one trial a device, first come first served: {format_percent(without['idle'])} of "
+            f"{format_duration(without['seconds'])} (simulated from the times of these trials)"
+        )
+    each = devices["each"]
+    lines += [f"  {row['device']:>20} |{row['bar']}| idle {format_percent(row['idle'])}" for row in each[:MOST_DEVICES]]
+    if len(each) > MOST_DEVICES:
+        lines.append(f"  and {len(each) - MOST_DEVICES} more devices")
+    return lines
+
+
+def _write_values(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{name.partition('.')[2]}={_write_value(value)}" for name, value in values.items())
+
+
+def _write_value(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,107 @@
+"""`phalanx launch`: write, and submit, the batch script that trains a run on a cluster."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from phalanx.cli.console import print_json, print_lines, write_file
+from phalanx.config.load import load_run
+from phalanx.errors import PhalanxError
+from phalanx.hardware.machine import Machine, described_names, load_machine
+from phalanx.launch.job_script import Job, complete_job, format_walltime, launch_script, parse_walltime
+from phalanx.layout.resolve import resolve_layout
+from phalanx.layout.spec import ResolvedLayout
+
+
+def run_launch(
+    *,
+    run: Path,
+    cluster: str,
+    nodes: int,
+    overrides: list[str] | None,
+    time: str | None,
+    account: str | None,
+    partition: str | None,
+    setup: list[str] | None,
+    image: str | None,
+    preflight: bool,
+    out: Path | None,
+    submit: bool,
+    as_json: bool,
+) -> None:
+    """Run the subcommand; `phalanx.cli.options.training` declares its arguments."""
+    machine = load_machine(cluster)
+    # the job may start elsewhere: a description that is a file needs its whole path there
+    described = cluster if cluster in described_names() else str(Path(cluster).absolute())
+    wanted = Job(
+        run=run,
+        nodes=nodes,
+        directory=Path.cwd(),
+        overrides=tuple(overrides or ()),
+        seconds=None if time is None else parse_walltime(time),
+        account=account,
+        partition=partition,
+        setup=tuple(setup or ()),
+        image=image,
+        examined_as=described if preflight else None,
+    )
+    job = complete_job(machine, wanted)
+    ranks = job.nodes * machine.node.devices
+    layout = resolve_layout(load_run(run, overrides or []), ranks, machine.node.devices)
+    # before anything is written: a login node without Slurm is told so at once
+    sbatch = _find_sbatch() if submit else None
+    text = launch_script(machine, job)
+    out = out or (Path(f"{run.resolve().name.removesuffix('.yaml')}-{machine.name}.sbatch") if submit else None)
+    if out is not None:
+        write_file(out, text)
+    job_id = None if sbatch is None or out is None else _submit_script(sbatch, out)
+    if as_json:
+        print_json(
+            {
+                "cluster": machine.name,
+                "nodes": job.nodes,
+                "world_size": ranks,
+                "layout": str(layout),
+                "partition": job.partition,
+                "time_s": job.seconds,
+                "script": None if out is None else str(out),
+                "job_id": job_id,
+                "text": text,
+            }
+        )
+    elif out is None:
+        print(text, end="")
+    else:
+        _print_job(job, machine, out, f"{ranks} ranks", layout, job_id)
+
+
+def _print_job(
+    job: Job, machine: Machine, script: Path, ranks: str, layout: ResolvedLayout, job_id: str | None
+) -> None:
+    """Print what was written, and whether it was submitted."""
+    assert job.seconds is not None
+    place = f"{job.nodes} node{'s' if job.nodes > 1 else ''} of {machine.name}"
+    print_lines([f"{script}: {ranks} on {place} for {format_walltime(job.seconds)}, {layout}"])
+    if job_id is not None:
+        print_lines([f"submitted as job {job_id}"], style="green")
+
+
+def _find_sbatch() -> str:
+    found = shutil.which("sbatch")
+    if found is None:
+        raise PhalanxError(
+            "--submit needs sbatch, which is not on PATH; submit on a login node, or write with --out FILE"
+        )
+    return found
+
+
+def _submit_script(sbatch: str, script: Path) -> str:
+    """Hand `script` to Slurm and return the job's id. Raises PhalanxError with what sbatch said."""
+    done = subprocess.run([sbatch, "--parsable", str(script.absolute())], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = done.stderr.strip() or f"exit code {done.returncode}"
+        raise PhalanxError(f"sbatch refused {script}: {said}")
+    # a cluster's name may follow after a semicolon
+    return done.stdout.strip().splitlines()[-1].partition(";")[0] if done.stdout.strip() else ""

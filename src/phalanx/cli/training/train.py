@@ -1,0 +1,44 @@
+"""`phalanx train`: run a run file, or go on with a run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from phalanx.cli.ranks import start_ranks
+from phalanx.config.load import load_run
+from phalanx.config.override import parse_overrides
+from phalanx.config.schema import Run
+from phalanx.layout.resolve import resolve_layout
+from phalanx.train.start import train
+
+
+def run_train(
+    *,
+    run: Path,
+    overrides: list[str] | None,
+    run_dir: Path | None,
+    nproc: int | None,
+    grace: float,
+) -> None:
+    """Run the subcommand; `phalanx.cli.options.training` declares its arguments."""
+    words = overrides or []
+    loaded = load_run(run, words)
+    if nproc is None:
+        train(loaded, run_dir or _choose_run_directory(loaded, run, words))
+        return
+    # what is wrong with the layout is said once, here, and not by every rank
+    resolve_layout(loaded, nproc, nproc)
+    where = [] if run_dir is None else ["--run-dir", str(run_dir)]
+    start_ranks(["train", str(run), *where, *words], nproc, grace_s=grace)
+
+
+def _choose_run_directory(loaded: Run, run: Path, overrides: list[str]) -> Path:
+    """Return where a run goes whose command has no --run-dir.
+
+    A folder resumes where it is, though the run file in it may name another: the one it began in, before it was moved or
+    copied, or the one that --run-dir was given in place of.
+    """
+    # a run file trains below the working directory
+    default = run if run.is_dir() else Path("runs") / run.stem
+    named_here = any(change.path == ("training", "run_dir") for change in parse_overrides(overrides))
+    return Path(loaded.training.run_dir or default) if named_here or not run.is_dir() else default
