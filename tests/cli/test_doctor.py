@@ -19,6 +19,7 @@ from phalanx.errors import ConfigError, PhalanxError
 from phalanx.hardware.doctor import device_rates
 from phalanx.hardware.doctor.examine import examine_ranks
 from phalanx.layout.mesh import Ranks
+from phalanx_processes import free_port, start
 
 
 @pytest.fixture(autouse=True)

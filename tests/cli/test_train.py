@@ -21,6 +21,7 @@ import pytest
 import phalanx_processes
 from phalanx.cli.main import main
 from phalanx.launch.parent import PARENT
+from phalanx_processes import Command
 from token_data import write_run_file, write_token_folder
 
 COMMAND = [sys.executable, "-m", "phalanx", "train"]

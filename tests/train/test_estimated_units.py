@@ -16,6 +16,7 @@ from phalanx.errors import DataError
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.train.start import train
+from phalanx_processes import train as train_on_ranks
 
 
 def write_unstated(folder: Path, **changes: Any) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx_processes import train
 from token_data import write_run_file, write_token_folder
 
 LAYOUTS = [

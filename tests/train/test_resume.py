@@ -12,6 +12,7 @@ import torch
 
 import phalanx_processes
 from phalanx.checkpoint import open_checkpoints, read_tensors
+from phalanx_processes import Command
 from token_data import write_run_file, write_token_folder
 
 STEPS = 40

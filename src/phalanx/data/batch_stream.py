@@ -9,6 +9,8 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from operator import itemgetter
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
@@ -39,6 +41,34 @@ class Batch(Protocol):
 
     def inputs(self) -> tuple[Tensor, dict[str, Any]]:
         """Return the input of the first stage, and the inputs that every stage takes besides, by name."""
+
+
+@dataclass(frozen=True)
+class TensorBatch:
+    """Samples of one rank as tensors, each with the samples along its first dim; None for a part that is left out."""
+
+    def to(self, device: torch.device) -> Self:
+        """Return the batch on `device`, copied asynchronously where it lies in pinned memory."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Self:
+        """Return a copy in pinned memory, from which an accelerator copies without the CPU."""
+        return self._map(Tensor.pin_memory)
+
+    def split(self, parts: int) -> Iterator[Self]:
+        """Yield `parts` micro-batches of equal size, in order."""
+        samples = len(self._tensors()["sample_indices"])
+        # Of one shape: compiled programs and pipelines take no other.
+        assert samples % parts == 0, (samples, parts)
+        for start in range(0, samples, samples // parts):
+            yield self._map(itemgetter(slice(start, start + samples // parts)))
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return replace(self, **{name: change(tensor) for name, tensor in self._tensors().items()})
 
 
 class BatchStream(Protocol):
@@ -88,12 +118,14 @@ class SteppedStream(ABC, Generic[BatchT]):
 
     def seek(self, step: int) -> None:
         """Continue after `step`, the last step that is done."""
+        # What was read ahead belongs to other steps.
         self.close()
         self._step = step
 
     def next(self) -> BatchT:
         """Return the batch of the next step. Raises what reading it raised."""
         self._step += 1
+        # Errors then come out of the very call that causes them.
         if self.prefetch == 0:
             return self.batch(self._step)
         if self._ahead is None:
@@ -135,6 +167,7 @@ class ReadAheadStream(SteppedStream[BatchT]):
 
     def batch(self, step: int) -> BatchT:
         """Return this rank's samples of optimizer step `step`, counted from 1."""
+        # A function of the step alone, so a run may resume on any number of ranks and read the same samples.
         first = (step - 1) * self.global_batch + self.offset
         batch = self._reader.read(np.arange(first, first + self.share, dtype=np.int64))
         return batch.pinned() if self.pin_memory else batch
@@ -154,6 +187,7 @@ class ReadAhead(Generic[BatchT]):
 
     def next(self) -> BatchT:
         """Return the next batch. Raises what reading it raised, and again on every later call."""
+        # A thread that has failed puts nothing more: waiting for it would never end.
         item = self._failure or self._ready.get()
         if isinstance(item, Exception):
             self._failure = item
@@ -176,6 +210,7 @@ class ReadAhead(Generic[BatchT]):
                 item = self._read(step)
             except Exception as error:
                 item = error
+            # Blocks while `depth` batches are ready, which bounds the memory held.
             self._ready.put(item)
             if isinstance(item, Exception):
                 return

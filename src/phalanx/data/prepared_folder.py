@@ -112,6 +112,7 @@ def prepare_once(
             finally:
                 # Where one worker fails, the others are ended in the midst of a file: what they hold of a full disk goes.
                 clear_halves(work)
+            # Within one file system, so each file appears whole; the manifest comes after all of them.
             for file in files:
                 file.replace(out / file.name)
             manifest.write(out)

@@ -28,7 +28,7 @@ _LARGEST_PERIOD = 2**31
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def _scramble(x: UInt64Array) -> UInt64Array:
+def _scramble_bits(x: UInt64Array) -> UInt64Array:
     """Mix 64 bits into 64 well-spread bits: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -63,6 +63,7 @@ class EpochShuffle:
         epoch, item = np.divmod(np.atleast_1d(place), self.items)
         keys = self._round_keys(epoch)
         shuffled = self._network(item.astype(np.uint64), keys)
+        # Fewer than one value in sqrt(items) lands outside, so this ends after a few rounds.
         outside = np.flatnonzero(shuffled >= np.uint64(self.items))
         while outside.size:
             shuffled[outside] = self._network(shuffled[outside], keys[:, outside])
@@ -71,16 +72,16 @@ class EpochShuffle:
 
     def _round_keys(self, epoch: Int64Array) -> UInt64Array:
         """Return one key a round and element (rounds, n), from the key of this shuffle and each element's epoch."""
-        epoch_key = _scramble(np.uint64(self.key) ^ _scramble(epoch.astype(np.uint64) * _GOLDEN))
+        epoch_key = _scramble_bits(np.uint64(self.key) ^ _scramble_bits(epoch.astype(np.uint64) * _GOLDEN))
         rounds = np.arange(1, _ROUNDS + 1, dtype=np.uint64)[:, None]
-        return _scramble(epoch_key[None, :] + rounds * _GOLDEN)
+        return _scramble_bits(epoch_key[None, :] + rounds * _GOLDEN)
 
     def _network(self, x: UInt64Array, keys: UInt64Array) -> UInt64Array:
         """Permute values below rows * columns."""
         column, row = np.divmod(x, self._rows)
         for even, odd in zip(keys[::2], keys[1::2], strict=True):
-            row = (row + _scramble(column + even) % self._rows) % self._rows
-            column = (column + _scramble(row + odd) % self._columns) % self._columns
+            row = (row + _scramble_bits(column + even) % self._rows) % self._rows
+            column = (column + _scramble_bits(row + odd) % self._columns) % self._columns
         return column * self._rows + row
 
 
@@ -95,6 +96,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     """
     if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ValueError(f"weights must be positive finite numbers, found {list(weights)}")
+    # Through their text: 0.1 then means a tenth, not the nearest binary fraction with its long period.
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * scale) for weight in exact]
@@ -139,11 +141,12 @@ class Mixture:
         """Return for each global sample `number` (n,) its source (n,) and its place in that source's own reading (n,)."""
         place = np.array(number, dtype=np.int64, ndmin=1)
         node = np.full_like(place, self._root)
+        # All numbers go down the tree together, one level at a time, so the loop is as short as the tree is deep.
         for _ in range(self._depth):
             inner = np.flatnonzero(node >= 0)
             at, k = node[inner], place[inner]
-            before = _share(k, self._left_weight[at], self._total[at])
-            goes_left = _share(k + 1, self._left_weight[at], self._total[at]) > before
+            before = _floor_share(k, self._left_weight[at], self._total[at])
+            goes_left = _floor_share(k + 1, self._left_weight[at], self._total[at]) > before
             place[inner] = np.where(goes_left, before, k - before)
             node[inner] = np.where(goes_left, self._left_child[at], self._right_child[at])
         return -1 - node, place
@@ -163,7 +166,7 @@ class Mixture:
         return counts
 
 
-def _share(k: Int64Array, weight: Int64Array, total: Int64Array) -> Int64Array:
+def _floor_share(k: Int64Array, weight: Int64Array, total: Int64Array) -> Int64Array:
     """Return floor(k * weight / total) without overflow: weight and total stay below 2**31, k below 2**62."""
     periods, rest = np.divmod(k, total)
     return periods * weight + rest * weight // total

@@ -11,6 +11,7 @@ from phalanx.errors import DataError
 from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.open_fields import FieldSet
 from phalanx.families.weather.inputs import require_grid
+from phalanx_processes import Trained, train
 from weather_runs import write_weather_run
 
 LAYOUTS = [

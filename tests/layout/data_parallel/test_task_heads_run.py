@@ -17,6 +17,7 @@ from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.registry import bind
 from phalanx.layout.data_parallel.task_heads import branch_sizes
 from phalanx.layout.resolve import resolve_layout
+from phalanx_processes import train
 
 STEPS = 2
 """In each layout."""

@@ -311,7 +311,7 @@ def with_xxhash(folder: Path, value: str) -> Path:
 
 def test_xxhash_is_compared_where_its_package_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Any hash stands in for the package's: what is compared, and when, is ours.
-    monkeypatch.setattr(module, "_xxhash", lambda: SimpleNamespace(xxh64=hashlib.sha1))
+    monkeypatch.setattr(module, "_import_xxhash", lambda: SimpleNamespace(xxh64=hashlib.sha1))
     folder = write_tokens(tmp_path, lists=[[[1, 2, 3]]])
     whole = hashlib.sha1((folder / "shard.00000.mds").read_bytes()).hexdigest()
     source = MdsSource(with_xxhash(folder, whole))
@@ -322,7 +322,7 @@ def test_xxhash_is_compared_where_its_package_is_there(tmp_path: Path, monkeypat
 
 
 def test_what_hashes_cannot_tell_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_xxhash", lambda: None)
+    monkeypatch.setattr(module, "_import_xxhash", lambda: None)
     assert MdsSource(write_tokens(tmp_path / "a", hashes=("sha256",))).unchecked is None
     folder = write_tokens(tmp_path / "b")
     assert MdsSource(folder).unchecked == (
@@ -334,7 +334,7 @@ def test_what_hashes_cannot_tell_is_said(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_verify_without_usable_hashes_decodes_every_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_xxhash", lambda: None)
+    monkeypatch.setattr(module, "_import_xxhash", lambda: None)
     lists = [[[1, 2], [3, -4]]]
     folder = write_tokens(tmp_path, "ndarray:int32", lists)
     index = json.loads((folder / "index.json").read_text())

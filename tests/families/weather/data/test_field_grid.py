@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from phalanx.errors import DataError
-from phalanx.families.weather.data.coordinates import Grid, orient
+from phalanx.families.weather.data.coordinates import Grid, orient_grid
 
 EVERY_90 = np.arange(4) * 90.0
 
@@ -40,14 +40,14 @@ def test_every_order_of_a_file_gives_the_same_grid_and_field(flip: bool, roll: i
     stored_lat, stored = (latitudes[::-1], field[::-1]) if flip else (latitudes, field)
     stored_lon, stored = np.roll(longitudes, roll), np.roll(stored, roll, axis=1)
     stored_lon = np.where(stored_lon >= 180, stored_lon - 360, stored_lon)
-    grid, orientation = orient(stored_lat, stored_lon, "file")
+    grid, orientation = orient_grid(stored_lat, stored_lon, "file")
     np.testing.assert_array_equal(grid.latitudes, latitudes)
     np.testing.assert_allclose(grid.longitudes, longitudes, atol=1e-9)
     np.testing.assert_array_equal(orientation.apply(stored), field)
 
 
 def test_a_region_across_greenwich_stays_in_one_piece() -> None:
-    grid, orientation = orient(np.array([40.0, 50.0]), np.array([350.0, 0.0, 10.0]), "file")
+    grid, orientation = orient_grid(np.array([40.0, 50.0]), np.array([350.0, 0.0, 10.0]), "file")
     np.testing.assert_array_equal(grid.longitudes, [350.0, 360.0, 370.0])
     assert orientation.roll == 0
     assert not grid.wraps
@@ -65,7 +65,7 @@ def test_a_region_across_greenwich_stays_in_one_piece() -> None:
 )
 def test_what_is_no_grid_is_refused(latitudes: np.ndarray, longitudes: np.ndarray, part: str) -> None:
     with pytest.raises(DataError, match=f"^file: {part}"):
-        orient(latitudes, longitudes, "file")
+        orient_grid(latitudes, longitudes, "file")
 
 
 def test_the_first_difference_between_grids_is_named() -> None:

@@ -19,7 +19,7 @@ from phalanx.families.weather.data_config import FieldData
 from phalanx.families.weather.evaluation.compare_forecasts import (
     ScoreRow,
     climatology_forecast,
-    persistence,
+    persistence_forecast,
     score_forecasts,
 )
 from phalanx.families.weather.evaluation.forecast_scores import Score
@@ -47,7 +47,7 @@ def by_hand(error: np.ndarray) -> float:
 
 def test_persistence_by_hand(two_years: FieldSet) -> None:
     reader = two_years.reader("test", seed=0)
-    scores = score_forecasts(reader, persistence(reader))
+    scores = score_forecasts(reader, persistence_forecast(reader))
     store, windows = two_years.stores[0], reader.sources[0].windows
     for score in scores.results():
         column = 0 if score.lead_hours == 24 else 1
@@ -83,9 +83,9 @@ def test_the_climatology_forecast_is_of_the_training_year_alone(two_years: Field
 @pytest.mark.parametrize(("batch", "ranks"), [(1, 1), (64, 3), (7, 2)])
 def test_batches_and_ranks_do_not_matter(two_years: FieldSet, batch: int, ranks: int) -> None:
     reader, usual = two_years.reader("test", seed=0), {0: two_years.climatology()}
-    whole = score_forecasts(reader, persistence(reader), climatologies=usual, batch=16)
+    whole = score_forecasts(reader, persistence_forecast(reader), climatologies=usual, batch=16)
     shares = [
-        score_forecasts(reader, persistence(reader), climatologies=usual, batch=batch, rank=rank, ranks=ranks)
+        score_forecasts(reader, persistence_forecast(reader), climatologies=usual, batch=batch, rank=rank, ranks=ranks)
         for rank in range(ranks)
     ]
     total = shares[0]
@@ -157,7 +157,7 @@ def test_the_baselines_of_the_simulated_year(
     def found(scores: list[Score], variable: str) -> list[float]:
         return [score.rmse for score in scores if score.variable == variable]
 
-    unchanged = score_forecasts(reader, persistence(reader)).results()
+    unchanged = score_forecasts(reader, persistence_forecast(reader)).results()
     for variable, expected in still.items():
         assert found(unchanged, variable) == pytest.approx(list(expected), rel=0.005)
     as_usual = score_forecasts(reader, climatology_forecast(reader, climatology)).results()

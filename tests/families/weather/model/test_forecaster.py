@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.counter_random import DropoutContext
 from phalanx.families.weather.model.field_head import target_counts
 from phalanx.families.weather.model.forecaster import Forecaster, path_factors
-from phalanx.families.weather.model.grid_features import fields_of, latitudes, patches_of
+from phalanx.families.weather.model.grid_features import fields_of, patches_of, row_latitudes
 from phalanx.nn.positions import Positions
 from phalanx.nn.splits import ModelChunk
 from published_climax import published_copy, published_loss
@@ -38,7 +38,7 @@ def test_equals_the_published_form(changes: dict[str, Any]) -> None:
     fields, targets, hours = random_inputs(model.config)
     expected = published_copy(model)(fields, hours)
     torch.testing.assert_close(model.forecast(fields, hours), expected, rtol=1e-10, atol=1e-11)
-    loss = published_loss(expected, targets, latitudes(model.config, CPU).tolist())
+    loss = published_loss(expected, targets, row_latitudes(model.config, CPU).tolist())
     total = model(fields, targets, lead_hours_B=hours)
     torch.testing.assert_close(total[0] / target_counts(targets)[0], loss, rtol=1e-11, atol=0)
 
@@ -49,7 +49,7 @@ def test_gradients_equal_those_of_the_published_form() -> None:
     reference = published_copy(model)
     model(fields, targets, lead_hours_B=hours).sum().backward()
     predicted = reference(fields, hours)
-    (published_loss(predicted, targets, latitudes(model.config, CPU).tolist()) * targets.numel()).backward()
+    (published_loss(predicted, targets, row_latitudes(model.config, CPU).tolist()) * targets.numel()).backward()
     theirs = dict(reference.named_parameters())
     key_bias = theirs["aggregation.in_proj_bias"].grad
     assert key_bias is not None and key_bias[32:64].abs().max() < 1e-9

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from phalanx.families.weather.model.grid_features import latitudes, patch_places, row_weights
+from phalanx.families.weather.model.grid_features import patch_places, row_latitudes, row_weights
 from small_forecasters import small
 
 CPU = torch.device("cpu")
@@ -17,9 +17,9 @@ STORM = {"n_lat": 33, "n_lon": 36, "patch_size": 3, "first_latitude": 20.0, "las
 
 
 def test_cells_of_a_global_grid_span_it() -> None:
-    lat = latitudes(small(n_lat=32, n_lon=64), CPU)
+    lat = row_latitudes(small(n_lat=32, n_lon=64), CPU)
     torch.testing.assert_close(lat[[0, 1, -1]], torch.tensor([-87.1875, -81.5625, 87.1875], dtype=torch.float64))
-    assert latitudes(small(**POLES), CPU).tolist() == numpy.linspace(90, -90, 9).tolist()
+    assert row_latitudes(small(**POLES), CPU).tolist() == numpy.linspace(90, -90, 9).tolist()
 
 
 @pytest.mark.parametrize("changes", [{}, POLES, STORM])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.families.weather.model.field_head import squared_error_sum, target_counts
-from phalanx.families.weather.model.grid_features import latitudes
+from phalanx.families.weather.model.grid_features import row_latitudes
 from phalanx.families.weather.model_config import WeatherModel
 from published_climax import published_loss
 from small_forecasters import EVERYTHING, SMALL, random_forecaster, random_inputs, small
@@ -21,7 +21,7 @@ def test_missing_targets_are_left_out_of_sum_count_and_gradient() -> None:
     targets[0, 1] = torch.nan
     targets[1, :, 2:5, 3] = torch.nan
     valid = ~targets.isnan()
-    cosines = torch.cos(torch.deg2rad(latitudes(SMALL, CPU)))
+    cosines = torch.cos(torch.deg2rad(row_latitudes(SMALL, CPU)))
     error = (predicted - targets).square() * (cosines / cosines.mean())[:, None]
     loss = model(fields, targets, lead_hours_B=hours)
     torch.testing.assert_close(loss[0], error[valid].sum())
@@ -56,7 +56,7 @@ def test_weights_of_variables() -> None:
     model = random_forecaster(small(loss_weights=list(weights)))
     fields, targets, hours = random_inputs(SMALL)
     predicted = model.forecast(fields, hours)
-    rows = latitudes(SMALL, CPU).tolist()
+    rows = row_latitudes(SMALL, CPU).tolist()
     by_variable = [published_loss(predicted[:, v], targets[:, v], rows) * 2 * 8 * 12 for v in range(5)]
     expected = sum(weight * loss for weight, loss in zip(weights, by_variable, strict=True))
     torch.testing.assert_close(model(fields, targets, lead_hours_B=hours)[0], expected)

@@ -9,12 +9,12 @@ import pytest
 import xarray
 
 from phalanx.errors import DataError
-from phalanx.families.weather.sample.sample_weather import FRAME_HOURS, LATITUDES, simulate, write_weather
+from phalanx.families.weather.sample.sample_weather import FRAME_HOURS, LATITUDES, simulate_weather, write_weather
 
 
 @pytest.fixture(scope="module")
 def weather() -> xarray.Dataset:
-    return simulate(30, seed=0)
+    return simulate_weather(30, seed=0)
 
 
 def area_mean(field: xarray.DataArray) -> float:
@@ -22,7 +22,7 @@ def area_mean(field: xarray.DataArray) -> float:
 
 
 def test_the_same_seed_gives_the_same_bits(tmp_path: Path) -> None:
-    first, again, other = (simulate(2, seed, spin_up_days=1) for seed in (0, 0, 1))
+    first, again, other = (simulate_weather(2, seed, spin_up_days=1) for seed in (0, 0, 1))
     for name in again:
         np.testing.assert_array_equal(again[name], first[name])
         assert name == "orography" or not np.allclose(again[name], other[name], rtol=1e-6)
@@ -60,7 +60,7 @@ def test_thickness_is_temperature(weather: xarray.Dataset) -> None:
 def test_the_file_holds_what_was_simulated(tmp_path: Path) -> None:
     path = write_weather(tmp_path / "new" / "folder", days=2, seed=3, spin_up_days=1)
     assert [item.name for item in path.parent.iterdir()] == ["weather.nc"]
-    simulated = simulate(2, seed=3, spin_up_days=1)
+    simulated = simulate_weather(2, seed=3, spin_up_days=1)
     with xarray.open_dataset(path) as written:
         assert written.sizes == {"time": 2 * 24 // FRAME_HOURS, "lat": 32, "lon": 64}
         for name in simulated:

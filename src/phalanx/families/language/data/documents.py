@@ -57,8 +57,9 @@ def find_files(inputs: Sequence[str]) -> list[InputFile]:
     Raises DataError for an input that does not exist, has an unknown ending, or is a folder without text.
     """
     files: list[InputFile] = []
+    # Sorted within each folder: the order of documents, and so of samples, never changes.
     for given in inputs:
-        found = _standard_library() if given == PYTHON_STDLIB else _below(Path(given))
+        found = _standard_library() if given == PYTHON_STDLIB else _find_below(Path(given))
         if not found:
             raise DataError(f"{given}: no text files found; known endings: {_known_endings()}")
         files += found
@@ -69,7 +70,7 @@ def count_other_files(inputs: Sequence[str]) -> int:
     """Return how many files of the folders in `inputs` `find_files` passes over for their endings."""
     folders = [Path(given) for given in inputs if given != PYTHON_STDLIB and Path(given).is_dir()]
     paths = (path for folder in folders for path in folder.rglob("*") if path.is_file())
-    return sum(_classify(path, path.name) is None for path in paths)
+    return sum(_classify_file(path, path.name) is None for path in paths)
 
 
 def read_texts(file: InputFile, text_field: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[str]:
@@ -92,9 +93,9 @@ def read_documents(file: InputFile, text_field: str, max_bytes: int = MAX_DOCUME
     return (text for text in read_texts(file, text_field, max_bytes) if text)
 
 
-def _below(path: Path) -> list[InputFile]:
+def _find_below(path: Path) -> list[InputFile]:
     if path.is_file():
-        file = _classify(path, path.name)
+        file = _classify_file(path, path.name)
         if file is None:
             ending = "".join(path.suffixes[-2:] if path.suffix in COMPRESSIONS else path.suffixes[-1:])
             near = get_close_matches(
@@ -105,7 +106,7 @@ def _below(path: Path) -> list[InputFile]:
         return [file]
     if not path.is_dir():
         raise DataError(f"{path} does not exist; give files, folders, or {PYTHON_STDLIB}")
-    found = (_classify(p, p.relative_to(path).as_posix()) for p in sorted(path.rglob("*")) if p.is_file())
+    found = (_classify_file(p, p.relative_to(path).as_posix()) for p in sorted(path.rglob("*")) if p.is_file())
     return [file for file in found if file is not None]
 
 
@@ -119,7 +120,7 @@ def _standard_library() -> list[InputFile]:
     return files
 
 
-def _classify(path: Path, name: str) -> InputFile | None:
+def _classify_file(path: Path, name: str) -> InputFile | None:
     suffixes = path.suffixes
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
     kind = suffixes[-1] if suffixes else ""
@@ -136,7 +137,7 @@ def sample_hash(file: InputFile) -> str:
     Raises DataError when the file cannot be read.
     """
     digest = hashlib.sha256()
-    with _explained(file), file.path.open("rb") as stream:
+    with _explain_damage(file), file.path.open("rb") as stream:
         for number in range(16):
             stream.seek(number * max(0, file.size - 2**16) // 15)
             digest.update(stream.read(2**16))
@@ -144,7 +145,7 @@ def sample_hash(file: InputFile) -> str:
 
 
 @contextmanager
-def _explained(file: InputFile) -> Iterator[None]:
+def _explain_damage(file: InputFile) -> Iterator[None]:
     """Turn whatever goes wrong with the file itself into a DataError that names it."""
     try:
         yield
@@ -159,11 +160,11 @@ def _explained(file: InputFile) -> Iterator[None]:
         ) from error
 
 
-def _open(file: InputFile) -> IO[bytes]:
+def _open_unpacked(file: InputFile) -> IO[bytes]:
     if file.compression == ".gz":
         return cast(IO[bytes], gzip.open(file.path))
     if file.compression == ".zst":
-        package = _extra("zstandard", file)
+        package = _import_extra("zstandard", file)
         return io.BufferedReader(_ZstandardFile(file.path.open("rb"), package))
     return file.path.open("rb")
 
@@ -224,23 +225,25 @@ _BYTE_ORDER_MARK = "\ufeff"
 
 
 def _read_text(file: InputFile, _text_field: str, max_bytes: int) -> Iterator[str]:
-    with _explained(file), _open(file) as stream:
+    with _explain_damage(file), _open_unpacked(file) as stream:
         yield _read_whole(file, stream, max_bytes).decode().removeprefix(_BYTE_ORDER_MARK)
 
 
 def _read_python(file: InputFile, _text_field: str, max_bytes: int) -> Iterator[str]:
     """Yield Python source decoded as it declares (PEP 263), or the empty text where that fails."""
-    with _explained(file), _open(file) as stream:
+    with _explain_damage(file), _open_unpacked(file) as stream:
         content = _read_whole(file, stream, max_bytes)
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
         text = content.decode(encoding)
+    # Test suites of Python hold files that are wrong on purpose.
     except (SyntaxError, UnicodeError, LookupError):
         text = ""
     yield _whole_characters(text)
 
 
 def _read_whole(file: InputFile, stream: IO[bytes], max_bytes: int) -> bytes:
+    # One byte more than allowed tells a document that is too long from one that just fits.
     content = stream.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise _too_long(f"{file.path}: a document", max_bytes)
@@ -255,8 +258,9 @@ def _too_long(what: str, max_bytes: int) -> DataError:
 
 
 def _read_jsonl(file: InputFile, text_field: str, max_bytes: int) -> Iterator[str]:
-    with _explained(file), _open(file) as stream:
+    with _explain_damage(file), _open_unpacked(file) as stream:
         number = 0
+        # Bounded: a file without line ends must not be held as one line.
         while line := stream.readline(max_bytes + 1):
             number += 1
             if len(line) > max_bytes:
@@ -299,16 +303,17 @@ def _whole_characters(text: str) -> str:
 
 
 def _read_parquet(file: InputFile, text_field: str, max_bytes: int) -> Iterator[str]:
-    parquet = _extra("pyarrow.parquet", file)
+    parquet = _import_extra("pyarrow.parquet", file)
     # pyarrow's own errors are ValueErrors or OSErrors where a file is damaged.
-    with _explained(file), _open(file) as stream:
-        table = parquet.ParquetFile(stream if not file.compression else _unpacked(file, stream))
+    with _explain_damage(file), _open_unpacked(file) as stream:
+        table = parquet.ParquetFile(stream if not file.compression else _unpack_parquet(file, stream))
         schema = table.schema_arrow
         if text_field not in schema.names:
             raise DataError(
                 f"{file.path}: no column {text_field!r}; found: {', '.join(schema.names)}; name it with --text-field"
             )
         row = 0
+        # Values are compressed: how much they unpack to is looked up before any is unpacked.
         rows = _rows_at_a_time(file, table.metadata, text_field, max_bytes)
         for batch in table.iter_batches(batch_size=rows, columns=[text_field]):
             for value in batch.column(0):
@@ -327,7 +332,7 @@ def _read_parquet(file: InputFile, text_field: str, max_bytes: int) -> Iterator[
                     yield text
 
 
-def _unpacked(file: InputFile, stream: IO[bytes]) -> IO[bytes]:
+def _unpack_parquet(file: InputFile, stream: IO[bytes]) -> IO[bytes]:
     content = stream.read(_PACKED_PARQUET_BYTES + 1)
     if len(content) > _PACKED_PARQUET_BYTES:
         raise DataError(
@@ -356,7 +361,7 @@ def _rows_at_a_time(file: InputFile, metadata: Any, text_field: str, max_bytes: 
     return int(max(1, min(_BATCH_ROWS, _BATCH_BYTES // most)))
 
 
-def _extra(module: str, file: InputFile) -> Any:
+def _import_extra(module: str, file: InputFile) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:

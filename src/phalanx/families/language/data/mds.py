@@ -110,11 +110,13 @@ class MdsSource(TokenSource):
             malformed="only MDS shards of version 2 can be read",
         )
         self._shards = [record for record in index.shards if record.samples]
-        self.unchecked = _unchecked(self._shards)
+        self.unchecked = _describe_unchecked(self._shards)
         self._bytes_dtype = bytes_dtype
         self._first_samples = np.cumsum([0] + [record.samples for record in self._shards], dtype=np.int64)
+        # Open files are limited; those read longest ago are closed and opened again when needed.
         self._shard = lru_cache(maxsize=_OPEN_SHARDS)(self._open_shard)
         digest = hashlib.sha256((folder / INDEX).read_bytes() + bytes_dtype.encode())
+        # The stream is read by place, so the length of every sample must be known.
         lengths = [self._shard(number).summarize(digest) for number in range(len(self._shards))]
         self._ends: Int64Array = np.cumsum(np.concatenate([np.empty(0, np.int64), *lengths]), dtype=np.int64)
         self.tokens = int(self._ends[-1]) if len(self._ends) else 0
@@ -147,7 +149,7 @@ class MdsSource(TokenSource):
             _check_size(self.path, record)
             known = {name: value for name, value in record.raw_data.hashes.items() if _can_compute(name)}
             for name, expected in known.items():
-                new = getattr(_xxhash(), name) if name in _XXHASH_NAMES else partial(hashlib.new, name)
+                new = getattr(_import_xxhash(), name) if name in _XXHASH_NAMES else partial(hashlib.new, name)
                 with path.open("rb") as file:
                     found = str(hashlib.file_digest(file, new).hexdigest())
                 if found != expected:
@@ -166,6 +168,7 @@ class MdsSource(TokenSource):
         opened = self._shard(shard)
         ids = opened.tokens(local)
         expected = int(self._ends[number]) - (int(self._ends[number - 1]) if number else 0)
+        # Lengths were derived from sizes alone, without decoding: checked here as each sample is decoded.
         if len(ids) != expected:
             raise DataError(
                 f"{opened.path}: sample {local} holds {len(ids)} tokens, {expected} expected from its size; the file "
@@ -182,7 +185,7 @@ class MdsSource(TokenSource):
 
 
 @cache
-def _xxhash() -> Any:
+def _import_xxhash() -> Any:
     """Return the package xxhash, None where it is not installed."""
     try:
         return importlib.import_module("xxhash")
@@ -191,10 +194,10 @@ def _xxhash() -> Any:
 
 
 def _can_compute(name: str) -> bool:
-    return name in _HASH_NAMES or (name in _XXHASH_NAMES and _xxhash() is not None)
+    return name in _HASH_NAMES or (name in _XXHASH_NAMES and _import_xxhash() is not None)
 
 
-def _unchecked(shards: Sequence[_ShardRecord]) -> str | None:
+def _describe_unchecked(shards: Sequence[_ShardRecord]) -> str | None:
     """Say what hashes cannot tell of these shards; None where each has one that this machine can compute."""
     without = [record for record in shards if not any(_can_compute(name) for name in record.raw_data.hashes)]
     if not without:
@@ -235,6 +238,7 @@ class _Shard:
     def summarize(self, digest: hashlib._Hash) -> Int64Array:
         """Return the number of tokens of each sample (samples,), from sizes alone; they and the first sample go into
         `digest`."""
+        # Only heads of samples are looked at, spread over the whole file.
         content = np.memmap(self.path, np.uint8, mode="r")
         try:
             lengths = self._column.lengths(content, self._offsets.astype(np.int64))
@@ -243,6 +247,7 @@ class _Shard:
         digest.update(self._bytes(0, int(self._offsets[1])))
         digest.update(lengths.tobytes())
         first = self.tokens(0)
+        # Bytes of one type read as another give absurd ids, which a first look shows.
         if len(first) and not 0 <= int(first.min()) <= int(first.max()) < 2**32:
             wrong = int(first[(first < 0) | (first >= 2**32)][0])
             raise DataError(

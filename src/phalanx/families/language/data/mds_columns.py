@@ -84,6 +84,7 @@ class _Encoding:
         if not self.shaped:
             return np.where(rest % dtype.itemsize == 0, rest // dtype.itemsize, -1)
         lengths = np.full_like(rest, -1)
+        # The header says how wide its dims are, but only the size is known here: at most one width fits it.
         for width, least, limit in _SHAPE_WIDTHS:
             length, left_over = np.divmod(rest - 1 - width, dtype.itemsize)
             fits = (left_over == 0) & (least <= length) & (length < limit)
@@ -108,6 +109,7 @@ class TokenColumn:
         columns."""
         if not len(names) == len(encodings) == len(sizes):
             raise DataError(f"{where}: {len(names)} column names, {len(encodings)} encodings, {len(sizes)} sizes")
+        # Many data sets hold other arrays beside the tokens, such as masks: a usual name decides.
         usual = [names.index(name) for name in _USUAL_NAMES if name in names]
         arrays = [i for i, encoding in enumerate(encodings) if encoding.partition(":")[0] == "ndarray"]
         if not usual and len(arrays) != 1:

@@ -86,6 +86,7 @@ class MegatronSource(TokenSource):
     def verify(self) -> None:
         """Check again that .bin is whole, and that no id is negative; the format has no checksums to compare."""
         self._check_size()
+        # An unsigned id cannot be negative, and there is nothing else to compare.
         if self._index.dtype.kind == "u":
             return
         for first in range(0, self.tokens, _AT_ONCE):
@@ -130,6 +131,7 @@ class _Index:
             raise DataError(f"{path}: {error.strerror}; Megatron data is a .bin and an .idx side by side") from error
         if size < _HEADER.size:
             raise DataError(f"{path}: {size} bytes found, at least {_HEADER.size} expected; the file is truncated")
+        # Mapped: an index of a large data set has gigabytes, which need not stay in memory.
         content = np.memmap(path, np.uint8, mode="r")
         magic, version, code, sequences, documents = _HEADER.unpack(content[: _HEADER.size].tobytes())
         if magic != _MAGIC:
@@ -166,6 +168,7 @@ class _Index:
         """Return the number of tokens of all sequences. Raises DataError unless each sequence begins where the one
         before it ends."""
         tokens = 0
+        # In stretches: sums of the whole index would take several times its size in memory.
         for first in range(0, len(self.lengths), _AT_ONCE):
             lengths = self.lengths[first : first + _AT_ONCE].astype(np.int64)
             starts = tokens + np.cumsum(lengths) - lengths
@@ -185,6 +188,7 @@ class _Index:
     def document_starts(self, tokens: int) -> Int64Array:
         """Return the place in the stream at which each document begins, and the end; 8 bytes a document."""
         starts = np.full(len(self.documents), tokens, dtype=np.int64)
+        # The last entry, and those of empty documents at the end, point behind the last sequence.
         inner = self.documents < len(self.pointers)
         starts[inner] = self.pointers[self.documents[inner]] // self.dtype.itemsize
         return starts

@@ -37,6 +37,7 @@ def open_source(path: Path, split: Split) -> TokenSource | None:
     """
     source: TokenSource | None = None
     prefix = megatron_prefix(path)
+    # Told apart by what lies there, never by a setting that could contradict it.
     if (path / MANIFEST).exists():
         if split in read_token_manifest(path).splits:
             source = ShardSource(path, split)
@@ -113,6 +114,7 @@ def check_same_tokenizer(run: LanguageRun) -> None:
         if known is not None:
             origin, first = f"the weights of training.init_from={run.training.init_from}", known
     for folder, file in tokenizers.items():
+        # Equal files need no parsing; others may still name the same tokens, in another order or layout.
         if file == first or file.read_bytes() == first.read_bytes():
             continue
         mine, theirs = (load_tokenizer(one).get_vocab(with_added_tokens=True) for one in (first, file))
@@ -127,6 +129,7 @@ def check_same_tokenizer(run: LanguageRun) -> None:
 
 def _tokenizer_of_weights(path: Path) -> Path | None:
     """Find the tokenizer of the run directory that `path` is, or whose checkpoints/ folder or single checkpoint it is."""
+    # The folder may be a run, its checkpoints/ or one checkpoint: the tokenizer lies in the run's own folder.
     roots = [path]
     if path.name == "checkpoints" or path.name.startswith("step-"):
         roots.append(path.parent)

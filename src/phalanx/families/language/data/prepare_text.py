@@ -137,6 +137,7 @@ class _Job:
         """Make what is missing; return the manifest and the files that it lists. given: None trains a tokenizer."""
         kept = self.work / "tokenizer.json"
         if not kept.exists():
+            # Kept, so that a resumed preparation encodes the rest with the very same merges.
             made = given or self._train_tokenizer()
             write_atomically(kept, made.to_str())
         tokenizer = parse_tokenizer(kept.read_bytes(), kept)
@@ -172,6 +173,7 @@ class _Job:
                     yield text
 
         def missing() -> Iterator[tuple[list[str], Path]]:
+            # Cut in the same places each time, so that pieces of an interrupted call can be kept by their numbers.
             for number, texts in enumerate(_cut_pieces(documents())):
                 pieces.append(self.work / f"piece-{number:06d}.npz")
                 if not pieces[-1].exists():
@@ -181,6 +183,7 @@ class _Job:
         kept = self.work / "tokenizer.json"
         settings = Settings(kept, self.options.tokenizer or str(kept), end, self.options.validation_fraction)
         tokenize_pieces(missing(), settings, workers)
+        # Known only after the whole text was read, as files may hold nothing but empty documents.
         if not pieces:
             raise DataError("the inputs hold no text at all: every document is empty")
         return pieces, without_text
@@ -188,6 +191,7 @@ class _Job:
     def _join(self, pieces: list[Path], tokenizer: Tokenizer, passed_over: PassedOver) -> tuple[Manifest, list[Path]]:
         """Write the pieces, in order, as shards of each split; return their manifest and all files that it lists."""
         size = vocabulary_size(tokenizer)
+        # Half the bytes wherever all ids fit.
         dtype: Literal["uint16", "uint32"] = "uint16" if size <= 2**16 else "uint32"
         # Shards of a call that was stopped while it joined may be half written: they are written again.
         whole = self.work / "whole"

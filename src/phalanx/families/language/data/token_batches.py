@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.data.batch_stream import ReadAheadStream
+from phalanx.data.batch_stream import ReadAheadStream, TensorBatch
 from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Mixture, stable_key
 from phalanx.errors import DataError
 from phalanx.families.language.data.token_source import Int64Array, TokenSource
@@ -26,7 +26,7 @@ from phalanx.families.language.model.cross_entropy import IGNORED
 
 
 @dataclass(frozen=True)
-class TokenBatch:
+class TokenBatch(TensorBatch):
     """Samples of one rank."""
 
     tokens: Tensor
@@ -37,32 +37,6 @@ class TokenBatch:
     """int32 [B, S], equal within a document of a sample; None where attention crosses documents."""
     sample_indices: Tensor
     """int64 [B]: global sample numbers."""
-
-    def to(self, device: torch.device) -> TokenBatch:
-        """Return the batch on `device`, copied asynchronously where it lies in pinned memory."""
-        documents = None if self.document_ids is None else self.document_ids.to(device, non_blocking=True)
-        return TokenBatch(
-            self.tokens.to(device, non_blocking=True),
-            self.targets.to(device, non_blocking=True),
-            documents,
-            self.sample_indices.to(device, non_blocking=True),
-        )
-
-    def pinned(self) -> TokenBatch:
-        """Return a copy in pinned memory, from which an accelerator copies without the CPU."""
-        documents = None if self.document_ids is None else self.document_ids.pin_memory()
-        return TokenBatch(
-            self.tokens.pin_memory(), self.targets.pin_memory(), documents, self.sample_indices.pin_memory()
-        )
-
-    def split(self, parts: int) -> Iterator[TokenBatch]:
-        """Yield `parts` micro-batches of equal size, in order."""
-        samples = len(self.tokens) // parts
-        assert samples * parts == len(self.tokens)
-        for start in range(0, len(self.tokens), samples):
-            rows = slice(start, start + samples)
-            documents = None if self.document_ids is None else self.document_ids[rows]
-            yield TokenBatch(self.tokens[rows], self.targets[rows], documents, self.sample_indices[rows])
 
     def target_counts(self) -> Tensor:
         """Return the number of targets that take part in the loss, int64 [1]."""
@@ -97,6 +71,7 @@ class SampleReader:
             EpochShuffle(source.samples(sequence_length), stable_key("samples", seed, index))
             for index, source in enumerate(self.sources)
         ]
+        # Everything that decides which tokens sample number n holds: a resumed run compares it.
         description = [
             ORDER_VERSION,
             seed,
@@ -127,9 +102,11 @@ class SampleReader:
             if not mine.size:
                 continue
             starts = sample[mine] * length
+            # One token more than the inputs: the target of the last one.
             rows[mine] = origin.read(starts, length + 1)
             self._check_ids(origin, rows[mine], sample[mine])
             if documents is not None:
+                # Attention compares ids within a sample only; counted from its first they fit into 32 bits.
                 ids = origin.document_of(starts[:, None] + np.arange(length))
                 documents[mine] = ids - ids[:, :1]
         tokens = torch.from_numpy(rows)
@@ -155,6 +132,7 @@ class SampleReader:
     def _check_ids(self, origin: TokenSource, rows: Int64Array, samples: Int64Array) -> None:
         if self._vocab_size is None:
             return
+        # An id outside the table would read other memory on a GPU, or end the run there without a reason.
         wrong = (rows < 0) | (rows >= self._vocab_size)
         if wrong.any():
             row = int(np.flatnonzero(wrong.any(axis=1))[0])

@@ -101,6 +101,7 @@ class Manifest(Part):
 
     def fingerprint(self, split: Split) -> str:
         """Return a hash of all token data of a split and its tokenizer: equal exactly where a run would read the same."""
+        # Starts of documents follow from the tokens, so their checksums add nothing.
         shards = [shard.data.sha256 for shard in self.splits[split].shards]
         return hashlib.sha256(json.dumps([self.tokenizer.file.sha256, self.dtype, shards]).encode()).hexdigest()
 
@@ -176,6 +177,7 @@ class ShardWriter:
 
     def add(self, tokens: npt.NDArray[np.uint32], text_bytes: int) -> None:
         """Add one document, its end-of-document token included; text_bytes: UTF-8 bytes of its text."""
+        # A document longer than a shard gets one of its own.
         if self._tokens and self._tokens + len(tokens) > self._shard_tokens:
             self._flush()
         self._documents.append(tokens.astype(self._dtype))

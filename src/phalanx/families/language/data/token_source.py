@@ -85,6 +85,7 @@ class TokenFile:
 
     def read(self, first: int, last: int) -> npt.NDArray[np.integer]:
         """Return the ids from `first` to before `last`, fewer at the end. Raises DataError for a file cut short since."""
+        # The caller asks for a stretch that may go on in the next file.
         last = min(last, self._length)
         return np.frombuffer(self.read_bytes(first * self._dtype.itemsize, last * self._dtype.itemsize), self._dtype)
 
@@ -130,6 +131,7 @@ def read_bytes(descriptor: int, path: Path, first: int, last: int) -> bytes:
             part = os.pread(descriptor, last - first, first)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror} at byte {first}") from error
+        # The operating system returns nothing at the end of a file: it has shrunk since it was opened.
         if not part:
             found = os.fstat(descriptor).st_size
             raise DataError(f"{path}: {found} bytes found, {last} expected; the file was cut short while it was read")

@@ -73,6 +73,7 @@ def tokenize_pieces(jobs: Iterator[tuple[list[str], Path]], settings: Settings, 
     """
     # The workers' end of the leash reports when ours is closed, be it by us or by our death.
     held, leash = multiprocessing.Pipe(duplex=False)
+    # Workers are forked from a server process, whose setting they inherit.
     with _interrupts_ignored():
         forkserver.ensure_running()
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"), _start_worker, (settings, held))
@@ -82,9 +83,9 @@ def tokenize_pieces(jobs: Iterator[tuple[list[str], Path]], settings: Settings, 
             running.add(pool.submit(_tokenize_piece, texts, path))
             # Pieces waiting for a worker hold text: no more of them than keeps all workers busy.
             if len(running) >= 2 * workers:
-                running = _collect(running)
+                running = _await_one(running)
         while running:
-            running = _collect(running)
+            running = _await_one(running)
         pool.shutdown()
     except BrokenProcessPool as error:
         raise DataError(
@@ -92,12 +93,13 @@ def tokenize_pieces(jobs: Iterator[tuple[list[str], Path]], settings: Settings, 
             "run the same command with fewer --workers"
         ) from error
     finally:
+        # Ends workers in the midst of a piece: its file is only put in place when it is whole.
         leash.close()
         pool.shutdown(cancel_futures=True)
         held.close()
 
 
-def _collect(running: set[Future[None]]) -> set[Future[None]]:
+def _await_one(running: set[Future[None]]) -> set[Future[None]]:
     """Await one of the running tasks; return those that still run. Raises what a worker raised."""
     done, still = wait(running, return_when=FIRST_COMPLETED)
     for future in done:
@@ -138,6 +140,7 @@ def _start_worker(settings: Settings, leash: Connection) -> None:
 
 
 def _end_with_parent(leash: Connection) -> None:
+    # Returns when the parent's end is closed, which the system does even where the parent is killed.
     leash.poll(None)
     os._exit(1)
 

@@ -38,6 +38,7 @@ def train_tokenizer(documents: Iterable[str], total_bytes: int, vocab_size: int)
     """
     check_trainable(vocab_size, None)
     tokenizer = Tokenizer(models.BPE())
+    # Bytes rather than characters: every text can be written, whatever its script.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -113,13 +114,15 @@ def parse_tokenizer(content: bytes, where: Path | str) -> Tokenizer:
         with _panics_explained(f"{where}: not a tokenizer that can be read"):
             text = content.decode()
             tokenizer = Tokenizer.from_str(text)
+        # Read once more as plain JSON: the package does not give out what its components do.
         described = json.loads(text)
     except DataError:
         raise
     except Exception as error:  # the tokenizers package raises plain Exception
         raise DataError(f"{where}: not a tokenizer that can be read: {error}") from error
+    # A few replacements, one after another, could turn a word into gigabytes.
     for component in ("normalizer", "decoder"):
-        growth = _growth(described.get(component))
+        growth = _text_growth(described.get(component))
         if growth > MAX_GROWTH:
             raise DataError(
                 f"{where}: its {component} can make a text {growth:.3g} times longer; at most {MAX_GROWTH} times is "
@@ -184,7 +187,7 @@ def _failing_component(tokenizer: Tokenizer, texts: Sequence[str]) -> str:
     return "its model or post_processor fails"
 
 
-def _growth(component: Any) -> float:
+def _text_growth(component: Any) -> float:
     """Return how many times longer a normalizer or decoder, as described in a tokenizer.json, can make a text."""
     if not isinstance(component, dict):
         return 1.0
@@ -192,7 +195,7 @@ def _growth(component: Any) -> float:
     if isinstance(parts, list):
         product = 1.0
         for part in parts:
-            product = min(product * _growth(part), 1e300)
+            product = min(product * _text_growth(part), 1e300)
         return product
     content, pattern = component.get("content"), component.get("pattern")
     if isinstance(content, str) and isinstance(pattern, dict):
@@ -209,6 +212,7 @@ def _check_ids(tokenizer: Tokenizer, where: Path | str) -> None:
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise DataError(f"{where}: it has no tokens; give another tokenizer")
+    # A single far id would make the embedding table as long.
     token, largest = max(vocabulary.items(), key=lambda item: item[1])
     if largest >= MAX_VOCABULARY:
         raise DataError(

@@ -21,7 +21,14 @@ import numpy as np
 from phalanx.data.prepared_folder import check_still_whole
 from phalanx.data.sample_order import Int64Array
 from phalanx.errors import DataError
-from phalanx.families.weather.data.coordinates import EPOCH, HOUR, Float32Array, TimeAxis, canonical, orient
+from phalanx.families.weather.data.coordinates import (
+    EPOCH,
+    HOUR,
+    Float32Array,
+    TimeAxis,
+    canonical_calendar,
+    orient_grid,
+)
 from phalanx.families.weather.data.field_store import BlockCache, FieldStore, Naming, Segment, hash_of
 from phalanx.families.weather.data_config import FieldSource
 
@@ -58,7 +65,7 @@ class NpzStore(FieldStore):
         self._cache = cache
         self._maps: dict[tuple[Path, str], Any] = {}
         latitudes, longitudes = (_read_coordinates(folder / name) for name in ("lat.npy", "lon.npy"))
-        self.grid, self._orientation = orient(latitudes, longitudes, f"{folder}/lat.npy and lon.npy")
+        self.grid, self._orientation = orient_grid(latitudes, longitudes, f"{folder}/lat.npy and lon.npy")
         self._files = _in_order(folder)
         lengths = [self._check(path) for _, _, path in self._files]
         ends = np.cumsum(lengths)
@@ -95,7 +102,7 @@ class NpzStore(FieldStore):
         """Find the file that holds a frame of a variable, and the time index in that file."""
         return self.locate_in_segments(frame)
 
-    def ends_year(self, frame: int) -> bool:
+    def allows_gap(self, frame: int) -> bool:
         """Return whether a year ends with `frame` and the next begins so soon that only the dropped days can be missing."""
         hours = int(self.times.seconds[frame + 1] - self.times.seconds[frame]) / HOUR
         last = any(segment.end == frame + 1 for segment in self.segments)
@@ -132,8 +139,9 @@ class NpzStore(FieldStore):
                     known = ", ".join(sorted(item.removesuffix(".npy") for item in archive.namelist()))
                     raise DataError(f"{path} has no variable {stored}; it has {known}")
                 info = archive.getinfo(f"{stored}.npy")
+                # Uncompressed members lie in the file as they are, so single frames can be read through a map.
                 if info.compress_type == zipfile.ZIP_STORED:
-                    self._maps[path, stored] = _map(path, archive, info)
+                    self._maps[path, stored] = _map_member(path, archive, info)
                     return self._maps[path, stored]
             return self._cache.get((id(self), path, stored), lambda: _read_whole(path, stored))
         except _DAMAGED as error:
@@ -143,7 +151,7 @@ class NpzStore(FieldStore):
         return self._orientation.apply(self._naming.convert(name, np.array(field, dtype=np.float32)))
 
     def _time_axis(self, source: FieldSource, lengths: Sequence[int]) -> TimeAxis:
-        calendar = canonical(source.calendar or "standard")
+        calendar = canonical_calendar(source.calendar or "standard")
         frames: dict[str, int] = {}
         for (begin, _, _), length in zip(self._files, lengths, strict=True):
             frames[begin] = frames.get(begin, 0) + length
@@ -153,6 +161,7 @@ class NpzStore(FieldStore):
             fields = [int(begin[:4]), *(int(begin[at : at + 2]) for at in range(4, len(begin), 2))]
             date = cftime.datetime(*(fields if len(fields) > 1 else (fields[0], 1, 1)), calendar=calendar)
             times = int(cftime.date2num(date, EPOCH, calendar)) + np.arange(count, dtype=np.int64) * step * HOUR
+            # A wrong step would let a year run into the next, with frames out of order.
             if parts and parts[-1][-1] >= times[0]:
                 raise DataError(
                     f"{self.path}: the frames before {begin}, {step} hours apart, reach into what begins there; "
@@ -204,7 +213,7 @@ def _read_coordinates(path: Path) -> Any:
         raise DataError(f"{path}: cannot be read ({error})") from error
 
 
-def _map(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Any:
+def _map_member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Any:
     """Map a stored member of a zip file into memory."""
     with archive.open(info) as member:
         version = np.lib.format.read_magic(member)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import cftime  # type: ignore[import-untyped]
@@ -77,6 +78,13 @@ class Grid:
         return weights
 
 
+def require_same_grid(first_path: Path, first: Grid, path: Path, grid: Grid) -> None:
+    """Raise DataError where the data at `path` lie on another grid than those at `first_path`, naming the difference."""
+    different = first.difference(grid)
+    if different is not None:
+        raise DataError(f"{path}: another grid than that of {first_path}: {different}; regrid one of them")
+
+
 def _latitude_bounds(centres: Float64Array) -> Float64Array:
     if len(centres) == 1:
         return np.array([-90.0, 90.0])
@@ -106,7 +114,7 @@ class Orientation:
         return fields
 
 
-def orient(latitudes: Float64Array, longitudes: Float64Array, where: str) -> tuple[Grid, Orientation]:
+def orient_grid(latitudes: Float64Array, longitudes: Float64Array, where: str) -> tuple[Grid, Orientation]:
     """Return the grid of a file from its coordinates in degrees, in their order in the file, and how to get there.
 
     where: names the file in messages. Raises DataError for coordinates that are no latitude-longitude grid.
@@ -119,6 +127,7 @@ def orient(latitudes: Float64Array, longitudes: Float64Array, where: str) -> tup
         raise DataError(
             f"{where}: latitudes from {latitudes[0]:g} to {latitudes[-1]:g} do not run steadily from one pole to the other"
         )
+    # Modulo the circle: a jump from 359 to 0, or from 180 to -180, is a step to the east.
     eastward = np.mod(np.diff(longitudes), 360.0)
     if (eastward == 0).any() or eastward.sum() > 360 - _TOLERANCE:
         raise DataError(
@@ -127,6 +136,7 @@ def orient(latitudes: Float64Array, longitudes: Float64Array, where: str) -> tup
     flip = bool(len(latitudes) > 1 and latitudes[0] > latitudes[-1])
     start = np.mod(longitudes[0], 360.0)
     grid = Grid(latitudes[::-1] if flip else latitudes, np.concatenate([[start], start + np.cumsum(eastward)]))
+    # A region has a western edge, where it begins; a whole circle is turned to begin at Greenwich.
     if not grid.wraps:
         return grid, Orientation(flip, 0)
     roll = int(np.argmin(np.mod(longitudes + _TOLERANCE, 360.0)))
@@ -197,6 +207,7 @@ class TimeAxis:
     def nearest(self, wanted: Int64Array, tolerance: int = 0) -> Int64Array:
         """Return for each time `wanted` (seconds, any shape) the nearest frame, or -1 where none is within `tolerance`
         seconds."""
+        # Times ascend, so the nearest frame is one of the two around the wanted time.
         after = np.clip(np.searchsorted(self.seconds, wanted), 0, len(self.seconds) - 1)
         before = np.maximum(after - 1, 0)
         closer = np.abs(self.seconds[before] - wanted) <= np.abs(self.seconds[after] - wanted)
@@ -204,7 +215,7 @@ class TimeAxis:
         return np.where(np.abs(self.seconds[found] - wanted) <= tolerance, found, -1).astype(np.int64)
 
 
-def canonical(calendar: str) -> str:
+def canonical_calendar(calendar: str) -> str:
     """Return one name for each calendar. Raises ConfigError for an unknown one."""
     name = _SAME.get(calendar.lower(), calendar.lower())
     known = (_GREGORIAN, "noleap", "all_leap", "360_day", "julian")
@@ -218,7 +229,7 @@ def decode_times(values: Float64Array | Int64Array, units: str, calendar: str, w
 
     Raises DataError where units and calendar do not fit or times are missing, repeated or out of order.
     """
-    name = canonical(calendar)
+    name = canonical_calendar(calendar)
     if not np.isfinite(values).all():
         raise DataError(f"{where}: time index {int(np.flatnonzero(~np.isfinite(values))[0])} has no time")
     # A reference before 1582 counts from there in the file's own calendar; only the proleptic one has a year 0.
@@ -232,6 +243,7 @@ def decode_times(values: Float64Array | Int64Array, units: str, calendar: str, w
             f"{where}: times in {units!r}, calendar {calendar}: {error}; give time_units and calendar of the source"
         ) from error
     axis = TimeAxis(name, np.atleast_1d(seconds))
+    # Frames are found by time: a repeated or misplaced one would be read in place of another.
     wrong = np.flatnonzero(np.diff(axis.seconds) <= 0)
     if wrong.size:
         index = int(wrong[0]) + 1

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.errors import DataError
-from phalanx.families.weather.data.climax_shards import NpzStore
 from phalanx.families.weather.data.coordinates import HOUR, Float64Array
-from phalanx.families.weather.data.field_store import FieldStore, require_regular
+from phalanx.families.weather.data.field_store import FieldStore
 from phalanx.families.weather.data.field_survey import Moments, Survey
-from phalanx.families.weather.data.prepared_fields import PreparedStore
 
 _STD_RATIO = 3.0
 """Standard deviations further apart than this are taken for other units: the smallest usual factor, between geopotential
@@ -70,14 +68,14 @@ def require_alike(variables: Sequence[str], first: Body, second: Body) -> None:
         if max(ratio, 1 / ratio) > std_ratio or distance > _MEAN_DISTANCE:
             raise DataError(
                 f"{variable} has mean {mean_b:.4g} and standard deviation {std_b:.4g} in {second.names[index]}, "
-                f"but {mean_a:.4g} and {std_a:.4g} in {first.names[index]}: {_cause(ratio, mean_b - mean_a)}; "
+                f"but {mean_a:.4g} and {std_a:.4g} in {first.names[index]}: {_guess_cause(ratio, mean_b - mean_a)}; "
                 f"give scale and offset under names of the source, or set data.check_units to false"
             )
     if same_season:
         _require_same_way_up(variables, first, second)
 
 
-def _cause(ratio: float, shift: float) -> str:
+def _guess_cause(ratio: float, shift: float) -> str:
     factor = max(ratio, 1 / ratio)
     for known, what in _UNITS:
         if 0.6 < factor / known < 1.6:
@@ -92,8 +90,8 @@ def _require_same_way_up(variables: Sequence[str], first: Body, second: Body) ->
         return
     upright, turned = [], []
     for a, b in zip(first.profile, second.profile, strict=True):
-        upright.append(_correlation(a, b))
-        turned.append(_correlation(a, b[::-1]))
+        upright.append(_correlate_rows(a, b))
+        turned.append(_correlate_rows(a, b[::-1]))
     gain = np.nan_to_num(np.array(turned) - np.array(upright))
     index = int(np.argmax(gain))
     # A reversed field fits well once turned and badly before; a mere difference of climates does neither.
@@ -105,7 +103,7 @@ def _require_same_way_up(variables: Sequence[str], first: Body, second: Body) ->
         )
 
 
-def _correlation(a: Float64Array, b: Float64Array) -> float:
+def _correlate_rows(a: Float64Array, b: Float64Array) -> float:
     both = np.isfinite(a) & np.isfinite(b)
     if both.sum() < _LEAST_ROWS or a[both].std() == 0 or b[both].std() == 0:
         return float("nan")
@@ -113,11 +111,27 @@ def _correlation(a: Float64Array, b: Float64Array) -> float:
 
 
 def require_whole_axis(store: FieldStore, *, skip_gaps: bool, tolerance_hours: float) -> None:
-    """Refuse holes in the time axis of `store` unless `skip_gaps`. Raises DataError naming files and time indices."""
-    checked = isinstance(store, PreparedStore) and store.manifest.whole
-    if not skip_gaps and not checked:
-        allowed = store.ends_year if isinstance(store, NpzStore) else None
-        require_regular(store.times, store.segments, tolerance=round(tolerance_hours * HOUR), allowed=allowed)
+    """Refuse holes in the time axis of `store` unless `skip_gaps`. tolerance_hours: how much a time may be off.
+
+    Raises DataError naming the files and time indices on both sides of a hole and how much is missing.
+    """
+    if skip_gaps or store.gaps_refused:
+        return
+    times = store.times
+    steps = np.diff(times.seconds)
+    for index in np.flatnonzero(np.abs(steps - times.step) > 2 * round(tolerance_hours * HOUR)).tolist():
+        if store.allows_gap(index):
+            continue
+        before = next(s for s in store.segments if s.first <= index < s.end)
+        after = next(s for s in store.segments if s.first <= index + 1 < s.end)
+        missing = round(steps[index] / times.step) - 1
+        lacking = f"{missing} steps of {times.step / HOUR:g} h are missing" if missing > 0 else "steps are uneven"
+        other = "" if after is before else f" in {after.path}"
+        raise DataError(
+            f"{before.path}: time index {index - before.first} ({times.text(index)}) is followed by "
+            f"{times.text(index + 1)}{other}: {lacking}; add the missing file, or set data.gaps to skip (or "
+            f"data.time_tolerance_hours where steps differ by nature, as months do)"
+        )
 
 
 def require_one_quantity(store: FieldStore, survey: Survey) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.counter_random import stream_key, uniform_values
-from phalanx.data.batch_stream import ReadAheadStream
+from phalanx.data.batch_stream import ReadAheadStream, TensorBatch
 from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Int64Array, Mixture, stable_key
 from phalanx.families.weather.data.coordinates import HOUR, Float32Array, Grid
 from phalanx.families.weather.data.field_statistics import FieldStatistics
@@ -86,6 +86,7 @@ class FieldReader:
         self.statistics = statistics
         self._input_scale = _Scale(statistics, self.inputs)
         self._output_scale = _Scale(statistics, self.outputs)
+        # Normalised once: static fields are the same in every sample.
         static_scale = _Scale(statistics, self.statics)
         self._static = [static_scale.normalise(source.store.read_static().copy()) for source in self.sources]
         self._mixture = Mixture([source.weight for source in self.sources])
@@ -94,6 +95,7 @@ class FieldReader:
             EpochShuffle(len(source.windows.starts), stable_key("fields", split, seed, index))
             for index, source in enumerate(self.sources)
         ]
+        # A stream of its own, so that another lead time changes nothing else of the order.
         self._lead_key = stream_key("lead time", split, seed)
         self.fingerprint = self._fingerprint(seed, statistics_key)
 
@@ -128,13 +130,14 @@ class FieldReader:
         hours, cycles = np.empty(len(cases), dtype=np.float32), np.empty((len(cases), 2), dtype=np.float32)
         for index, mine in self._by_source(cases):
             store = self.sources[index].store
-            with _rows(fields, mine) as part:
+            with _writable_rows(fields, mine) as part:
                 inputs = part[:, : len(self.inputs)]
                 store.fill(inputs, cases.start[mine], self._columns(index, self.inputs))
                 self._input_scale.normalise(inputs)
+                # The mean of a normalised field: the model has no input for missing values.
                 inputs[np.isnan(inputs)] = 0.0
                 part[:, len(self.inputs) :] = self._static[index]
-            with _rows(targets, mine) as part:
+            with _writable_rows(targets, mine) as part:
                 store.fill(part, cases.target[mine], self._columns(index, self.outputs))
                 self._output_scale.normalise(part)
             seconds = store.times.seconds
@@ -203,7 +206,7 @@ class FieldReader:
 
 
 @contextmanager
-def _rows(array: Float32Array, rows: Int64Array) -> Iterator[Float32Array]:
+def _writable_rows(array: Float32Array, rows: Int64Array) -> Iterator[Float32Array]:
     """Yield the given rows of an array, to be written to: the array itself where they are all of it, which saves a copy."""
     if len(rows) == len(array):
         yield array
@@ -232,7 +235,7 @@ class _Scale:
 
 
 @dataclass(frozen=True)
-class FieldBatch:
+class FieldBatch(TensorBatch):
     """Samples of one rank. Fields run from south to north and eastward."""
 
     fields: Tensor
@@ -248,20 +251,6 @@ class FieldBatch:
     sample_indices: Tensor
     """int64 [B]: global sample numbers."""
 
-    def to(self, device: torch.device) -> FieldBatch:
-        """Return the batch on `device`, copied asynchronously where it lies in pinned memory."""
-        return FieldBatch(*(tensor.to(device, non_blocking=True) for tensor in self._tensors()))
-
-    def pinned(self) -> FieldBatch:
-        """Return a copy in pinned memory, from which an accelerator copies without the CPU."""
-        return FieldBatch(*(tensor.pin_memory() for tensor in self._tensors()))
-
-    def split(self, parts: int) -> Iterator[FieldBatch]:
-        """Yield `parts` micro-batches of equal size, in order."""
-        assert len(self.fields) % parts == 0, (len(self.fields), parts)
-        for pieces in zip(*(tensor.chunk(parts) for tensor in self._tensors()), strict=True):
-            yield FieldBatch(*pieces)
-
     def target_counts(self) -> Tensor:
         """Return the number of target values that are there, int64 [1]."""
         return (~self.targets.isnan()).sum().reshape(1)
@@ -270,9 +259,6 @@ class FieldBatch:
         """Return the fields for the first stage; for every stage targets, lead times, and the fields that changes add to."""
         others = {"fields_BVHW": self.fields, "targets_BVHW": self.targets, "lead_hours_B": self.lead_hours}
         return self.fields, others
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 class FieldBatchStream(ReadAheadStream[FieldBatch]):

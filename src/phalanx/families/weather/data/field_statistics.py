@@ -86,6 +86,7 @@ def difference_std(
     for first in range(0, len(starts), _PAIRS_AT_ONCE):
         part = slice(first, first + _PAIRS_AT_ONCE)
         change = store.read(targets[part], variables).astype(np.float64) - store.read(starts[part], variables)
+        # A pair counts where both values are there: a missing one makes the difference NaN.
         there = ~np.isnan(change)
         values = np.where(there, change, 0.0)
         count += there.sum(axis=(0, 2, 3))
@@ -140,6 +141,7 @@ def mean_by_day(store: FieldStore, variables: Sequence[int], frames: Int64Array,
     """
     parts = _parts_of_day(store.times)
     times = store.times
+    # One slot for each day of the year and time of day: the daily cycle is no forecast skill.
     slots = (times.days_of_year * parts + _part_of_day(times, parts))[frames]
     in_year = times.days_in_year
     count = np.bincount(slots, minlength=in_year * parts).reshape(in_year, parts)

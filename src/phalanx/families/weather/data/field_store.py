@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.data.sample_order import Int64Array
-from phalanx.errors import DataError
-from phalanx.families.weather.data.coordinates import HOUR, Float32Array, Grid, TimeAxis
+from phalanx.families.weather.data.coordinates import Float32Array, Grid, TimeAxis
 from phalanx.families.weather.data_config import FieldName
 
 
@@ -48,6 +47,10 @@ class FieldStore(ABC):
     """Which file holds which frames (of the first variable, where variables lie in files of their own), in order."""
     fingerprint: str
     """Changes whenever files are added, removed, or change in length or times."""
+    gaps_refused: bool = False
+    """Whether holes in the time axis were refused as the store was made."""
+    units_compared: bool = False
+    """Whether its files were compared with one another, for units and orientation, as the store was made."""
 
     @abstractmethod
     def fill(self, out: Float32Array, frames: Int64Array, variables: Sequence[int]) -> None:
@@ -69,6 +72,10 @@ class FieldStore(ABC):
     @abstractmethod
     def locate(self, variable: int, frame: int) -> tuple[Path, int]:
         """Find the file that holds a frame of a variable, and the time index in that file."""
+
+    def allows_gap(self, frame: int) -> bool:
+        """Return whether the format always has a hole in the time axis behind `frame`."""
+        return False
 
     def place(self, variable: int, frame: int) -> str:
         """Return file, variable and time of a frame, in words for messages."""
@@ -108,6 +115,7 @@ class Naming:
     def convert(self, name: str, fields: Float32Array) -> Float32Array:
         """Turn stored numbers of a variable into those of the run, in place; gives them back."""
         scale, offset = self.scale(name), self.offset(name)
+        # Most variables need neither, and a pass over the fields costs time.
         if (scale, offset) != (1.0, 0.0):
             fields *= np.float32(scale)
             fields += np.float32(offset)
@@ -140,6 +148,7 @@ class BlockCache:
             if block is not None:
                 self._blocks.move_to_end(key)
                 return block
+        # Loaded outside the lock, so that threads decompress side by side; two may load the same piece once.
         block = load()
         with self._lock:
             if key not in self._blocks and block.nbytes <= self.capacity:
@@ -150,33 +159,11 @@ class BlockCache:
         return block
 
 
-def require_regular(
-    times: TimeAxis, segments: Sequence[Segment], *, tolerance: int = 0, allowed: Callable[[int], bool] | None = None
-) -> None:
-    """Refuse holes in a time axis. tolerance: seconds a time may be off; allowed: says of a frame that a hole may follow.
-
-    Raises DataError naming the files and time indices on both sides and how much is missing.
-    """
-    steps = np.diff(times.seconds)
-    for index in np.flatnonzero(np.abs(steps - times.step) > 2 * tolerance).tolist():
-        if allowed is not None and allowed(index):
-            continue
-        before = next(s for s in segments if s.first <= index < s.end)
-        after = next(s for s in segments if s.first <= index + 1 < s.end)
-        missing = round(steps[index] / times.step) - 1
-        lacking = f"{missing} steps of {times.step / HOUR:g} h are missing" if missing > 0 else "steps are uneven"
-        other = "" if after is before else f" in {after.path}"
-        raise DataError(
-            f"{before.path}: time index {index - before.first} ({times.text(index)}) is followed by "
-            f"{times.text(index + 1)}{other}: {lacking}; add the missing file, or set data.gaps to skip (or "
-            f"data.time_tolerance_hours where steps differ by nature, as months do)"
-        )
-
-
 def hash_of(*parts: object) -> str:
     """Return a checksum of the text and bytes of `parts`."""
     digest = hashlib.sha256()
     for part in parts:
+        # Lengths are hashed too: ('ab', 'c') must differ from ('a', 'bc').
         data = part if isinstance(part, bytes) else repr(part).encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()

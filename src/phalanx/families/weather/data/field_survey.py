@@ -87,6 +87,7 @@ class Survey:
     @cached_property
     def _counted(self) -> Int64Array:
         """Return the number of points with a value in frames that were written."""
+        # What was never written must not pull means towards its fill value.
         return np.where(self.blank, 0, self.valid)
 
     @property
@@ -150,12 +151,14 @@ class Surveyor:
         count = count_by_latitude.sum(axis=1)
         some = count > 0
         mean = np.divide(by_latitude.sum(axis=1), count, out=np.full(len(block), np.nan), where=some)
+        # From the frame's own mean: sums of squares of large numbers, such as geopotential, would cancel.
         deviations = np.where(there, values - mean[:, None, None], 0.0)
         self._valid[rows, variable] = count
         self._mean[rows, variable] = mean
         self._squares[rows, variable] = np.where(some, (deviations**2).sum(axis=(1, 2)), np.nan)
         self._low[rows, variable] = np.where(some, np.where(there, block, np.inf).min(axis=(1, 2)), np.nan)
         self._high[rows, variable] = np.where(some, np.where(there, block, -np.inf).max(axis=(1, 2)), np.nan)
+        # By file: one that is upside down or in other units then stands out.
         np.add.at(self._sums[:, variable], self._segment[rows], by_latitude)
         np.add.at(self._counts[:, variable], self._segment[rows], count_by_latitude)
 
@@ -170,6 +173,7 @@ def survey_store(store: FieldStore) -> Survey:
     """Look at every frame of `store` once, in order. Raises DataError for infinite values and unreadable files."""
     surveyor = Surveyor(store)
     rows, columns = store.grid.shape
+    # float64 copies of a block are made on the way, hence 8 bytes a value.
     size = max(1, _BLOCK_BYTES // (8 * rows * columns))
     for variable in range(len(store.variables)):
         for first in range(0, len(store.times), size):

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.data.sample_order import Int64Array
 from phalanx.errors import DataError
 from phalanx.families.weather.data import require_package
 from phalanx.families.weather.data.climax_shards import NpzStore, is_climax
-from phalanx.families.weather.data.coordinates import Float64Array, Grid
+from phalanx.families.weather.data.coordinates import Float64Array, Grid, require_same_grid
 from phalanx.families.weather.data.field_checks import Body, require_alike, require_one_quantity, require_whole_axis
 from phalanx.families.weather.data.field_samples import FieldReader, SplitSource
 from phalanx.families.weather.data.field_statistics import (
@@ -30,6 +29,9 @@ from phalanx.families.weather.data.prepared_fields import PreparedStore, is_prep
 from phalanx.families.weather.data.sample_windows import SplitName, find_windows, period_frames, split_frames
 from phalanx.families.weather.data_config import FieldData, FieldSource
 
+_NETCDF = (".nc", ".nc4", ".netcdf", ".cdf")
+_ZARR = ("zarr.json", ".zgroup", ".zmetadata")
+_PATTERN = "*?["
 _SURVEY_BYTES = 4 * 2**30
 """Fields that are looked through as a run opens them; more must be prepared first, or every rank would read everything."""
 
@@ -47,13 +49,23 @@ class FieldSet:
         cache = BlockCache(data.cache_mb * 2**20)
         self.stores = [open_store(source, self.variables, data.static, cache) for source in data.sources]
         for store in self.stores:
-            _require_grid(self.stores[0], store)
+            require_same_grid(self.stores[0].path, self.grid, store.path, store.grid)
             require_whole_axis(store, skip_gaps=data.gaps == "skip", tolerance_hours=data.time_tolerance_hours)
-            _require_static(store)
-        self.surveys = [_survey(store, source) for store, source in zip(self.stores, data.sources, strict=True)]
+            for name, field_HW in zip(store.statics, store.read_static(), strict=True):
+                unknown = int((~np.isfinite(field_HW)).sum())
+                if unknown:
+                    raise DataError(
+                        f"{store.path}: static field {name} has {unknown} points without a value; fill them"
+                    )
+        self.surveys = [_read_survey(store, source) for store, source in zip(self.stores, data.sources, strict=True)]
         self._train = [split_frames(data, store, "train") for store in self.stores]
         if data.check_units:
-            self._check_quantities()
+            for store, survey in zip(self.stores, self.surveys, strict=True):
+                if not store.units_compared:
+                    require_one_quantity(store, survey)
+            bodies = [self._body(index) for index in range(len(self.stores))]
+            for body in bodies[1:]:
+                require_alike(self.variables, bodies[0], body)
         self.statistics = self._statistics()
 
     @property
@@ -114,8 +126,12 @@ class FieldSet:
         if self.data.statistics is not None:
             given = read_statistics(Path(self.data.statistics), names)
             if self.data.check_units:
-                self._compare_with(given)
+                moments = Moments(given.frames, given.mean_of(self.variables), given.std_of(self.variables))
+                known = Body([self.data.statistics] * len(self.variables), moments, None, frozenset())
+                for index in range(len(self.stores)):
+                    require_alike(self.variables, known, self._body(index))
             return given
+        # Over the training split alone: nothing of the held-out times may reach the model.
         moments, frames = self._training_moments, sum(map(len, self._train))
         found = {}
         for index, name in enumerate(self.variables):
@@ -151,34 +167,18 @@ class FieldSet:
             self.stores[source].fingerprint, survey.valid.tobytes(), survey.low.tobytes(), survey.high.tobytes()
         )
 
-    def _check_quantities(self) -> None:
-        for store, survey in zip(self.stores, self.surveys, strict=True):
-            if not isinstance(store, PreparedStore):  # checked as it was prepared
-                require_one_quantity(store, survey)
-        bodies = [self._body(index) for index in range(len(self.stores))]
-        for body in bodies[1:]:
-            require_alike(self.variables, bodies[0], body)
-
     def _body(self, source: int) -> Body:
         store, frames = self.stores[source], self._train[source]
         names = [str(store.path)] * len(self.variables)
         survey = self.surveys[source]
-        return Body(names, survey.moments(frames), survey.whole_profile(), _days(store, frames))
-
-    def _compare_with(self, given: FieldStatistics) -> None:
-        moments = Moments(given.frames, given.mean_of(self.variables), given.std_of(self.variables))
-        names = [str(self.data.statistics)] * len(self.variables)
-        for index in range(len(self.stores)):
-            require_alike(self.variables, Body(names, moments, None, frozenset()), self._body(index))
+        days = frozenset(store.times.days_of_year[frames].tolist())
+        return Body(names, survey.moments(frames), survey.whole_profile(), days)
 
 
-def _days(store: FieldStore, frames: Int64Array) -> frozenset[int]:
-    return frozenset(store.times.days_of_year[frames].tolist())
-
-
-def _survey(store: FieldStore, source: FieldSource) -> Survey:
+def _read_survey(store: FieldStore, source: FieldSource) -> Survey:
     if isinstance(store, PreparedStore):
         return store.read_survey()
+    # Every rank opens its data: what takes minutes to look through must be prepared once instead.
     size = len(store.times) * store.frame_bytes
     if size > _SURVEY_BYTES:
         raise DataError(
@@ -186,25 +186,6 @@ def _survey(store: FieldStore, source: FieldSource) -> Survey:
             f"much to look through at the start of a run; run phalanx data prepare-fields once and name its folder"
         )
     return survey_store(store)
-
-
-def _require_grid(first: FieldStore, store: FieldStore) -> None:
-    different = first.grid.difference(store.grid)
-    if different is not None:
-        raise DataError(f"{store.path}: another grid than that of {first.path}: {different}; regrid one of them")
-
-
-def _require_static(store: FieldStore) -> None:
-    for name, field in zip(store.statics, store.read_static(), strict=True):
-        if not np.isfinite(field).all():
-            raise DataError(
-                f"{store.path}: static field {name} has {int((~np.isfinite(field)).sum())} points without a value; fill them"
-            )
-
-
-_NETCDF = (".nc", ".nc4", ".netcdf", ".cdf")
-_ZARR = ("zarr.json", ".zgroup", ".zmetadata")
-_PATTERN = "*?["
 
 
 def open_store(source: FieldSource, variables: Sequence[str], statics: Sequence[str], cache: BlockCache) -> FieldStore:

@@ -87,12 +87,15 @@ def read_fields_manifest(folder: Path) -> FieldsManifest:
 class PreparedStore(FieldStore):
     """Fields in a prepared folder."""
 
+    units_compared = True
+
     def __init__(self, folder: Path, source: FieldSource, variables: Sequence[str], statics: Sequence[str]) -> None:
         """Open the folder. Raises DataError for a missing, truncated or lengthened file, by name, or a missing variable."""
         self.path = folder
         self.variables = tuple(variables)
         self.statics = tuple(statics)
         self.manifest = read_fields_manifest(folder)
+        self.gaps_refused = self.manifest.whole
         self._naming = Naming(_still_to_apply(source.names, self.manifest, folder))
         self._columns = [self._column(name, self.manifest.variables, "variable") for name in variables]
         static_columns = [self._column(name, self.manifest.statics, "static field") for name in statics]
@@ -124,6 +127,7 @@ class PreparedStore(FieldStore):
         together = columns == list(range(columns[0], columns[0] + len(columns)))
         shards = np.searchsorted(self._starts, frames, side="right") - 1
         for row, (frame, shard) in enumerate(zip(frames.tolist(), shards.tolist(), strict=True)):
+            # A map that is read beyond a shortened file ends the process without a word.
             check_still_whole(self.segments[shard].path, self._shards[shard].nbytes)
             stored = self._shards[shard][frame - self.segments[shard].first]
             if together:

@@ -74,6 +74,7 @@ def split_frames(data: FieldData, store: FieldStore, split: SplitName) -> Int64A
                 f"data.splits.{other} ({store.times.text(int(others[0]))} to {store.times.text(int(others[-1]))}) share "
                 f"times of {store.path}; let one end before the other begins"
             )
+        # Weather is remembered for days: without a gap, held-out frames would resemble the last trained on.
         if others[0] < frames[0]:
             frames = frames[store.times.seconds[frames] - store.times.seconds[others[-1]] >= gap]
             if not frames.size:
@@ -85,8 +86,8 @@ def split_frames(data: FieldData, store: FieldStore, split: SplitName) -> Int64A
 
 def period_frames(period: Period, store: FieldStore, field: str) -> Int64Array:
     """Return the frames of a stretch of time. field: its name in the run file. Raises DataError where there are none."""
-    first = _moment(period.first, store, last=False)
-    last = _moment(period.last, store, last=True)
+    first = _moment_seconds(period.first, store, last=False)
+    last = _moment_seconds(period.last, store, last=True)
     seconds = store.times.seconds
     frames = np.flatnonzero((seconds >= first) & (seconds <= last)).astype(np.int64)
     if not frames.size:
@@ -97,7 +98,7 @@ def period_frames(period: Period, store: FieldStore, field: str) -> Int64Array:
     return frames
 
 
-def _moment(moment: str, store: FieldStore, *, last: bool) -> int:
+def _moment_seconds(moment: str, store: FieldStore, *, last: bool) -> int:
     if not moment.startswith("step "):
         return moment_bounds(moment, store.times.calendar)[last]
     step = int(moment.removeprefix("step "))
@@ -120,6 +121,7 @@ def find_windows(data: FieldData, store: FieldStore, survey: Survey, split: Spli
         _refuse_missing(store, survey, frames)
     tolerance = round(data.time_tolerance_hours * HOUR)
     seconds = store.times.seconds[frames]
+    # By time and not by counting frames: a hole then costs samples and cannot shift one.
     found = np.stack([store.times.nearest(seconds + lead * HOUR, tolerance) for lead in leads], axis=1)
     found = np.where((found >= frames[0]) & (found <= frames[-1]) & (found != frames[:, None]), found, -1)
     for column, lead in enumerate(leads):

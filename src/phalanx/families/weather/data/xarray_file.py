@@ -23,7 +23,7 @@ from phalanx.families.weather.data.coordinates import (
     Orientation,
     TimeAxis,
     decode_times,
-    orient,
+    orient_grid,
 )
 from phalanx.families.weather.data_config import FieldSource
 from phalanx.families.weather.field_names import level_name, split_level
@@ -146,28 +146,30 @@ def open_file(path: Path, source: FieldSource) -> FieldFile:
     engine, package = ("zarr", "zarr") if path.is_dir() else ("netcdf4", "netCDF4")
     require_package(package, f"{path} needs")
     try:
+        # Before xarray reads them all: a damaged header may declare any length.
         _require_bounded(path, _declared_lengths(path))
         with warnings.catch_warnings():
             # Stores without consolidated metadata open more slowly, and well.
             warnings.filterwarnings("ignore", message="Failed to open Zarr store with consolidated metadata")
+            # Times are decoded by ours, which refuse what xarray would guess; blocks are cached by the store.
             dataset = xarray.open_dataset(path, engine=engine, decode_times=False, cache=False)
     except _READ_ERRORS as error:
         raise DataError(f"{path}: cannot be opened ({error}); it is damaged, truncated or no {engine} store") from error
     names = [str(name) for name in dataset.dims]
-    lat_dim = _dimension(dataset, names, _LATITUDES, "latitude", path)
-    lon_dim = _dimension(dataset, names, _LONGITUDES, "longitude", path)
+    lat_dim = _find_dimension(dataset, names, _LATITUDES, "latitude", path)
+    lon_dim = _find_dimension(dataset, names, _LONGITUDES, "longitude", path)
     rows, columns = dataset.sizes[lat_dim], dataset.sizes[lon_dim]
     if rows * columns > _POINTS:
         raise DataError(
             f"{path}: a grid of {rows:,} x {columns:,} points is more than the {_POINTS:,} that can be read; regrid the file"
         )
-    grid, orientation = orient(
+    grid, orientation = orient_grid(
         np.asarray(dataset[lat_dim].values, dtype=np.float64),
         np.asarray(dataset[lon_dim].values, dtype=np.float64),
         str(path),
     )
     time_dim = _time_dimension(dataset, names, source, path)
-    times = None if time_dim is None else _times(dataset, time_dim, source, path)
+    times = None if time_dim is None else _read_times(dataset, time_dim, source, path)
     return FieldFile(path, dataset, grid, orientation, lat_dim, lon_dim, time_dim, times)
 
 
@@ -193,7 +195,7 @@ def _require_bounded(path: Path, lengths: dict[str, int]) -> None:
             )
 
 
-def _dimension(dataset: Any, names: list[str], usual: tuple[str, ...], kind: str, path: Path) -> str:
+def _find_dimension(dataset: Any, names: list[str], usual: tuple[str, ...], kind: str, path: Path) -> str:
     for name in names:
         known = name.lower() in usual or (name in dataset.coords and dataset[name].attrs.get("standard_name") == kind)
         if known and name in dataset.coords:
@@ -218,7 +220,7 @@ def _time_dimension(dataset: Any, names: list[str], source: FieldSource, path: P
     return None
 
 
-def _times(dataset: Any, time_dim: str, source: FieldSource, path: Path) -> TimeAxis:
+def _read_times(dataset: Any, time_dim: str, source: FieldSource, path: Path) -> TimeAxis:
     coordinate = dataset[time_dim]
     units = source.time_units or coordinate.attrs.get("units")
     if units is None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from phalanx.data.sample_order import Int64Array
 from phalanx.errors import DataError
-from phalanx.families.weather.data.coordinates import Float32Array, Grid, TimeAxis
+from phalanx.families.weather.data.coordinates import Float32Array, TimeAxis, require_same_grid
 from phalanx.families.weather.data.field_store import BlockCache, FieldStore, Naming, Segment, hash_of
 from phalanx.families.weather.data.xarray_file import FieldFile, Slot, open_file
 from phalanx.families.weather.data_config import FieldSource
@@ -55,9 +56,12 @@ class XarrayStore(FieldStore):
         self._naming = Naming(source.names)
         self._cache = cache
         opened = [open_file(file, source) for file in files]
-        self.grid = _same_grid(opened)
+        self.grid = opened[0].grid
+        for file in opened[1:]:
+            require_same_grid(opened[0].path, self.grid, file.path, file.grid)
+        # Variables may lie in files of their own, so each has its own list of files in time.
         pieces = [self._pieces_of(name, opened) for name in variables]
-        axes = [_joined(name, parts) for name, parts in zip(variables, pieces, strict=True)]
+        axes = [_join_times(name, parts) for name, parts in zip(variables, pieces, strict=True)]
         self.times = axes[0]
         for name, axis in zip(variables, axes, strict=True):
             _require_same_times(variables[0], self.times, name, axis, opened)
@@ -67,7 +71,7 @@ class XarrayStore(FieldStore):
         static_files = opened if source.static_path is None else [open_file(Path(source.static_path), source)]
         self._static = [self._static_slot(name, static_files) for name in statics]
         self.fingerprint = hash_of(
-            [(file.name, _size(file)) for file in files],
+            [(file.name, _stored_bytes(file)) for file in files],
             self._naming.describe((*variables, *statics)),
             self.times.calendar,
             self.times.seconds.tobytes(),
@@ -80,7 +84,14 @@ class XarrayStore(FieldStore):
         for column, variable in enumerate(variables):
             found = np.searchsorted(self._starts[variable], frames, side="right") - 1
             for row, (frame, number) in enumerate(zip(frames.tolist(), found.tolist(), strict=True)):
-                out[row, column] = self._frame(variable, number, frame)
+                piece = self._pieces[variable][number]
+                index = frame - piece.first
+                # Frames that are compressed together are decompressed together, and kept for their neighbours.
+                first = index - index % piece.block
+                block = self._cache.get(
+                    (id(self), variable, number, first), partial(self._read_block, variable, piece, first)
+                )
+                out[row, column] = block[index - first]
 
     def read_static(self) -> Float32Array:
         """Read the fields without time, [S, H, W]."""
@@ -96,17 +107,10 @@ class XarrayStore(FieldStore):
         piece = self._pieces[variable][number]
         return piece.file.path, frame - piece.first
 
-    def _frame(self, variable: int, number: int, frame: int) -> Float32Array:
-        piece = self._pieces[variable][number]
-        index = frame - piece.first
-        first = index - index % piece.block
+    def _read_block(self, variable: int, piece: _Piece, first: int) -> Float32Array:
+        """Read the frames of a piece, [n, H, W], that are best read together with frame `first` of it."""
         end = min(first + piece.block, piece.frames)
-        block = self._cache.get(
-            (id(self), variable, number, first),
-            lambda: self._naming.convert(self.variables[variable], piece.file.read(piece.slot, first, end)),
-        )
-        frame_HW: Float32Array = block[index - first]
-        return frame_HW
+        return self._naming.convert(self.variables[variable], piece.file.read(piece.slot, first, end))
 
     def _pieces_of(self, name: str, files: Sequence[FieldFile]) -> list[_Piece]:
         """Return the parts of a variable in the order of their times."""
@@ -116,7 +120,7 @@ class XarrayStore(FieldStore):
             if any(file.find(stored) for file in files):
                 raise DataError(f"{self.path}: {name} does not depend on time; name it under data.static")
             raise DataError(
-                f"{_subject(self.path, files)} has no variable {self._naming.told(name)}; {_known(stored, files)}"
+                f"{_name_files(self.path, files)} has no variable {self._naming.told(name)}; {_list_known(stored, files)}"
             )
         found.sort(key=lambda item: int(item[0].times.seconds[0]) if item[0].times else 0)
         pieces: list[_Piece] = []
@@ -141,24 +145,13 @@ class XarrayStore(FieldStore):
                 continue
             if file.in_time(slot):
                 raise DataError(f"{file.path}: {name} depends on time; name it under data.inputs, not data.static")
-            different = self.grid.difference(file.grid)
-            if different is not None:
-                raise DataError(f"{file.path}: another grid than that of {self.path}: {different}; regrid one of them")
+            require_same_grid(self.path, self.grid, file.path, file.grid)
             return file, slot
-        where = _subject(files[0].path if len(files) == 1 else self.path, files)
-        raise DataError(f"{where} has no static field {self._naming.told(name)}; {_known(stored, files)}")
+        where = _name_files(files[0].path if len(files) == 1 else self.path, files)
+        raise DataError(f"{where} has no static field {self._naming.told(name)}; {_list_known(stored, files)}")
 
 
-def _same_grid(files: Sequence[FieldFile]) -> Grid:
-    first = files[0]
-    for file in files[1:]:
-        different = first.grid.difference(file.grid)
-        if different is not None:
-            raise DataError(f"{file.path}: another grid than that of {first.path}: {different}; regrid one of them")
-    return first.grid
-
-
-def _joined(name: str, pieces: Sequence[_Piece]) -> TimeAxis:
+def _join_times(name: str, pieces: Sequence[_Piece]) -> TimeAxis:
     """Return the times of a variable over all its files."""
     axes = [piece.file.times for piece in pieces if piece.file.times is not None]
     for piece, axis in zip(pieces, axes, strict=True):
@@ -190,11 +183,11 @@ def _require_same_times(
     )
 
 
-def _subject(path: Path, files: Sequence[FieldFile]) -> str:
+def _name_files(path: Path, files: Sequence[FieldFile]) -> str:
     return str(path) if len(files) == 1 else f"{path} ({len(files)} files)"
 
 
-def _known(stored: str, files: Sequence[FieldFile]) -> str:
+def _list_known(stored: str, files: Sequence[FieldFile]) -> str:
     names = sorted({name for file in files for name in file.names()})
     near = get_close_matches(stored, names, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
@@ -202,7 +195,7 @@ def _known(stored: str, files: Sequence[FieldFile]) -> str:
     return f"{hint}it has {shown or 'none on a grid'}; other names go under names of the source"
 
 
-def _size(path: Path) -> int:
+def _stored_bytes(path: Path) -> int:
     """Return bytes of a file, or of all files of a store."""
     if path.is_file():
         return path.stat().st_size
