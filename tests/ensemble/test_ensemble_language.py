@@ -15,7 +15,7 @@ from phalanx.ensemble.members import open_member
 from phalanx.errors import ConfigError
 from phalanx.families.language.data.open_tokens import open_source
 from phalanx.families.language.ensemble import build_language
-from phalanx.families.language.evaluation.held_out import score
+from phalanx.families.language.evaluation.held_out import score_model
 from phalanx.families.language.evaluation.load_weights import load_for_inference
 from phalanx.report.ensemble_page import render_ensemble
 from phalanx.train.start import train
@@ -39,7 +39,7 @@ def test_the_mean_of_probabilities_by_definition(
 ) -> None:
     found = build_language([open_member(run) for run in runs], CPU)
     loaded = [load_for_inference(run, CPU) for run in runs]
-    assert found.losses == pytest.approx([score(one).total.loss for one in loaded], rel=1e-5)
+    assert found.losses == pytest.approx([score_model(one).total.loss for one in loaded], rel=1e-5)
     run = loaded[0].run
     assert run is not None
     source = open_source(Path(run.data.sources[0].path), "validation")

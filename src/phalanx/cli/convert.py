@@ -7,8 +7,7 @@ from typing import Literal
 
 from phalanx.cli.console import output, print_json, short_count
 from phalanx.cli.inference import precision_named, progress_bar
-from phalanx.families.language.evaluation.convert_weights import Conversion
-from phalanx.families.language.evaluation.convert_weights import convert as convert_weights
+from phalanx.families.language.evaluation.convert_weights import Conversion, convert_weights
 
 
 def convert(

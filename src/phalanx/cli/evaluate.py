@@ -9,7 +9,7 @@ from typing import Literal
 
 from phalanx.cli.console import output, print_json, print_pairs
 from phalanx.cli.inference import load, progress_bar
-from phalanx.families.language.evaluation.held_out import HeldOut, Scores, score
+from phalanx.families.language.evaluation.held_out import HeldOut, Scores, score_model
 from phalanx.families.language.evaluation.load_weights import LoadedModel
 
 
@@ -30,7 +30,7 @@ def evaluate(
     start = time.perf_counter()
     with progress_bar() as bar:
         task = bar.add_task(split)
-        scores = score(
+        scores = score_model(
             loaded,
             data=data,
             split=split,

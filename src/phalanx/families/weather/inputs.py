@@ -27,7 +27,7 @@ from phalanx.families.weather.evaluation.compare_forecasts import (
     skill_in_words,
 )
 from phalanx.families.weather.model.field_head import squared_error_sum, target_counts
-from phalanx.families.weather.model.grid_features import latitudes, row_weights
+from phalanx.families.weather.model.grid_features import row_latitudes, row_weights
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
@@ -145,7 +145,7 @@ def require_grid(run: WeatherRun, grid: Grid) -> None:
             f"model.n_lat={model.n_lat} and model.n_lon={model.n_lon}, but the data have {grid.shape[0]} x {grid.shape[1]} "
             f"points; set model.n_lat={grid.shape[0]} model.n_lon={grid.shape[1]}"
         )
-    expected = latitudes(model, torch.device("cpu")).numpy()
+    expected = row_latitudes(model, torch.device("cpu")).numpy()
     if np.abs(expected - grid.latitudes).max() > _TOLERANCE:
         ends = float(grid.latitudes[0]), float(grid.latitudes[-1])
         raise DataError(

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from phalanx.families.weather.model.forecaster import attend as attend_whole
+from phalanx.families.weather.model.forecaster import attend_whole
 from phalanx.hardware.calibrate.clock import Clock
 from phalanx.hardware.calibrate.shapes import Product, Shapes, model_of
 from phalanx.layout.context_parallel.kernel_choice import (

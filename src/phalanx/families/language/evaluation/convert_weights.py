@@ -60,7 +60,7 @@ class Conversion:
     """Whether a tokenizer went along."""
 
 
-def convert(
+def convert_weights(
     source: Path,
     target: Path,
     *,
@@ -86,7 +86,7 @@ def convert(
         files = tokenizer_files(weights, tokenizer)
         if architecture is not None:
             chosen = dtype or weights.widest_format()
-            read = _reporting(weights, progress)
+            read = _report_reads(weights, progress)
             write_folder(target, Export(weights.model, architecture, read, chosen, files, shard_bytes))
         else:
             chosen = dtype or torch.float32
@@ -102,7 +102,7 @@ def convert(
     )
 
 
-def _reporting(weights: Weights, progress: Progress) -> Callable[[str], Tensor]:
+def _report_reads(weights: Weights, progress: Progress) -> Callable[[str], Tensor]:
     """Return a reader of tensors that reports its progress."""
     total = sum(map(prod, weights.shapes.values()))
     done = 0
@@ -127,6 +127,7 @@ def _write_checkpoint(
         state = imported_state(weights.model, files.special, weights.where)
         with CheckpointStore(folder / "checkpoints", keep_last=1) as store:
             store.save(0, tensors, state)
+        # The checkpoint holds its own copy of what the scratch file held.
         scratch.unlink()
         if files.files:
             (folder / TOKENIZER_FOLDER).mkdir()
@@ -141,6 +142,7 @@ def _in_scratch_file(scratch: Path, weights: Weights, dtype: torch.dtype, progre
         # Without the blocks reserved, a full disk would end the process instead of raising.
         reserve = getattr(os, "posix_fallocate", lambda descriptor, _start, size: os.truncate(descriptor, size))
         reserve(file.fileno(), 0, total * dtype.itemsize)
+    # Shared memory of a file: the system writes it back under pressure instead of running out.
     memory = torch.from_file(str(scratch), shared=True, size=total, dtype=dtype)
     tensors: dict[str, Tensor] = {}
     done = 0

@@ -57,6 +57,7 @@ def generate_text(
     if loaded.tokenizer is None:
         raise ConfigError(f"{loaded.where} came without a tokenizer; give one with --tokenizer")
     prompt_ids = loaded.tokenizer.encode_prompt(prompt)
+    # A default that asks for more than the model's positions would fail for long prompts.
     room = loaded.model.config.max_positions - len(prompt_ids)
     seeds = [seed + index for index in range(count)]
     streams = [TextStream(loaded.tokenizer, prompt_ids) for _ in seeds]
@@ -78,6 +79,7 @@ def generate_text(
         seeds=seeds,
         ends=loaded.tokenizer.special.end,
     )
+    # Shown only now: an error of the prompt comes first.
     for index in range(count):
         show(index, prompt)
     for step in steps:

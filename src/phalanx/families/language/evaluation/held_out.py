@@ -42,7 +42,7 @@ class Scores:
     total: HeldOut
 
 
-def score(
+def score_model(
     loaded: LoadedModel,
     *,
     data: Path | None = None,
@@ -60,8 +60,8 @@ def score(
     Raises ConfigError where there is nothing to score or the length does not fit, DataError for data that is not usable
     or that another tokenizer made.
     """
-    length = _length(loaded, sequence_length)
-    sources = _open(loaded, data, split)
+    length = _sample_length(loaded, sequence_length)
+    sources = _open_sources(loaded, data, split)
     chosen = spread_samples(sources, length, samples)
     total = sum(map(len, chosen))
     if total == 0:
@@ -99,7 +99,7 @@ def score(
     )
 
 
-def _length(loaded: LoadedModel, wanted: int | None) -> int:
+def _sample_length(loaded: LoadedModel, wanted: int | None) -> int:
     limit = loaded.model.config.max_positions
     usual = min(limit, DEFAULT_LENGTH) if loaded.run is None else loaded.run.data.sequence_length
     length = usual if wanted is None else wanted
@@ -108,7 +108,7 @@ def _length(loaded: LoadedModel, wanted: int | None) -> int:
     return length
 
 
-def _open(loaded: LoadedModel, data: Path | None, split: Split) -> list[TokenSource]:
+def _open_sources(loaded: LoadedModel, data: Path | None, split: Split) -> list[TokenSource]:
     if data is not None:
         paths = [data]
     elif loaded.run is not None:
@@ -272,16 +272,19 @@ def score_split(
 
     Raises DataError for tokens that the model has no row for.
     """
+    # Where the format says how many ids there are, before anything is computed; else batch by batch.
     _check_vocabulary(source, source.vocab_size or 0, vocab_size)
     numbers = range(sample_count(source, sequence_length)) if numbers is None else numbers
+    # No more samples than there are: a short split is not filled up to a whole batch.
     size = min(microbatch or max(1, _BATCH_TOKENS // sequence_length), max(1, len(numbers)))
     batches = [numbers[start : start + size] for start in range(0, len(numbers), size)]
     bytes_of = None if byte_counts is None else byte_counts.to(device)
+    # Kept on the device: reading them each batch would make it wait for the CPU.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for start in range(0, len(batches), sharing.shares):
         # A rank without a batch of its own scores an empty one: a sharded model needs all ranks.
         mine = batches[start + sharing.rank] if start + sharing.rank < len(batches) else []
-        batch, highest = _read(source, mine, sequence_length, size, document_mask)
+        batch, highest = _read_samples(source, mine, sequence_length, size, document_mask)
         _check_vocabulary(source, highest + 1, vocab_size)
         batch = batch.to(device)
         sums[0] += score(batch).double()
@@ -309,11 +312,12 @@ def spread_samples(sources: Sequence[TokenSource], sequence_length: int, samples
     ends = np.cumsum([0, *(sample_count(source, sequence_length) for source in sources)])
     total = int(ends[-1])
     count = total if samples is None else min(samples, total)
+    # Whole numbers: no rounding decides which samples are scored.
     chosen = np.arange(count, dtype=np.int64) * total // max(1, count)
     return [(chosen[(a <= chosen) & (chosen < b)] - a).tolist() for a, b in pairwise(ends)]
 
 
-def _read(
+def _read_samples(
     source: TokenSource, numbers: Sequence[int], length: int, size: int, document_mask: bool
 ) -> tuple[TokenBatch, int]:
     """Read samples as int64 [size, length], whose shape never changes, so nothing recompiles; also return the largest id."""
@@ -327,6 +331,7 @@ def _read(
         read = source.read(np.array([start]), width + 1)[0]
         tokens[row, :width], targets[row, :width] = read[:-1], read[1:]
         highest = max(highest, int(read.max()))
+        # Counted from the sample's first, as in training.
         if document_mask:
             ids = source.document_of(np.arange(start, start + width))
             documents[row, :width] = ids - ids[0]

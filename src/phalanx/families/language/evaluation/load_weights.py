@@ -134,7 +134,7 @@ class PhalanxWeights(Weights):
         self.where = newest.path
         self.step = newest.step
         state = read_state(newest.path)
-        self.run, self.model = _described(state, newest.path)
+        self.run, self.model = _parse_state(state, newest.path)
         records = read_manifest(newest.path).tensors
         stored = {r.name.removeprefix(PREFIX): r for r in records if r.name.startswith(PREFIX)}
         self._formats = {name: record.torch_dtype for name, record in stored.items()}
@@ -150,8 +150,10 @@ class PhalanxWeights(Weights):
     def read(self, name: str) -> Tensor:
         """Read the tensor `name` and verify its checksums."""
         parts = name.split(".")
+        # Tensors of one block are read together, so that each file is looked into once.
         group = PREFIX + ".".join(parts[: 2 if parts[0] == "blocks" else 1]) + "."
         if group != self._group:
+            # Emptied first, so that two blocks are never held at once.
             self._held = {}
             self._held = read_tensors(self.where, group)
             self._group = group
@@ -186,7 +188,7 @@ def imported_state(model: LanguageModel, special: SpecialTokens, source: Path) -
     }
 
 
-def _described(state: dict[str, Any], where: Path) -> tuple[LanguageRun | None, LanguageModel]:
+def _parse_state(state: dict[str, Any], where: Path) -> tuple[LanguageRun | None, LanguageModel]:
     """Return the run and the model that a checkpoint's state describes."""
     if isinstance(state.get("run"), str):
         run = parse_run(state["run"], f"{where}/state.json: run")

@@ -100,8 +100,10 @@ class TextStream:
         return self._advance(final=True)
 
     def _advance(self, *, final: bool) -> str:
+        # Decoded in context and compared: the text of one token alone may lack its space.
         before = self._tokenizer.decode(self._ids[self._start : self._shown])
         now = self._tokenizer.decode(self._ids[self._start :])
+        # A character of several bytes is shown when its last token is there.
         if now.endswith(_CUT) and not final:
             return ""
         self._start, self._shown = self._shown, len(self._ids)
@@ -115,6 +117,7 @@ def _is_byte_level(tokenizer: tokenizers.Tokenizer) -> bool:
 def _bytes_of(token: str, *, byte_level: bool) -> int:
     if byte_level:
         return len(token)  # its alphabet has one character a byte
+    # Byte fallback: the token <0x0A> stands for the one byte that it names.
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return 1
     return len(token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode())

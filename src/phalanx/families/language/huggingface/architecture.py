@@ -116,7 +116,7 @@ class Architecture:
         """Return the fields of `model` without a counterpart, as in "model.norm=rmsnorm (it has layernorm)"."""
         found = resolved_fields(model)
         return [
-            f"model.{field}={_show(found[field])} (it has {_show(needed)})"
+            f"model.{field}={_show_value(found[field])} (it has {_show_value(needed)})"
             for field, needed in self.needs(model).items()
             if found[field] not in (needed if isinstance(needed, tuple) else (needed,))
         ]
@@ -132,9 +132,9 @@ def resolved_fields(model: LanguageModel) -> dict[str, object]:
     return {**model.model_dump(), "n_kv_heads": model.kv_heads, "head_dim": model.head_size, "d_ff": model.ff_size}
 
 
-def _show(value: object) -> str:
+def _show_value(value: object) -> str:
     if isinstance(value, tuple):
-        return " or ".join(map(_show, value))
+        return " or ".join(map(_show_value, value))
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else f"{value}"
@@ -210,6 +210,7 @@ def tensor_rules(model: LanguageModel, counterparts: Mapping[str, Counterpart]) 
     counterparts: by our module name, or by parameter name where a module's parameters have different homes; `*` stands
     for the layer.
     """
+    # Names and shapes come from the model itself, without memory, so a rule can never be forgotten.
     with torch.device("meta"):
         decoder = Decoder(model)
     rules = []

@@ -31,6 +31,7 @@ def file_inside(path: Path, name: str) -> Path:
     file = path / pure
     if not file.is_file():
         raise CheckpointError(f"{file} is missing")
+    # Compared after links are resolved: a link may point anywhere.
     root = path.resolve()
     target = file.resolve()
     cache = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None
@@ -71,7 +72,7 @@ class SpecialTokens:
         """Read `bos_token_id` and `eos_token_id` (one id or a list) of a Hugging Face configuration."""
         begin, end = config.get("bos_token_id"), config.get("eos_token_id")
         ends = end if isinstance(end, list) else [end]
-        return cls(next(_ids([begin]), None), tuple(_ids(ends)))
+        return cls(next(_whole_ids([begin]), None), tuple(_whole_ids(ends)))
 
     def as_config(self) -> dict[str, Any]:
         """Return the same two fields of a Hugging Face configuration."""
@@ -135,8 +136,8 @@ def _named_tokens(settings: dict[str, Any], tokenizer: dict[str, Any]) -> Specia
 def _added_tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
     entries = tokenizer.get("added_tokens")
     tokens = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    return {str(token.get("content")): number for token in tokens for number in _ids([token.get("id")])}
+    return {str(token.get("content")): number for token in tokens for number in _whole_ids([token.get("id")])}
 
 
-def _ids(values: list[Any]) -> Iterator[int]:
+def _whole_ids(values: list[Any]) -> Iterator[int]:
     return (value for value in values if isinstance(value, int) and not isinstance(value, bool))

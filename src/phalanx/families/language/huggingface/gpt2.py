@@ -79,7 +79,7 @@ class GPT2Fields(ConfigFields):
         )
 
 
-def _needs(model: LanguageModel) -> Mapping[str, object]:
+def _needed_fields(model: LanguageModel) -> Mapping[str, object]:
     return {
         "positions": "learned",
         "norm": "layernorm",
@@ -110,5 +110,5 @@ GPT2 = Architecture(
         "head": Counterpart(("lm_head",)),
     },
     ignored=re.compile(r".*\.attn\.(bias|masked_bias)"),
-    needs=_needs,
+    needs=_needed_fields,
 )

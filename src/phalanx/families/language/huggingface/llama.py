@@ -149,7 +149,7 @@ class LlamaFields(ConfigFields):
         )
 
 
-def _needs(_model: LanguageModel) -> Mapping[str, object]:
+def _needed_fields(_model: LanguageModel) -> Mapping[str, object]:
     return {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": False, "clip_qkv": None}
 
 
@@ -179,5 +179,5 @@ LLAMA = Architecture(
         "head": Counterpart(("lm_head",)),
     },
     ignored=re.compile(r".*rotary_emb\.inv_freq"),
-    needs=_needs,
+    needs=_needed_fields,
 )

@@ -137,7 +137,7 @@ class MptFields(ConfigFields):
         )
 
 
-def _needs(model: LanguageModel) -> Mapping[str, object]:
+def _needed_fields(model: LanguageModel) -> Mapping[str, object]:
     return {
         "positions": "alibi",
         "norm": "layernorm",
@@ -170,5 +170,5 @@ MPT = Architecture(
         "head": Counterpart(("lm_head",)),
     },
     ignored=re.compile(r"(?!)"),
-    needs=_needs,
+    needs=_needed_fields,
 )

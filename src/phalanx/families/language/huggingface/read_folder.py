@@ -48,6 +48,7 @@ class HuggingFaceFolder:
         self.config = read_json(file_inside(path, "config.json"))
         self.architecture, self.model = read_config(self.config, str(path / "config.json"))
         self.special_tokens = self._read_special_tokens()
+        # Weight files stay open and are closed together, also where a later check fails.
         self._files = ExitStack()
         try:
             self._open_weights()
@@ -152,6 +153,7 @@ class HuggingFaceFolder:
             return
         embedding = self._stored_name(self._rules["embedding.weight"].theirs[0])
         head, tied = (self._tensors[name].get_slice(name) for name in (_HEAD, embedding))
+        # In slices, as both are widened to float64 to be compared.
         rows = tied.get_shape()[0]
         equal = head.get_shape() == tied.get_shape() and all(
             torch.equal(head[start : start + _ROWS].double(), tied[start : start + _ROWS].double())
@@ -185,6 +187,7 @@ def weight_files(path: Path) -> list[str]:
         return sorted(set(weight_map.values()))
     if (path / WEIGHTS).exists():
         return [WEIGHTS]
+    # Named, so that the message says why the weights that are there are not read.
     pickled = next((f.name for f in sorted(path.iterdir()) if f.suffix in (".bin", ".pt", ".pth", ".ckpt")), None)
     if pickled is not None:
         raise CheckpointError(

@@ -87,7 +87,7 @@ def _write_weights(folder: Path, export: Export) -> None:
         _write_safetensors(folder / name, rules, export)
         weight_map |= {theirs: name for rule in rules for theirs in rule.theirs}
     if len(shards) > 1:
-        total = sum(_bytes(rule.shape, export.dtype) for rules in shards for rule in rules)
+        total = sum(_tensor_bytes(rule.shape, export.dtype) for rules in shards for rule in rules)
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 
@@ -95,7 +95,8 @@ def _plan_shards(rules: Sequence[TensorRule], dtype: torch.dtype, limit: int) ->
     shards: list[list[TensorRule]] = []
     room = 0
     for rule in rules:
-        size = _bytes(rule.shape, dtype)
+        size = _tensor_bytes(rule.shape, dtype)
+        # A tensor that is larger than the limit gets a file of its own.
         if not shards or size > room:
             shards.append([])
             room = limit
@@ -114,16 +115,17 @@ def _write_safetensors(file: Path, rules: Sequence[TensorRule], export: Export) 
     end = 0
     for rule in rules:
         for name, shape in rule.their_shapes().items():
-            start, end = end, end + _bytes(shape, export.dtype)
+            start, end = end, end + _tensor_bytes(shape, export.dtype)
             header[name] = {"dtype": _FORMATS[export.dtype], "shape": list(shape), "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
+    # The format wants tensors aligned to 8 bytes, so the header is filled up with spaces.
     encoded += b" " * (-len(encoded) % 8)
     with file.open("wb") as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for rule in rules:
             for part in rule.split(export.read(rule.ours)):
                 _write_tensor(stream, part.to(export.dtype))
-        _flush(stream)
+        _flush_to_disk(stream)
 
 
 def _write_tensor(stream: BinaryIO, tensor: Tensor) -> None:
@@ -133,13 +135,13 @@ def _write_tensor(stream: BinaryIO, tensor: Tensor) -> None:
 def _write_json(file: Path, values: dict[str, Any]) -> None:
     with file.open("wb") as stream:
         stream.write(json.dumps(values, indent=2).encode() + b"\n")
-        _flush(stream)
+        _flush_to_disk(stream)
 
 
-def _flush(stream: BinaryIO) -> None:
+def _flush_to_disk(stream: BinaryIO) -> None:
     stream.flush()
     os.fsync(stream.fileno())
 
 
-def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+def _tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize

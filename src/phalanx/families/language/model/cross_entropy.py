@@ -44,6 +44,7 @@ def linear_cross_entropy(
     skipped. chunk_tokens: tokens whose logits are held at once. z-loss: PaLM (Chowdhery et al. 2022), section 5.
     kernel: `chunk_loss` (the default) or a compiled form of it.
     """
+    # Beside the sum, not divided into it: means over uneven micro-batches would weigh tokens unequally.
     count = (targets_N != IGNORED).sum()
     with_grad = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
     total = _LinearCrossEntropy.apply(
@@ -65,11 +66,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with_grad: bool,
         loss_and_gradient: ChunkLoss,
     ) -> Tensor:
+        # Sums over many tokens lose low bits in half precision.
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         weight = weight_VD.to(hidden_ND.dtype)
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
         grad_hidden = torch.empty_like(hidden_ND) if with_grad else None
         grad_weight: Tensor | None = None
+        # Logits are the largest tensor of a step by far: only those of one chunk exist at a time.
         for start in range(0, len(hidden_ND), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             hidden = hidden_ND[rows]
@@ -78,6 +81,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
                 grad_weight = compat.add_matmul(grad_weight, grad_logits.T, hidden, wide)
+        # The gradients themselves: the backward pass needs neither logits nor activations again.
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total
 
@@ -92,6 +96,7 @@ def chunk_loss(logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: b
     """Return summed loss of one chunk and, if asked for, its gradient with respect to the logits (in their format)."""
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     kept_N = targets_N != IGNORED
+    # gather refuses the negative mark of an ignored target; its loss is left out below.
     safe_N = targets_N.clamp(min=0)
     log_z_N = torch.logsumexp(wide, dim=-1)
     picked_N = wide.gather(1, safe_N[:, None]).squeeze(1)

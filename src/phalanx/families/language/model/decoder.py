@@ -76,9 +76,9 @@ class Block(nn.Module):
 
     def __init__(self, config: LanguageModel) -> None:
         super().__init__()
-        self.attention_norm = _norm(config)
+        self.attention_norm = _build_norm(config)
         self.attention = Attention(config)
-        self.mlp_norm = _norm(config)
+        self.mlp_norm = _build_norm(config)
         self.mlp = build_mlp(config)
         self.attention_dropout = CounterDropout(config.dropout, site=0)
         self.mlp_dropout = CounterDropout(config.dropout, site=1)
@@ -92,6 +92,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """Map activations [B, S, D] to [B, S, D]."""
         mixed = self.attention(self.attention_norm(x_BSD), context, cache)
+        # Pre-norm: the residual stream itself is never normalised, which keeps deep models trainable.
         x_BSD = x_BSD + self.attention_dropout(mixed, dropout)
         hidden: Tensor = self.mlp_dropout(self.mlp(self.mlp_norm(x_BSD)), dropout)
         return x_BSD + hidden
@@ -107,10 +108,11 @@ class OutputHead(nn.Module):
 
     def __init__(self, config: LanguageModel, *, chunk_tokens: int, z_loss: float, owns_weight: bool) -> None:
         super().__init__()
-        self.norm = _norm(config)
+        self.norm = _build_norm(config)
         if owns_weight:
             self.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
         else:
+            # None rather than no attribute, so that code may ask for it in either case.
             self.register_parameter("weight", None)
         self.vocab_size = config.vocab_size
         self.chunk_tokens = chunk_tokens
@@ -124,6 +126,7 @@ class OutputHead(nn.Module):
             self._weight(tied_weight_VD),
             targets_BS.flatten(),
             chunk_tokens=self.chunk_tokens,
+            # A regulariser, no part of the held-out loss.
             z_loss=self.z_loss if self.training else 0.0,
             kernel=self.loss_kernel,
         )
@@ -218,6 +221,7 @@ class Decoder(nn.Module):
         """
         past = caches[0].length if caches else 0
         positions_S = torch.arange(past, past + tokens_BS.shape[1], device=tokens_BS.device)
+        # Only the plain kernel takes the bias that positions behind a cache need.
         kernel: AttentionKernel = "sdpa" if caches else self.kernel
         context = self.attention_context(self.config, positions_S, self.dtype, kernel=kernel, past=past)
         x_BSD = self.embedding(tokens_BS, positions_S)
@@ -238,5 +242,5 @@ class Decoder(nn.Module):
         return [KeyValueCache() for _ in self.blocks]
 
 
-def _norm(config: LanguageModel) -> Norm:
+def _build_norm(config: LanguageModel) -> Norm:
     return Norm(config.d_model, kind=config.norm, eps=config.norm_eps, bias=config.bias)

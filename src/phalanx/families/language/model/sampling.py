@@ -68,12 +68,13 @@ def generate_batch(
 ) -> Iterator[list[int | None]]:
     """Return several continuations of one prompt at once, one a seed: each step gives a token a continuation, None
     once ended."""
-    _check(model, prompt_ids, max_tokens)
-    return _generate(model, prompt_ids, max_tokens, sampling, seeds, ends)
+    # Before the generator below is started, so that errors come from this very call.
+    _check_prompt(model, prompt_ids, max_tokens)
+    return _generate_steps(model, prompt_ids, max_tokens, sampling, seeds, ends)
 
 
 @torch.no_grad()
-def _generate(
+def _generate_steps(
     model: Decoder,
     prompt_ids: Sequence[int],
     max_tokens: int,
@@ -91,6 +92,7 @@ def _generate(
     for cache in caches:
         cache.repeat(len(seeds))
     for step in range(max_tokens):
+        # Drawn on the CPU, whose generator gives the same numbers beside every device.
         rows = logits_B1V.squeeze(1).float().cpu()
         tokens = [draw_token(row, sampling, draw) for row, draw in zip(rows, draws, strict=True)]
         ended = [was or token in ends for was, token in zip(ended, tokens, strict=True)]
@@ -124,6 +126,7 @@ def draw_token(logits_V: Tensor, sampling: Sampling, draw: torch.Generator) -> i
         )
     if sampling.temperature == 0.0:
         return int(logits_V.argmax())
+    # Stable, so that equal logits keep the order of their ids on every device.
     ordered_V, tokens_V = torch.sort(logits_V.double() / sampling.temperature, descending=True, stable=True)
     probability_V = torch.softmax(ordered_V[: sampling.top_k], dim=0)
     summed_V = probability_V.cumsum(0)
@@ -136,7 +139,7 @@ def draw_token(logits_V: Tensor, sampling: Sampling, draw: torch.Generator) -> i
     return int(tokens_V[min(int(torch.searchsorted(summed_V, point, right=True)), len(summed_V) - 1)])
 
 
-def _check(model: Decoder, prompt_ids: Sequence[int], max_tokens: int) -> None:
+def _check_prompt(model: Decoder, prompt_ids: Sequence[int], max_tokens: int) -> None:
     config = model.config
     if not prompt_ids:
         raise ConfigError("the prompt is empty and there is no token that begins a document; give some text")

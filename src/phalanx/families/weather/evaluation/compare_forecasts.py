@@ -74,7 +74,8 @@ class Comparison:
         truth = reader.read_outputs(cases).to(device)
         usual = None if self.climatologies is None else climatology_at(reader, self.climatologies, cases).to(device)
         self._model.add(forecast.to(device), truth, hours, usual)
-        self._persistence.add(persistence(reader)(cases).to(device), truth, hours, usual)
+        # On the same cases as the model: skill compares like with like.
+        self._persistence.add(persistence_forecast(reader)(cases).to(device), truth, hours, usual)
         if usual is not None:
             self._climatology.add(usual, truth, hours)
 
@@ -118,6 +119,7 @@ def known_climatologies(
     try:
         for index, source in enumerate(reader.sources):
             frames = source.windows.frames
+            # Looked up as scoring will: a gap is known before hours of forecasts are made.
             for first in range(0, len(frames), _FRAMES_AT_ONCE):
                 found[index].at(source.store.times, frames[first : first + _FRAMES_AT_ONCE])
     except DataError as error:
@@ -165,7 +167,7 @@ Forecast = Callable[[Cases], Tensor]
 """Predicts the output variables [n, V_out, H, W], in their own units, at the targets of n cases."""
 
 
-def persistence(reader: FieldReader) -> Forecast:
+def persistence_forecast(reader: FieldReader) -> Forecast:
     """Return the forecast that nothing changes from the input on."""
     return lambda cases: reader.read_outputs(cases, at_start=True)
 

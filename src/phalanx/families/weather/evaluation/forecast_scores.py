@@ -77,6 +77,7 @@ class ForecastScores:
         A point counts where truth (and for the correlation climatology) is not NaN; a NaN in a forecast at such a point
         makes its scores NaN, so a forecast cannot choose where it is scored.
         """
+        # The truth decides where is scored; a forecast must not be able to.
         there = ~truth.isnan()
         weights = _mean_weights(self._area, there)
         error = torch.where(there, forecast.double() - truth.double(), 0.0)
@@ -283,6 +284,7 @@ class _Table:
         counted = there_BVHW.flatten(2).any(-1)
         for name, found in values.items():
             index = self.names.index(name)
+            # Where nothing was there the mean is NaN: adding that would spoil the sum.
             self.sums[0, index].index_add_(0, rows, torch.where(counted, found, 0.0))
             self.sums[1, index].index_add_(0, rows, counted.double())
 

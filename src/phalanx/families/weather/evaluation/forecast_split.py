@@ -109,6 +109,7 @@ def load_forecaster(path: Path, device: torch.device, overrides: Sequence[str] =
     with torch.device("meta"):
         model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision].compute_dtype)
     model.to_empty(device=device)
+    # Whole tensors by name: a checkpoint is the same whatever layout wrote it.
     stored = read_tensors(newest.path, _PREFIX)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -127,6 +128,7 @@ def plan_steps(trained: Sequence[int], hours: int) -> dict[int, tuple[int, ...]]
     """
     found: dict[int, tuple[int, ...]] = {0: ()}
     for reached in range(1, hours + 1):
+        # Each step adds its own error, so the fewest are taken.
         before = [(len(found[reached - lead]), lead) for lead in trained if reached - lead in found]
         if before:
             lead = min(before)[1]
@@ -162,7 +164,7 @@ def forecast_split(
     device = next(loaded.model.parameters()).device
     comparison = Comparison(reader, climatologies, device)
     chosen = [spread_rows(source.windows, starts, len(reader.sources)) for source in reader.sources]
-    shown = _Shown(reader, list(mapped) or _usual(reader.outputs), list(steps), chosen)
+    shown = _Shown(reader, list(mapped) or _usual_maps(reader.outputs), list(steps), chosen)
     total, done = sum(map(len, chosen)), 0
     for index, rows in enumerate(chosen):
         for first in range(0, len(rows), _BATCH):
@@ -180,7 +182,7 @@ def lead_steps(run: WeatherRun, hours: int, step_hours: int | None) -> dict[int,
     ConfigError."""
     trained = run.data.leads if run.data.rollout_hours is None else [run.data.rollout_hours]
     if step_hours is not None and step_hours not in trained:
-        raise ConfigError(f"--step {step_hours}: the model was trained on lead times of {_listed(trained)} hours")
+        raise ConfigError(f"--step {step_hours}: the model was trained on lead times of {_list_numbers(trained)} hours")
     steps = plan_steps(trained if step_hours is None else [step_hours], hours)
     unpredicted = [name for name in run.data.inputs if name not in run.data.target_variables]
     if unpredicted:
@@ -190,17 +192,17 @@ def lead_steps(run: WeatherRun, hours: int, step_hours: int | None) -> dict[int,
         nearest = max((reached for reached in steps if reached < hours), default=min(trained))
         why = f" (no roll-out: {unpredicted[0]} is read but not predicted)" if unpredicted else ""
         raise ConfigError(
-            f"--hours {hours}: steps of {_listed(trained if step_hours is None else [step_hours])} hours do not reach "
+            f"--hours {hours}: steps of {_list_numbers(trained if step_hours is None else [step_hours])} hours do not reach "
             f"it{why}\nnearest: --hours {nearest}"
         )
     return steps
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _list_numbers(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _usual(outputs: Sequence[str]) -> list[str]:
+def _usual_maps(outputs: Sequence[str]) -> list[str]:
     return [name for name in _MAPPED if name in outputs] or list(outputs[:_MAPS])
 
 
@@ -222,6 +224,7 @@ def forecasts_of(
     sources = np.full(len(rows), source, dtype=np.int64)
     device = next(model.parameters()).device
     inputs = reader.read_cases(Cases(sources, starts, targets.max(axis=1))).fields.to(device)
+    # Longer lead times begin where shorter ones ended, so every step is computed once.
     states: dict[tuple[int, ...], Tensor] = {(): inputs}
     for column, parts in enumerate(steps.values()):
         lead = torch.full((len(rows),), float(parts[-1]), device=device)

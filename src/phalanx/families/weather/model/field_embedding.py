@@ -11,7 +11,7 @@ from phalanx.families.weather.model.grid_features import (
     patch_places,
     patches_of,
     pressure_level,
-    take,
+    take_places,
     wave_features,
 )
 from phalanx.families.weather.model_config import WeatherModel
@@ -60,6 +60,7 @@ class FieldEmbedding(nn.Module):
             self.positions = nn.Parameter(torch.empty(config.n_locations, width))
             self.place = None
         else:
+            # None rather than no attribute, so that code may ask for it in either case.
             self.register_parameter("positions", None)
             self.place = Linear(4 * 2 * FEATURES, width, bias=True)
         self.lead = Linear(2 * FEATURES if config.lead_embedding == "fourier" else 1, width, bias=True)
@@ -88,6 +89,7 @@ class FieldEmbedding(nn.Module):
         """Return aggregated tokens [B, S, D] of these rows, without place and lead time."""
         config = self.config
         patches_BLVP = patches_of(fields_BVHW.to(self.dtype), config.patch_size)
+        # Where ranks share out the tokens, only their own locations are aggregated.
         if len(rows_S) != config.n_tokens:
             locations = rows_S[:: config.aggregation_queries] // config.aggregation_queries
             patches_BLVP = patches_BLVP.index_select(1, locations)
@@ -98,9 +100,9 @@ class FieldEmbedding(nn.Module):
     def variable_maps(self, variables: list[int]) -> tuple[Tensor, Tensor]:
         """Return what turns these variables' patches into tokens: weight [V, D, P] and offset [V, D], in the
         activation format."""
-        weight_VDP = take(self.patches.weight, variables, 0).to(self.dtype)
+        weight_VDP = take_places(self.patches.weight, variables, 0).to(self.dtype)
         # Bias and variable embedding always occur as a sum; it is formed before rounding.
-        offset_VD = take(self.patches.bias + self.variables, variables, 0).to(self.dtype)
+        offset_VD = take_places(self.patches.bias + self.variables, variables, 0).to(self.dtype)
         if self.level is not None:
             names = [self.config.variables[place] for place in variables]
             offset_VD = offset_VD + self.level(_level_features(names, offset_VD.device).to(self.dtype))
@@ -177,6 +179,7 @@ class PatchAggregation(_Aggregation):
 
         A variable's token would be weight_DP x_P + offset_D. All in the format of the activations.
         """
+        # Weights are multiplied first: scores then need no token of a variable, see the class.
         direction_NAD = self.directions(self.queries[queries].to(patches_BLVP.dtype))
         # The offset as one more point of each patch, whose value is 1.
         weight_VDQ = torch.cat((weight_VDP, offset_VD[..., None]), dim=-1)
@@ -185,6 +188,7 @@ class PatchAggregation(_Aggregation):
         scores_ABLNV = torch.einsum("blvq,navq->ablnv", patches_BLVQ, per_point_NAVQ)
         share_ABLNV = scores_ABLNV.softmax(dim=-1)
         value_AED = self.value.weight.to(weight_VDQ.dtype).unflatten(0, (-1, self.head_size))
+        # The same for values: linear in the patch, so mixed before they are projected.
         value_AVQE = torch.einsum("aed,vdq->avqe", value_AED, weight_VDQ)
         shares = share_ABLNV[..., None] * patches_BLVQ[:, :, None]
         mixed_AME = shares.flatten(1, 3).flatten(2) @ value_AVQE.flatten(1, 2)

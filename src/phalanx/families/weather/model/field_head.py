@@ -11,7 +11,7 @@ from phalanx.families.weather.model.grid_features import (
     outputs_among_inputs,
     patches_of,
     row_weights,
-    take,
+    take_places,
 )
 from phalanx.families.weather.model_config import WeatherModel
 from phalanx.nn.layers import Linear, Norm
@@ -29,8 +29,9 @@ class PatchOutput(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Project [..., in] to [..., V, P] for the variables that are predicted; the rows of others are not used."""
         assert self.bias is not None
-        weight = take(self.weight.unflatten(0, (-1, self.points)), self.selected, 0).flatten(0, 1)
-        bias = take(self.bias.unflatten(0, (-1, self.points)), self.selected, 0).flatten()
+        # A view where the variables are consecutive: no copy of the matrix.
+        weight = take_places(self.weight.unflatten(0, (-1, self.points)), self.selected, 0).flatten(0, 1)
+        bias = take_places(self.bias.unflatten(0, (-1, self.points)), self.selected, 0).flatten()
         patches: Tensor = F.linear(x, weight.to(x.dtype), bias.to(x.dtype)).unflatten(-1, (-1, self.points))
         return patches
 
@@ -96,7 +97,7 @@ class FieldHead(nn.Module):
         if self.config.change_scales is not None:
             scale_V = torch.tensor(self.config.change_scales, dtype=dtype, device=change_BLVP.device)
             change_BLVP = change_BLVP * scale_V[:, None]
-        before = take(fields_BVHW, outputs_among_inputs(self.config), 1)
+        before = take_places(fields_BVHW, outputs_among_inputs(self.config), 1)
         return self._located(patches_of(before, self.config.patch_size), rows_S, 1).to(dtype) + change_BLVP
 
     def _located(self, patches: Tensor, rows_S: Tensor | None, dim: int) -> Tensor:
@@ -120,6 +121,7 @@ def squared_error_sum(
     missing, the sum divided by the number of targets is ClimaX's `lat_weighted_mse`.
     """
     dtype = torch.promote_types(predicted_BLVP.dtype, torch.float32)
+    # where() instead of a product with the mask: NaN times zero is NaN, and its gradient too.
     valid = ~targets_BLVP.isnan()
     error = torch.where(valid, predicted_BLVP.to(dtype) - targets_BLVP.to(dtype), 0.0)
     weighted = error.square() * weight_LP[:, None].to(dtype)

@@ -67,6 +67,7 @@ class Forecaster(nn.Module):
         """
         x_BSD = self.embedding(inputs, lead_hours_B, positions, dropout) if self.part.first else inputs
         for number, block in zip(self.part.blocks, self.blocks, strict=True):
+            # Numbered over the whole model, so that a chunk drops what the whole model would.
             at_layer = None if dropout is None else dropout.at_layer(number)
             x_BSD = block(x_BSD, at_layer, path_factors(self.config, number, at_layer))
         return x_BSD
@@ -109,13 +110,13 @@ class Forecaster(nn.Module):
         return Positions(rows_S, rows_S)
 
 
-def attend(query_BASE: Tensor, key_BASE: Tensor, value_BASE: Tensor) -> Tensor:
+def attend_whole(query_BASE: Tensor, key_BASE: Tensor, value_BASE: Tensor) -> Tensor:
     """Return softmax(q k^T / sqrt(E)) v over all tokens, [B, A, S, E]."""
     return F.scaled_dot_product_attention(query_BASE, key_BASE, value_BASE)
 
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The signature of `attend`."""
+"""The signature of `attend_whole`."""
 
 
 class Attention(nn.Module):
@@ -129,11 +130,12 @@ class Attention(nn.Module):
     def __init__(self, config: WeatherModel) -> None:
         super().__init__()
         self.head_size = config.head_size
-        self.attend: AttentionCore = attend
+        self.attend: AttentionCore = attend_whole
         self.qkv = Linear(config.d_model, 3 * config.d_model, bias=True)
         self.output = Linear(config.d_model, config.d_model, bias=True)
         self.query_norm = self.key_norm = None
         if config.qk_norm:
+            # Bounds the scores, whose growth lets training of very wide models diverge.
             self.query_norm = Norm(config.head_size, kind="layernorm", eps=config.norm_eps, bias=False)
             self.key_norm = Norm(config.head_size, kind="layernorm", eps=config.norm_eps, bias=False)
 
@@ -177,12 +179,12 @@ class Block(nn.Module):
         """Map activations [B, S, D] to [B, S, D]. kept: factor of each sample's attention and MLP branch, from
         `path_factors`."""
         mixed = self.attention_dropout(self.attention(self.attention_norm(x_BSD)), dropout)
-        x_BSD = x_BSD + _scaled(mixed, kept_2B, 0)
+        x_BSD = x_BSD + _scale_branch(mixed, kept_2B, 0)
         hidden = self.mlp_dropout(self.mlp(self.mlp_norm(x_BSD)), dropout)
-        return x_BSD + _scaled(hidden, kept_2B, 1)
+        return x_BSD + _scale_branch(hidden, kept_2B, 1)
 
 
-def _scaled(branch_BSD: Tensor, kept_2B: Tensor | None, branch: int) -> Tensor:
+def _scale_branch(branch_BSD: Tensor, kept_2B: Tensor | None, branch: int) -> Tensor:
     return branch_BSD if kept_2B is None else branch_BSD * kept_2B[branch, :, None, None].to(branch_BSD.dtype)
 
 
@@ -198,6 +200,7 @@ def path_factors(config: WeatherModel, layer: int, dropout: DropoutContext | Non
     chance = config.drop_path * layer / max(config.n_layers - 1, 1)
     if dropout is None or chance == 0.0:
         return None
+    # A function of the sample's number: the same whatever ranks and micro-batches share the batch.
     branches = torch.arange(2, device=dropout.sample_indices_B.device)[:, None]
     bits_2B = mix(mix(dropout.key + _PATHS) + dropout.sample_indices_B * 2 + branches)
     kept_2B = (bits_2B >> 33) & 0x7FFFFFFF >= int(chance * 2**31)

@@ -29,7 +29,7 @@ def fields_of(patches_BLVP: Tensor, n_lat: int, patch_size: int) -> Tensor:
     return fields_BVHW
 
 
-def latitudes(config: WeatherModel, device: torch.device) -> Tensor:
+def row_latitudes(config: WeatherModel, device: torch.device) -> Tensor:
     """Return latitudes of the rows' points in degrees, float64 [H]: evenly spaced."""
     rows = torch.arange(config.n_lat, dtype=torch.float64, device=device)
     if config.first_latitude is None or config.last_latitude is None:
@@ -43,7 +43,7 @@ def cell_edges(config: WeatherModel, device: torch.device) -> Tensor:
     Halfway between points, and as far beyond the outer points; cells end at the poles (a row of points on a pole has a
     polar cap of half the height).
     """
-    lat_H = latitudes(config, device)
+    lat_H = row_latitudes(config, device)
     half = (lat_H[1] - lat_H[0]) / 2 if len(lat_H) > 1 else torch.full((), 90.0, dtype=lat_H.dtype, device=device)
     return torch.cat((lat_H - half, lat_H[-1:] + half)).clamp(-90.0, 90.0)
 
@@ -55,7 +55,7 @@ def row_weights(config: WeatherModel, device: torch.device) -> Tensor:
     Rasp et al. 2024), which is not 0 for points on a pole.
     """
     if config.latitude_weights == "cos":
-        weight_H = torch.cos(latitudes(config, device) * (pi / 180.0))
+        weight_H = torch.cos(row_latitudes(config, device) * (pi / 180.0))
     else:
         weight_H = torch.sin(cell_edges(config, device) * (pi / 180.0)).diff().abs()
     return weight_H / weight_H.mean()
@@ -91,9 +91,10 @@ def outputs_among_inputs(config: WeatherModel) -> list[int]:
     return [config.input_names.index(name) for name in config.output_names]
 
 
-def take(tensor: Tensor, places: Sequence[int], dim: int) -> Tensor:
+def take_places(tensor: Tensor, places: Sequence[int], dim: int) -> Tensor:
     """Return the elements of `tensor` at `places` along `dim`; a view where they are consecutive."""
     first, count = places[0], len(places)
+    # A view costs nothing and keeps gradients in place; index_select copies.
     if list(places) == list(range(first, first + count)):
         return tensor.narrow(dim, first, count)
     return tensor.index_select(dim, torch.tensor(places, device=tensor.device))
@@ -111,6 +112,7 @@ def wave_features(x: Tensor, shortest: float, longest: float, count: int = FEATU
 
     The expansion of Aurora (Bodnar et al. 2024, arXiv:2405.13063, section B.4). x: in the unit of the wavelengths.
     """
+    # float64: angles of short waves at large x lose their phase in float32.
     steps = torch.arange(count, dtype=torch.float64, device=x.device) / max(count - 1, 1)
     wavelengths = shortest * (longest / shortest) ** steps
     angles = x.to(torch.float64)[..., None] * (2 * math.pi) / wavelengths
@@ -124,7 +126,7 @@ def sine_table(index: Tensor, shape: tuple[int, ...]) -> Tensor:
     index: int64, row-major in the whole table. Half of a row is sines, half cosines, of n / 10000^(2i/D).
     """
     row, column = index // shape[1], index % shape[1]
-    return _wave(row, column, shape[1])
+    return _wave_values(row, column, shape[1])
 
 
 def grid_table(columns: int, index: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -136,19 +138,19 @@ def grid_table(columns: int, index: Tensor, shape: tuple[int, ...]) -> Tensor:
     half = shape[1] // 2
     location, feature = index // shape[1], index % shape[1]
     place = torch.where(feature < half, location % columns, location // columns)
-    return _wave(place, feature % half, half)
+    return _wave_values(place, feature % half, half)
 
 
-def _wave(place: Tensor, feature: Tensor, width: int) -> Tensor:
+def _wave_values(place: Tensor, feature: Tensor, width: int) -> Tensor:
     """Return the wave number `feature` of `width` at the whole number `place`."""
     half = width // 2
     # From the C library's power function, one by one: a vectorised one may round differently.
     slowness = torch.tensor([10000.0 ** (-i / half) for i in range(half)], dtype=torch.float64, device=place.device)
     angle = place.to(torch.float64) * slowness[feature % half]
-    return sine(angle, quarter_turns=(feature >= half).to(torch.int64))
+    return exact_sine(angle, quarter_turns=(feature >= half).to(torch.int64))
 
 
-def sine(angle: Tensor, quarter_turns: Tensor) -> Tensor:
+def exact_sine(angle: Tensor, quarter_turns: Tensor) -> Tensor:
     """Return sin(angle + quarter_turns * pi/2) of float64 `angle` from 0 to about 1e5, within 1e-11.
 
     By additions and multiplications alone, which all devices and all vector widths round alike: a value then does not
@@ -158,8 +160,8 @@ def sine(angle: Tensor, quarter_turns: Tensor) -> Tensor:
     # pi/2 in two parts: the first has few enough bits that its product with `turns` is exact.
     rest = (angle - turns * _HALF_PI_HIGH) - turns * _HALF_PI_LOW
     square = rest * rest
-    sines = _series(square, [(-1) ** k / math.factorial(2 * k + 1) for k in range(8)]) * rest
-    cosines = _series(square, [(-1) ** k / math.factorial(2 * k) for k in range(8)])
+    sines = _horner_sum(square, [(-1) ** k / math.factorial(2 * k + 1) for k in range(8)]) * rest
+    cosines = _horner_sum(square, [(-1) ** k / math.factorial(2 * k) for k in range(8)])
     quadrant = (turns.to(torch.int64) + quarter_turns) % 4
     value = torch.where(quadrant % 2 == 0, sines, cosines)
     return torch.where(quadrant < 2, value, -value)
@@ -169,7 +171,7 @@ _HALF_PI_HIGH = math.floor(math.pi / 2 * 2**32) / 2**32
 _HALF_PI_LOW = math.pi / 2 - _HALF_PI_HIGH
 
 
-def _series(x: Tensor, coefficients: list[float]) -> Tensor:
+def _horner_sum(x: Tensor, coefficients: list[float]) -> Tensor:
     """Evaluate the polynomial with these coefficients, lowest power first, by Horner's rule."""
     total = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):

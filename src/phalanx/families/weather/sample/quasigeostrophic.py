@@ -129,6 +129,7 @@ class Atmosphere:
         change: ComplexArray = -self.harmonics.analyze(jacobian / area)
         change -= self._relaxation * np.tensordot(self._coupling, stream - self.equilibrium, 1)
         change[2] -= self.harmonics.laplacian / RADIUS**2 * stream[2] / (self.physics.friction * DAY)
+        # A high power of the Laplacian damps the smallest waves, where enstrophy gathers, and leaves weather alone.
         scale = (self.harmonics.laplacian / self.harmonics.laplacian[-1]) ** 4
         change -= scale / (self.physics.diffusion * DAY) * state
         return change

@@ -66,7 +66,7 @@ def write_weather(
     path = folder / FILE
     if path.exists():
         raise DataError(f"{path} is already there; remove it or name another folder")
-    dataset = simulate(days, seed, spin_up_days, progress)
+    dataset = simulate_weather(days, seed, spin_up_days, progress)
     halves = path.with_name(TEMPORARY + path.name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def write_weather(
     return path
 
 
-def simulate(
+def simulate_weather(
     days: int,
     seed: int,
     spin_up_days: int = SPIN_UP_DAYS,
@@ -90,12 +90,13 @@ def simulate(
     state = disturbed_state(atmosphere, seed)
     found: list[dict[str, Float64Array]] = []
     grid = OutputGrid.build()
+    # The first weeks still remember the artificial start; they are simulated and left out.
     for frame in range(-skipped, frames):
         if frame >= 0:
             found.append(grid.fields_of(atmosphere, state))
         state = atmosphere.advance(state, steps)
         progress("simulating weather", skipped + frame + 1, skipped + frames)
-    return _dataset(found)
+    return _build_dataset(found)
 
 
 def build_atmosphere() -> Atmosphere:
@@ -103,10 +104,10 @@ def build_atmosphere() -> Atmosphere:
     harmonics = Harmonics(TRUNCATION)
     latitudes = np.rad2deg(np.arcsin(harmonics.sines))
     longitudes = np.arange(harmonics.columns) * 360 / harmonics.columns
-    return Atmosphere(harmonics, PHYSICS, mountains(latitudes, longitudes))
+    return Atmosphere(harmonics, PHYSICS, mountain_heights(latitudes, longitudes))
 
 
-def mountains(latitudes: Float64Array, longitudes: Float64Array) -> Float64Array:
+def mountain_heights(latitudes: Float64Array, longitudes: Float64Array) -> Float64Array:
     """Return the height of the ground in m, [H, W]."""
     height = np.zeros((len(latitudes), len(longitudes)))
     for latitude, longitude, top, tall, wide in MOUNTAINS:
@@ -157,7 +158,7 @@ class OutputGrid:
         return found
 
 
-def _dataset(frames: list[dict[str, Float64Array]]) -> xarray.Dataset:
+def _build_dataset(frames: list[dict[str, Float64Array]]) -> xarray.Dataset:
     hours = np.arange(len(frames), dtype=np.int32) * FRAME_HOURS
     dataset = xarray.Dataset(
         coords={
@@ -170,6 +171,7 @@ def _dataset(frames: list[dict[str, Float64Array]]) -> xarray.Dataset:
     for name in frames[0]:
         unit, step = next(known for kind, known in _KINDS.items() if name.startswith(kind))
         fields = np.stack([frame[name] for frame in frames])
+        # A multiple of the step: values are then rounded to multiples of it, whatever their mean.
         offset = step * round(float(fields.mean()) / step)
         packing = {
             "dtype": "int16",
@@ -180,5 +182,5 @@ def _dataset(frames: list[dict[str, Float64Array]]) -> xarray.Dataset:
             "chunksizes": (min(16, len(frames)), len(LATITUDES), len(LONGITUDES)),
         }
         dataset[name] = (("time", "lat", "lon"), fields.astype(np.float32), {"units": unit}, packing)
-    dataset["orography"] = (("lat", "lon"), mountains(LATITUDES, LONGITUDES).astype(np.float32), {"units": "m"})
+    dataset["orography"] = (("lat", "lon"), mountain_heights(LATITUDES, LONGITUDES).astype(np.float32), {"units": "m"})
     return dataset
