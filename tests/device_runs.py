@@ -12,7 +12,7 @@ from phalanx.families.language.config import LanguageRun
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.place import Place
 from phalanx.layout.resolve import resolve_layout
-from phalanx.verify.record import Record, record
+from phalanx.verify.record import Record, record_training
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def small_run(changes: Fields, precision: str, *, compiled: bool) -> LanguageRun
 
 def record_steps(run: LanguageRun, device: torch.device, steps: int = 2) -> Record:
     """Return losses, gradients and updated parameters of `steps` steps of one rank on `device`."""
-    return record(run, resolve_layout(run, 1), ONE_RANK, device, steps=steps, activations=False)
+    return record_training(run, resolve_layout(run, 1), ONE_RANK, device, steps=steps, activations=False)
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,8 @@ def calibrate_to_studies(profile: str) -> NamedProfile:
     # How far a share of throughput is off says little of how far times are.
     others = [study for study in studies(profile) if not study.fitted and not study.relative]
     held_out = [abs(predicted(study, named) / study.value - 1) for study in others]
-    source = f"fitted to {len(fitted)} published figures (benchmarks/published/studies.yaml), from the default profile of the {device}"
+    figures = f"{len(fitted)} published figures (benchmarks/published/studies.yaml)"
+    source = f"fitted to {figures}, from the default profile of the {device}"
     return replace(
         named,
         name=profile,

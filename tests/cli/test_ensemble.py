@@ -15,9 +15,9 @@ from phalanx.cli import ensemble as verb
 from phalanx.cli.ensemble import Candidate, find_candidates, recipes_for, split_arguments
 from phalanx.cli.ensemble_words import compared_with_best, print_ensemble
 from phalanx.config.load import load_run
-from phalanx.ensemble.build import Wanted
 from phalanx.errors import ConfigError
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
+from phalanx.families.materials.ensemble.build_ensemble import EnsembleOptions
 
 if TYPE_CHECKING:
     from command_line import Call
@@ -105,19 +105,19 @@ def test_of_a_study_the_best_trials_are_candidates(tmp_path: Path, monkeypatch: 
     (tmp_path / "study.log").touch()
     trials = [Candidate(tmp_path / str(number), 0.1 * number, f"trial-{number:04d}") for number in range(30)]
     monkeypatch.setattr(verb, "study_candidates", lambda folder: trials)
-    found, wanted = find_candidates([tmp_path], Wanted(), train=False)
+    found, wanted = find_candidates([tmp_path], EnsembleOptions(), train=False)
     assert (found, wanted.top) == (trials[:20], 5)
-    found, wanted = find_candidates([tmp_path], Wanted(top=3), train=False)
+    found, wanted = find_candidates([tmp_path], EnsembleOptions(top=3), train=False)
     assert (found, wanted.top) == (trials[:12], 3)
     with pytest.raises(ConfigError, match="has 30 trials with a score; give --top 30 at most"):
-        find_candidates([tmp_path], Wanted(top=31), train=False)
+        find_candidates([tmp_path], EnsembleOptions(top=31), train=False)
     monkeypatch.setattr(verb, "study_candidates", lambda folder: trials[:1])
     with pytest.raises(
         ConfigError, match="has 1 trials with a score, an ensemble has at least two members; let phalanx"
     ):
-        find_candidates([tmp_path], Wanted(), train=False)
+        find_candidates([tmp_path], EnsembleOptions(), train=False)
     with pytest.raises(ConfigError, match="is a study; name it alone"):
-        find_candidates([tmp_path, tmp_path / "other"], Wanted(), train=False)
+        find_candidates([tmp_path, tmp_path / "other"], EnsembleOptions(), train=False)
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_computed(call: Call, tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.ensemble.build import Wanted, build_ensemble
+from phalanx.ensemble.family import EnsembleOptions
 from phalanx.ensemble.members import open_member
 from phalanx.errors import CheckpointError
-from phalanx.families.materials.ensemble.loaded import LoadedEnsemble, Uncertain
+from phalanx.families.materials.ensemble.build_ensemble import build_ensemble
+from phalanx.families.materials.ensemble.load_ensemble import LoadedEnsemble, Uncertain
 
 ase = pytest.importorskip("ase")
 from ase.filters import FrechetCellFilter  # noqa: E402
@@ -28,7 +29,7 @@ from phalanx.families.materials.evaluation.calculator import PhalanxCalculator  
 def ensemble_dir(member_dirs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ensemble") / "three"
     members = [open_member(path) for path in member_dirs]
-    build_ensemble(members, Wanted(weights="fitted"), torch.device("cpu")).document(folder).write(folder)
+    build_ensemble(members, EnsembleOptions(weights="fitted"), torch.device("cpu")).document(folder).write(folder)
     return folder
 
 

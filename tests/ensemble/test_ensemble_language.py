@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from phalanx.cli.ensemble_words import print_ensemble
 from phalanx.config.load import load_run
-from phalanx.ensemble.document import read_ensemble
+from phalanx.ensemble.ensemble_file import read_ensemble
 from phalanx.ensemble.members import open_member
 from phalanx.errors import ConfigError
 from phalanx.families.language.data.open_tokens import open_source

@@ -14,18 +14,18 @@ import yaml
 from ensemble_members import train_members
 from phalanx.cli.ensemble_words import print_ensemble
 from phalanx.config.load import load_run
-from phalanx.ensemble.build import Wanted, build_ensemble
-from phalanx.ensemble.document import ENSEMBLE, read_ensemble
-from phalanx.ensemble.members import Member, open_member, require_alike
+from phalanx.ensemble.ensemble_file import ENSEMBLE, read_ensemble
+from phalanx.ensemble.family import EnsembleOptions
+from phalanx.ensemble.members import Member, Share, open_member
 from phalanx.ensemble.residuals import Residuals
-from phalanx.ensemble.share import Share
 from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.graph_shards import open_prepared
 from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_order
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
-from phalanx.families.materials.ensemble.loaded import LoadedEnsemble
-from phalanx.families.materials.ensemble.residuals import member_residuals, untrained_elements
+from phalanx.families.materials.ensemble.build_ensemble import build_ensemble
+from phalanx.families.materials.ensemble.load_ensemble import LoadedEnsemble
+from phalanx.families.materials.ensemble.member_errors import member_residuals, untrained_elements
 from phalanx.families.materials.evaluation.network_predictions import split_errors
 from phalanx.families.materials.inputs import columns_of
 from phalanx.launch.fork_server import run_ranks
@@ -54,7 +54,7 @@ def test_structures_of_elements_that_a_member_was_not_trained_on_are_said(
         shutil.copytree(folder, copy)
     assert untrained_elements(opened(copies), "test") == {}
     (copies[1] / "elements.json").write_text('{"atomic_numbers": [1, 6, 8], "branches": {"toy": [1, 6]}}')
-    built = build_ensemble(opened(copies), Wanted(weights="equal"), CPU)
+    built = build_ensemble(opened(copies), EnsembleOptions(weights="equal"), CPU)
     assert list(built.untrained["test"]) == list(built.untrained["validation"]) == ["toy"]
     (count,) = built.untrained["test"]["toy"].values()
     print_ensemble(built.facts())
@@ -100,7 +100,7 @@ def test_ranks_share_structures_and_all_get_the_whole(member_dirs: list[Path]) -
 
 
 def test_an_ensemble_is_built_written_and_read(member_dirs: list[Path], tmp_path: Path) -> None:
-    built = build_ensemble(opened(member_dirs), Wanted(top=2), CPU)
+    built = build_ensemble(opened(member_dirs), EnsembleOptions(top=2), CPU)
     assert len(built.members) == 2 and [label.quantity for label in built.labels] == ["energy", "forces", "charges"]
     for label in built.labels:
         assert label.scores.coverage["0.9"] > label.raw.coverage["0.9"] - 0.05
@@ -123,14 +123,14 @@ def test_an_ensemble_is_built_written_and_read(member_dirs: list[Path], tmp_path
 def test_what_does_not_go_together_is_refused(member_dirs: list[Path], tmp_path: Path) -> None:
     first, second, _ = member_dirs
     with pytest.raises(ConfigError, match="a model that is named twice adds nothing"):
-        require_alike(opened([first, second, first]))
+        build_ensemble(opened([first, second, first]), EnsembleOptions(), CPU)
     with pytest.raises(ConfigError, match="at least two members"):
-        build_ensemble(opened([first]), Wanted(), CPU)
+        build_ensemble(opened([first]), EnsembleOptions(), CPU)
     with pytest.raises(ConfigError, match=r"differs from .* in quantities: energy, forces, stress, not .*charges"):
-        require_alike([*opened([first]), open_member(second, ["model.charges=null"])])
+        build_ensemble([*opened([first]), open_member(second, ["model.charges=null"])], EnsembleOptions(), CPU)
     others = train_members(tmp_path, {"data.validation_fraction": 0.2}, structures=40)
     with pytest.raises(DataError, match=r"was trained on other structures of source toy than"):
-        require_alike(opened([first, others[0]]))
+        build_ensemble(opened([first, others[0]]), EnsembleOptions(), CPU)
     with pytest.raises(CheckpointError, match=r"holds no whole checkpoint|not a folder"):
         open_member(tmp_path)
 
@@ -157,7 +157,7 @@ def test_one_branch_takes_several_data_sets(member_dirs: list[Path], tmp_path: P
     assert [rows.name for rows in found] == ["charged charges", "pulled energy", "pulled forces"]
     for row, rows in zip(alone.rows, found, strict=True):
         assert np.abs(rows.errors_Mn[0].astype(np.float64)).mean() == pytest.approx(row.mae, rel=1e-5)
-    build_ensemble(opened(folders), Wanted(), CPU).document(tmp_path).write(tmp_path)
+    build_ensemble(opened(folders), EnsembleOptions(), CPU).document(tmp_path).write(tmp_path)
     ensemble = LoadedEnsemble(tmp_path, CPU)
     batch = GraphBatchStream(
         graph_order(open_prepared(loaded.data, "test"), loaded.data, seed=1, global_batch=2),

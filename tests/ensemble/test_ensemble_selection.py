@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phalanx.ensemble.residuals import Residuals, parts
-from phalanx.ensemble.select import best_by_score, choose, fit_weights, relative_products
+from phalanx.ensemble.select_members import best_by_score, choose, fit_weights, relative_products
 from phalanx.errors import ConfigError, DataError
 
 

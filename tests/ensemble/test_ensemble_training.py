@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.ensemble import training
-from phalanx.ensemble.training import LOG, Recipe, train_side_by_side
+from phalanx.ensemble import train_members
+from phalanx.ensemble.train_members import LOG, Recipe, train_side_by_side
 
 MEMBERS = 5
 
@@ -25,7 +25,7 @@ def test_members_share_the_devices_where_there_are_fewer(
     shown = tmp_path / "python"
     shown.write_text(f"#!{sys.executable}\nimport os\nprint('device', os.environ['LOCAL_RANK'])\n")
     shown.chmod(0o755)
-    monkeypatch.setattr(training.sys, "executable", str(shown))
+    monkeypatch.setattr(train_members.sys, "executable", str(shown))
     recipes = [Recipe(f"m{number}", tmp_path / "run.yaml", (), tmp_path / f"m{number}") for number in range(MEMBERS)]
     train_side_by_side(recipes, 3, 1, devices=devices)
     words = [(recipe.folder / LOG).read_text().split() for recipe in recipes]
@@ -36,9 +36,9 @@ def test_members_share_the_devices_where_there_are_fewer(
 COMMAND = """
 import sys
 from pathlib import Path
-from phalanx.ensemble import training
-training.sys.executable = sys.argv[1]
-training.train_side_by_side([training.Recipe("m", Path("run.yaml"), (), Path(sys.argv[2]))], 1, 1)
+from phalanx.ensemble import train_members
+train_members.sys.executable = sys.argv[1]
+train_members.train_side_by_side([train_members.Recipe("m", Path("run.yaml"), (), Path(sys.argv[2]))], 1, 1)
 """
 MEMBER = """#!{executable}
 import os, signal, time

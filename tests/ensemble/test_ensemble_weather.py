@@ -10,9 +10,8 @@ import torch
 
 from phalanx.cli.ensemble_words import print_ensemble
 from phalanx.config.load import load_run
-from phalanx.ensemble.document import read_ensemble
-from phalanx.ensemble.members import open_member
-from phalanx.ensemble.share import Share
+from phalanx.ensemble.ensemble_file import read_ensemble
+from phalanx.ensemble.members import Share, open_member
 from phalanx.errors import ConfigError
 from phalanx.families.weather import ensemble as weather
 from phalanx.families.weather.ensemble import build_forecasts

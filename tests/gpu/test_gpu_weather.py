@@ -16,7 +16,7 @@ from phalanx.cli.main import run as call
 from phalanx.families.weather.config import WeatherRun
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
-from phalanx.verify.record import Record, record
+from phalanx.verify.record import Record, record_training
 from weather_runs import SECTIONS, write_run
 
 pytestmark = pytest.mark.gpu
@@ -81,7 +81,7 @@ def weather_run(option: str, precision: str, *, compiled: bool, rollout: bool = 
 def record_steps(run: WeatherRun, on_device: bool) -> Record:
     """Return losses, gradients and updated parameters of two steps."""
     device = accelerator() if on_device else CPU
-    return record(run, resolve_layout(run, 1), ONE_RANK, device, steps=2, activations=False)
+    return record_training(run, resolve_layout(run, 1), ONE_RANK, device, steps=2, activations=False)
 
 
 @cache

@@ -23,7 +23,7 @@ from phalanx.launch.job_script import (
     launch_script,
     parse_walltime,
 )
-from phalanx.train.interrupt import StopRequest
+from phalanx.train.stopping import StopRequest
 
 MACHINE = """\
 name: small

@@ -16,8 +16,8 @@ from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
 from phalanx.families.materials.cost_fitting import BalancerState
 from phalanx.families.materials.data.structure_cost import SUMS
+from phalanx.train.resume import check_state
 from phalanx.train.start import train
-from phalanx.train.state import check_state
 from token_data import write_run_file, write_token_folder
 
 State = dict[str, Any]

@@ -12,7 +12,7 @@ from phalanx.checkpoint import CheckpointStore, open_checkpoints, read_state, re
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
 from phalanx.layout.place import as_place
-from phalanx.train.nonfinite import GradientSpikes, all_finite
+from phalanx.train.divergence import GradientSpikes, all_finite
 from phalanx.train.start import train
 from phalanx.train.step import TrainStep, build_step
 from token_data import write_run_file, write_token_folder

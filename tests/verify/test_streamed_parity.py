@@ -9,8 +9,8 @@ from distributed_ranks import run_ranks
 from layout_runs import Fields, refusal, run_with
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import resolve_layout
-from phalanx.verify.check import Verdict, Verifier
-from phalanx.verify.reduced import full_run
+from phalanx.verify.reduced_run import full_run
+from phalanx.verify.verifier import Verdict, Verifier
 from whole_model import CPU, GPT
 
 LAYOUTS: list[tuple[Fields, dict[str, object]]] = [

@@ -210,6 +210,7 @@ def render_manifest(
 
 def parse_manifest(text: bytes) -> Manifest:
     """Return the manifest that `text` holds. Raises ValueError with one line saying what is wrong with it."""
+    # The checksum stands last, so that it covers all else and a file that was cut short has none.
     trailer = _TRAILER.search(text[-64:])
     if trailer is None:
         raise ValueError("does not end with its checksum: truncated, or not a manifest")
@@ -218,6 +219,7 @@ def parse_manifest(text: bytes) -> Manifest:
     if found != expected:
         raise ValueError(f"checksum expected {expected}, found {found}")
     fields = parse_json(text, max_nested=max_nested_of_table(text))
+    # Before the fields are checked one by one: of another version they would all look wrong.
     if isinstance(fields, dict) and fields.get("format") == FORMAT and fields.get("version") != VERSION:
         raise ValueError(f"format version {fields.get('version')!r} is unknown; this program reads version {VERSION}")
     if isinstance(fields, dict):

@@ -88,6 +88,7 @@ class SavePlanner:
         return [piece for item in self._items for piece in _cut_pieces(item, places)]
 
     def _agree_on_plan(self, items: list[WriteItem]) -> None:
+        # Names here are flat already, and tensors are plain: none of DCP's flattening is wanted.
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         local_plans = self._ranks.gather(SavePlan(items))
         decided = self._ranks.on_first(lambda: planner.create_global_plan(local_plans))

@@ -79,6 +79,7 @@ class CheckpointStore(CheckpointReader):
         self._keep_last, self._keep_every = keep_last, keep_every
         self._on_failure = on_failure
         self._saver = Saver(root, self._ranks)
+        # One thread: saves end in the order they began in, and one set of staging memory is enough.
         self._thread = ThreadPoolExecutor(1, "checkpoint-save")
         self._running: SaveHandle | None = None
         self._reserved: Future[None] = Future()
@@ -110,6 +111,7 @@ class CheckpointStore(CheckpointReader):
             raise CheckpointError(f"{self.root}: the store is closed; nothing can be saved to it")
         self.wait()
         save = self._saver.prepare(step, tensors, state)
+        # Memory being reserved is about to be used: both at once would allocate it twice.
         self._reserved.result()
         if asynchronous:
             self._saver.stage(save)

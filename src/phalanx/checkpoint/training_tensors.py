@@ -31,6 +31,7 @@ def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
         name = full_name(raw_name)
         if not isinstance(value, Tensor):
             raise CheckpointError(f"model state {name} is a {type(value).__name__}, not a tensor; make it a buffer")
+        # By identity, not by value: only tied weights are one tensor under two names.
         if id(value) not in names:
             names[id(value)] = name
             tensors[f"model.{name}"] = value

@@ -106,6 +106,7 @@ class CheckpointFolder:
         descriptor = self.open_file(name)
         try:
             size = os.fstat(descriptor).st_size
+            # By its length, before anything is read: a file made up by somebody may claim a terabyte.
             if size > limit:
                 raise CheckpointDamaged(
                     f"{self.path / name} is {size} bytes, more than the {limit} it may have; refused"
@@ -123,6 +124,7 @@ class CheckpointFolder:
 
     def check_lengths(self, manifest: Manifest) -> None:
         """Refuse a folder in which a file is missing or has another length than the manifest says."""
+        # One listing instead of a call for each file: folders of large runs hold thousands, on slow shared disks.
         with os.scandir(self._fd) as entries:
             found = {entry.name: entry for entry in entries}
         for name, size in [(STATE_NAME, manifest.state.bytes), *((file.name, file.bytes) for file in manifest.files)]:

@@ -7,8 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.bench.expected import Expected, expected
-from phalanx.bench.measure import Measured, measure
+from phalanx.bench import Expected, Measured, expect_step, measure_steps
 from phalanx.cli.console import output, print_json
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
@@ -99,7 +98,7 @@ def _launcher(where: str, devices: int, machine: Machine | None) -> Launcher:
 
 
 def _plan(run: Run, layout: ResolvedLayout, machine: Machine, cluster: str, profile: str | None) -> Expected:
-    return expected(run, layout, machine, choose_profile(machine, cluster, profile))
+    return expect_step(run, layout, machine, choose_profile(machine, cluster, profile))
 
 
 def _measured(run: Run, launcher: Launcher, devices: int, keep: Path | None, skip: int, limit_s: float) -> Measured:
@@ -107,11 +106,11 @@ def _measured(run: Run, launcher: Launcher, devices: int, keep: Path | None, ski
         if keep.exists() and any(keep.iterdir()):
             raise ConfigError(f"--keep {keep} holds something already; name a folder that is empty or not there")
         keep.mkdir(parents=True, exist_ok=True)
-        return measure(run, launcher, devices, keep.absolute(), skip=skip, limit_s=limit_s)
+        return measure_steps(run, launcher, devices, keep.absolute(), skip=skip, limit_s=limit_s)
     # Beside the caller's files and not in /tmp: ranks of other nodes have to see it.
     folder = Path(tempfile.mkdtemp(prefix=".phalanx-bench-", dir=Path.cwd()))
     try:
-        return measure(run, launcher, devices, folder, skip=skip, limit_s=limit_s)
+        return measure_steps(run, launcher, devices, folder, skip=skip, limit_s=limit_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import typer
@@ -17,24 +17,17 @@ from phalanx.cli.console import output, print_json, require_folder, write_file
 from phalanx.cli.ensemble_words import print_ensemble
 from phalanx.cli.inference import progress_bar
 from phalanx.config.load import load_run
-from phalanx.ensemble.build import Built, Wanted, build_ensemble
-from phalanx.ensemble.document import ENSEMBLE
-from phalanx.ensemble.members import Member, open_member
-from phalanx.ensemble.share import Share
-from phalanx.ensemble.training import Recipe, train_side_by_side
+from phalanx.ensemble.ensemble_file import ENSEMBLE
+from phalanx.ensemble.family import Ensemble, EnsembleModel, EnsembleOptions
+from phalanx.ensemble.members import Member, Share, open_member
+from phalanx.ensemble.train_members import Recipe, train_side_by_side
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.families.language.config import LanguageRun
-from phalanx.families.language.ensemble import LanguageEnsemble, build_language
-from phalanx.families.materials.config import MaterialsRun
-from phalanx.families.weather.config import WeatherRun
+from phalanx.families.registry import bind
 from phalanx.hardware.device import choose_device
 from phalanx.hardware.host import available_cores
 from phalanx.launch.local_launch import launch_ranks
 from phalanx.layout.mesh import Ranks, join_process_group, leave_process_group, ranks_from_environment
 from phalanx.report.ensemble_page import render_ensemble
-
-if TYPE_CHECKING:
-    from phalanx.families.weather.ensemble import ForecastEnsemble
 
 REPORT = "report.html"
 MEMBERS = "members"
@@ -79,34 +72,35 @@ def ensemble(
     """Run the subcommand; `phalanx.cli.options.ensemble` declares its arguments."""
     ranks = ranks_from_environment()
     paths, words = split_arguments(members)
-    wanted = Wanted(
+    options = EnsembleOptions(
         top=top,
         diversity=diversity,
         weights=weights,
         calibration=None if calibration == "likeliest" else calibration,
         samples=samples,
         side_by_side=side_by_side,
+        hours=hours,
     )
     require_folder(out, "--out")
-    candidates, wanted = find_candidates(paths, wanted, train=train)
+    candidates, options = find_candidates(paths, options, train=train)
     if seeds is not None and not train:
         raise ConfigError(f"--seeds {seeds} says what to train; add --train")
     if train:
-        candidates, wanted = _trained(candidates, words, wanted, out, seeds, jobs, device, ranks)
+        candidates, options = _trained(candidates, words, options, out, seeds, jobs, device, ranks)
         words = []
         paths = [one.path for one in candidates]
     if nproc is not None:
-        where = {"out": out, "html": html, "hours": hours, "device": device}
-        _start_ranks(ranks, nproc, [*map(str, paths), *words], wanted, where, as_json=as_json)
+        where = {"out": out, "html": html, "device": device}
+        _start_ranks(ranks, nproc, [*map(str, paths), *words], options, where, as_json=as_json)
         return
     opened = [open_member(one.path, words, one.score) for one in candidates]
-    if not isinstance(opened[0].run, MaterialsRun) and opened[0].score is not None:
-        # Diversity is measured for materials alone; of other studies the best by score are taken.
-        opened, wanted = opened[: wanted.top], replace(wanted, top=None)
-    _require_fit(opened, words, wanted, hours)
+    if not bind(opened[0].run, EnsembleModel).selects_members and opened[0].score is not None:
+        # A family that does not choose by errors takes the members of a study that scored best.
+        opened, options = opened[: options.top], replace(options, top=None)
+    _require_fit(opened, words, options)
     here = choose_device(device, ranks.local_rank)
     join_process_group(ranks, here)
-    built = _build(opened, wanted, hours, here, ranks)
+    built = _build(opened, options, here, ranks)
     leave_process_group()
     if ranks.first:
         _write(built, out, html or out / REPORT, as_json=as_json)
@@ -121,7 +115,9 @@ def split_arguments(words: Sequence[str]) -> tuple[list[Path], list[str]]:
     return paths, changes
 
 
-def find_candidates(paths: Sequence[Path], wanted: Wanted, *, train: bool) -> tuple[list[Candidate], Wanted]:
+def find_candidates(
+    paths: Sequence[Path], options: EnsembleOptions, *, train: bool
+) -> tuple[list[Candidate], EnsembleOptions]:
     """The runs to choose from. Of a study those of the best scores, several for each member that is to be chosen.
 
     Raises ConfigError for a run file where nothing is trained, and for a study beside something else.
@@ -135,20 +131,20 @@ def find_candidates(paths: Sequence[Path], wanted: Wanted, *, train: bool) -> tu
                 )
             if not path.exists():
                 raise ConfigError(f"{path} does not exist; name folders of runs, or of a study")
-        return [Candidate(path, name=path.resolve().name if path.is_dir() else path.stem) for path in paths], wanted
+        return [Candidate(path, name=path.resolve().name if path.is_dir() else path.stem) for path in paths], options
     if len(paths) > 1:
         raise ConfigError(f"{studies[0]} is a study; name it alone, or name folders of runs")
-    wanted = replace(wanted, top=wanted.top or TOP)
-    assert wanted.top is not None
-    found = study_candidates(studies[0])[: _POOL * wanted.top]
+    options = replace(options, top=options.top or TOP)
+    assert options.top is not None
+    found = study_candidates(studies[0])[: _POOL * options.top]
     if len(found) < 2:
         raise ConfigError(
             f"{studies[0]} has {len(found)} trials with a score, an ensemble has at least two members; let phalanx "
             "tune go on"
         )
-    if len(found) < wanted.top:
+    if len(found) < options.top:
         raise ConfigError(f"{studies[0]} has {len(found)} trials with a score; give --top {len(found)} at most")
-    return found, wanted
+    return found, options
 
 
 def study_candidates(folder: Path) -> list[Candidate]:
@@ -160,22 +156,23 @@ def study_candidates(folder: Path) -> list[Candidate]:
     return [Candidate(trial.run_dir, trial.score, f"trial-{trial.number:04d}") for trial in finished_trials(folder)]
 
 
-def _require_fit(members: Sequence[Member], words: Sequence[str], wanted: Wanted, hours: int | None) -> None:
-    """Raises ConfigError for options that the family of the members has no use for."""
+def _require_fit(members: Sequence[Member], words: Sequence[str], options: EnsembleOptions) -> None:
+    """Raise ConfigError for options that the family of the members has no use for."""
     run = members[0].run
-    if hours is not None and not isinstance(run, WeatherRun):
-        raise ConfigError(f"--hours {hours} is for weather models, these are of model.family={run.model.family}")
-    if not isinstance(run, MaterialsRun) and (wanted != Wanted(samples=wanted.samples) or words):
+    model = bind(run, EnsembleModel)
+    if options.hours is not None and not model.forecasts:
+        raise ConfigError(
+            f"--hours {options.hours} is for weather models, these are of model.family={run.model.family}"
+        )
+    alike = EnsembleOptions(samples=options.samples, hours=options.hours)
+    if not model.selects_members and (options != alike or words):
         raise ConfigError(
             f"an ensemble of model.family={run.model.family} takes all members alike, as they were trained: leave out "
             f"fields to change, --top, --diversity, --weights, --calibration and --side-by-side"
         )
 
 
-def _build(
-    members: Sequence[Member], wanted: Wanted, hours: int | None, device: torch.device, ranks: Ranks
-) -> Built | ForecastEnsemble | LanguageEnsemble:
-    share = Share(ranks.rank, ranks.world_size)
+def _build(members: Sequence[Member], options: EnsembleOptions, device: torch.device, ranks: Ranks) -> Ensemble:
     with progress_bar() as bar:
         tasks: dict[str, Any] = {}
 
@@ -184,36 +181,31 @@ def _build(
                 tasks[what] = bar.add_task(what)
             bar.update(tasks[what], completed=done, total=total)
 
-        if isinstance(members[0].run, MaterialsRun):
-            return build_ensemble(members, wanted, device, share, progress)
-        if isinstance(members[0].run, LanguageRun):
-            return build_language(members, device, samples=wanted.samples, share=share, progress=progress)
-        from phalanx.families.weather.ensemble import build_forecasts  # noqa: PLC0415  (needs the extra [weather])
-
-        return build_forecasts(members, device, hours=hours, starts=wanted.samples, share=share, progress=progress)
+        share = Share(ranks.rank, ranks.world_size)
+        return bind(members[0].run, EnsembleModel).build_ensemble(members, options, device, share, progress)
 
 
 def _trained(
     candidates: Sequence[Candidate],
     words: Sequence[str],
-    wanted: Wanted,
+    options: EnsembleOptions,
     out: Path,
     seeds: int | None,
     jobs: int | None,
     device: str,
     ranks: Ranks,
-) -> tuple[list[Candidate], Wanted]:
+) -> tuple[list[Candidate], EnsembleOptions]:
     """The candidates as new runs. Of trials with a score those that make the best ensemble as they are."""
     if ranks.world_size > 1:
         raise ConfigError("--train starts runs of its own; call it outside torchrun and srun")
-    if wanted.top is not None and any(one.score is not None for one in candidates):
+    if options.top is not None and any(one.score is not None for one in candidates):
         opened = [open_member(one.path, (), one.score) for one in candidates]
-        taken = list(range(wanted.top))
-        if isinstance(opened[0].run, MaterialsRun):
-            built = _build(opened, wanted, None, choose_device(device), ranks)
-            assert isinstance(built, Built)
-            taken = list(built.chosen.members)
-        candidates, wanted = [candidates[number] for number in taken], replace(wanted, top=None)
+        taken = list(range(options.top))
+        if bind(opened[0].run, EnsembleModel).selects_members:
+            selection = _build(opened, options, choose_device(device), ranks).facts()
+            names = [one["name"] for one in selection["candidates"]]
+            taken = [names.index(name) for name in selection["selection"]["members"]]
+        candidates, options = [candidates[number] for number in taken], replace(options, top=None)
     recipes = recipes_for(candidates, words, out, seeds)
     for recipe in recipes:
         load_run(recipe.run, recipe.words)
@@ -222,7 +214,7 @@ def _trained(
     threads = max(1, available_cores() // abreast)
     tell = partial(print, file=sys.stderr, flush=True)
     train_side_by_side(recipes, abreast, threads, tell, devices=count)
-    return [Candidate(recipe.folder, name=recipe.name) for recipe in recipes], wanted
+    return [Candidate(recipe.folder, name=recipe.name) for recipe in recipes], options
 
 
 def recipes_for(candidates: Sequence[Candidate], words: Sequence[str], out: Path, seeds: int | None) -> list[Recipe]:
@@ -248,7 +240,7 @@ def _start_ranks(
     ranks: Ranks,
     nproc: int,
     members: Sequence[str],
-    wanted: Wanted,
+    options: EnsembleOptions,
     where: dict[str, Any],
     *,
     as_json: bool,
@@ -256,22 +248,23 @@ def _start_ranks(
     """Start this command again as `nproc` ranks."""
     if ranks.world_size > 1:
         raise ConfigError(f"--nproc {nproc} starts ranks, but torchrun or srun has started them already; leave it out")
-    options: dict[str, Any] = {
+    given: dict[str, Any] = {
         **where,
-        "top": wanted.top,
-        "diversity": wanted.diversity,
-        "weights": wanted.weights,
-        "calibration": wanted.calibration,
-        "samples": wanted.samples,
-        "side-by-side": wanted.side_by_side,
+        "top": options.top,
+        "diversity": options.diversity,
+        "weights": options.weights,
+        "calibration": options.calibration,
+        "samples": options.samples,
+        "side-by-side": options.side_by_side,
+        "hours": options.hours,
     }
-    given = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-    code = launch_ranks(["ensemble", *members, *given, *["--json"] * as_json], nproc)
+    words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    code = launch_ranks(["ensemble", *members, *words, *["--json"] * as_json], nproc)
     if code:
         raise typer.Exit(code)
 
 
-def _write(built: Built | ForecastEnsemble | LanguageEnsemble, out: Path, page: Path, *, as_json: bool) -> None:
+def _write(built: Ensemble, out: Path, page: Path, *, as_json: bool) -> None:
     facts = built.facts()
     try:
         built.document(out).write(out)

@@ -10,8 +10,8 @@ from phalanx.cli.console import output, print_json
 from phalanx.config.load import load_run
 from phalanx.errors import CheckFailed
 from phalanx.layout.mesh import ranks_from_environment
-from phalanx.verify.check import Verdict
-from phalanx.verify.start import Options, Outcome, verify_run
+from phalanx.verify.verifier import Verdict
+from phalanx.verify.verify_run import Options, Outcome, verify_run
 
 _NAMED = 5
 """Failed checks that are listed before they are only counted."""

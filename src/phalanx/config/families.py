@@ -38,8 +38,8 @@ class Family:
     """The kind of run: a subclass of `Run` whose `model` and `data` have the family's own types."""
     bound: str | type
     """The class of bound models, a `phalanx.families.family.BoundModel`; "module:Class" is imported when a run is bound."""
-    sizes: str
-    """The module that says how large its models are; see `Sizes`."""
+    sizes: str = "phalanx.families.blocks.sizes"
+    """The module that says how large its models are (see `Sizes`); by default counted on the modules of a `BlockNetwork`."""
 
     @property
     def model(self) -> type[Model]:

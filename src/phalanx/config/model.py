@@ -25,6 +25,13 @@ class Model(Section):
     """Blocks."""
 
 
+class BlockModel(Model):
+    """A model of equal blocks, whose residual stream has one width. Presets (`model.preset`) fill every field."""
+
+    d_model: Width
+    """Width of the residual stream."""
+
+
 class RopeScaling(Section):
     """Llama 3.1's stretching of low rotary frequencies for contexts longer than those seen in pre-training."""
 
@@ -46,7 +53,7 @@ class RopeScaling(Section):
         return self
 
 
-class LanguageModel(Model):
+class LanguageModel(BlockModel):
     """One decoder-only transformer. Presets (`model.preset`) fill every field; single fields may then be changed."""
 
     family: Literal["language"] = "language"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from phalanx.config.bounds import (
     MAX_BATCH_SAMPLES,
@@ -140,6 +140,19 @@ class StepWindow(Section):
         return self
 
 
+def _callback_from_name(value: object) -> object:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class CallbackChoice(Section):
+    """A callback of a run."""
+
+    name: str
+    """Callback that an installed package adds (entry points `phalanx.callbacks`)."""
+    options: Options = Field(default_factory=dict)
+    """Its settings, by the names that it gives them."""
+
+
 class Training(Section):
     """How long and how to train, and what is logged."""
 
@@ -185,6 +198,11 @@ class Training(Section):
     """Steps to record with the profiler; a Chrome trace goes to the run folder."""
     memory_snapshot: StepWindow | None = None
     """Steps whose allocator history is written to the run folder (accelerators only)."""
+    callbacks: Annotated[
+        list[Annotated[CallbackChoice, BeforeValidator(_callback_from_name)]],
+        Words("a list, each a name or a mapping with name and options"),
+    ] = Field(default_factory=list)
+    """What the run does beside training: callbacks that installed packages add, called in this order on every rank."""
 
 
 class Checkpoint(Section):
@@ -247,3 +265,8 @@ class Run(Section):
     def sample_tokens(self) -> int | None:
         """Tokens of a sample, for families whose batches are counted in tokens; by default None."""
         return None
+
+    @property
+    def data_names(self) -> list[str]:
+        """What the data are called, for a person; by default nothing."""
+        return []

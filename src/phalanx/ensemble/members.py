@@ -9,11 +9,7 @@ from pathlib import Path
 from phalanx.checkpoint import open_checkpoints, read_state
 from phalanx.config.load import parse_run
 from phalanx.config.schema import Run
-from phalanx.errors import CheckpointError, ConfigError, DataError
-from phalanx.families.materials.config import MaterialsRun
-from phalanx.families.materials.data.graph_shards import read_manifest
-from phalanx.families.materials.data_config import GraphData
-from phalanx.families.materials.evaluation.error_sums import quantities
+from phalanx.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -51,10 +47,10 @@ def open_member(path: Path, overrides: Sequence[str] = (), score: float | None =
     return Member(path, newest.path, newest.step, parse_run(text, f"{newest.path}/state.json: run", overrides), score)
 
 
-def require_alike(members: Sequence[Member]) -> None:
-    """Refuse members whose predictions cannot be averaged. Raises ConfigError that says which two differ, and in what.
+def require_one_family(members: Sequence[Member]) -> None:
+    """Raise ConfigError for a model that is named twice and for models of different families.
 
-    Widths, bodies, depths, training and layouts may differ; what is predicted and which structures are held out may not.
+    Each family checks by itself that its members predict the same numbers of the same data.
     """
     first, *others = members
     seen: dict[Path, Path] = {first.checkpoint.resolve(): first.path}
@@ -68,40 +64,14 @@ def require_alike(members: Sequence[Member]) -> None:
             raise ConfigError(
                 f"{other.path} is of model.family={family}, {first.path} of {first.run.model.family}; members are of one"
             )
-        if isinstance(first.run, MaterialsRun) and isinstance(other.run, MaterialsRun):
-            _require_alike_materials(first, first.run, other, other.run)
 
 
-def _require_alike_materials(first: Member, a: MaterialsRun, other: Member, b: MaterialsRun) -> None:
-    compared: tuple[tuple[str, object, object], ...] = (
-        ("data.sources", [source.name for source in a.data.sources], [source.name for source in b.data.sources]),
-        ("model.branches", [branch.name for branch in a.model.branches], [branch.name for branch in b.model.branches]),
-        ("quantities", [q.name for q in quantities(a.model)], [q.name for q in quantities(b.model)]),
-        ("data.cutoff", a.data.cutoff, b.data.cutoff),
-        ("data.max_neighbours", a.data.max_neighbours, b.data.max_neighbours),
-    )
-    for what, mine, theirs in compared:
-        if mine != theirs:
-            raise ConfigError(
-                f"{other.path} differs from {first.path} in {what}: {_words(theirs)}, not {_words(mine)}; "
-                f"members of an ensemble predict the same of the same prepared data"
-            )
-    for name, ours, others in zip(_names(a.data), fingerprints(a.data), fingerprints(b.data), strict=True):
-        if ours != others:
-            raise DataError(
-                f"{other.path} was trained on other structures of source {name} than {first.path} "
-                f"({b.data.prepared}, {a.data.prepared}), or on another split of them; members need the same"
-            )
+@dataclass(frozen=True)
+class Share:
+    """This rank among those that work together."""
+
+    rank: int = 0
+    ranks: int = 1
 
 
-def fingerprints(data: GraphData) -> list[str]:
-    """What tells prepared data from any other, one a source: structures, labels, edges and their split."""
-    return [read_manifest(Path(data.prepared) / name).fingerprint for name in _names(data)]
-
-
-def _names(data: GraphData) -> list[str]:
-    return [source.name for source in data.sources]
-
-
-def _words(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+ALONE = Share()

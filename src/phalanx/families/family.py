@@ -23,6 +23,8 @@ class BoundModel(ABC):
     """The degrees of parallelism that may be more than 1."""
     cuts_structures: bool = False
     """Whether ranks of `cp` share out the atoms of structures; else positions of samples, which attention joins."""
+    streams_weights: bool = False
+    """Whether blocks can compute with some heads or features of their matrices at a time (`layout.gather=stream`)."""
     position_unit: str
     """What a position is, for a person who reads how many are trained on a second."""
     vanishing: tuple[str, ...] = ()
@@ -57,9 +59,9 @@ class BoundModel(ABC):
         """Rows of a table that tensor-parallel ranks share out unevenly, of which each must get one; by default none."""
         return None
 
-    @abstractmethod
     def context_heads(self) -> SplitCount:
-        """Heads that context parallelism by exchange shares out over `tp` and `cp`."""
+        """Heads that context parallelism by exchange shares out over `tp` and `cp`; by default one."""
+        return SplitCount("heads", 1)
 
     def needs_bias(self) -> bool:
         """Whether attention adds a bias or a mask besides the causal one, which a ring computes slowly; by default not."""

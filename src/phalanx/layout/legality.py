@@ -77,7 +77,7 @@ def _gather(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
     if layout.gather != "stream":
         return
     whole: Fix = {"layout.gather": "layer"}
-    if "tp" not in bind(run).axes:
+    if not bind(run).streams_weights:
         yield Reason(
             f"layout.gather=stream: models of family {run.model.family} have no matrix chains to stream", (whole,)
         )

@@ -182,8 +182,8 @@ def list_facts(log: RunLog, summary: Summary) -> list[str]:
         devices = machine.get("device_count", 1)
         found.append(f"{devices} × {machine['device']}"[:LONGEST_DETAIL])
     if run is not None:
-        sources = ", ".join(str(source["path"]) for source in run.data.model_dump(mode="json")["sources"])
-        found += [_describe_layout(run, machine.get("device_count")), f"data {sources}"[:LONGEST_DETAIL]]
+        names = ", ".join(run.data_names)
+        found += [_describe_layout(run, machine.get("device_count")), f"data {names}"[:LONGEST_DETAIL]]
     if log.events:
         first, last = (end(event.time for event in log.events) for end in (min, max))
         day = "" if first.date() == last.date() else f"{last:%Y-%m-%d} "

@@ -1,4 +1,4 @@
-"""Where metrics go while a run trains: the terminal and optional trackers. metrics.jsonl is always written (`run_dir`)."""
+"""What a run says while it trains: the logs of its run directory, the terminal, and optional trackers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import json
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from phalanx.families.registry import bind
 from phalanx.files import write_atomically
 from phalanx.printable_console import plain_console
 from phalanx.train.metrics import StepMetrics
+from phalanx.train.run_dir import RunDirectory
 
 TRACKERS = "trackers.json"
 """File of a run directory: the run's identity in each tracker it was logged to."""
@@ -36,6 +37,43 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Finish."""
+
+
+class RunLog:
+    """Everything that a run says while it trains; only the first rank's says anything."""
+
+    def __init__(self, directory: RunDirectory, sinks: Sequence[Sink], *, first: bool) -> None:
+        self._directory = directory
+        self._sinks = sinks
+        self._first = first
+
+    def log_step(self, metrics: StepMetrics) -> None:
+        """Write one step's line to metrics.jsonl, and hand it to the terminal and the trackers."""
+        if not self._first:
+            return
+        log = self._directory.metrics
+        before = log.failure
+        log.append(metrics.as_dict())
+        if log.failure is not None and before is None:
+            reason = log.failure.strerror
+            self.note(f"warning: {log.path} cannot be written ({reason}); its lines wait in memory, training goes on")
+        for sink in self._sinks:
+            sink.step(metrics)
+
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        """Write one line to events.jsonl."""
+        if self._first:
+            self._directory.event(kind, step, **fields)
+
+    def note(self, text: str) -> None:
+        """Print one line."""
+        for sink in self._sinks:
+            sink.note(text)
+
+    def close(self) -> None:
+        """Finish on the terminal and in the trackers."""
+        for sink in self._sinks:
+            sink.close()
 
 
 class ConsoleSink:
@@ -68,10 +106,13 @@ class ConsoleSink:
         self._seconds = last if self._seconds is None else 0.8 * self._seconds + 0.2 * last
         eta = format_duration(self._seconds * (self.total_steps - metrics.step))
         if self._progress is not None:
-            self._progress.update(self._task, completed=metrics.step, line=f"{_short(metrics, self.unit)}  ETA {eta}")
+            rate = f"{metrics.tokens_per_second:,.0f} {self.unit}/s"
+            self._progress.update(
+                self._task, completed=metrics.step, line=f"loss {metrics.loss:.3f}  {rate}  ETA {eta}"
+            )
         # The first step's line says within a moment that the run goes well, however rare the others are.
         if metrics.step % self.every == 0 or metrics.step in (self.first_step + 1, self.total_steps):
-            line = f"step {metrics.step}/{self.total_steps}  {_long(metrics, self.unit)}  ETA {eta}"
+            line = f"step {metrics.step}/{self.total_steps}  {_describe_step(metrics, self.unit)}  ETA {eta}"
             if self._progress is None or self.every > 1:
                 self.note(line)
 
@@ -85,11 +126,7 @@ class ConsoleSink:
             self._progress.stop()
 
 
-def _short(m: StepMetrics, unit: str) -> str:
-    return f"loss {m.loss:.3f}  {m.tokens_per_second:,.0f} {unit}/s"
-
-
-def _long(m: StepMetrics, unit: str) -> str:
+def _describe_step(m: StepMetrics, unit: str) -> str:
     parts = [f"loss {m.loss:.4f}", f"grad {m.grad_norm:.3g}", f"lr {m.lr:.2e}", f"{m.tokens_per_second:,.0f} {unit}/s"]
     parts.append(f"{m.model_tflops:.3g} TFLOP/s")
     shares = [
@@ -111,7 +148,7 @@ def _long(m: StepMetrics, unit: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as h:mm:ss."""
+    """Return seconds as h:mm:ss."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
@@ -152,12 +189,12 @@ class WandbSink:
     """Weights & Biases; WANDB_MODE=offline works without a network."""
 
     def __init__(self, run: Run, folder: Path) -> None:
-        wandb = _optional("wandb", run)
+        wandb = _import_tracker("wandb", run)
         self._run = wandb.init(
             project=run.training.wandb,
             dir=str(folder),
             name=folder.name,
-            id=_identity(folder, "wandb", lambda: uuid.uuid4().hex[:16]),
+            id=_tracker_identity(folder, "wandb", lambda: uuid.uuid4().hex[:16]),
             resume="allow",
             config=run.model_dump(mode="json"),
         )
@@ -178,10 +215,10 @@ class MlflowSink:
     """MLflow; the tracking place is MLflow's own setting."""
 
     def __init__(self, run: Run, folder: Path) -> None:
-        self._mlflow = _optional("mlflow", run)
+        self._mlflow = _import_tracker("mlflow", run)
         experiment = self._mlflow.set_experiment(run.training.mlflow)
         client = self._mlflow.MlflowClient()
-        known = _identity(
+        known = _tracker_identity(
             folder, "mlflow", lambda: client.create_run(experiment.experiment_id, run_name=folder.name).info.run_id
         )
         self._mlflow.start_run(run_id=known)
@@ -199,8 +236,8 @@ class MlflowSink:
         self._mlflow.end_run()
 
 
-def _identity(folder: Path, tracker: str, make: Callable[[], str]) -> str:
-    """What a tracker knows this run directory by; made once, so that a resumed run goes on in the same place."""
+def _tracker_identity(folder: Path, tracker: str, make: Callable[[], str]) -> str:
+    """Return what a tracker knows this run directory by; made once, so that a resumed run continues the same record."""
     path = folder / TRACKERS
     known: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if tracker not in known:
@@ -213,17 +250,17 @@ def check_trackers(run: Run) -> None:
     """Raise ConfigError where the run file asks for a tracker whose package is not installed. Imports nothing."""
     for name in ("wandb", "mlflow"):
         if getattr(run.training, name) is not None and name not in sys.modules and find_spec(name) is None:
-            raise _missing(name, run)
+            raise _missing_tracker(name, run)
 
 
-def _optional(tracker: str, run: Run) -> Any:
+def _import_tracker(tracker: str, run: Run) -> Any:
     try:
         return importlib.import_module(tracker)
     except ImportError as error:
-        raise _missing(tracker, run) from error
+        raise _missing_tracker(tracker, run) from error
 
 
-def _missing(tracker: str, run: Run) -> ConfigError:
+def _missing_tracker(tracker: str, run: Run) -> ConfigError:
     return ConfigError(
         f"training.{tracker}={getattr(run.training, tracker)} needs the package {tracker}; install the extra: "
         f"pip install 'phalanx-train[{tracker}]'"
@@ -231,7 +268,7 @@ def _missing(tracker: str, run: Run) -> ConfigError:
 
 
 def open_sinks(run: Run, folder: Path, first_step: int) -> list[Sink]:
-    """The sinks the run file asks for, for a run that goes on after `first_step`."""
+    """Return the sinks that the run file asks for, for a run that continues after `first_step`."""
     training = run.training
     sinks: list[Sink] = []
     if training.tensorboard:

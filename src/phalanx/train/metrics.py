@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -68,7 +69,7 @@ class StepMetrics:
     """None where all ranks have equal shares."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         values = asdict(self)
         return values | (values.pop("ranks") or {})
 
@@ -84,7 +85,8 @@ class Peaks:
 
 
 def find_peaks(run: Run, device: torch.device, dtype: torch.dtype) -> Peaks:
-    """Nominal peak from the run file or the device table, and the measured one."""
+    """Return the nominal peak from the run file or the device table, and the measured one."""
+    # A device that the table does not know has no nominal peak, and metrics then no MFU: better none than a wrong one.
     facts = find_facts(device_name(device))
     nominal = run.cluster.peak_tflops or (facts.peak_tflops.get(run.layout.precision) if facts else None)
     return Peaks(nominal, measure_matmul_tflops(device, dtype))
@@ -93,13 +95,25 @@ def find_peaks(run: Run, device: torch.device, dtype: torch.dtype) -> Peaks:
 class StepMeter:
     """Turns what the step gave and how long it took into `StepMetrics`."""
 
-    def __init__(self, run: Run, *, global_batch: int, world_size: int, device: torch.device, peaks: Peaks) -> None:
+    def __init__(
+        self,
+        run: Run,
+        *,
+        global_batch: int,
+        world_size: int,
+        device: torch.device,
+        peaks: Peaks,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Measure steps of `run`. note: told, once, that the peak measured at the start was too low."""
         model = bind(run)
         self.tokens_per_step = global_batch * model.positions().count
         self.flops_per_token = model.flops_per_sample() / model.positions().count
         self.world_size = world_size
         self.device = device
         self.peaks = peaks
+        self._note = note
+        self._told_of_peak = False
 
     def measure(
         self,
@@ -111,11 +125,17 @@ class StepMeter:
         data_wait: float,
         checkpoint_stall: float,
     ) -> StepMetrics:
-        """Metrics of one step that took `seconds`, those spent on waiting for data and checkpoint included."""
+        """Return the metrics of one step that took `seconds`, those spent waiting for data and checkpoint included."""
         rate = self.tokens_per_step / seconds
         tflops = rate * self.flops_per_token / self.world_size / 1e12
         if self.peaks.measured is not None and tflops > self.peaks.measured:
             # A device that reaches this rate in a step can reach it: what was measured at the start was too low.
+            if not self._told_of_peak:
+                self._told_of_peak = True
+                self._note(
+                    f"the matmul rate measured at the start, {self.peaks.measured:.3g} TFLOP/s, was too low (was the "
+                    f"machine busy?): a step reached {tflops:.3g}; MFU of measured now counts from the fastest step"
+                )
             self.peaks = replace(self.peaks, measured=tflops)
         memory = compat.memory_statistics(self.device)
         return StepMetrics(

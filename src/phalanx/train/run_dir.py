@@ -4,7 +4,7 @@
     machine.json    where it ran               events.jsonl    starts, resumes, checkpoints, evaluations, samples
     checkpoints/    see phalanx.checkpoint     tokenizer/      of the data, where it has one
     tensorboard/  profile/  memory/            when asked for
-    trackers.json   who it is to W&B and MLflow, where it logs to them
+    trackers.json   its identity in W&B and MLflow, where it logs to them
     statistics.json, elements.json, balance.json   what a family says of its data, see `Inputs.write`
 
 A resumed run continues metrics.jsonl without a gap or a repeat: lines past the checkpoint it starts from are dropped.
@@ -39,8 +39,8 @@ from phalanx.train.metrics import GIB, Peaks
 class JsonLines:
     """A file of one JSON object a line, written line by line.
 
-    A line that the disk has no room for waits in memory and is written before the next one: training is worth more than its
-    log. Any thread may append.
+    A line that the disk has no room for waits in memory and is written before the next one: training is worth more than
+    its log. Any thread may append.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,9 +54,9 @@ class JsonLines:
         self._lock = threading.Lock()
 
     def drop_after(self, step: int) -> str | None:
-        """Forget objects of later steps than `step`, and a last line torn by a kill.
+        """Drop objects of later steps than `step`, and a last line torn by a kill.
 
-        Damaged lines are moved to a file of their own beside this one; says so in one line, or returns None.
+        Damaged lines are moved to a file of their own beside this one. Returns one line that says so, or None.
         """
         self.close()
         if not self.path.exists():
@@ -68,6 +68,7 @@ class JsonLines:
             require_own(aside, folder=False)
             with aside.open("ab") as file:
                 file.writelines(line.text + b"\n" for line in found.damaged)
+        # Most runs resume at their last line: nothing is rewritten then.
         if len(kept) != self.path.stat().st_size:
             with replacing(self.path) as file:
                 file.write(kept)
@@ -100,6 +101,7 @@ class JsonLines:
         """Write what waits, as far as it goes."""
         try:
             while self._waiting:
+                # A file that was removed can still be written, but nobody would ever read it.
                 if self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0:
                     self._file.close()
                     self._file = None
@@ -170,23 +172,25 @@ class RunDirectory:
         if (self.path / "tokenizer").is_dir():
             for file in (self.path / "tokenizer").iterdir():
                 require_own(file, folder=False)
-        self._identity = _identity_of(self.path)
+        self._identity = _identify_folder(self.path)
 
     def is_gone(self) -> bool:
-        """Whether the folder was removed, renamed or unmounted since `create`."""
+        """Return whether the folder was removed, renamed or unmounted since `create`."""
         try:
-            return self._identity is not None and _identity_of(self.path) != self._identity
+            return self._identity is not None and _identify_folder(self.path) != self._identity
         except OSError as error:
             # What else may fail, such as a server that does not answer, may pass.
             return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
     def make_again(self) -> bool:
-        """Make a folder that is gone once more, empty.
+        """Make a folder that is gone once more, empty; return whether that is possible.
 
-        Returns False where that would be on another file system than before, or where something else has its place."""
+        It is not where something else has its place, or where the new one would lie on another file system.
+        """
         assert self._identity is not None
         if self.path.exists():
             return False
+        # After an unmount the path leads to the disk below, which nobody chose and which may be small.
         if self._device_above() != self._identity[0]:
             return False
         # Open files belong to the folder that is gone.
@@ -195,7 +199,7 @@ class RunDirectory:
         return True
 
     def _device_above(self) -> int:
-        """The file system of the nearest folder above that is there."""
+        """Return the file system of the nearest folder above that is there."""
         return next(folder for folder in self.path.absolute().parents if folder.exists()).stat().st_dev
 
     @contextmanager
@@ -209,9 +213,11 @@ class RunDirectory:
             ) from error
 
     def rewind(self, step: int) -> list[str]:
-        """Make the logs end at `step`, the step of the checkpoint that the run goes on from; 0 begins them anew.
+        """Make the logs end at `step`, that of the checkpoint which the run resumes from; 0 begins them anew.
 
-        Returns what to say of damaged lines that were set aside."""
+        Returns what to say of damaged lines that were set aside.
+        """
+        # A new run has no event of step 0 before its own start, not even one that an earlier attempt wrote.
         said = [log.drop_after(step if step else -1) for log in (self.metrics, self.events)]
         return [text for text in said if text is not None]
 
@@ -227,13 +233,13 @@ class RunDirectory:
         self.events.close()
 
 
-def _identity_of(folder: Path) -> tuple[int, int]:
+def _identify_folder(folder: Path) -> tuple[int, int]:
     status = folder.stat()
     return status.st_dev, status.st_ino
 
 
 def describe_machine(device: torch.device, world_size: int, peaks: Peaks, flops_convention: str) -> dict[str, Any]:
-    """What machine.json holds: device, host and versions, and the peaks that MFU figures refer to."""
+    """Return what machine.json holds: device, host and versions, and the peaks that MFU figures refer to."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "device": _cpu_name() if device.type == "cpu" else device_name(device),

@@ -19,7 +19,6 @@ from phalanx.layout.execute import Executor
 from phalanx.optimizers import build_optimizer, find_optimizer
 from phalanx.precision import PRECISIONS
 from phalanx.torch_compat import common as compat
-from phalanx.train.gradients import clip_or_skip
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,7 @@ class TrainStep:
         count = batch.target_counts()
         # Ranks that read the same samples count their targets once.
         targets = self._sum_over_ranks(count if self.applied.mesh.reads_first else torch.zeros_like(count)).clamp(min=1)
+        # Losses are sums: divided by the targets of the whole batch, uneven micro-batches and ranks average right.
         scale = 1.0 / targets if self.scaler is None else self.scaler.scale(1.0 / targets)
         loss = self._sum_over_ranks(self.executor.forward_backward(step, batch, scale))
         return self.update_parameters((loss / targets).sum())
@@ -89,17 +89,19 @@ class TrainStep:
         """Update with the gradients that are there, then drop them; return mean loss and gradient norm, float64 [2]."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-            # A rank that overflowed must make all ranks skip, or their parameters would part.
+            # A rank that overflowed must make all ranks skip, or their parameters would differ from then on.
             if self.applied.mesh.world is not None:
                 compat.share_overflow(self.scaler, self.optimizer, self.applied.mesh.world)
         norm = self.applied.gradient_norm()
         if self.scaler is None:
             self.kind.update(self.optimizer, *clip_or_skip(loss, norm, self.config.grad_clip))
         else:
+            # The scaler's own step knows no divisor, so gradients are scaled in a pass of their own.
             if self.config.grad_clip is not None:
                 torch.nn.utils.clip_grads_with_norm_(self.applied.parameters.values(), self.config.grad_clip, norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        # None instead of zeros: gradients take no memory between steps, and the first micro-batch adds to nothing.
         self.optimizer.zero_grad(set_to_none=True)
         self.applied.refresh(self.kind.written_copies(self.optimizer))
         return torch.stack((loss.double(), norm.double()))
@@ -114,3 +116,14 @@ class TrainStep:
         if self.applied.mesh.world is not None:
             dist.all_reduce(value, group=self.applied.mesh.world)
         return value
+
+
+def clip_or_skip(loss: Tensor, norm: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    """Return what to divide gradients by, so that their norm is at most `limit`, and whether to skip the update (1 or 0).
+
+    An update is skipped where loss or norm is not finite. loss, norm: 0-dim; the results are 0-dim float32 tensors.
+    """
+    # Computed on the device throughout: asking for a value here would make the host wait for the whole step.
+    divisor = torch.ones_like(norm) if limit is None else (norm / limit).clamp(min=1.0)
+    skip = ~torch.isfinite(norm.double() + loss)
+    return torch.where(skip, 1.0, divisor).float(), skip.float()

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-_K = 16.0
-_GROWTH = 1.03
+SCALE = 16.0
+"""K of the bound."""
+GROWTH_PER_LAYER = 1.03
+"""C of the bound."""
 
 
 @dataclass(frozen=True)
@@ -31,31 +33,34 @@ class Bound:
 
     @property
     def eps(self) -> float:
-        """Of the format of activations."""
+        """Spacing at 1 of the format of activations."""
         return torch.finfo(self.dtype).eps
 
     @property
     def loss(self) -> float:
-        """For a loss, and for a gradient norm."""
-        return _K * math.sqrt(self.targets) * self.eps
+        """Bound for a loss, and for a gradient norm."""
+        return SCALE * math.sqrt(self.targets) * self.eps
 
     def gradient(self, name: str) -> float:
-        """For the gradient of the parameter, or the activations behind the module, `name`."""
-        return self.loss * _GROWTH ** (self.layers + 1 - layer_of(name, self.layers))
+        """Return the bound for the gradient of the parameter, or the activations behind the module, `name`."""
+        return self.loss * GROWTH_PER_LAYER ** (self.layers + 1 - layer_of(name, self.layers))
 
     def parameter(self, name: str, *, gain: float) -> float:
-        """For a parameter after updates. gain: change of the parameter for a change of its gradient, both relative."""
+        """Return the bound for a parameter after updates.
+
+        gain: change of the parameter for a change of its gradient, both relative.
+        """
         return self.gradient(name) * gain + 8.0 * torch.finfo(torch.promote_types(self.dtype, torch.float32)).eps
 
     def __str__(self) -> str:
         return (
-            f"{_K:g} * sqrt({self.targets} targets) * {_GROWTH:g}^(layers to the loss) * {self.eps:.3g}, "
+            f"{SCALE:g} * sqrt({self.targets} targets) * {GROWTH_PER_LAYER:g}^(layers to the loss) * {self.eps:.3g}, "
             f"at most {self.gradient('embedding'):.2g}"
         )
 
 
 def layer_of(name: str, layers: int) -> int:
-    """The layer of a module or parameter: 0 for the embedding, 1 to `layers` for blocks, then the head."""
+    """Return the layer of a module or parameter: 0 for the embedding, 1 to `layers` for blocks, then the head."""
     first, *rest = name.split(".")
     if first == "blocks":
         return int(rest[0]) + 1

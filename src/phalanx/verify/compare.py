@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx.layout.place import Place
 from phalanx.verify.bound import Bound, layer_of
-from phalanx.verify.record import Activation, Record
+from phalanx.verify.record import Record
 
 _BUCKET = 2**22
 """Elements of small tensors that travel together."""
@@ -48,32 +48,35 @@ class Check:
         return f"{self.what}{of} in step {self.step} differs by {self.error:.2g} (bound {self.bound:.2g})"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values; an error that is no number becomes a word."""
+        """Return plain values; an error that is no number becomes a word."""
         error = self.error if math.isfinite(self.error) else str(self.error)
         return {**asdict(self), "error": error, "passed": self.passed}
 
 
-def compare(
+def compare_records(
     mine: Record, reference: Record | None, bound: Bound, update_gain: float, vanishing: Sequence[str] = ()
 ) -> list[Check]:
-    """All checks, in the order in which a mistake would first show: forward, loss, then gradients back from the loss.
+    """Return all checks, in the order in which a mistake would first show: forward, loss, then gradients back from the loss.
 
     reference: on rank 0. update_gain: largest change of a parameter for a change of its gradient, in one step. vanishing:
     patterns of the parameters whose gradients are 0 but for rounding.
     """
-    checks = _activations(mine, reference, bound)
+    checks = _compare_activations(mine, reference, bound)
     # Largest of any step: a branch that one step has no sample of has moved in others.
     norms: dict[str, float] = {}
     for number, step in enumerate(mine.steps, 1):
         wanted = None if reference is None else reference.steps[number - 1]
-        losses = _spread([step.loss, step.grad_norm], None if wanted is None else [wanted.loss, wanted.grad_norm])
+        losses = _compare_numbers(
+            [step.loss, step.grad_norm], None if wanted is None else [wanted.loss, wanted.grad_norm]
+        )
         checks.append(Check("loss", "", number, losses[0], bound.loss))
-        errors = _by_module(_tensors(step.gradients, None if wanted is None else wanted.gradients), vanishing)
+        errors = _compare_tensors(step.gradients, None if wanted is None else wanted.gradients)
+        errors = _measure_by_module(errors, vanishing)
         names = sorted(errors, key=lambda name: -layer_of(name, bound.layers))
         checks += [Check("gradient", n, number, errors[n].relative, bound.gradient(n)) for n in names]
         checks.append(Check("gradient norm", "", number, losses[1], bound.gradient("embedding")))
         norms |= {name: max(error.norm, norms.get(name, 0.0)) for name, error in errors.items()}
-    errors = _tensors(mine.parameters, None if reference is None else reference.parameters)
+    errors = _compare_tensors(mine.parameters, None if reference is None else reference.parameters)
     for name, error in errors.items():
         # In units of the parameter: how much of it a relative error of its gradient can move in all steps.
         gain = len(mine.steps) * update_gain * norms[name] / max(error.norm, 1e-30)
@@ -94,10 +97,12 @@ class _Error:
         return self.size / self.norm if self.norm else (0.0 if self.size == 0.0 else math.inf)
 
 
-def _activations(mine: Record, reference: Record | None, bound: Bound) -> list[Check]:
+def _compare_activations(mine: Record, reference: Record | None, bound: Bound) -> list[Check]:
     if not from_first(None if reference is None else bool(reference.activations)):
         return []
-    whole = None if reference is None else {n: _assembled(seen) for n, seen in reference.activations.items()}
+    recorded = {} if reference is None else reference.activations
+    pieces = {name: torch.cat([piece.value_BSD for piece in seen]) for name, seen in recorded.items()}
+    whole = None if reference is None else pieces
     names = from_first(None if whole is None else sorted(whole, key=lambda name: layer_of(name, bound.layers)))
 
     def difference(name: str, wanted: Tensor) -> float:
@@ -108,17 +113,13 @@ def _activations(mine: Record, reference: Record | None, bound: Bound) -> list[C
         ]
         return math.sqrt(float(sum(squares)))
 
-    errors = _differences(names, whole, difference)
+    errors = _relative_differences(names, whole, difference)
     # Activations are followed forward, from the embedding on: the farther from it, the more may have gathered.
     limit = bound.gradient("embedding")
     return [Check("activations", name, 1, errors[name].relative, limit) for name in names]
 
 
-def _assembled(seen: list[Activation]) -> Tensor:
-    return torch.cat([part.value_BSD for part in seen])
-
-
-def _tensors(mine: dict[str, Place], reference: dict[str, Place] | None) -> dict[str, _Error]:
+def _compare_tensors(mine: dict[str, Place], reference: dict[str, Place] | None) -> dict[str, _Error]:
     names: list[str] = from_first(None if reference is None else list(reference))
     whole = None if reference is None else {name: place.local for name, place in reference.items()}
 
@@ -126,6 +127,7 @@ def _tensors(mine: dict[str, Place], reference: dict[str, Place] | None) -> dict
         place = mine.get(name)
         if place is None:
             return 0.0
+        # A part that claims another shape, or lies outside the whole, is wrong whatever its values.
         if place.shape != tuple(wanted.shape):
             return math.inf
         box = wanted[tuple(slice(o, o + n) for o, n in zip(place.offsets, place.local.shape, strict=True))]
@@ -134,29 +136,30 @@ def _tensors(mine: dict[str, Place], reference: dict[str, Place] | None) -> dict
         error = float((place.local.double() - box.double()).norm())
         return error if math.isfinite(error) else math.inf
 
-    errors = _differences(names, whole, difference)
+    errors = _relative_differences(names, whole, difference)
     held = torch.zeros(len(names), dtype=torch.float64)
     for index, name in enumerate(names):
         held[index] = mine[name].local.numel() if name in mine else 0
-    _reduce(held, "sum")
+    _reduce_over_ranks(held, "sum")
+    # A tensor that no rank holds would otherwise differ nowhere.
     missing = [name for name, count in zip(names, held.tolist(), strict=True) if not count]
     return {**errors, **{name: _Error(math.inf, 0.0) for name in missing}}
 
 
-def _differences(
+def _relative_differences(
     names: list[str], whole: dict[str, Tensor] | None, difference: Callable[[str, Tensor], float]
 ) -> dict[str, _Error]:
-    """For each name the largest difference of any rank, over the norm of the whole."""
+    """Return, for each name, the largest difference of any rank over the norm of the whole."""
     errors, norms = torch.zeros(len(names), dtype=torch.float64), torch.zeros(len(names), dtype=torch.float64)
-    for index, (name, wanted) in enumerate(_travel(names, whole)):
+    for index, (name, wanted) in enumerate(_send_from_first(names, whole)):
         errors[index] = difference(name, wanted)
         norms[index] = wanted.double().norm()
-    _reduce(errors, "max")
+    _reduce_over_ranks(errors, "max")
     return {name: _Error(error, norm) for name, error, norm in zip(names, errors.tolist(), norms.tolist(), strict=True)}
 
 
-def _by_module(errors: dict[str, _Error], vanishing: Sequence[str]) -> dict[str, _Error]:
-    """The same errors, those of vanishing gradients measured by the gradients of all parameters of their module.
+def _measure_by_module(errors: dict[str, _Error], vanishing: Sequence[str]) -> dict[str, _Error]:
+    """Return the same errors, those of vanishing gradients measured by the gradients of all parameters of their module.
 
     Such gradients are 0 by the laws of the model and consist of rounding errors alone, as that of a bias that is taken off
     again where charges are made to add up. A module's matrix has the scale of what such sums were made of.
@@ -170,8 +173,8 @@ def _by_module(errors: dict[str, _Error], vanishing: Sequence[str]) -> dict[str,
     return found
 
 
-def _travel(names: list[str], whole: dict[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:
-    """Rank 0's tensors, in order, on every rank."""
+def _send_from_first(names: list[str], whole: dict[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield rank 0's tensors, in order, on every rank; small ones are sent together."""
     described = from_first(None if whole is None else [(list(whole[n].shape), whole[n].dtype) for n in names])
     start = 0
     while start < len(names):
@@ -191,19 +194,19 @@ def _travel(names: list[str], whole: dict[str, Tensor] | None) -> Iterator[tuple
         start = end
 
 
-def _spread(mine: list[float], reference: list[float] | None) -> list[float]:
-    """Largest relative difference of any rank's values from rank 0's reference."""
+def _compare_numbers(mine: list[float], reference: list[float] | None) -> list[float]:
+    """Return the largest relative difference of any rank's values from rank 0's reference, for each value."""
     wanted: list[float] = from_first(reference)
     errors = torch.tensor(
         [abs(m - w) / abs(w) if w and math.isfinite(m) else math.inf for m, w in zip(mine, wanted, strict=True)],
         dtype=torch.float64,
     )
-    _reduce(errors, "max")
+    _reduce_over_ranks(errors, "max")
     return errors.tolist()
 
 
 def from_first(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
+    """Return rank 0's value on every rank."""
     if not dist.is_initialized():
         return value
     box = [value]
@@ -211,6 +214,6 @@ def from_first(value: Any) -> Any:
     return box[0]
 
 
-def _reduce(values: Tensor, how: str) -> None:
+def _reduce_over_ranks(values: Tensor, how: str) -> None:
     if dist.is_initialized():
         dist.all_reduce(values, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)

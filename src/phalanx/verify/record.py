@@ -25,7 +25,7 @@ from phalanx.optimizers import build_optimizer
 from phalanx.train.step import TrainStep
 from phalanx.verify.family import VerifiableModel
 
-_SHAKE = 0.1
+PERTURBATION = 0.1
 """Standard deviation added to parameters that all start equal."""
 
 
@@ -61,21 +61,25 @@ class Record:
     """After the last step, on the CPU."""
 
 
-def record(
+def record_training(
     run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, steps: int, activations: bool
 ) -> Record:
-    """Train `run` for `steps` steps in `layout`, on this rank of `mesh`, with the samples of its family's verification."""
+    """Train `run` for `steps` steps in `layout`, on this rank of `mesh`, with the samples of its family's verification.
+
+    activations: whether to keep those of the first step too.
+    """
     model = bind(run, VerifiableModel)
     applied = apply_layout(run, layout, mesh, device, AttentionChoice("sdpa"))
-    _shake(applied, run)
+    _perturb_constants(applied, run)
     optimizer = build_optimizer(applied.parameters, run.optimizer, model.parameter_kind, applied.compute_parameters)
-    step = _Recorded(applied, optimizer, run.optimizer, device=device)
+    step = RecordedStep(applied, optimizer, run.optimizer, device=device)
     share = layout.samples_per_rank
     first = mesh.data_rank * share
     seen: dict[str, list[Activation]] = {}
-    handles = []
+    handles: list[Any] = []
     if activations:
-        handles = [handle for stage in applied.stages for handle in _watch(stage, seen, first, layout.microbatch)]
+        for stage in applied.stages:
+            handles += _watch_activations(stage, seen, first, layout.microbatch)
     done = []
     for number in range(1, steps + 1):
         if layout.branch_groups:
@@ -86,24 +90,24 @@ def record(
         done.append(StepRecord(result.loss, result.grad_norm, step.gradients))
         for handle in handles:
             handle.remove()
-    parameters = {name: _copied(place_of(p, applied.splits.get(name))) for name, p in applied.parameters.items()}
+    parameters = {name: _copy_to_host(place_of(p, applied.splits.get(name))) for name, p in applied.parameters.items()}
     return Record(seen, done, parameters)
 
 
 @torch.no_grad()
-def _shake(applied: ParallelModel, run: Run) -> None:
+def _perturb_constants(applied: ParallelModel, run: Run) -> None:
     """Move the parameters that all start equal (biases at 0, norms at 1): a mistake with them would not show else."""
     rules = bind(run).initial_rules()
     for name, parameter in applied.parameters.items():
         rule = next(rule for pattern, rule in rules if fnmatchcase(name, pattern))
         if rule.kind == "constant":
             noise = torch.empty_like(parameter)
-            fill(noise, f"{name} shaken", InitRule.normal(_SHAKE), run.training.seed, applied.splits.get(name))
+            fill(noise, f"{name} shaken", InitRule.normal(PERTURBATION), run.training.seed, applied.splits.get(name))
             parameter.add_(noise)
     applied.refresh()
 
 
-class _Recorded(TrainStep):
+class RecordedStep(TrainStep):
     """A training step that keeps a copy of the gradients it updates with."""
 
     gradients: dict[str, Place]
@@ -115,15 +119,15 @@ class _Recorded(TrainStep):
             place = place_of(parameter, self.applied.splits.get(name))
             grad = local_gradient(parameter)
             local = torch.full_like(place.local, torch.nan) if grad is None else grad
-            self.gradients[name] = _copied(place._replace(local=local))
+            self.gradients[name] = _copy_to_host(place._replace(local=local))
         return super().update_parameters(loss)
 
 
-def _copied(place: Place) -> Place:
+def _copy_to_host(place: Place) -> Place:
     return place._replace(local=place.local.detach().to("cpu", copy=True))
 
 
-def _watch(stage: Stage, seen: dict[str, list[Activation]], first: int, microbatch: int) -> list[Any]:
+def _watch_activations(stage: Stage, seen: dict[str, list[Activation]], first: int, microbatch: int) -> list[Any]:
     part = stage.part
     if not stage.rows_are_positions:
         return []
@@ -131,12 +135,12 @@ def _watch(stage: Stage, seen: dict[str, list[Activation]], first: int, microbat
     if part.part.first:
         watched["embedding"] = part.embedding
     return [
-        module.register_forward_hook(partial(_keep, stage, seen.setdefault(name, []), first, microbatch))
+        module.register_forward_hook(partial(_keep_activation, stage, seen.setdefault(name, []), first, microbatch))
         for name, module in watched.items()
     ]
 
 
-def _keep(
+def _keep_activation(
     stage: Stage, seen: list[Activation], first: int, microbatch: int, _module: nn.Module, _inputs: Any, output: Tensor
 ) -> None:
     if not torch.is_grad_enabled():

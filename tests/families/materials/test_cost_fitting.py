@@ -14,6 +14,7 @@ import torch
 from distributed_ranks import run_ranks
 from materials_runs import write_materials_run
 from phalanx.config.load import load_run
+from phalanx.families.materials.compute_clock import ComputeClock, Timed
 from phalanx.families.materials.cost_fitting import Balancer
 from phalanx.families.materials.data.graph_shards import open_prepared
 from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_order
@@ -26,7 +27,6 @@ from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK, build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.stage import TrainingPass
-from phalanx.train.compute_clock import ComputeClock, Timed
 from phalanx.train.metrics import RankTimes
 
 CPU = torch.device("cpu")

@@ -21,8 +21,8 @@ from phalanx.launch.fork_server import RanksFailed
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import every_layout, resolve_layout
 from phalanx.train.step import TrainStep
-from phalanx.verify.check import Verdict, Verifier
 from phalanx.verify.family import VerifiableModel
+from phalanx.verify.verifier import Verdict, Verifier
 
 LIMITS = {"fp64": 1e-10, "fp32": 1e-4}
 """Largest relative error of any gradient."""

@@ -36,9 +36,9 @@ from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Axis, Groups, build_mesh
 from phalanx.layout.resolve import every_layout, resolve_layout
 from phalanx.train.step import TrainStep, build_step
-from phalanx.verify.check import Verdict, Verifier
 from phalanx.verify.family import VerifiableModel
-from phalanx.verify.reduced import reduced_run
+from phalanx.verify.reduced_run import reduced_run
+from phalanx.verify.verifier import Verdict, Verifier
 
 CPU = torch.device("cpu")
 MODEL: dict[str, Any] = {

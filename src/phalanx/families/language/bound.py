@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
+from phalanx.ensemble.family import Ensemble, EnsembleModel, EnsembleOptions, Progress
+from phalanx.ensemble.members import Member, Share
 from phalanx.families.language import declare, sizes
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.cost import LanguageTracing
+from phalanx.families.language.ensemble import build_language
 from phalanx.families.language.inputs import LanguageInputs
 from phalanx.families.language.layout import LanguageLayout
 from phalanx.families.language.verification import LanguageVerification
@@ -13,13 +20,14 @@ from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.splits import SplitCount
 
 
-class BoundLanguage(LanguageLayout, LanguageTracing, LanguageInputs, LanguageVerification):
+class BoundLanguage(LanguageLayout, LanguageTracing, LanguageInputs, LanguageVerification, EnsembleModel):
     """A decoder bound to its run; the rooms' questions are answered by the modules beside this one."""
 
     run: LanguageRun
 
     axes = frozenset(("dp_replicate", "dp_shard", "tp", "cp", "pp"))
     position_unit = "tok"
+    streams_weights = True
 
     def positions(self) -> SplitCount:
         """Tokens."""
@@ -65,3 +73,14 @@ class BoundLanguage(LanguageLayout, LanguageTracing, LanguageInputs, LanguageVer
         """Of `data.sequence_length` tokens."""
         length = self.run.data.sequence_length
         return float(length * sizes.model_flops_per_token(self.run.model, length, self.run.training.flops))
+
+    def build_ensemble(
+        self,
+        members: Sequence[Member],
+        options: EnsembleOptions,
+        device: torch.device,
+        share: Share,
+        progress: Progress,
+    ) -> Ensemble:
+        """Join the members by the mean of their probabilities."""
+        return build_language(members, device, samples=options.samples, share=share, progress=progress)

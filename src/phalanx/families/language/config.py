@@ -77,6 +77,11 @@ class LanguageRun(Run):
         """See `Run`."""
         return self.data.sequence_length
 
+    @property
+    def data_names(self) -> list[str]:
+        """See `Run`."""
+        return [source.path for source in self.data.sources]
+
 
 def _sequence(run: LanguageRun) -> Iterator[Problem]:
     length, longest = run.data.sequence_length, run.model.max_positions

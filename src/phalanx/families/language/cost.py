@@ -93,6 +93,10 @@ class LanguageParts(PartTracer):
         """See `PartTracer`."""
         return declare.TIED if self.model.tied_head else {}
 
+    def random_drops(self) -> bool:
+        """See `PartTracer`."""
+        return self.model.dropout > 0.0
+
 
 class LanguageTracing(TracedModel):
     """See `planner.trace.family.TracedModel`."""

@@ -7,7 +7,7 @@ average; the report says whether it does better than the best of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.ensemble.document import EnsembleFile, entries
-from phalanx.ensemble.members import Member, require_alike
-from phalanx.ensemble.share import ALONE, Share
+from phalanx.ensemble.ensemble_file import EnsembleFile, entries
+from phalanx.ensemble.family import Progress
+from phalanx.ensemble.members import ALONE, Member, Share, require_one_family
 from phalanx.errors import ConfigError, DataError
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.open_tokens import open_source
@@ -31,7 +31,6 @@ from phalanx.nn.positions import Positions
 
 _LOGITS = 2**24
 """Logits held at once, about."""
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def build_language(
     """
     if len(members) < 2:
         raise ConfigError("an ensemble has at least two members; name more runs")
-    require_alike(members)
+    require_one_family(members)
     runs = [_language(member) for member in members]
     _require_same_text(members, runs)
     models = [load_for_inference(member.checkpoint, device).model for member in members]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
+from phalanx.ensemble.family import Ensemble, EnsembleModel, EnsembleOptions, Progress
+from phalanx.ensemble.members import Member, Share
 from phalanx.families.materials import declare, sizes
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.graph_shards import read_manifest
+from phalanx.families.materials.ensemble.build_ensemble import build_ensemble
 from phalanx.families.materials.inputs import MaterialsInputs
 from phalanx.families.materials.layout import MaterialsLayout
 from phalanx.families.materials.model.heads import head_outputs
@@ -16,7 +22,7 @@ from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.splits import SplitCount
 
 
-class BoundMaterials(MaterialsLayout, MaterialsInputs, MaterialsVerification):
+class BoundMaterials(MaterialsLayout, MaterialsInputs, MaterialsVerification, EnsembleModel):
     """A network of atoms bound to its run; the rooms' questions are answered by the modules beside this one."""
 
     run: MaterialsRun
@@ -29,6 +35,8 @@ class BoundMaterials(MaterialsLayout, MaterialsInputs, MaterialsVerification):
     """What the last layer's bias adds to all atoms of a structure is taken off again, and has no dipole. The gate's weighs
     the sum of all atoms' vectors, of which EGNN's first steps leave less than a thousandth."""
     position_unit = "structures"
+
+    selects_members = True
 
     def positions(self) -> SplitCount:
         """One: a sample is a structure, whatever its size."""
@@ -93,3 +101,14 @@ class BoundMaterials(MaterialsLayout, MaterialsInputs, MaterialsVerification):
             total += weight * sizes.model_flops(self.run.model, counts.atoms / number, counts.edges / number)
             weights += weight
         return total / weights
+
+    def build_ensemble(
+        self,
+        members: Sequence[Member],
+        options: EnsembleOptions,
+        device: torch.device,
+        share: Share,
+        progress: Progress,
+    ) -> Ensemble:
+        """Choose members, weight and calibrate them on the validation split, and score them on the test split."""
+        return build_ensemble(members, options, device, share, progress)

@@ -22,6 +22,11 @@ class MaterialsRun(Run):
         for rule in (_cutoff, _branches, _labels, _training):
             yield from rule(self)
 
+    @property
+    def data_names(self) -> list[str]:
+        """See `Run`."""
+        return [source.path for source in self.data.sources]
+
 
 def learned(model: MaterialsModel) -> dict[str, str]:
     """Labels and properties that the model learns, by name, with the field of the run file that asks for each."""

@@ -16,18 +16,18 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
+from phalanx.families.materials.compute_clock import ComputeClock, Timed
 from phalanx.families.materials.data.graph_stream import GraphBatchStream
 from phalanx.families.materials.data.structure_cost import SUMS, CostFit, CostModel, measured
 from phalanx.hardware.device import HostCopy
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.stage import Stage
-from phalanx.train.compute_clock import ComputeClock, Timed
 from phalanx.train.metrics import RankTimes
 
 _WARM_UP = 3
 """Steps of a process whose times are not taken: allocators and kernels settle."""
 _LAUNCHED = 1
-"""Steps that may have been launched since the one whose results are there (`train.run_ahead`)."""
+"""Steps that may have been launched since the one whose results are there (`train.asynchronous_steps`)."""
 _MEMORY = 0.7
 """Weight of earlier fits beside a new one: what was measured three fits ago counts a third."""
 

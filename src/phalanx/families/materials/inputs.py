@@ -38,7 +38,7 @@ from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, TrainableModel, Verification
 from phalanx.train.metrics import RankTimes
-from phalanx.train.state import damaged_field
+from phalanx.train.resume import damaged_field
 
 BALANCE = "balance.json"
 """File of a run directory that says how evenly ranks share the work."""

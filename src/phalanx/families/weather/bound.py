@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
+from phalanx.ensemble.family import Ensemble, EnsembleModel, EnsembleOptions, Progress
+from phalanx.ensemble.members import Member, Share
 from phalanx.families.weather import declare, sizes
 from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.cost import WeatherTracing
@@ -13,7 +19,7 @@ from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.splits import SplitCount
 
 
-class BoundWeather(WeatherLayout, WeatherTracing, WeatherInputs, WeatherVerification):
+class BoundWeather(WeatherLayout, WeatherTracing, WeatherInputs, WeatherVerification, EnsembleModel):
     """A forecaster bound to its run; the rooms' questions are answered by the modules beside this one."""
 
     run: WeatherRun
@@ -21,6 +27,9 @@ class BoundWeather(WeatherLayout, WeatherTracing, WeatherInputs, WeatherVerifica
     axes = frozenset(("dp_replicate", "dp_shard", "tp", "pp"))
     """Not `cp`: every token attends to every other, and `tp` shares out both heads and tokens between the matrices."""
     position_unit = "tok"
+    streams_weights = True
+
+    forecasts = True
 
     def positions(self) -> SplitCount:
         """Tokens: some of each location."""
@@ -55,3 +64,18 @@ class BoundWeather(WeatherLayout, WeatherTracing, WeatherInputs, WeatherVerifica
     def flops_per_sample(self) -> float:
         """Of the operations this code needs; attention sees all pairs, so `training.flops` makes no difference."""
         return float(sizes.model_flops_per_sample(self.run.model))
+
+    def build_ensemble(
+        self,
+        members: Sequence[Member],
+        options: EnsembleOptions,
+        device: torch.device,
+        share: Share,
+        progress: Progress,
+    ) -> Ensemble:
+        """Join the members' forecasts, stretched to the spread that the validation split asks for."""
+        from phalanx.families.weather.ensemble import build_forecasts  # noqa: PLC0415  (needs the extra [weather])
+
+        return build_forecasts(
+            members, device, hours=options.hours, starts=options.samples, share=share, progress=progress
+        )

@@ -22,6 +22,11 @@ class WeatherRun(Run):
         for rule in (_fields, _rollout, _attention):
             yield from rule(self)
 
+    @property
+    def data_names(self) -> list[str]:
+        """See `Run`."""
+        return [source.path for source in self.data.sources]
+
 
 def _fields(run: WeatherRun) -> Iterator[Problem]:
     """Data and model name the same variables in the same order."""

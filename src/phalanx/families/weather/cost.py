@@ -75,6 +75,10 @@ class WeatherParts(PartTracer):
         """See `PartTracer`."""
         return declare.relative_block_costs(self.model)
 
+    def random_drops(self) -> bool:
+        """See `PartTracer`."""
+        return self.model.random_drops
+
 
 class WeatherTracing(TracedModel):
     """See `planner.trace.family.TracedModel`."""

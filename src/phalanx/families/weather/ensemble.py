@@ -9,7 +9,7 @@ Forecasts are scored as they are made and none is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.ensemble.document import EnsembleFile, entries
-from phalanx.ensemble.members import Member, require_alike
-from phalanx.ensemble.share import ALONE, Share
+from phalanx.ensemble.ensemble_file import EnsembleFile, entries
+from phalanx.ensemble.family import Progress
+from phalanx.ensemble.members import ALONE, Member, Share, require_one_family
 from phalanx.errors import ConfigError
 from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.coordinates import HOUR
@@ -43,7 +43,6 @@ _OWN = {"statistics", "cache_mb", "prefetch", "lead_hours", "rollout_hours"}
 """Fields of the data section in which members may differ; what is normalised by is compared by itself."""
 _SPLITS: tuple[SplitName, ...] = ("validation", "test")
 """What calibrates, and what is scored: `split_frames` refuses splits that share times."""
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def build_forecasts(
     """
     if len(members) < 2:
         raise ConfigError("an ensemble has at least two members; name more runs")
-    require_alike(members)
+    require_one_family(members)
     loaded = [load_forecaster(member.checkpoint, device) for member in members]
     _require_same_fields(members, loaded)
     longest = hours or min(max(one.run.data.leads) for one in loaded)

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from phalanx.config.bounds import HiddenWidth, Layers, Width, first_repeated
-from phalanx.config.model import Model
+from phalanx.config.model import BlockModel
 
 Latitude = Annotated[float, Field(ge=-90.0, le=90.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
@@ -25,7 +25,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list), Field(min_
 Numbers = Annotated[tuple[PositiveFloat, ...], BeforeValidator(_tuple_from_list), Field(min_length=1)]
 
 
-class WeatherModel(Model):
+class WeatherModel(BlockModel):
     """One Vision Transformer over gridded fields. Presets (`model.preset`) fill every field but a few."""
 
     family: Literal["weather"] = "weather"

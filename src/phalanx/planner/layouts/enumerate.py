@@ -226,7 +226,7 @@ def _gathers(run: Run, rows: Columns, fixed: Fixed, limits: Limits) -> Columns:
     able &= (
         (not PRECISIONS[run.layout.precision].scales_loss)
         & (run.training.compile is not True)
-        & ("tp" in bind(run).axes)
+        & bind(run).streams_weights
     )
     # Of one rank, the one kind stands for both, as with other fields that have no effect.
     able = np.where(ranks > 1, able, "gather" in fixed)

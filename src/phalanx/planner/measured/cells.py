@@ -1,6 +1,6 @@
 """Cells of a table of measured runs: numbers, devices and number formats.
 
-Cells may be blank. A row whose cells hold something else than they should cannot be used, which is not an error of the table.
+Cells may be blank. A row whose cells hold what they should not cannot be used, which is not an error of the table.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ def steps_of(
         embedding_parameters=counts[:, 0],
         head_parameters=counts[:, 2] - np.where(alone, counts[:, 3], 0.0),
         tensors=Tensors(block=counts[:, 5], embedding=counts[:, 4], head=counts[:, 6]),
-        streams=Streams.of(blocks, distinct[:, 3], _drops(setting)).take(which),
+        streams=Streams.of(blocks, distinct[:, 3], part_tracer(setting).random_drops()).take(which),
         alike=_distinct([like_parts, like_shards, like_replicas, unit])[1],
         hidden_bytes=samples * positions * width / layouts.tp,
         shards=shards_lie,
@@ -280,11 +280,6 @@ def _part_sizes(settings: Sequence[tuple[Setting, int]], framework: FrameworkPro
         tensors = [sum(not parameter.streamed for parameter in part.parameters) for part in (embedding, block, head)]
         sizes.append((*counts, shared, *tensors))
     return np.asarray(sizes, np.float64), blocks
-
-
-def _drops(setting: Setting) -> bool:
-    """Whether anything is left out at random behind a chain, so that recompute needs its result."""
-    return setting.model.dropout > 0.0 or getattr(setting.model, "drop_path", 0.0) > 0.0
 
 
 def rank_layers(setting: Setting, layouts: Candidates, framework: FrameworkProfile) -> tuple[RankLayers, Floats]:

@@ -15,13 +15,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.model import LanguageModel, Model
+from phalanx.config.model import BlockModel, Model
 from phalanx.config.schema import Run
 from phalanx.data.batch_stream import Batch
 from phalanx.families.family import BoundModel
 from phalanx.families.registry import bind, bound_class
 from phalanx.families.sizes import check_parameter_count
-from phalanx.families.weather.model_config import WeatherModel
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.family import LayoutModel
@@ -39,9 +38,6 @@ from phalanx.planner.trace.recorder import Recorder
 PartName = Literal["embedding", "block", "head"]
 Kernel = Literal["flash", "cudnn", "efficient", "flex", "math", "cpu"]
 """Attention as accelerators compute it; `cpu` is what an uncompiled run on the CPU does."""
-PlannedModel = LanguageModel | WeatherModel
-"""Models of the families that declare blocks."""
-
 MODEL_PARTS = {
     "embedding": ModelChunk(range(0), first=True, last=False),
     "block": ModelChunk(range(1), first=False, last=False),
@@ -54,7 +50,7 @@ MODEL_PARTS = {
 class Setting:
     """Everything the costs of a part depend on, besides the micro-batch."""
 
-    model: PlannedModel
+    model: BlockModel
     length: int
     """Positions a sample."""
     tp: int = 1
@@ -117,7 +113,7 @@ class PartParameter:
 class PartTracer(ABC):
     """The parts of a model on meta, in one setting."""
 
-    model: Model
+    model: BlockModel
     """Of the setting: a family's class declares this attribute with the type of its own."""
 
     def __init__(self, setting: Setting) -> None:
@@ -150,6 +146,10 @@ class PartTracer(ABC):
     def tied(self) -> dict[str, str]:
         """Parameters that are copies of others wherever both are not in one part, by name; by default none."""
         return {}
+
+    def random_drops(self) -> bool:
+        """Whether training leaves anything out at random behind the matrices of a block; by default not."""
+        return False
 
 
 class TracedModel(LayoutModel):
@@ -208,10 +208,10 @@ def require_planned(model: Model) -> None:
     check_parameter_count(model)
 
 
-def planned_model(run: Run) -> PlannedModel:
+def planned_model(run: Run) -> BlockModel:
     """The model of a run that can be planned for. Raises ConfigError, with the reason, for others."""
     require_planned(run.model)
-    assert isinstance(run.model, PlannedModel)
+    assert isinstance(run.model, BlockModel)
     return run.model
 
 

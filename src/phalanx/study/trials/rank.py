@@ -26,8 +26,8 @@ from phalanx.files import write_atomically
 from phalanx.hardware.device import choose_device
 from phalanx.layout.mesh import Ranks, ranks_from_environment
 from phalanx.torch_compat import common as compat
-from phalanx.train.failures import ran_out_of_memory
 from phalanx.train.start import train
+from phalanx.train.stopping import ran_out_of_memory
 
 MEMORY_LIMIT = "PHALANX_TRIAL_MEMORY"
 """Variable that holds the most bytes of host memory that a rank may take."""

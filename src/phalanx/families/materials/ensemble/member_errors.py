@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.ensemble.members import Member
+from phalanx.ensemble.members import ALONE, Member, Share
 from phalanx.ensemble.residuals import Float32Array, Int64Array, Residuals
-from phalanx.ensemble.share import ALONE, Share
 from phalanx.errors import CheckpointError, DataError
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.balance import divide_within
@@ -25,7 +24,7 @@ from phalanx.families.materials.data.graph_order import Located
 from phalanx.families.materials.data.graph_shards import PreparedSource, Split, open_prepared
 from phalanx.families.materials.data.structure_cost import CostModel
 from phalanx.families.materials.data.trained_elements import trained_elements, untrained_by_source
-from phalanx.families.materials.ensemble.stacked import NetworkStack
+from phalanx.families.materials.ensemble.network_stack import NetworkStack
 from phalanx.families.materials.evaluation.error_sums import Quantity, quantities
 from phalanx.families.materials.evaluation.network_predictions import load_network
 from phalanx.families.materials.inputs import columns_of
@@ -55,7 +54,7 @@ def member_residuals(
     Raises DataError where the split is empty or holds an element that a member does not know, CheckpointError for a member
     that cannot be read or whose predictions are not finite.
     """
-    runs = [_materials(member) for member in members]
+    runs = [materials_run(member) for member in members]
     sources = open_prepared(runs[0].data, split)
     found = _chosen(sources, samples)
     if not len(found.item):
@@ -86,14 +85,15 @@ def untrained_elements(
 ) -> dict[str, dict[int, int]]:
     """By source and atomic number: structures that `member_residuals` takes with an element that the branch of the source
     was not trained on in some member, of those that say what they were trained on."""
-    run = _materials(members[0])
+    run = materials_run(members[0])
     sources = open_prepared(run.data, split)
     found, names = _chosen(sources, samples), [branch.name for branch in run.model.branches]
     known = [trained for trained in (trained_elements(member.checkpoint) for member in members) if trained is not None]
     return untrained_by_source(sources, found, names, known) if known else {}
 
 
-def _materials(member: Member) -> MaterialsRun:
+def materials_run(member: Member) -> MaterialsRun:
+    """Return the run of a member, which is one of the materials family."""
     assert isinstance(member.run, MaterialsRun)
     return member.run
 

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.errors import Interrupted
 from phalanx.launch.parent import ONE_WISH_S, STOP_SIGNALS
-from phalanx.train.interrupt import StopRequest
+from phalanx.train.stopping import StopRequest
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.precision import PRECISIONS
 from phalanx.verify.bound import Bound
-from phalanx.verify.compare import Check, compare, from_first
+from phalanx.verify.compare import Check, compare_records, from_first
 from phalanx.verify.family import VerifiableModel
-from phalanx.verify.record import Record, record
-from phalanx.verify.reduced import one_rank
+from phalanx.verify.record import Record, record_training
+from phalanx.verify.reduced_run import one_rank_run
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Verdict:
         return next((check for check in self.checks if not check.passed), None)
 
     def worst(self, what: str) -> Check | None:
-        """The check of this kind that comes nearest to its bound, or exceeds it most."""
+        """Return the check of this kind that comes nearest to its bound, or exceeds it most."""
         return max((c for c in self.checks if c.what == what), key=lambda c: c.error / c.bound, default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: all that failed, and the worst of each kind."""
+        """Return plain values for JSON: all that failed, and the worst of each kind."""
         kinds = dict.fromkeys(check.what for check in self.checks)
         worst = {what: check.as_dict() for what in kinds if (check := self.worst(what))}
         failed = [check.as_dict() for check in self.checks if not check.passed]
@@ -82,18 +82,18 @@ class Verifier:
         self.reference: Record | None = None
         self._groups: Groups = {} if groups is None else groups
         if not dist.is_initialized() or dist.get_rank() == 0:
-            alone = one_rank(run)
-            layout = resolve_layout(alone, 1)
-            self.reference = record(alone, layout, ONE_RANK, device, steps=steps, activations=activations)
+            single = one_rank_run(run)
+            layout = resolve_layout(single, 1)
+            self.reference = record_training(single, layout, ONE_RANK, device, steps=steps, activations=activations)
 
     def verify(self, layout: ResolvedLayout) -> Verdict:
         """Compare `layout` with one rank. Every rank calls it and gets the same verdict."""
         start = time.perf_counter()
         mesh = build_mesh(layout, self.device, self._groups)
-        mine = record(self.run, layout, mesh, self.device, steps=self.steps, activations=self.activations)
+        mine = record_training(self.run, layout, mesh, self.device, steps=self.steps, activations=self.activations)
         optimizer = self.run.optimizer
         vanishing = bind(self.run).vanishing
-        checks = compare(mine, self.reference, self._bound(), optimizer.lr / optimizer.eps, vanishing)
+        checks = compare_records(mine, self.reference, self._bound(), optimizer.lr / optimizer.eps, vanishing)
         words = layout.in_words(self.run.layout.recompute, self.run.layout.gather_blocks)
         return Verdict(str(layout), words, str(self._bound()), checks, from_first(time.perf_counter() - start))
 

@@ -12,7 +12,7 @@ from phalanx.layout.legality import reasons
 from phalanx.layout.resolve import every_layout, resolve_layout, with_degrees
 from phalanx.layout.spec import DEGREES
 from phalanx.verify.bound import Bound, layer_of
-from phalanx.verify.reduced import reduced_run
+from phalanx.verify.reduced_run import reduced_run
 
 
 def run_of(preset: str, world: int, **data: Any) -> LanguageRun:

@@ -19,9 +19,9 @@ from phalanx.layout.mesh import Ranks, join_process_group, leave_process_group, 
 from phalanx.layout.resolve import every_layout, resolve_layout, stated_ranks
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.precision import PRECISIONS
-from phalanx.verify.check import Verdict, Verifier
 from phalanx.verify.family import VerifiableModel
-from phalanx.verify.reduced import full_run, reduced_run, with_small_batch
+from phalanx.verify.reduced_run import full_run, reduced_run, with_small_batch
+from phalanx.verify.verifier import Verdict, Verifier
 
 MOST_RANKS = 256
 """Processes that are started here at most."""
@@ -80,17 +80,17 @@ def verify_run(run: Run, options: Options) -> Outcome:
     device = _CPU if own_ranks else choose_device(run.cluster.device, ranks.local_rank)
     require_cpu_format(PRECISIONS[small.layout.precision].compute_dtype, device)
     if ranks.world_size > 1:
-        verdicts = _under_a_launcher(small, layouts, options, ranks)
+        verdicts = _verify_under_launcher(small, layouts, options, ranks)
     elif world == 1:
         verdicts = _verify_all(small, layouts, options, device)
     else:
-        verdicts = _in_own_ranks(small, layouts, options, world)
+        verdicts = _verify_in_own_ranks(small, layouts, options, world)
     chosen = run.layout
     fixed = f"gather={chosen.gather} gather_blocks={chosen.gather_blocks} recompute={chosen.recompute}"
-    return Outcome(verdicts, _in_words(small), world, fixed if options.everything else "")
+    return Outcome(verdicts, _describe_run(small), world, fixed if options.everything else "")
 
 
-def _under_a_launcher(run: Run, layouts: list[ResolvedLayout], options: Options, ranks: Ranks) -> list[Verdict]:
+def _verify_under_launcher(run: Run, layouts: list[ResolvedLayout], options: Options, ranks: Ranks) -> list[Verdict]:
     device = choose_device(run.cluster.device, ranks.local_rank)
     join_process_group(ranks, device, timeout_s=options.timeout_s)
     verdicts = _verify_all(run, layouts, options, device)
@@ -98,7 +98,7 @@ def _under_a_launcher(run: Run, layouts: list[ResolvedLayout], options: Options,
     return verdicts
 
 
-def _in_own_ranks(run: Run, layouts: list[ResolvedLayout], options: Options, world: int) -> list[Verdict]:
+def _verify_in_own_ranks(run: Run, layouts: list[ResolvedLayout], options: Options, world: int) -> list[Verdict]:
     try:
         results = run_ranks(_verify_all, world, run, layouts, options, timeout_s=options.timeout_s)
     except RanksFailed as failure:
@@ -123,6 +123,6 @@ def _verify_all(
     return verdicts
 
 
-def _in_words(run: Run) -> str:
+def _describe_run(run: Run) -> str:
     model = bind(run, VerifiableModel).in_words()
     return f"{model}, global batch {run.layout.global_batch}, {run.layout.precision}, {run.training.steps} steps"

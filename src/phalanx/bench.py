@@ -1,4 +1,4 @@
-"""Some steps of a run, trained for real in processes of their own, and the figures that they give."""
+"""How fast a run is on the devices that are here: some steps trained for real, beside what a plan expects of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import PhalanxError
 from phalanx.files import write_atomically
+from phalanx.hardware.machine import Machine
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.planner.layouts.candidates import Candidates
+from phalanx.planner.rank.cost_models import CostModels
+from phalanx.planner.rank.summary import interval
+from phalanx.planner.time.profile import NamedProfile
 from phalanx.report.run_log import FloatArray, RunLog
 from phalanx.study.trials.causes import failure, log_tail, rank_reports
 from phalanx.study.trials.launchers import Launcher
@@ -22,48 +28,48 @@ from phalanx.study.trials.trial import FAILURES, Trial
 
 @dataclass(frozen=True)
 class Measured:
-    """What steps of one layout took. Rates and times are medians of the steps that count; None where nothing tells."""
+    """Figures of the steps of one layout: medians of the steps that count; None where the device does not tell."""
 
     device: str
-    """Its name."""
+    """Name that the driver reports."""
     device_kind: str
-    """What machine descriptions call it."""
+    """Name in machine descriptions."""
     attention: str
-    """The kernel."""
+    """Attention kernel."""
     unit: str
-    """What is counted a second."""
+    """Unit of `per_s_per_device`, such as tok."""
     step_s: float
     step_s_range: tuple[float, float]
-    """The quickest and the slowest of them."""
+    """Quickest and slowest step that counts."""
     all_step_s: tuple[float, ...]
-    """Every step from the first, which compiles, on."""
+    """Every step, the first ones, which compile, included."""
     skipped: int
-    """First steps that do not count."""
+    """First steps that do not count: they compile and warm up."""
     per_s_per_device: float
     tflops_per_device: float
     """Model TFLOP/s, by the convention of `training.flops`."""
     mfu: float | None
-    """Of the nominal peak."""
+    """Model FLOPs utilisation, of the nominal peak."""
     mfu_measured: float | None
-    """Of the rate of a large product, measured on this device at the start."""
+    """Model FLOPs utilisation, of the rate of a large product measured on this device at the start."""
     flops_convention: str
     data_wait_share: float
-    """Of the steps' time."""
+    """Share of the steps' time spent waiting for data."""
     memory_bytes: float | None
     """Most bytes of live tensors, and of buffers that peers read, on the rank that had most; None on a CPU."""
     memory_retries: int | None
     """Times that rank 0's allocator found its device full, and gave back what it kept, which takes long."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return asdict(self)
 
 
-def measure(run: Run, launcher: Launcher, ranks: int, folder: Path, *, skip: int, limit_s: float) -> Measured:
+def measure_steps(run: Run, launcher: Launcher, ranks: int, folder: Path, *, skip: int, limit_s: float) -> Measured:
     """Train `run`, which is short, on `ranks` ranks and read what it logged.
 
-    folder: of its own, for the run and what its processes say. skip: first steps that do not count, fewer than there are.
-    limit_s: seconds after which the processes are ended. Raises PhalanxError where the run fails, with the reason.
+    folder: an empty one, for the run and the output of its processes. skip: first steps that do not count, fewer than there
+    are. limit_s: seconds after which the processes are ended. Raises PhalanxError where the run fails, with the reason.
     """
     write_atomically(folder / RUN_FILE, dump_run(run))
     env = launcher.env(Trial(0, "", {}, "bench"))
@@ -73,10 +79,10 @@ def measure(run: Run, launcher: Launcher, ranks: int, folder: Path, *, skip: int
         outcome = failure([found for found in reports if found], ended, log_tail(folder / "log"))
         raise PhalanxError(f"{FAILURES.get(outcome.cause, outcome.cause)}: {outcome.words}")
     peaks = [found["memory_bytes"] for found in reports if found and found["memory_bytes"] is not None]
-    return _summary(RunLog.read(folder / TRAINED), ranks, skip, max(peaks, default=None))
+    return _summarise_log(RunLog.read(folder / TRAINED), ranks, skip, max(peaks, default=None))
 
 
-def _summary(log: RunLog, ranks: int, skip: int, peak: float | None) -> Measured:
+def _summarise_log(log: RunLog, ranks: int, skip: int, peak: float | None) -> Measured:
     def counted(name: str) -> FloatArray:
         return log.column(name)[skip:]
 
@@ -104,4 +110,46 @@ def _summary(log: RunLog, ranks: int, skip: int, peak: float | None) -> Measured
         data_wait_share=float(counted("data_wait_seconds").sum() / seconds.sum()),
         memory_bytes=peak,
         memory_retries=None if np.isnan(retries) else int(retries),
+    )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the planner expects of one layout on one machine."""
+
+    cluster: str
+    device: str
+    """Kind of the cluster's devices."""
+    profile: str
+    """Name and source of the constants."""
+    step_s: float
+    step_s_interval: tuple[float, float]
+    """Interval that holds the step time with a probability of 90%."""
+    time_by_cause_s: dict[str, float]
+    memory_bytes: float
+    """On the worst rank, as a run logs it."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        return asdict(self)
+
+
+def expect_step(run: Run, layout: ResolvedLayout, machine: Machine, profile: NamedProfile) -> Expected:
+    """Return what the planner expects of `run` in `layout` on `machine`, its pipeline simulated.
+
+    Raises ConfigError where a plan would.
+    """
+    models = CostModels(machine, profile)
+    candidate = Candidates.of([layout], [run.layout.recompute])
+    times, memory = models.times(run, candidate, exact=True), models.memory(run, candidate)
+    seconds = float(times.total[0])
+    causes = {name: float(values[0]) for name, values in times.causes.items() if values[0] > 0}
+    return Expected(
+        cluster=machine.name,
+        device=machine.node.device,
+        profile=models.profile_words,
+        step_s=seconds,
+        step_s_interval=interval(seconds, float(times.spread[0])),
+        time_by_cause_s=dict(sorted(causes.items(), key=lambda item: -item[1])),
+        memory_bytes=float(memory.peak[0]),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,33 +10,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from phalanx.ensemble.calibrate import Fitted, Kind, calibrate, conformal_part
-from phalanx.ensemble.document import EnsembleFile, LabelEntry, entries
-from phalanx.ensemble.members import Member, require_alike
+from phalanx.ensemble.calibrate import Fitted, calibrate, conformal_part
+from phalanx.ensemble.ensemble_file import EnsembleFile, LabelEntry, entries
+from phalanx.ensemble.family import EnsembleOptions, Progress
+from phalanx.ensemble.members import ALONE, Member, Share, require_one_family
 from phalanx.ensemble.residuals import FloatArray, Residuals
 from phalanx.ensemble.scores import CURVE, LEVELS, Errors, Scores, errors_of, score
-from phalanx.ensemble.select import Chosen, best_by_score, choose, fit_weights, relative_products
-from phalanx.ensemble.share import ALONE, Share
+from phalanx.ensemble.select_members import Chosen, best_by_score, choose, fit_weights, relative_products
 from phalanx.errors import ConfigError, DataError
-from phalanx.families.materials.data.graph_shards import Split
-from phalanx.families.materials.ensemble.residuals import member_residuals, untrained_elements
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """How an ensemble is to be made."""
-
-    top: int | None = None
-    """Members to choose; None takes all candidates."""
-    diversity: float = 1.0
-    """See `select.choose`."""
-    weights: Literal["equal", "fitted"] = "fitted"
-    calibration: Kind | None = None
-    """None takes the likeliest on held-out structures."""
-    samples: int | None = None
-    """Structures of each split; None takes all."""
-    side_by_side: int | None = None
-    """Most members on a device at a time; None goes by memory."""
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.data.graph_shards import Split, read_manifest
+from phalanx.families.materials.data_config import GraphData
+from phalanx.families.materials.ensemble.member_errors import materials_run, member_residuals, untrained_elements
+from phalanx.families.materials.evaluation.error_sums import quantities
 
 
 @dataclass(frozen=True)
@@ -81,7 +67,7 @@ class LabelResult:
 
 
 @dataclass(frozen=True)
-class Built:
+class MaterialsEnsemble:
     """An ensemble, ready to be written, shown and used."""
 
     candidates: list[Member]
@@ -92,7 +78,7 @@ class Built:
     alone: list[float]
     """Relative validation error of each candidate; see `select.relative_products`."""
     labels: list[LabelResult]
-    wanted: Wanted
+    options: EnsembleOptions
     untrained: dict[Split, dict[str, dict[int, int]]]
     """By split: see `materials.untrained_elements`."""
 
@@ -116,8 +102,8 @@ class Built:
                 for one, weight in zip(self.members, self.chosen.weights, strict=True)
             ],
             "selection": {
-                "diversity": self.wanted.diversity,
-                "weights": self.wanted.weights,
+                "diversity": self.options.diversity,
+                "weights": self.options.weights,
                 "members": [names[number] for number in self.chosen.members],
                 "validation_error": list(self.chosen.errors),
                 "by_score": [names[number] for number in self.by_score.members],
@@ -149,11 +135,11 @@ class Built:
 
 def build_ensemble(
     candidates: Sequence[Member],
-    wanted: Wanted,
+    options: EnsembleOptions,
     device: torch.device,
     share: Share = ALONE,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-) -> Built:
+    progress: Progress = lambda what, done, total: None,
+) -> MaterialsEnsemble:
     """Choose members, calibrate them on the validation split and score them on the test split. Every rank calls it.
 
     Half of the validation structures serve the conformal quantiles alone; members are chosen by the other half, and the
@@ -161,32 +147,33 @@ def build_ensemble(
 
     Raises ConfigError and DataError for candidates that do not go together and for splits that are too small.
     """
-    if len(candidates) < 2 or wanted.top == 1:
+    if len(candidates) < 2 or options.top == 1:
         raise ConfigError("an ensemble has at least two members; name more runs, or a larger --top")
-    require_alike(candidates)
+    require_one_family(candidates)
+    _require_same_predictions(candidates)
 
     def residuals(members: Sequence[Member], split: Literal["validation", "test"]) -> list[Residuals]:
         return member_residuals(
             members,
             split,
             device,
-            samples=wanted.samples,
-            side_by_side=wanted.side_by_side,
+            samples=options.samples,
+            side_by_side=options.side_by_side,
             share=share,
             progress=lambda done, total: progress(split, done, total),
         )
 
     validation = residuals(candidates, "validation")
     products = relative_products([rows.where(~conformal_part(rows.structures_n)) for rows in validation])
-    count = wanted.top or len(candidates)
-    chosen = choose(products, count, diversity=wanted.diversity)
-    if wanted.weights == "fitted":
+    count = options.top or len(candidates)
+    chosen = choose(products, count, diversity=options.diversity)
+    if options.weights == "fitted":
         chosen = fit_weights(products, chosen)
     by_score = best_by_score(products, [member.score for member in candidates], count)
     shown = list(dict.fromkeys([*chosen.members, *by_score.members]))
     test = {rows.name: rows for rows in residuals([candidates[number] for number in shown], "test")}
     labels = [
-        _label_result(rows.of_members(chosen.members), test[rows.name], chosen, by_score, shown, wanted)
+        _label_result(rows.of_members(chosen.members), test[rows.name], chosen, by_score, shown, options)
         for rows in validation
         if rows.name in test
     ]
@@ -195,15 +182,20 @@ def build_ensemble(
     alone = np.sqrt(np.diag(products)).tolist()
     members = [candidates[number] for number in chosen.members]
     splits: tuple[Split, ...] = ("validation", "test")
-    untrained = {split: untrained_elements(members, split, wanted.samples) for split in splits}
-    return Built(list(candidates), members, chosen, by_score, alone, labels, wanted, untrained)
+    untrained = {split: untrained_elements(members, split, options.samples) for split in splits}
+    return MaterialsEnsemble(list(candidates), members, chosen, by_score, alone, labels, options, untrained)
 
 
 def _label_result(
-    validation: Residuals, test: Residuals, chosen: Chosen, by_score: Chosen, shown: Sequence[int], wanted: Wanted
+    validation: Residuals,
+    test: Residuals,
+    chosen: Chosen,
+    by_score: Chosen,
+    shown: Sequence[int],
+    options: EnsembleOptions,
 ) -> LabelResult:
     """validation: errors of the members; test: of all candidates in `shown`."""
-    fitted = calibrate(validation, chosen.weights, wanted.calibration)
+    fitted = calibrate(validation, chosen.weights, options.calibration)
     ours = test.of_members([shown.index(number) for number in chosen.members])
     error_n, spread_n = ours.combined(chosen.weights)
     other: Errors | None = None
@@ -239,3 +231,48 @@ def _label_facts(label: LabelResult) -> dict[str, Any]:
     plain["calibration"] = label.fitted.calibration.model_dump()
     plain["held_out_nll"] = plain.pop("fitted")["held_out_nll"]
     return plain
+
+
+def _require_same_predictions(members: Sequence[Member]) -> None:
+    """Raise ConfigError or DataError for members that predict other numbers, or were trained on another split.
+
+    Widths, backbones, depths, training and layouts may differ.
+    """
+    first, *others = members
+    for other in others:
+        _require_same(first, materials_run(first), other, materials_run(other))
+
+
+def _require_same(first: Member, a: MaterialsRun, other: Member, b: MaterialsRun) -> None:
+    compared: tuple[tuple[str, object, object], ...] = (
+        ("data.sources", [source.name for source in a.data.sources], [source.name for source in b.data.sources]),
+        ("model.branches", [branch.name for branch in a.model.branches], [branch.name for branch in b.model.branches]),
+        ("quantities", [q.name for q in quantities(a.model)], [q.name for q in quantities(b.model)]),
+        ("data.cutoff", a.data.cutoff, b.data.cutoff),
+        ("data.max_neighbours", a.data.max_neighbours, b.data.max_neighbours),
+    )
+    for what, mine, theirs in compared:
+        if mine != theirs:
+            raise ConfigError(
+                f"{other.path} differs from {first.path} in {what}: {_words(theirs)}, not {_words(mine)}; "
+                f"members of an ensemble predict the same of the same prepared data"
+            )
+    for name, ours, others in zip(_names(a.data), fingerprints(a.data), fingerprints(b.data), strict=True):
+        if ours != others:
+            raise DataError(
+                f"{other.path} was trained on other structures of source {name} than {first.path} "
+                f"({b.data.prepared}, {a.data.prepared}), or on another split of them; members need the same"
+            )
+
+
+def fingerprints(data: GraphData) -> list[str]:
+    """What tells prepared data from any other, one a source: structures, labels, edges and their split."""
+    return [read_manifest(Path(data.prepared) / name).fingerprint for name in _names(data)]
+
+
+def _names(data: GraphData) -> list[str]:
+    return [source.name for source in data.sources]
+
+
+def _words(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,6 +1,6 @@
 """Steps launched before the last one was read: the run is the same, and all that looks at its state sees the right one.
 
-On accelerators short steps are; here a processor that computes while it launches is told to do the same.
+On accelerators short steps are; here a processor that computes while it launches does the same.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from phalanx.config.load import load_run
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.hardware.device import HostCopy
 from phalanx.train import trainer
-from phalanx.train.run_ahead import SHORT_S, RunAhead
+from phalanx.train.asynchronous_steps import SHORT_S, AsynchronousSteps
 from token_data import write_run_file, write_token_folder
 
 STEPS, CHECKPOINTS, EVALUATIONS = 30, 10, 7
 SLOW, SLOW_SECONDS = 4, 1.0
 
 
-class NotedRunAhead(RunAhead):
+class NotedSteps(AsynchronousSteps):
     """Says in a file what it was asked for."""
 
     def __init__(self, file: Path, device: torch.device, *, allowed: bool) -> None:
@@ -41,9 +41,9 @@ class NotedRunAhead(RunAhead):
         super().__init__(device, allowed=True)
         self.file = file
 
-    def told(self, found: Tensor, signal_number: int, seconds: float) -> HostCopy:
+    def share(self, found: Tensor, signal_number: int, seconds: float) -> HostCopy:
         self._note("launched")
-        return super().told(found, signal_number, seconds)
+        return super().share(found, signal_number, seconds)
 
     def read(self, found: HostCopy) -> list[float]:
         self._note("read")
@@ -54,28 +54,28 @@ class NotedRunAhead(RunAhead):
             file.write(word + "\n")
 
 
-class SlowRunAhead(NotedRunAhead):
+class SlowSteps(NotedSteps):
     """The launch of one step, behind the one that is launched behind nothing, takes long."""
 
     launched = 0
 
-    def told(self, found: Tensor, signal_number: int, seconds: float) -> HostCopy:
+    def share(self, found: Tensor, signal_number: int, seconds: float) -> HostCopy:
         self.launched += 1
         if self.launched == SLOW:
             time.sleep(SLOW_SECONDS)
-        return super().told(found, signal_number, seconds)
+        return super().share(found, signal_number, seconds)
 
 
-def train_ahead(words: Sequence[str], kind: type[NotedRunAhead] = NotedRunAhead) -> None:
+def train_ahead(words: Sequence[str], kind: type[NotedSteps] = NotedSteps) -> None:
     """`phalanx train`, on a processor, as on an accelerator."""
     file = Path(words[words.index("--run-dir") + 1]).with_suffix(f".order-{os.environ.get('RANK', '0')}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "RunAhead", partial(kind, file))
+        patch.setattr(trainer, "AsynchronousSteps", partial(kind, file))
         main(words)
 
 
 def train_with_a_slow_step(words: Sequence[str]) -> None:
-    train_ahead(words, SlowRunAhead)
+    train_ahead(words, SlowSteps)
 
 
 def order(run_dir: Path, rank: int = 0) -> list[tuple[str, int]]:
@@ -165,12 +165,12 @@ def test_no_time_counts_for_two_steps(run_file: Path) -> None:
 
 
 def test_of_long_steps_each_is_read_first() -> None:
-    ahead = RunAhead(torch.device("cpu"), allowed=True)
+    ahead = AsynchronousSteps(torch.device("cpu"), allowed=True)
     for seconds, expected in ((0.0, True), (2 * SHORT_S, False), (0.5 * SHORT_S, True)):
         figures_2 = torch.tensor([1.0, 2.0], dtype=torch.float64)
-        assert ahead.read(ahead.told(figures_2, 0, seconds)) == [1.0, 2.0]
+        assert ahead.read(ahead.share(figures_2, 0, seconds)) == [1.0, 2.0]
         assert ahead.ahead is expected and ahead.signal_number == 0
-    ahead.read(ahead.told(figures_2, signal.SIGTERM, 0.1))
+    ahead.read(ahead.share(figures_2, signal.SIGTERM, 0.1))
     assert ahead.signal_number == signal.SIGTERM
 
 

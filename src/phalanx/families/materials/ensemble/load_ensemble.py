@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.ensemble.document import EnsembleFile, LabelEntry, member_checkpoints, read_ensemble
+from phalanx.ensemble.ensemble_file import EnsembleFile, LabelEntry, member_checkpoints, read_ensemble
 from phalanx.errors import ConfigError
-from phalanx.families.materials.ensemble.stacked import NetworkStack
+from phalanx.families.materials.ensemble.network_stack import NetworkStack
 from phalanx.families.materials.evaluation.network_predictions import LoadedNetwork, load_network
 from phalanx.families.materials.model.losses import Predictions
 

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.layout.mesh import Ranks
-from phalanx.train.failures import explain_failures
+from phalanx.train.stopping import explain_failures
 
 CPU = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: 8 bytes."
 PEER = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5"

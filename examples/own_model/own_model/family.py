@@ -1,0 +1,26 @@
+"""What the family is called and what its run files hold. Needs no torch."""
+
+from typing import Literal
+
+from phalanx import BlockModel, BlockRun, Family
+from phalanx.config.bounds import Width
+
+
+class GatedConvModel(BlockModel):
+    """The shape of one model."""
+
+    family: Literal["gated_conv"] = "gated_conv"
+    """Model family."""
+    hidden: Width
+    """Channels of the convolution."""
+    kernel: Width = 4
+    """Positions that the convolution sees: this one and those before it."""
+
+
+class GatedConvRun(BlockRun):
+    """A run that trains such a model."""
+
+    model: GatedConvModel
+
+
+FAMILY = Family("gated_conv", GatedConvRun, bound="own_model.network:BoundGatedConv")

@@ -1,0 +1,156 @@
+"""What programs of your own call: one function for each subcommand, with typed results and nothing printed.
+
+Everything here is given by `import phalanx` under the same name, and stays as it is between versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.checkpoint import materialise_optimizer_state, open_checkpoints, read_state
+from phalanx.config.families import FAMILIES, Family
+from phalanx.config.load import parse_run
+from phalanx.config.schema import Run
+from phalanx.data.sources import DATA_SOURCES, DataSource
+from phalanx.errors import CheckpointError, PhalanxError
+from phalanx.families.registry import bind
+from phalanx.hardware.device import choose_device
+from phalanx.hardware.machine import load_machine
+from phalanx.layout.apply import ParallelModel, apply_layout
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.execute import Executor
+from phalanx.layout.mesh import ONE_RANK
+from phalanx.layout.resolve import resolve_layout
+from phalanx.planner.dryrun.report import RankReport
+from phalanx.planner.dryrun.run import dry_run
+from phalanx.planner.rank.cost_models import CostModels
+from phalanx.planner.rank.judge import Planner, Task
+from phalanx.planner.rank.plan import Plan, Wishes, make_plan
+from phalanx.planner.time.profile import choose_profile
+from phalanx.planner.trace.family import require_planned
+from phalanx.train.inputs import Finding, TrainableModel
+from phalanx.train.resume import load_weights
+from phalanx.train.start import train as train_run
+from phalanx.train.step import TrainStep, build_step
+from phalanx.verify.reduced_run import one_rank_run
+from phalanx.verify.verify_run import Options, Outcome, verify_run
+
+
+def register(item: Family | type[DataSource], name: str | None = None) -> None:
+    """Make a family or a data source known to this process, as an entry point of an installed package does to every one.
+
+    Ranks and trials that are started as processes of their own know an item only where they import what registers it.
+
+    item: a `Family`, or a subclass of `DataSource`. name: what run files call it; by default the family's name, or the
+    class's. Raises PhalanxError for a name that is taken.
+    """
+    if isinstance(item, Family):
+        FAMILIES.register(name or item.name, item)
+    elif isinstance(item, type) and issubclass(item, DataSource):
+        DATA_SOURCES.register(name or item.__name__, item)
+    else:
+        raise PhalanxError(f"phalanx.register takes a Family or a subclass of DataSource, not {item!r}")
+
+
+def plan(run: Run, cluster: str, devices: int, *, profile: str | None = None, least_probability: float = 0.9) -> Plan:
+    """Return the layouts that are worth running, fastest first, with their time and memory.
+
+    cluster: name of a machine, or path of its YAML file. devices: how many train. profile: name of the device's measured
+    rates; None takes the best known ones. least_probability: that a layout fits into memory, for it to be taken.
+
+    Raises ConfigError for a run that cannot be planned for and a machine that is not known, NothingFits where no layout
+    fits.
+    """
+    require_planned(run.model)
+    machine = load_machine(cluster)
+    planner = Planner(machine, CostModels(machine, choose_profile(machine, cluster, profile)), least_probability)
+    return make_plan(planner, Task(run, devices), Wishes())
+
+
+def dryrun(
+    run: Run, devices: int, rank: int = 0, *, device: str = "gpu", devices_per_node: int | None = None
+) -> RankReport:
+    """Run one optimizer step of `rank` of `devices` without memory or neighbours, and return what it takes.
+
+    device: "gpu" computes with an accelerator's kernels, "cpu" with the CPU's. The report has the peak in bytes, what it is
+    held for, and every collective. Raises ConfigError for a layout that is not legal.
+    """
+    layout = resolve_layout(run, devices, devices_per_node)
+    return dry_run(run, layout, rank, _build_whole_step, accelerator=device == "gpu", devices_per_node=devices_per_node)
+
+
+def verify(
+    run: Run, ranks: int | None = None, *, every_layout: bool = False, precision: str = "fp64", steps: int = 2
+) -> Outcome:
+    """Compare the layout of `run`, or every legal one, with one rank: losses, gradients and updated parameters.
+
+    ranks: processes to start on this machine; None takes as many as the degrees multiply to. The model is reduced, so that
+    it runs on a CPU. Read `Outcome.verdicts`: each has `passed` and the first thing that differs. Raises ConfigError for a
+    layout that is not legal, PhalanxError where ranks fail or hang.
+    """
+    return verify_run(run, Options(ranks, every_layout, precision=precision, steps=steps))
+
+
+def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
+    """Train `run` in the ranks that a launcher started, or in this process alone, from wherever `training.resume` says.
+
+    run_dir: where metrics and checkpoints go. until: a step to end at before `training.steps`. Raises ConfigError, DataError
+    and CheckpointError for what is wrong with the run, its data and what is on disk, Interrupted when asked to stop.
+    """
+    train_run(run, run_dir, until=until)
+
+
+def load_model(path: Path, *, device: str = "cpu") -> nn.Module:
+    """Return the model of the newest checkpoint of a run directory, or of one checkpoint, whole and in evaluation mode.
+
+    Any layout may have written it. The module's forward pass is that of its family. Raises CheckpointError where there is
+    no whole checkpoint.
+    """
+    model = _load_on_one_rank(path, choose_device(device), ())
+    module: nn.Module = model.stages[0].part
+    return module.eval().requires_grad_(False)
+
+
+def evaluate(path: Path, overrides: Sequence[str] = (), *, device: str = "cpu") -> list[Finding]:
+    """Return what the evaluation in training would find now, for the newest checkpoint at `path`, on one rank.
+
+    overrides: fields of its run file to change, as "data.sources=[...]". `Finding.fields` holds the numbers. Raises
+    CheckpointError where there is no whole checkpoint, DataError for data that are not there.
+    """
+    chosen = choose_device(device)
+    model = _load_on_one_rank(path, chosen, overrides)
+    run = _run_of(path, overrides)
+    inputs = bind(run, TrainableModel).open_inputs(model.layout, ONE_RANK, chosen, first=True)
+    try:
+        return inputs.evaluator.evaluate(Executor(model))
+    finally:
+        inputs.stream.close()
+
+
+def _build_whole_step(run: Run, model: ParallelModel, device: torch.device) -> TrainStep:
+    """Return the training step with all the state that its optimizer will ever have."""
+    step = build_step(run, model, device)
+    materialise_optimizer_state(step.optimizer)
+    return step
+
+
+def _run_of(path: Path, overrides: Sequence[str]) -> Run:
+    """Return the run that wrote the newest checkpoint at `path`, laid out on one rank."""
+    newest = open_checkpoints(path).newest()
+    if newest is None:
+        raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
+    state: dict[str, Any] = read_state(newest.path)
+    return one_rank_run(parse_run(str(state.get("run")), f"{newest.path}/state.json: run", overrides))
+
+
+def _load_on_one_rank(path: Path, device: torch.device, overrides: Sequence[str]) -> ParallelModel:
+    run = _run_of(path, overrides)
+    model = apply_layout(run, resolve_layout(run, 1), ONE_RANK, device, AttentionChoice("sdpa"), fill=False)
+    load_weights(path, model)
+    model.refresh()
+    return model

@@ -1,0 +1,125 @@
+"""How training ends before its last step: in good order after a signal, or with a failure explained to the user."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import PhalanxError
+from phalanx.files import write_atomically
+from phalanx.hardware.host import LESS_MEMORY
+from phalanx.launch.parent import ONE_WISH_S, STOP_SIGNALS, is_ignored
+from phalanx.layout.mesh import Ranks
+
+DIRECTORY_GONE = 1000
+"""Stands for a signal's number where the run directory is gone and no further step can be kept. Outranks signals."""
+
+
+class StopRequest:
+    """Turns the first of `STOP_SIGNALS` into a request to stop after the current step; a second one stops at once.
+
+    Signals within `ONE_WISH_S` seconds of the first count as the same request: launchers send several.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+        self._asked_at = 0.0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        # Python lets only the main thread set handlers; elsewhere (a trial in a thread) nobody can ask.
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                if not is_ignored(number):
+                    self._previous[number] = signal.signal(number, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.signal_number:
+            self.signal_number, self._asked_at = number, now
+        elif now - self._asked_at >= ONE_WISH_S:
+            signal.signal(number, self._previous[number])
+            signal.raise_signal(number)
+
+    def agree(self, device: torch.device) -> int:
+        """Return the signal that any rank was sent, or 0; the same answer on every rank."""
+        if not dist.is_initialized():
+            return self.signal_number
+        flag = torch.tensor(self.signal_number, device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return int(flag)
+
+
+_NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc")
+"""What libraries say of a request for memory that was refused."""
+_NO_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "socket timeout",
+    "timed out waiting",
+)
+"""What gloo and the store say when another rank has ended or does not answer."""
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` is a request for memory that was refused, on a device or on the host."""
+    words = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(said in words for said in _NO_MEMORY)
+
+
+def lost_a_rank(error: BaseException) -> bool:
+    """Return whether `error` is a connection to another rank that broke or stayed silent."""
+    return isinstance(error, RuntimeError) and any(said in str(error).lower() for said in _NO_PEER)
+
+
+@contextmanager
+def explain_failures(ranks: Ranks, stage: str, run_dir: Path, moment: Callable[[], str]) -> Iterator[None]:
+    """Turn lack of memory and a lost rank into PhalanxErrors that say where they happened and what to change.
+
+    stage: where this rank is in a pipeline, in words, or empty. moment: says what is being done. The traceback goes to a
+    file of this rank in `run_dir`.
+    """
+    try:
+        yield
+    except PhalanxError:
+        raise
+    except (RuntimeError, MemoryError) as error:
+        no_memory = ran_out_of_memory(error)
+        if not no_memory and not (ranks.world_size > 1 and lost_a_rank(error)):
+            raise
+        where = f"rank {ranks.rank}{stage}" if ranks.world_size > 1 else "training"
+        log = write_traceback(run_dir, ranks.rank)
+        # PyTorch's messages begin with the place in its own sources, and go on with a C++ stack.
+        said = re.sub(r"^\[[^\]]*\] *", "", (str(error) or type(error).__name__).strip().partition("\n")[0])
+        if no_memory:
+            raise PhalanxError(
+                f"{where} is out of memory in {moment()}: {said}\n{LESS_MEMORY}\ntraceback: {log}"
+            ) from error
+        raise PhalanxError(
+            f"{where} lost another rank in {moment()}: {said}\nthat one, or whoever started it, says what ended it; "
+            f"traceback: {log}"
+        ) from error
+
+
+def write_traceback(run_dir: Path, rank: int) -> Path:
+    """Write the traceback of the exception being handled to a file of this rank in `run_dir`; return its path."""
+    log = run_dir / f"failure-rank-{rank}.log"
+    write_atomically(log, traceback.format_exc())
+    return log
