@@ -116,6 +116,22 @@ def attention_context(
     return AttentionContext(rope, bias, None, None, repeated=kernel == "efficient")
 
 
+class ContextBuilder(Protocol):
+    """The signature of `attention_context`."""
+
+    def __call__(
+        self,
+        config: LanguageModel,
+        positions_S: Tensor,
+        dtype: torch.dtype,
+        *,
+        kernel: AttentionKernel = "sdpa",
+        document_ids_BS: Tensor | None = None,
+        past: int = 0,
+    ) -> RotaryContext:
+        """Return positions and masks for one forward pass."""
+
+
 def dense_bias(
     slopes_H: Tensor | None,
     queries_Q: Tensor,
@@ -214,6 +230,11 @@ def repeat_heads(x_BKSE: Tensor, heads: int) -> Tensor:
     if kv_heads == heads:
         return x_BKSE
     return x_BKSE.unsqueeze(2).expand(-1, -1, heads // kv_heads, -1, -1).flatten(1, 2)
+
+
+def attend_whole(query_BHSE: Tensor, key_BHSE: Tensor, value_BHSE: Tensor) -> Tensor:
+    """Return softmax(q k^T / sqrt(E)) v over all tokens, [B, H, S, E]: nothing is masked."""
+    return F.scaled_dot_product_attention(query_BHSE, key_BHSE, value_BHSE)
 
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor, Any], Tensor]

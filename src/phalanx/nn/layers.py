@@ -128,3 +128,8 @@ class SwigluMLP(nn.Module):
 def build_mlp(config: LanguageModel) -> GeluMLP | SwigluMLP:
     """The MLP `config.mlp` asks for."""
     return SwigluMLP(config) if config.mlp == "swiglu" else GeluMLP(config)
+
+
+def build_norm(config: LanguageModel) -> Norm:
+    """Return a norm of the kind that `config` asks for, of the residual stream's width."""
+    return Norm(config.d_model, kind=config.norm, eps=config.norm_eps, bias=config.bias)

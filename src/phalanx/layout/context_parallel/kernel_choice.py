@@ -21,11 +21,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.config.model import LanguageModel
 from phalanx.errors import ConfigError
-from phalanx.families.weather.model.forecaster import attend_whole
 from phalanx.files import user_cache, write_atomically
 from phalanx.hardware.device import device_name, synchronize
 from phalanx.kernels.flash4 import why_not_flash4
-from phalanx.nn.attention import AttentionCore, AttentionKernel, attend, attention_context
+from phalanx.nn.attention import AttentionCore, AttentionKernel, attend, attend_whole, attention_context
 from phalanx.torch_compat import common as compat
 
 _BACKENDS = {

@@ -7,14 +7,14 @@ all_to_all: for attention ranks exchange positions for heads, each then has some
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.config.model import LanguageModel
-from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.context_parallel.ring_attention import ring_attention
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.mesh import Axis
@@ -24,10 +24,21 @@ from phalanx.nn.attention import (
     AttentionContext,
     AttentionCore,
     AttentionKernel,
+    ContextBuilder,
     attend,
     attention_context,
 )
 from phalanx.nn.positions import alibi_slopes, rope_tables
+
+
+class ContextModel(Protocol):
+    """A model whose attentions get what they have in common from one builder."""
+
+    config: LanguageModel
+    attention_context: ContextBuilder
+
+    def modules(self) -> Iterator[nn.Module]:
+        """See `nn.Module`."""
 
 
 class RingContext(NamedTuple):
@@ -40,7 +51,7 @@ class RingContext(NamedTuple):
     """Of whole samples."""
 
 
-def split_context(model: Decoder, share: SequenceShare, attend: AttentionCore = attend) -> None:
+def split_context(model: ContextModel, share: SequenceShare, attend: AttentionCore = attend) -> None:
     """Let every attention of `model` reach the positions that other ranks hold; and know which heads are its own.
 
     attend: attention of whole samples by some heads, as the exchange leaves them.

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.families.language.model.cross_entropy import IGNORED
-from phalanx.families.language.model.decoder import OutputHead, TokenEmbedding
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplit, TensorSplits
 from phalanx.layout.tensor_parallel.collectives import gather, gather_values, scatter_sum
+from phalanx.nn.cross_entropy import IGNORED
 from phalanx.nn.layers import GatedLinear, Linear, Norm
 from phalanx.nn.splits import Split, Splits
+from phalanx.nn.vocabulary import OutputHead, TokenEmbedding
 
 SEQUENCE = 1
 """The dim of positions in [B, S, D]."""
@@ -144,7 +144,7 @@ class SplitEmbedding(TokenEmbedding):
 def vocabulary_chunk_loss(
     tp: Axis, start: int, logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """As `families.language.model.cross_entropy.chunk_loss`, for logits of the vocabulary's rows from `start` on: ranks
+    """As `nn.cross_entropy.chunk_loss`, for logits of the vocabulary's rows from `start` on: ranks
     exchange two numbers a token, the log-partition of their part and the target's logit."""
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     kept_N = targets_N != IGNORED
