@@ -24,7 +24,7 @@ def sum_parts(parts: Tensor, total: Tensor, *, add: bool = False) -> None:
 
 
 def added_up(gradient: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`total` with `gradient`, of the same shape, added to it in place; a new tensor of `dtype`, at least as wide as
+    """Return `total` with `gradient`, of the same shape, added to it in place; a new tensor of `dtype`, at least as wide as
     `gradient`'s format, where there is none yet.
 
     PyTorch's own kernels move tensors of two formats at half the speed of memory.

@@ -95,7 +95,7 @@ def attention_context(
     past: int = 0,
     heads: slice = slice(None),
 ) -> AttentionContext:
-    """Positions and masks for one forward pass.
+    """Return positions and masks for one forward pass.
 
     positions_S: int64 [S], the global positions of the queries. document_ids_BS: [B, S], attention stays within equal ids.
     past: number of cached positions before the first query (generation only; the keys are then positions 0 .. past+S-1).
@@ -139,7 +139,7 @@ def dense_bias(
     dtype: torch.dtype,
     documents: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Additive bias [B or 1, H or 1, Q, S] for queries and keys at these global positions, -inf where forbidden.
+    """Return additive bias [B or 1, H or 1, Q, S] for queries and keys at these global positions, -inf where forbidden.
 
     slopes_H: ALiBi slopes. documents: ids of the queries' and of the keys' documents, [B, Q] and [B, S].
     """
@@ -168,7 +168,7 @@ def _flex_mask(positions_S: Tensor, document_ids_BS: Tensor | None) -> BlockMask
 
 @cache
 def causal_block_mask(length: int, device: torch.device) -> BlockMask:
-    """FlexAttention's causal mask of `length` positions, made once for each length and device."""
+    """Return FlexAttention's causal mask of `length` positions, made once for each length and device."""
 
     def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
@@ -214,7 +214,7 @@ def _attend_one_query(query_BH1E: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, 
 
 
 def _heads_can_share(query: Tensor, bias: Tensor | None) -> bool:
-    """Whether one of SDPA's fused kernels takes keys and values that several query heads share.
+    """Return whether one of SDPA's fused kernels takes keys and values that several query heads share.
 
     On accelerators flash attention and cuDNN's do, both of 16-bit numbers alone, and with a bias only cuDNN's. Of others
     SDPA would write all scores, where the memory-efficient kernel needs no more than keys and values for every head.
@@ -303,7 +303,7 @@ class Attention(nn.Module):
         return out
 
     def _project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, S, H, E], keys and values [B, S, K, E]."""
+        """Return queries [B, S, H, E], keys and values [B, S, K, E]."""
         qkv = self.qkv(x_BSD)
         if self.clip_qkv is not None:
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)

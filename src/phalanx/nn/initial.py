@@ -24,17 +24,17 @@ class InitRule:
 
     @classmethod
     def normal(cls, std: float) -> InitRule:
-        """Normal values with mean 0."""
+        """Return a rule for normal values with mean 0 and standard deviation `std`."""
         return cls("normal", std)
 
     @classmethod
     def constant(cls, value: float) -> InitRule:
-        """One value for all elements."""
+        """Return a rule that gives all elements one value."""
         return cls("constant", value)
 
     @classmethod
     def of_index(cls, table: Table) -> InitRule:
-        """The values `table` gives."""
+        """Return a rule that takes its values from `table`."""
         return cls("table", 1.0, table)
 
 

@@ -87,7 +87,7 @@ class Norm(nn.Module):
 
 
 def gate_block(d_ff: int) -> int:
-    """Rows of `gate_up` that alternate between gate and up projection.
+    """Return rows of `gate_up` that alternate between gate and up projection.
 
     One matrix holds both projections in alternating groups of this many rows, so that a contiguous part of its rows holds
     matching gate and up rows (a tensor-parallel shard is then a plain slice), while a group is still long enough for
@@ -126,7 +126,7 @@ class SwigluMLP(nn.Module):
 
 
 def build_mlp(config: LanguageModel) -> GeluMLP | SwigluMLP:
-    """The MLP `config.mlp` asks for."""
+    """Return the MLP `config.mlp` asks for."""
     return SwigluMLP(config) if config.mlp == "swiglu" else GeluMLP(config)
 
 

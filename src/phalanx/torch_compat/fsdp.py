@@ -113,7 +113,7 @@ class _ReducedFromPlace:
         self._inputs_asked = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2 asks for the input, then for the output."""
+        """Give FSDP2 a tensor: it asks for the input, then for the output."""
         self._inputs_asked ^= 1
         return _Gradients() if self._inputs_asked else torch.empty(size, dtype=dtype, device=device)
 
@@ -132,7 +132,7 @@ class _Gradients(Tensor):
 
 
 def _note(unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
-    """Stands where FSDP2 looks for its copy of gradients, which others still get."""
+    """Note the gradients, where FSDP2 looks for its copy of them, which other tensors still get."""
     if isinstance(reduce_scatter_input, _Gradients):
         reduce_scatter_input.found = list(unsharded_grads)
     else:

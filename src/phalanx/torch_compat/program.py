@@ -64,7 +64,7 @@ class SizedProgram:
         return self
 
     def holds_for(self, sizes: Mapping[str, int]) -> bool:
-        """Whether what was assumed of the sizes, to trace and to compile, is so for these."""
+        """Return whether what was assumed of the sizes, to trace and to compile, is so for these."""
         known = {symbol.node.expr: sizes[name] for name, symbol in self._symbols.items()}
         return all(bool(condition.expr.xreplace(known)) for condition in self._conditions)
 
@@ -74,7 +74,7 @@ class SizedProgram:
 
 
 def _symbol(shapes: ShapeEnv, name: str, example: int) -> Any:
-    """A size of its own."""
+    """Return a size of its own."""
     source = ConstantSource(name)
     symbol = shapes.create_symbol(example, source=source, dynamic_dim=DimDynamic.DYNAMIC)
     return shapes.create_symintnode(symbol, hint=example, source=source)

@@ -102,7 +102,7 @@ def input_gradients(
     inputs: Sequence[Any],
     parameters: Sequence[Tensor],
 ) -> tuple[Gradients, WeightPass]:
-    """The first part: gradients of `inputs`, None for what has none, and the part that is left.
+    """Return the first part: gradients of `inputs`, None for what has none, and the part that is left.
 
     gradients: of the outputs; None for ones. The outputs are taken off the graph.
     """
@@ -159,7 +159,7 @@ def _groups(outputs: list[Tensor], inputs: list[Tensor], parameters: list[Tensor
 
 
 def _joined(groups: list[_Group]) -> list[_Group]:
-    """Groups with a parameter in common made one."""
+    """Return groups with a parameter in common made one."""
     of_parameter: dict[int, _Group] = {}
     for group in groups:
         met = {id(found): found for number in group.parameters if (found := of_parameter.get(number)) is not None}
@@ -173,7 +173,7 @@ def _joined(groups: list[_Group]) -> list[_Group]:
 
 
 def _children_first(roots: list[Node]) -> list[Node]:
-    """All nodes that are reached from `roots`, each behind those that it leads to."""
+    """Return all nodes that are reached from `roots`, each behind those that it leads to."""
     order: list[Node] = []
     seen: set[Node] = set()
     waiting = [(root, False) for root in roots]

@@ -95,7 +95,7 @@ def check_attention(requested: str, device: torch.device) -> None:
 def choose_attention(
     requested: str, model: LanguageModel, shape: AttentionShape, device: torch.device
 ) -> AttentionChoice:
-    """The kernel named in the run file or, for `auto`, the fastest of those that can run this shape on this device."""
+    """Return the kernel that the run file names or, for `auto`, the fastest that can run this shape on this device."""
     if requested != "auto":
         return AttentionChoice(requested)
     if device.type == "cpu" or compat.is_rocm():
@@ -108,7 +108,7 @@ def choose_attention(
 def choose_whole_attention(
     shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> AttentionChoice:
-    """The fastest kernel for queries, keys and values of `shape`, [B, S, A, E], of which none is masked."""
+    """Return the fastest kernel for queries, keys and values of `shape`, [B, S, A, E], of which none is masked."""
     if device.type == "cpu" or compat.is_rocm():
         return AttentionChoice("sdpa")
     if dtype == torch.float64:
@@ -131,7 +131,7 @@ def _measure_whole(shape: tuple[int, int, int, int], dtype: torch.dtype, device:
 
 
 def fastest(key: str, measure: Callable[[], dict[str, float]]) -> AttentionChoice:
-    """The kernel that `measure` finds fastest, by milliseconds; what it found is kept under `key` for the next start."""
+    """Return the kernel that `measure` finds fastest, by milliseconds; its times are kept under `key` for the next start."""
     cached = _read_cache().get(key)
     if cached is None:
         cached = measure()
@@ -154,7 +154,7 @@ def _measure_all(model: LanguageModel, shape: AttentionShape, device: torch.devi
 
 
 def _measure(name: str, model: LanguageModel, shape: AttentionShape, device: torch.device) -> float:
-    """Median milliseconds of one forward and backward pass."""
+    """Return median milliseconds of one forward and backward pass."""
     positions = torch.arange(shape.length, device=device)
     documents = torch.zeros(shape.samples, shape.length, dtype=torch.int32, device=device) if shape.documents else None
     context = attention_context(model, positions, shape.dtype, kernel=_code_path(name), document_ids_BS=documents)
@@ -168,7 +168,7 @@ def _measure(name: str, model: LanguageModel, shape: AttentionShape, device: tor
 
 
 def milliseconds_of(name: str, attention: Callable[[], torch.Tensor], grad: torch.Tensor) -> float:
-    """Median milliseconds of one forward and backward pass of `attention` by the kernel `name` alone.
+    """Return median milliseconds of one forward and backward pass of `attention` by the kernel `name` alone.
 
     Raises RuntimeError for a shape that the kernel does not cover. grad: of what `attention` gives.
     """

@@ -26,7 +26,7 @@ class Part(NamedTuple):
 
 
 def attend_part(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, bias: Tensor | None) -> Part:
-    """Attention to these keys alone. causal: queries and keys stand at the same ascending positions.
+    """Return attention to these keys alone. causal: queries and keys stand at the same ascending positions.
 
     bias: [B or 1, H or 1, Q, S], -inf where forbidden; with it `causal` must be False.
     """
@@ -40,7 +40,7 @@ def attend_part(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, bias
 
 
 def join(total: Part | None, part: Part, queries: slice = slice(None)) -> Part:
-    """Attention to the keys of both.
+    """Join attention to a part of the keys to `total`, attention to others.
 
     part: of these queries; of all of them where there is no `total` yet. Both may be changed in place.
     """
@@ -59,7 +59,7 @@ def join(total: Part | None, part: Part, queries: slice = slice(None)) -> Part:
 def part_gradients(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, joint: Part, *, causal: bool, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values that come from this part of the keys.
+    """Return gradients of queries, keys and values that come from this part of the keys.
 
     joint: the result over all keys of these queries, `out` in the format of the queries.
     """
@@ -90,12 +90,12 @@ def _scores(query: Tensor, key: Tensor, causal: bool, bias: Tensor | None) -> Te
 
 
 def _expand(x_BKSE: Tensor, query: Tensor) -> Tensor:
-    """Keys or values repeated for every query head of their group."""
+    """Return keys or values repeated for every query head of their group."""
     repeated: Tensor = x_BKSE.repeat_interleave(query.shape[1] // x_BKSE.shape[1], dim=1)
     return repeated
 
 
 def _fold(grad_BHSE: Tensor, like_BKSE: Tensor) -> Tensor:
-    """The adjoint of `_expand`."""
+    """Sum gradients of repeated heads over each group: the adjoint of `_expand`."""
     folded: Tensor = grad_BHSE.unflatten(1, (like_BKSE.shape[1], -1)).sum(2)
     return folded

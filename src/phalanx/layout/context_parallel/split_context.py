@@ -112,7 +112,7 @@ def _exchanged_context(
     document_ids_BS: Tensor | None = None,
     past: int = 0,
 ) -> AttentionContext:
-    """The mask of whole samples for this rank's heads; rotary angles of this rank's positions, which come first."""
+    """Return the mask of whole samples for this rank's heads; rotary angles of this rank's positions, which come first."""
     assert past == 0, "cached generation runs on one rank"
     whole_S = torch.arange(len(positions_S) * cp.size, device=positions_S.device)
     context = attention_context(config, whole_S, dtype, kernel=kernel, document_ids_BS=document_ids_BS, heads=heads)

@@ -33,13 +33,13 @@ class Matrix:
 
 
 def share_out(count: int, parts: int) -> list[int]:
-    """Where each of `parts` nearly equal consecutive parts of `count` things begins, and the end; longer ones come first."""
+    """Return where each of `parts` nearly equal parts of `count` things begins, and the end; longer parts come first."""
     each, more = divmod(count, parts)
     return [part * each + min(part, more) for part in range(parts + 1)]
 
 
 def chunk_count(units: int, places: int) -> int:
-    """The most chunks that `places` divide into equally, and that all get a unit."""
+    """Return the most chunks that `places` divide into equally, and that all get a unit."""
     return max(count for count in range(1, places + 1) if places % count == 0 and count <= units)
 
 
@@ -65,11 +65,11 @@ class ChainPlan:
         return share_out(self.units, self.chunks)
 
     def units_of(self, chunk: int) -> range:
-        """Units of a chunk."""
+        """Return units of a chunk."""
         return range(self._bounds[chunk], self._bounds[chunk + 1])
 
     def piece(self, matrix: Matrix, rank: int) -> range:
-        """Rows of the tensor-parallel part that `rank` holds."""
+        """Return rows of the tensor-parallel part that `rank` holds."""
         units = self.units_of(rank // self.group)
         first = units.start * matrix.unit
         bounds = share_out(len(units) * matrix.unit, self.group)
@@ -77,15 +77,15 @@ class ChainPlan:
         return range(first + bounds[place], first + bounds[place + 1])
 
     def rows(self, matrix: Matrix, chunk: int) -> int:
-        """Rows of a chunk."""
+        """Return rows of a chunk."""
         return len(self.units_of(chunk)) * matrix.unit
 
     def chunk_size(self, chunk: int) -> int:
-        """Elements of a chunk."""
+        """Return elements of a chunk."""
         return sum(self.rows(matrix, chunk) * matrix.width for matrix in self.matrices)
 
     def piece_size(self, rank: int) -> int:
-        """Elements of a rank's piece."""
+        """Return elements of a rank's piece."""
         return sum(len(self.piece(matrix, rank)) * matrix.width for matrix in self.matrices)
 
     @cached_property
@@ -94,7 +94,7 @@ class ChainPlan:
         return self.chunk_size(0)
 
     def spans_in_chunk(self, rank: int) -> list[Span]:
-        """Where the piece of `rank` lies in the buffer of its chunk: one span a matrix, joined where they touch."""
+        """Return where the piece of `rank` lies in the buffer of its chunk: one span a matrix, joined where they touch."""
         chunk = rank // self.group
         begin, spans = 0, []
         for matrix in self.matrices:
@@ -105,7 +105,7 @@ class ChainPlan:
         return list(_joined(spans))
 
     def spans_in_piece(self, rank: int) -> list[Span]:
-        """The same spans in a buffer that holds the piece alone."""
+        """Return the same spans in a buffer that holds the piece alone."""
         lengths = [length for _, length in self.spans_in_chunk(rank)]
         return [(sum(lengths[:place]), length) for place, length in enumerate(lengths)]
 

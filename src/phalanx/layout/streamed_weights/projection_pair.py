@@ -47,7 +47,7 @@ class Chain:
         return next(matrix.width for matrix in self.plan.matrices if matrix.dim == 1)
 
     def value(self, module: nn.Module, x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-        """Forward, no gradients. Sums are in at least float32."""
+        """Run forward without gradients. Sums are in at least float32."""
         total: Tensor | None = None
         for _, number, chunk in self.ring.chunks(self.plan, self._piece(module, x)):
             held = self._weights(module, self._leaves(chunk, number)) | dict.fromkeys(self._late)
@@ -88,7 +88,7 @@ class Chain:
         return first, rest
 
     def _riders(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Parameters of the module that every chunk reads whole."""
+        """Return parameters of the module that every chunk reads whole."""
         streamed = {matrix.name for matrix in self.plan.matrices} | set(self._late)
         return {name: p for name, p in module.named_parameters() if name not in streamed}
 
@@ -97,24 +97,24 @@ class Chain:
 
     @torch.no_grad()
     def _piece(self, module: nn.Module, x: Tensor) -> Tensor:
-        """This rank's piece, flat, in the format of x."""
+        """Return this rank's piece, flat, in the format of x."""
         piece = self.ring.weights(self.plan.piece_size(self.ring.shards.rank), x)
         for matrix, rows in zip(self.plan.matrices, self._piece_rows(piece), strict=True):
             rows.copy_(_rows(module.get_parameter(matrix.name), matrix))
         return piece
 
     def _piece_rows(self, piece: Tensor) -> list[Tensor]:
-        """The rows of each matrix in a flat piece."""
+        """Return the rows of each matrix in a flat piece."""
         rank = self.ring.shards.rank
         return _cut(piece, [(len(self.plan.piece(matrix, rank)), matrix.width) for matrix in self.plan.matrices])
 
     def _leaves(self, chunk: Tensor, number: int) -> list[Tensor]:
-        """The rows of each matrix in a flat chunk."""
+        """Return the rows of each matrix in a flat chunk."""
         sizes = [(self.plan.rows(matrix, number), matrix.width) for matrix in self.plan.matrices]
         return [rows.detach() for rows in _cut(chunk, sizes)]
 
     def _weights(self, module: nn.Module, leaves: list[Tensor]) -> dict[str, Tensor | None]:
-        """Rows in the shape that the module knows its parameters by."""
+        """Return rows in the shape that the module knows its parameters by."""
         pairs = zip(self.plan.matrices, leaves, strict=True)
         return {matrix.name: _shaped(rows, matrix, module.get_parameter(matrix.name)) for matrix, rows in pairs}
 
@@ -173,7 +173,7 @@ class _Value(torch.autograd.Function):
 
 
 def of_units(argument: Any, units: range, count: int) -> Any:
-    """What these of `count` units need of an argument of the module: of an attention context, the biases of their heads."""
+    """Return what these of `count` units need of an argument of the module: of attention, the biases of their heads."""
     changes = {}
     for name, dim in _HEAD_DIMS.items():
         tensor = getattr(argument, name, None)
@@ -204,7 +204,7 @@ def _holding(module: nn.Module, tensors: dict[str, Tensor | None]) -> Iterator[N
 
 
 def _rows(parameter: Tensor, matrix: Matrix) -> Tensor:
-    """A parameter as [rows, width]."""
+    """Return a parameter as [rows, width]."""
     return parameter.t() if matrix.dim == 1 else parameter.view(-1, matrix.width)
 
 
@@ -216,12 +216,12 @@ def _shaped(rows: Tensor, matrix: Matrix, like: Tensor) -> Tensor:
 
 
 def _cut(flat: Tensor, sizes: list[tuple[int, int]]) -> list[Tensor]:
-    """Consecutive matrices [rows, width] at the beginning of a flat buffer."""
+    """Return consecutive matrices [rows, width] at the beginning of a flat buffer."""
     lengths = [rows * width for rows, width in sizes]
     parts = flat[: sum(lengths)].split(lengths)
     return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
 
 
 def _add(total: Tensor | None, part: Tensor) -> Tensor:
-    """The sum so far, in at least float32."""
+    """Return the sum so far, in at least float32."""
     return part.to(torch.promote_types(part.dtype, torch.float32)) if total is None else total.add_(part)

@@ -65,11 +65,11 @@ class Ring:
         return 0
 
     def expect(self, plan: ChainPlan) -> None:
-        """There will be this chain as well."""
+        """Make room for the chunks of one more chain."""
         self.largest = max(self.largest, plan.largest_chunk)
 
     def weights(self, count: int, like: Tensor) -> Tensor:
-        """A buffer for `count` elements of weights, or more. Every gathered weight lies in one of these."""
+        """Return a buffer for `count` elements of weights, or more. Every gathered weight lies in one of these."""
         return torch.empty(count, dtype=like.dtype, device=like.device)
 
     def gradients(self, count: int, like: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Ring:
         return torch.empty(count, dtype=like.dtype, device=like.device)
 
     def chunks(self, plan: ChainPlan, piece: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """All chunks of a chain from this rank's own on: step, number, and elements. `piece`, flat, is this rank's.
+        """Yield all chunks of a chain from this rank's own on: step, number, and elements. `piece`, flat, is this rank's.
 
         What is yielded is this rank's until it asks for the next.
         """
@@ -124,7 +124,7 @@ class Ring:
             self._unfinished = None
 
     def _computing(self, plan: ChainPlan, step: int) -> list[int]:
-        """The other ranks that have this rank's own chunk in this step."""
+        """Return the other ranks that have this rank's own chunk in this step."""
         first = (self.shards.rank // plan.group - step) % plan.chunks * plan.group
         return [rank for rank in range(first, first + plan.group) if rank != self.shards.rank]
 
@@ -136,7 +136,7 @@ class Ring:
             add(mine[0] if len(mine) == 1 else torch.cat([*mine, gradients[:0]]))
 
     def _own_chunk(self, plan: ChainPlan, piece: Tensor) -> Tensor:
-        """The chunk that this rank holds a piece of, from all that do."""
+        """Return the chunk that this rank holds a piece of, from all that do."""
         rank = self.shards.rank
         if plan.group == 1:
             return piece
@@ -167,5 +167,5 @@ class Ring:
 
 
 def parts_of(flat: Tensor, spans: list[Span]) -> list[Tensor]:
-    """Views of these spans."""
+    """Return views of these spans."""
     return [flat[start : start + length] for start, length in spans]

@@ -49,7 +49,7 @@ class Stream:
         self._modules: list[Streamed] = []
 
     def finish(self) -> None:
-        """After the last micro-batch of a step: all gradients arrive, and replicas add theirs up, once."""
+        """Complete the gradients after the last micro-batch of a step: all arrive, and replicas add theirs up, once."""
         self.ring.finish()
         if self.replicas.group is None:
             return
@@ -82,7 +82,7 @@ class Streamed(nn.Module):
         return y_BsD if bias is None else y_BsD + bias.to(y_BsD.dtype)
 
     def matrices(self) -> list[nn.Parameter]:
-        """This rank's pieces."""
+        """Return this rank's pieces."""
         return [self.get_parameter(matrix.name) for matrix in self.chain.plan.matrices]
 
 
@@ -100,7 +100,7 @@ class _Member:
         return self.linear.weight.shape[0 if self.split.kind == "column" else 1] // self.split.unit
 
     def matrices(self) -> list[Matrix]:
-        """Its parameters that are streamed."""
+        """Return its parameters that are streamed."""
         weight = self.linear.weight
         if self.split.kind == "row":
             return [Matrix(f"{self.name}.weight", 1, self.split.unit, weight.shape[0])]
@@ -111,7 +111,7 @@ class _Member:
 def stream_matrices(
     model: nn.Module, splits: Splits, tp: Axis, stream: Stream | None, *, chunks: int | None = None
 ) -> TensorSplits:
-    """As `split_tensors`, but chains keep this rank's piece over `tp` and the stream's shards; None streams nothing.
+    """Do as `split_tensors`, but keep of chains this rank's piece over `tp` and the shards; `stream` None streams nothing.
 
     `model` is on the meta device still. chunks: of each chain, at most; the rest of the shards then join in groups that hold
     a chunk together. Returns which part of which parameter this rank keeps.
@@ -132,7 +132,7 @@ def stream_matrices(
 
 
 def find_chains(model: nn.Module, splits: Splits) -> Iterable[tuple[str, list[_Member]]]:
-    """Modules inside blocks whose children are column matrices and, behind them, one row matrix of as many units."""
+    """Yield modules inside blocks whose children are column matrices and, behind them, one row matrix of as many units."""
     for name, module in model.named_modules():
         if not name.startswith("blocks."):
             continue
@@ -187,5 +187,5 @@ def _keep(module: nn.Module, matrix: Matrix, start: int, count: int) -> None:
 
 
 def streamed_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """Parameters that are streamed, and therefore nobody else's to shard."""
+    """Return parameters that are streamed, and therefore nobody else's to shard."""
     return {p for child in module.modules() if isinstance(child, Streamed) for p in child.matrices()}

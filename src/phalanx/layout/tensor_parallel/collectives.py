@@ -15,7 +15,7 @@ from phalanx.torch_compat import common as compat
 
 
 def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """All ranks' parts joined along `dim`; backward sums the ranks' gradients and keeps this rank's part."""
+    """Return all ranks' parts joined along `dim`; backward sums the ranks' gradients and keeps this rank's part."""
     if axis.size == 1:
         return x
     result = _Gather.apply(x, axis.group_name, axis.size, dim)
@@ -24,7 +24,7 @@ def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def scatter_sum(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The sum of all ranks' `x`, of which this rank keeps its part along `dim`; backward gathers the parts' gradients."""
+    """Sum all ranks' `x` and keep this rank's part along `dim`; backward gathers the parts' gradients."""
     if axis.size == 1:
         return x
     result = _ScatterSum.apply(x, axis.group_name, axis.size, dim)
@@ -42,7 +42,7 @@ def exchange(x: Tensor, axis: Axis, *, split: int, join: int) -> Tensor:
 
 
 def gather_values(x: Tensor, axis: Axis) -> Tensor:
-    """All ranks' `x` in a new first dim, [ranks, *x.shape]; no gradient."""
+    """Return all ranks' `x` in a new first dim, [ranks, *x.shape]; no gradient."""
     if axis.size == 1:
         return x[None]
     return compat.all_gather(x, axis.group_name, axis.size)

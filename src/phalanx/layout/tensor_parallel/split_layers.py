@@ -76,7 +76,7 @@ def _become(module: nn.Module, kind: type[nn.Module], tp: Axis) -> None:
 
 
 def _units(count: int, tp: Axis) -> tuple[int, int]:
-    """First of this rank's units and how many; the last ranks have fewer where the count does not divide."""
+    """Return the first of this rank's units and how many; the last ranks have fewer where the count does not divide."""
     each = -(-count // tp.size)
     start = min(tp.rank * each, count)
     return start, min(each, count - start)

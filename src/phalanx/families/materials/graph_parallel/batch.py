@@ -57,15 +57,15 @@ class GraphShare:
     sample_indices: Tensor
 
     def to(self, device: torch.device) -> GraphShare:
-        """The share on `device`, copied without waiting when it lies in pinned memory."""
+        """Return the share on `device`, copied without waiting when it lies in pinned memory."""
         return _mapped(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> GraphShare:
-        """A copy in pinned memory."""
+        """Return a copy in pinned memory."""
         return _mapped(self, Tensor.pin_memory)
 
     def split(self, parts: int) -> Iterator[GraphShare]:
-        """The micro-batches that it was cut from."""
+        """Return the micro-batches that it was cut from."""
         for part in self.parts:
             yield GraphShare((part,), part.counts, part.sample_indices)
 
@@ -93,13 +93,13 @@ class SharePart:
 
 
 def cut_batch(batch: GraphBatch, microbatches: int, how: Cutting) -> GraphShare:
-    """The share of rank `how.rank`. microbatches: as for `GraphBatch.split`."""
+    """Return the share of rank `how.rank`. microbatches: as for `GraphBatch.split`."""
     parts = tuple(cut_microbatch(part, how) for part in batch.split(microbatches))
     return GraphShare(parts, batch.target_counts(), batch.sample_indices)
 
 
 def cut_microbatch(batch: GraphBatch, how: Cutting) -> SharePart:
-    """The same of one micro-batch."""
+    """Return the share of one micro-batch."""
     cut = _Cut.of(batch, how)
     species_N, named = batch.inputs()
     halo, edges_E = cut.halo(how), cut.edges(how.rank)
@@ -175,22 +175,22 @@ class _Cut(NamedTuple):
         )
 
     def atoms(self, rank: int) -> slice:
-        """Places of a rank."""
+        """Return places of a rank."""
         return slice(self.first_R[rank], self.first_R[rank + 1])
 
     def foreign(self, rank: int) -> Int64Array:
-        """Places of a rank's halo, ordered, and so by rank."""
+        """Return places of a rank's halo, ordered, and so by rank."""
         places: Int64Array = self.wants_P2[self.wants_P2[:, 0] == rank, 1]
         return places
 
     def edges(self, rank: int) -> Int64Array:
-        """Edges that end at a rank's atoms, ordered."""
+        """Return edges that end at a rank's atoms, ordered."""
         first, last = self.first_edge_A[self.first_R[rank : rank + 2]].tolist()
         mine: Int64Array = self.edge_E[first:last]
         return mine
 
     def local_ends(self, rank: int, edges_E: Int64Array) -> Int64Array:
-        """Their source and target among the rank's atoms and its halo."""
+        """Return their source and target among the rank's atoms and its halo."""
         own, foreign = self.atoms(rank), self.foreign(rank)
         local_A = np.full(len(self.order_A), -1, dtype=np.int64)
         local_A[own] = np.arange(own.stop - own.start)
@@ -232,7 +232,7 @@ class _Cut(NamedTuple):
 
 
 def _ranks(cost_A: npt.NDArray[np.floating], size: int) -> Int64Array:
-    """The rank of each place, such that each rank's places cost about the same."""
+    """Return the rank of each place, such that each rank's places cost about the same."""
     total = float(cost_A.sum())
     middles = np.cumsum(cost_A) - cost_A / 2
     ranks: Int64Array = np.minimum((middles * (size / total) if total else middles).astype(np.int64), size - 1)
@@ -240,7 +240,7 @@ def _ranks(cost_A: npt.NDArray[np.floating], size: int) -> Int64Array:
 
 
 def _plan(how: Cutting, ranks: Int64Array, rows: Int64Array, holder: Int64Array, first_R: Int64Array) -> Plan:
-    """How rows numbered through all ranks come to the ranks that want them: pairs of both, ordered.
+    """Return how rows numbered through all ranks come to the ranks that want them: pairs of both, ordered.
 
     holder: the rank of each row. first_R: first row of each rank, then the number of rows.
     """
@@ -264,7 +264,7 @@ def _gathering(rows: Int64Array, holder: Int64Array, first_R: Int64Array) -> Gat
 
 
 def _mapped(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
-    """`value` with every tensor in it moved."""
+    """Return `value` with every tensor in it moved."""
     moved: Any = value
     if isinstance(value, Tensor):
         moved = move(value)

@@ -207,7 +207,7 @@ class _Total(torch.autograd.Function):
 
 
 def _fetch(x: Tensor, plan: Gathering | Sending, axis: Axis) -> Tensor:
-    """Rows of other ranks, for this rank's rows `x`."""
+    """Return rows of other ranks, for this rank's rows `x`."""
     if isinstance(plan, Gathering):
         padded = x.new_zeros((plan.widest, *x.shape[1:]))
         padded[: len(x)] = x
@@ -216,7 +216,7 @@ def _fetch(x: Tensor, plan: Gathering | Sending, axis: Axis) -> Tensor:
 
 
 def _deliver(y: Tensor, plan: Gathering | Sending, axis: Axis, own: Tensor) -> Tensor:
-    """`own` with what other ranks' `y` add to it: the adjoint of `_fetch`."""
+    """Return `own` with what other ranks' `y` add to it: the adjoint of `_fetch`."""
     if isinstance(plan, Gathering):
         places = y.new_zeros((axis.size * plan.widest, *y.shape[1:])).index_copy_(0, plan.taken, y)
         parts = places.unflatten(0, (axis.size, plan.widest))

@@ -35,7 +35,7 @@ class PeerBuffer(Protocol):
     """Bytes on each rank."""
 
     def of(self, rank: int) -> Tensor:
-        """The buffer of the group's rank `rank`, uint8 [size]."""
+        """Return the buffer of the group's rank `rank`, uint8 [size]."""
 
     def barrier(self) -> None:
         """Wait, on the current stream, until every rank of the group is here."""
@@ -145,6 +145,6 @@ _TRIED_BYTES = 4096
 
 
 def _machine() -> str:
-    """A name that only ranks of this machine, since it was last started, have."""
+    """Return a name that only ranks of this machine, since it was last started, have."""
     started = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {started.read_text().strip() if started.exists() else ''}"
