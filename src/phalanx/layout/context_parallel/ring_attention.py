@@ -19,7 +19,7 @@ from phalanx.torch_compat import common as compat
 
 
 def ring_positions(rank: int, size: int, length: int, device: torch.device) -> Tensor:
-    """Return global positions of the `length` tokens that `rank` of `size` holds: an early run, and the late one facing it."""
+    """Return global positions of the `length` tokens that `rank` of `size` holds: an early and a late run."""
     run = torch.arange(length // 2, device=device)
     return torch.cat((run + rank * (length // 2), run + (2 * size - 1 - rank) * (length // 2)))
 

@@ -1,7 +1,8 @@
-"""Who holds what of a streamed matrix chain, as plain numbers: no tensor is touched here, and nothing is sent.
+"""Who holds what of a streamed projection pair, as plain numbers: no tensor is touched here, and nothing is sent.
 
-A chain is y = sum over chunks k of act(x A_k) B_k. Its units (head groups, or groups of hidden features) are shared out over
-K chunks, and each chunk over the G = F / K ranks that hold a piece of it; K is F wherever there are as many units.
+A projection pair is y = sum over chunks k of act(x A_k) B_k. Its units (head groups, or groups of hidden features) are
+divided over K chunks, and each chunk over the G = F / K ranks that hold a piece of it; K is F wherever there are as many
+units.
 
     rank   0        1        2        3           F = 4, six units
     chunk  0        1        2        3           K = 4, G = 1:  units 0-1, 2-3, 4, 5
@@ -20,10 +21,10 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Matrix:
-    """One parameter of a chain on this tensor-parallel rank; its rows are shared out, or those of its transpose for B."""
+    """One parameter of a pair on this tensor-parallel rank; its rows are sharded, or those of its transpose for B."""
 
     name: str
-    """Within the module that holds the chain, e.g. `qkv.weight`."""
+    """Within the module that holds the pair, e.g. `qkv.weight`."""
     dim: int
     """The dim of the parameter that its rows count: 0 for A and its bias, 1 for B."""
     unit: int
@@ -32,7 +33,7 @@ class Matrix:
     """Elements of a row."""
 
 
-def share_out(count: int, parts: int) -> list[int]:
+def divide_evenly(count: int, parts: int) -> list[int]:
     """Return where each of `parts` nearly equal parts of `count` things begins, and the end; longer parts come first."""
     each, more = divmod(count, parts)
     return [part * each + min(part, more) for part in range(parts + 1)]
@@ -44,14 +45,14 @@ def chunk_count(units: int, places: int) -> int:
 
 
 @dataclass(frozen=True)
-class ChainPlan:
-    """The chunks of one chain and the pieces of its ranks. Buffers hold matrices one after another, in rows."""
+class ChunkPlan:
+    """The chunks of one pair and the pieces of its ranks. Buffers hold matrices one after another, in rows."""
 
     matrices: tuple[Matrix, ...]
     units: int
-    """Of this tensor-parallel rank's part of the chain."""
+    """Of this tensor-parallel rank's part of the pair."""
     ranks: int
-    """F: ranks that share the chain."""
+    """F: ranks that share the pair."""
     chunks: int
     """K."""
 
@@ -62,7 +63,7 @@ class ChainPlan:
 
     @cached_property
     def _bounds(self) -> list[int]:
-        return share_out(self.units, self.chunks)
+        return divide_evenly(self.units, self.chunks)
 
     def units_of(self, chunk: int) -> range:
         """Return units of a chunk."""
@@ -72,7 +73,7 @@ class ChainPlan:
         """Return rows of the tensor-parallel part that `rank` holds."""
         units = self.units_of(rank // self.group)
         first = units.start * matrix.unit
-        bounds = share_out(len(units) * matrix.unit, self.group)
+        bounds = divide_evenly(len(units) * matrix.unit, self.group)
         place = rank % self.group
         return range(first + bounds[place], first + bounds[place + 1])
 
@@ -90,7 +91,7 @@ class ChainPlan:
 
     @cached_property
     def largest_chunk(self) -> int:
-        """Elements of the largest chunk: the first one's, as `share_out` goes."""
+        """Elements of the largest chunk: the first one's, as `divide_evenly` goes."""
         return self.chunk_size(0)
 
     def spans_in_chunk(self, rank: int) -> list[Span]:

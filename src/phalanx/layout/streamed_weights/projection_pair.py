@@ -1,4 +1,4 @@
-"""One streamed chain as a step of autograd: y = sum over chunks k of act(x A_k) B_k, forward and backward.
+"""One streamed pair as a step of autograd: y = sum over chunks k of act(x A_k) B_k, forward and backward.
 
 Forward keeps x alone. Backward streams the chunks again, computes the hidden features of each once more with autograd on,
 and takes the gradients chunk by chunk: what is computed inside is the module's own forward, with a chunk in place of its
@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.layout.streamed_weights.chunk_plan import ChainPlan, Matrix
-from phalanx.layout.streamed_weights.ring_transport import Ring
+from phalanx.layout.streamed_weights.chunk_plan import ChunkPlan, Matrix
+from phalanx.layout.streamed_weights.ring_transport import WeightRing
 
 Forward = Callable[..., Tensor]
 """The forward of the module as its family wrote it: (module, x, *arguments) -> y."""
 
 
-class Chain:
+class ProjectionPair:
     """Runs the forward of one module chunk by chunk, over the ranks that share its matrices."""
 
-    def __init__(self, forward: Forward, plan: ChainPlan, ring: Ring, late: tuple[str, ...]) -> None:
+    def __init__(self, forward: Forward, plan: ChunkPlan, ring: WeightRing, late: tuple[str, ...]) -> None:
         """late: parameters of the module that are added to the sum of chunks, and therefore in none of them."""
         self.plan = plan
         self.ring = ring
@@ -93,7 +93,7 @@ class Chain:
         return {name: p for name, p in module.named_parameters() if name not in streamed}
 
     def _arguments(self, arguments: tuple[Any, ...], chunk: int) -> list[Any]:
-        return [of_units(argument, self.plan.units_of(chunk), self.plan.units) for argument in arguments]
+        return [select_units(argument, self.plan.units_of(chunk), self.plan.units) for argument in arguments]
 
     @torch.no_grad()
     def _piece(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -136,43 +136,43 @@ class Chain:
 
 
 class _Gradient(torch.autograd.Function):
-    """The backward pass of a chain. Its result has the shape of the value and no elements worth reading.
+    """The backward pass of a pair. Its result has the shape of the value and no elements worth reading.
 
     The value has a node of its own, behind this one: a block that is recomputed ends with the last tensor that is kept, and
-    a chain keeps its input alone, so the last chain of a block is not streamed once more for a value that nobody reads.
+    a pair keeps its input alone, so the last pair of a block is not streamed once more for a value that nobody reads.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, chain: Chain, module: nn.Module, arguments: tuple[Any, ...], x: Tensor, *parameters: Tensor
+        ctx: Any, pair: ProjectionPair, module: nn.Module, arguments: tuple[Any, ...], x: Tensor, *parameters: Tensor
     ) -> Tensor:
-        riders = parameters[: len(parameters) - len(chain.plan.matrices)]
+        riders = parameters[: len(parameters) - len(pair.plan.matrices)]
         ctx.save_for_backward(x, *riders)
-        ctx.chain, ctx.module, ctx.arguments, ctx.count = chain, module, arguments, len(parameters)
-        return x.new_empty(1).expand(*x.shape[:-1], chain.width)
+        ctx.pair, ctx.module, ctx.arguments, ctx.count = pair, module, arguments, len(parameters)
+        return x.new_empty(1).expand(*x.shape[:-1], pair.width)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *riders = ctx.saved_tensors
-        grad_x, grad_riders = ctx.chain.gradients(ctx.module, x, riders, ctx.arguments, grads[0])
+        grad_x, grad_riders = ctx.pair.gradients(ctx.module, x, riders, ctx.arguments, grads[0])
         return None, None, None, grad_x, *grad_riders, *([None] * (ctx.count - len(riders)))
 
 
 class _Value(torch.autograd.Function):
-    """The value of a chain; hands its gradient on to `_Gradient` through `promise`."""
+    """The value of a pair; hands its gradient on to `_Gradient` through `promise`."""
 
     @staticmethod
     def forward(
-        ctx: Any, promise: Tensor, chain: Chain, module: nn.Module, arguments: tuple[Any, ...], x: Tensor
+        ctx: Any, promise: Tensor, pair: ProjectionPair, module: nn.Module, arguments: tuple[Any, ...], x: Tensor
     ) -> Tensor:
-        return chain.value(module, x, arguments)
+        return pair.value(module, x, arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None, None, None, None
 
 
-def of_units(argument: Any, units: range, count: int) -> Any:
+def select_units(argument: Any, units: range, count: int) -> Any:
     """Return what these of `count` units need of an argument of the module: of attention, the biases of their heads."""
     changes = {}
     for name, dim in _HEAD_DIMS.items():

@@ -1,14 +1,14 @@
-"""Hybrid-STOP's matrix chain as a layout for any transformer (Wang et al. 2024, arXiv 2404.14712).
+"""Hybrid-STOP's projection pair as a layout for any transformer (Wang et al. 2024, arXiv 2404.14712).
 
-Attention and MLP are chains y = act(x A) B: A keeps some output features, B the matching input features, and since what
+Attention and MLP are pairs y = act(x A) B: A keeps some output features, B the matching input features, and since what
 stands between acts on each head or feature alone, y = sum over k of act(x A_k) B_k. Tensor parallelism is that sum over the
 ranks of `tp`. Streaming is the same sum over the ranks of `dp_shard`, one chunk after another in time: no rank ever holds
-more than two chunks of a chain, the one it computes with and the next one on its way.
+more than two chunks of a pair, the one it computes with and the next one on its way.
 
     layout.gather=layer    a rank gathers its whole tensor-parallel part of a block (FSDP2)
     layout.gather=stream   it sees that part chunk by chunk
 
-Which modules are chains follows from what a family declares for tensor parallelism: a module of a block whose children are
+Which modules are pairs follows from what a family declares for tensor parallelism: a module of a block whose children are
 `column` matrices and one `row` matrix is one. Everything else (norms, q/k norms, biases behind the sum, embedding, head)
 is sharded as always.
 """
@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplit, TensorSplits
-from phalanx.layout.streamed_weights.chunk_plan import ChainPlan, Matrix, chunk_count
-from phalanx.layout.streamed_weights.projection_pair import Chain
-from phalanx.layout.streamed_weights.ring_transport import Ring
+from phalanx.layout.streamed_weights.chunk_plan import ChunkPlan, Matrix, chunk_count
+from phalanx.layout.streamed_weights.projection_pair import ProjectionPair
+from phalanx.layout.streamed_weights.ring_transport import WeightRing
 from phalanx.layout.tensor_parallel.collectives import gather, scatter_sum
 from phalanx.layout.tensor_parallel.split_layers import SEQUENCE, split_tensors
 from phalanx.nn.layers import Linear
@@ -36,16 +36,16 @@ from phalanx.nn.splits import Split, Splits
 
 
 class Stream:
-    """What all streamed chains of a rank have in common. Every rank of `shards` runs the same chains in the same order."""
+    """What all streamed pairs of a rank have in common. Every rank of `shards` runs the same pairs in the same order."""
 
-    def __init__(self, shards: Axis, replicas: Axis, cp: Axis, ring: Ring | None = None) -> None:
-        """shards: ranks that share each chain, those of `cp` next to each other. replicas: ranks with the same pieces."""
+    def __init__(self, shards: Axis, replicas: Axis, cp: Axis, ring: WeightRing | None = None) -> None:
+        """shards: ranks that share each pair, those of `cp` next to each other. replicas: ranks with the same pieces."""
         assert shards.size > 1 and shards.size % cp.size == 0
         self.shards = shards
         self.replicas = replicas
         self.places = shards.size // cp.size
         """Chunks there can be at most: ranks of `cp` attend together, so they must have the same heads at the same time."""
-        self.ring = ring or Ring(shards)
+        self.ring = ring or WeightRing(shards)
         self._modules: list[Streamed] = []
 
     def finish(self) -> None:
@@ -62,20 +62,20 @@ class Stream:
     def add(self, module: Streamed) -> None:
         """Take care of a module's gradients."""
         self._modules.append(module)
-        self.ring.expect(module.chain.plan)
+        self.ring.expect(module.pair.plan)
 
 
 class Streamed(nn.Module):
     """Mixed into the class of a module whose matrices are streamed."""
 
-    chain: Chain
+    pair: ProjectionPair
     tp: Axis
     row: str
-    """Name of the matrix that ends the chain."""
+    """Name of the matrix that ends the pair."""
 
     def forward(self, x_BsD: Tensor, *arguments: Any) -> Tensor:
         """[B, S/tp, D] -> [B, S/tp, D]: positions are gathered and scattered once, however many chunks there are."""
-        y_BSD = self.chain(self, gather(x_BsD, self.tp, SEQUENCE), arguments)
+        y_BSD = self.pair(self, gather(x_BsD, self.tp, SEQUENCE), arguments)
         y_BsD = scatter_sum(y_BSD, self.tp, SEQUENCE)
         bias = cast(Linear, self.get_submodule(self.row)).bias
         # Once, behind all sums: not in every chunk, and not on every rank.
@@ -83,15 +83,15 @@ class Streamed(nn.Module):
 
     def matrices(self) -> list[nn.Parameter]:
         """Return this rank's pieces."""
-        return [self.get_parameter(matrix.name) for matrix in self.chain.plan.matrices]
+        return [self.get_parameter(matrix.name) for matrix in self.pair.plan.matrices]
 
 
 @dataclass(frozen=True)
 class _Member:
-    """One matrix of a chain, as declared."""
+    """One matrix of a pair, as declared."""
 
     name: str
-    """Of the `Linear` within the chain's module."""
+    """Of the `Linear` within the pair's module."""
     linear: Linear
     split: Split
 
@@ -111,9 +111,9 @@ class _Member:
 def stream_matrices(
     model: nn.Module, splits: Splits, tp: Axis, stream: Stream | None, *, chunks: int | None = None
 ) -> TensorSplits:
-    """Do as `split_tensors`, but keep of chains this rank's piece over `tp` and the shards; `stream` None streams nothing.
+    """Do as `split_tensors`, but keep of pairs this rank's piece over `tp` and the shards; `stream` None streams nothing.
 
-    `model` is on the meta device still. chunks: of each chain, at most; the rest of the shards then join in groups that hold
+    `model` is on the meta device still. chunks: of each pair, at most; the rest of the shards then join in groups that hold
     a chunk together. Returns which part of which parameter this rank keeps.
     """
     if stream is None:
@@ -123,7 +123,7 @@ def stream_matrices(
     if isinstance(head := getattr(model, "head", None), nn.Module):
         # The last gradients of the micro-batch before have arrived by now, and the head needs the room they take.
         head.register_forward_pre_hook(lambda *_: stream.ring.finish())
-    for name, members in find_chains(model, splits):
+    for name, members in find_projection_pairs(model, splits):
         for parameter, part in _stream(model.get_submodule(name), members, tp, stream, chunks).items():
             kept[f"{name}.{parameter}"] = part
         # A kind that is split by others leaves its module alone here.
@@ -131,7 +131,7 @@ def stream_matrices(
     return kept | split_tensors(model, [*taken, *splits], tp)
 
 
-def find_chains(model: nn.Module, splits: Splits) -> Iterable[tuple[str, list[_Member]]]:
+def find_projection_pairs(model: nn.Module, splits: Splits) -> Iterable[tuple[str, list[_Member]]]:
     """Yield modules inside blocks whose children are column matrices and, behind them, one row matrix of as many units."""
     for name, module in model.named_modules():
         if not name.startswith("blocks."):
@@ -150,10 +150,10 @@ def find_chains(model: nn.Module, splits: Splits) -> Iterable[tuple[str, list[_M
 def _stream(module: nn.Module, members: list[_Member], tp: Axis, stream: Stream, chunks: int | None) -> TensorSplits:
     """Keep this rank's piece of the module's matrices, in place."""
     units, uneven = divmod(members[0].units, tp.size)
-    assert not uneven, "tensor parallelism splits chains evenly"
+    assert not uneven, "tensor parallelism splits pairs evenly"
     shards, at_most = stream.shards, min(units, chunks or units)
     matrices = tuple(matrix for member in members for matrix in member.matrices())
-    plan = ChainPlan(matrices, units, shards.size, chunk_count(at_most, stream.places))
+    plan = ChunkPlan(matrices, units, shards.size, chunk_count(at_most, stream.places))
     kept: TensorSplits = {}
     for matrix in matrices:
         rows = plan.piece(matrix, shards.rank)
@@ -166,7 +166,7 @@ def _stream(module: nn.Module, members: list[_Member], tp: Axis, stream: Stream,
     # A class for all modules of a kind, as `layout.recompute` does for blocks.
     module.__class__ = _streamed(kind)
     assert isinstance(module, Streamed)
-    module.chain = Chain(kind.forward, plan, stream.ring, late)
+    module.pair = ProjectionPair(kind.forward, plan, stream.ring, late)
     module.tp, module.row = tp, row.name
     stream.add(module)
     return kept
