@@ -219,9 +219,9 @@ class Mesh:
     tp: Axis
     shards: Axis
     """Ranks that share one copy of parameters, gradients or optimizer state: `dp_shard` and `cp` together, or one rank
-    where nothing is shared out."""
+    where nothing is sharded."""
     replicas: Axis
-    """Ranks that hold the same share: `dp_replicate`, with `dp_shard` and `cp` too where nothing is shared out."""
+    """Ranks that hold the same share: `dp_replicate`, with `dp_shard` and `cp` too where nothing is sharded."""
     tie: Axis
     """First and last stage, for a parameter that both hold."""
     branch: Axis = Axis("branch")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 Table = Callable[[Tensor, tuple[int, ...]], Tensor]
 """Values of some elements of a parameter: a pure function of their row-major indices in the whole parameter (int64) and
-its shape. Float64, of the shape of the indices; the same however the elements are shared out, and on every device."""
+its shape. Float64, of the shape of the indices; the same however the elements are sharded, and on every device."""
 
 
 @dataclass(frozen=True)

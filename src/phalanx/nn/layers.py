@@ -1,7 +1,7 @@
 """Layers without attention: linear, normalisation, MLP. Plain PyTorch for one device.
 
-Parameters are kept in their own (master) format and cast to the format of the activations where they are used, so the same
-code runs with float32 masters and bfloat16 activations, or with parameters that somebody else has already cast.
+Parameters are kept in their own (main) format and cast to the format of the activations where they are used, so the same
+code runs with float32 main parameters and bfloat16 activations, or with parameters that somebody else has already cast.
 """
 
 from __future__ import annotations
