@@ -23,7 +23,7 @@ def sum_parts(parts: Tensor, total: Tensor, *, add: bool = False) -> None:
         kernel.run_sum_parts(parts, total, add=add)
 
 
-def added_up(gradient: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
+def add_gradient(gradient: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return `total` with `gradient`, of the same shape, added to it in place; a new tensor of `dtype`, at least as wide as
     `gradient`'s format, where there is none yet.
 

@@ -36,14 +36,14 @@ class LeanStage(PipelineStage):
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_forward_infra(1, *args, **kwargs)
-        _repeat(self.args_recv_info, num_microbatches)
+        _repeat_notes(self.args_recv_info, num_microbatches)
         return result
 
     def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_backward_infra(1, *args, **kwargs)
         self.chunks = num_microbatches
         if self.grad_recv_info:
-            _repeat(self.grad_recv_info, num_microbatches)
+            _repeat_notes(self.grad_recv_info, num_microbatches)
         return result
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -53,7 +53,7 @@ class LeanStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receives of a micro-batch's activations, into fresh buffers."""
-        _renew(self.args_recv_info, fwd_chunk_id)
+        _renew_buffers(self.args_recv_info, fwd_chunk_id)
         return self._over_link(super().get_fwd_recv_ops(fwd_chunk_id), self.stage_index - 1, "activations")
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -67,7 +67,7 @@ class LeanStage(PipelineStage):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return receives of a micro-batch's gradients, into fresh buffers."""
         if self.has_backward and not self.is_last:
-            _renew(self.grad_recv_info, bwd_chunk_id)
+            _renew_buffers(self.grad_recv_info, bwd_chunk_id)
         return self._over_link(super().get_bwd_recv_ops(bwd_chunk_id), self.stage_index + 1, "gradients")
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -85,7 +85,7 @@ class LeanStage(PipelineStage):
         """Run the backward pass of a micro-batch; drop what it received, and what its loss was computed from."""
         result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         for received in (self.args_recv_info, self.grad_recv_info):
-            _drop(received, bwd_chunk_id)
+            _drop_buffers(received, bwd_chunk_id)
         loss = kwargs.get("loss")
         if loss is not None and kwargs.get("full_backward", True):
             # The schedule keeps the losses of all micro-batches to the end of a step, and they their graphs.
@@ -112,7 +112,7 @@ class LeanStage(PipelineStage):
     @cached_property
     def _takes_gradients(self) -> Callable[[Sequence[Tensor]], None]:
         """What is done with gradients that are set without hooks. Sharded parameters have been gathered when it is asked."""
-        return _adding_up(self.submod) if isinstance(self.submod, FSDPModule) else self.collect or _leave
+        return _adding_up(self.submod) if isinstance(self.submod, FSDPModule) else self.collect or _leave_gradients
 
 
 def gather_stages_once(schedule: PipelineScheduleMulti) -> None:
@@ -138,7 +138,7 @@ def _gathered_once(actions: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _leave(_parameters: Sequence[Tensor]) -> None:
+def _leave_gradients(_parameters: Sequence[Tensor]) -> None:
     """Leave gradients where they are: they are in the right format."""
 
 
@@ -159,7 +159,7 @@ def _adding_up(module: nn.Module) -> Callable[[Sequence[Tensor]], None]:
     return add_up
 
 
-def _repeat(received: Received, microbatches: int) -> None:
+def _repeat_notes(received: Received, microbatches: int) -> None:
     """Copy the notes of the first micro-batch for all of them, which share its buffers until they get their own."""
     for info in received[0]:
         info.buffer_template = getattr(info, "buffer", None)
@@ -167,14 +167,14 @@ def _repeat(received: Received, microbatches: int) -> None:
         received[microbatch] = tuple(copy.copy(info) for info in received[0])
 
 
-def _renew(received: Received, microbatch: int) -> None:
+def _renew_buffers(received: Received, microbatch: int) -> None:
     for info in received[microbatch]:
         if info.buffer_template is not None:
             template = info.buffer_template
             info.buffer = torch.empty_like(template).requires_grad_(template.requires_grad)
 
 
-def _drop(received: Received, microbatch: int) -> None:
+def _drop_buffers(received: Received, microbatch: int) -> None:
     for info in received.get(microbatch, ()):
         if info.buffer_template is not None:
             info.buffer = info.buffer_template

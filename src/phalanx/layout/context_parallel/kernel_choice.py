@@ -149,11 +149,11 @@ def _measure_all(model: LanguageModel, shape: AttentionShape, device: torch.devi
         # A kernel refuses shapes it does not cover with a RuntimeError: that is the answer, not a failure. FlashAttention-4,
         # compiled here and now, has errors of its own, some of its compiler's.
         with contextlib.suppress(Exception if name == "flash4" else RuntimeError):
-            milliseconds[name] = _measure(name, model, shape, device)
+            milliseconds[name] = _measure_kernel(name, model, shape, device)
     return milliseconds or {"math": 0.0}
 
 
-def _measure(name: str, model: LanguageModel, shape: AttentionShape, device: torch.device) -> float:
+def _measure_kernel(name: str, model: LanguageModel, shape: AttentionShape, device: torch.device) -> float:
     """Return median milliseconds of one forward and backward pass."""
     positions = torch.arange(shape.length, device=device)
     documents = torch.zeros(shape.samples, shape.length, dtype=torch.int32, device=device) if shape.documents else None

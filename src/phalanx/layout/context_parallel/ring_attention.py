@@ -50,7 +50,7 @@ def attend_along(
     """Run `ring_attention` step by step."""
     total: Part | None = None
     for source, travelling in ring.tour(torch.stack((key, value))):
-        for task in _tasks(ring, source, query, slopes_H, document_ids_BS):
+        for task in _list_tasks(ring, source, query, slopes_H, document_ids_BS):
             part = attend_part(
                 query[:, :, task.queries],
                 travelling[0, :, :, task.keys],
@@ -119,7 +119,7 @@ def gradients_along(
     grads: Tensor | None = None
     for source, travelling in ring.tour(torch.stack((key, value))):
         mine = travelling.new_zeros(travelling.shape, dtype=wide)
-        for task in _tasks(ring, source, query, slopes_H, document_ids_BS):
+        for task in _list_tasks(ring, source, query, slopes_H, document_ids_BS):
             queries, keys = task.queries, task.keys
             grad_q, grad_k, grad_v = part_gradients(
                 grad_out[:, :, queries],
@@ -156,20 +156,20 @@ def _(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_tensors(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, group, rank, size = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.place = group, rank, size
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad_out: Tensor, _grad_log_z: Tensor) -> tuple[Tensor | None, ...]:
+def _ring_backward(ctx: Any, grad_out: Tensor, _grad_log_z: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, slopes_H, document_ids_BS, out, log_z = ctx.saved_tensors
     grads = _ring_gradients(grad_out.contiguous(), query, key, value, out, log_z, slopes_H, document_ids_BS, *ctx.place)
     return (*grads, None, None, None, None, None)
 
 
-ring_attention.register_autograd(_backward, setup_context=_save)
+ring_attention.register_autograd(_ring_backward, setup_context=_save_tensors)
 
 RING_GRADIENTS = torch.ops.phalanx.ring_attention_gradients.default
 """The backward pass as an operation, as cost models see it."""
@@ -188,7 +188,7 @@ class _Task:
 _ALL = slice(None)
 
 
-def _tasks(
+def _list_tasks(
     ring: Ring, source: int, query: Tensor, slopes_H: Tensor | None, document_ids_BS: Tensor | None
 ) -> list[_Task]:
     """Return what this rank's queries have to do with the keys of `source`."""

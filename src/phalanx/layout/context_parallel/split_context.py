@@ -65,12 +65,12 @@ def split_context(model: ContextModel, share: SequenceShare, attend: AttentionCo
         core = attend
     elif share.context == "ring":
         model.attention_context = partial(_ring_context, slice(first, first + heads))
-        core = partial(_ring, cp)
+        core = partial(_attend_by_ring, cp)
     else:
         each = heads // cp.size
         mine = slice(first + cp.rank * each, first + (cp.rank + 1) * each)
         model.attention_context = partial(_exchanged_context, cp, mine)
-        core = partial(_exchanged, cp, attend)
+        core = partial(_attend_by_exchange, cp, attend)
     for module in model.modules():
         if isinstance(module, Attention):
             module.attend = core
@@ -94,7 +94,7 @@ def _ring_context(
     )
 
 
-def _ring(cp: Axis, query: Tensor, key: Tensor, value: Tensor, context: RingContext) -> Tensor:
+def _attend_by_ring(cp: Axis, query: Tensor, key: Tensor, value: Tensor, context: RingContext) -> Tensor:
     out: Tensor = ring_attention(
         query, key, value, context.slopes_H, context.document_ids_BS, cp.group_name, cp.rank, cp.size
     )[0]
@@ -119,7 +119,7 @@ def _exchanged_context(
     return context._replace(rope=rope_tables(config, positions_S) if config.positions == "rope" else None)
 
 
-def _exchanged(
+def _attend_by_exchange(
     cp: Axis, attend: AttentionCore, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
 ) -> Tensor:
     query, key, value = (exchange(x, cp, split=1, join=2) for x in (query, key, value))

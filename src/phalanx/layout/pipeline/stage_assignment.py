@@ -37,7 +37,7 @@ def split_layers(n_layers: int, n_stages: int, first_cost: float, last_cost: flo
             return cost, cost * cost, (n_layers,)
         choices = []
         # What goes beyond the limit is costlier than the best split as a whole.
-        furthest = min(n_layers - (n_stages - 1 - stage), start + _room(limit, extra[stage]))
+        furthest = min(n_layers - (n_stages - 1 - stage), start + _layers_within(limit, extra[stage]))
         for end in range(start + 1, furthest + 1):
             worst, squares, ends = best(stage + 1, end)
             cost = end - start + extra[stage]
@@ -46,7 +46,7 @@ def split_layers(n_layers: int, n_stages: int, first_cost: float, last_cost: flo
         # micro-batches' activations.
         return min(choices)
 
-    ends = _filled(n_layers, limit, extra) if n_layers > _EXACT else best(0, 0)[2]
+    ends = _fill_stages(n_layers, limit, extra) if n_layers > _EXACT else best(0, 0)[2]
     return [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
 
 
@@ -59,7 +59,7 @@ _ROUNDING = 1e-9
 def _least_limit(n_layers: int, n_stages: int, extra: list[float]) -> float:
     """Return what the costliest stage costs at least: the smallest limit that filling the stages one after another keeps."""
     for limit in sorted({layers + more for layers in range(1, n_layers + 1) for more in extra}):
-        ends = _filled(n_layers, limit, extra)
+        ends = _fill_stages(n_layers, limit, extra)
         starts = (0, *ends)
         if ends[-1] >= n_layers and all(
             b - a + more <= limit + _ROUNDING for a, b, more in zip(starts, ends, extra, strict=False)
@@ -68,16 +68,16 @@ def _least_limit(n_layers: int, n_stages: int, extra: list[float]) -> float:
     raise AssertionError("the largest limit holds everything")
 
 
-def _filled(n_layers: int, limit: float, extra: list[float]) -> tuple[int, ...]:
+def _fill_stages(n_layers: int, limit: float, extra: list[float]) -> tuple[int, ...]:
     """Return the layer at which each stage ends where stages are filled one after another, at least one layer each."""
     ends, end = [], 0
     for stage, more in enumerate(extra):
-        end += min(_room(limit, more), n_layers - end - (len(extra) - 1 - stage))
+        end += min(_layers_within(limit, more), n_layers - end - (len(extra) - 1 - stage))
         ends.append(end)
     return tuple(ends)
 
 
-def _room(limit: float, more: float) -> int:
+def _layers_within(limit: float, more: float) -> int:
     """Return the layers that a stage has room for if it computes `more` besides.
 
     Rounding must not cost it the layer that the limit was made for.

@@ -103,7 +103,7 @@ class ChunkPlan:
             rows = self.piece(matrix, rank)
             spans.append((begin + (rows.start - first) * matrix.width, len(rows) * matrix.width))
             begin += self.rows(matrix, chunk) * matrix.width
-        return list(_joined(spans))
+        return list(_join_spans(spans))
 
     def spans_in_piece(self, rank: int) -> list[Span]:
         """Return the same spans in a buffer that holds the piece alone."""
@@ -111,7 +111,7 @@ class ChunkPlan:
         return [(sum(lengths[:place]), length) for place, length in enumerate(lengths)]
 
 
-def _joined(spans: list[Span]) -> Iterator[Span]:
+def _join_spans(spans: list[Span]) -> Iterator[Span]:
     begin, length = spans[0]
     for start, count in spans[1:]:
         if count and length and start == begin + length:

@@ -51,9 +51,9 @@ class ProjectionPair:
         total: Tensor | None = None
         for _, number, chunk in self.ring.chunks(self.plan, self._piece(module, x)):
             held = self._weights(module, self._leaves(chunk, number)) | dict.fromkeys(self._late)
-            with _holding(module, held):
+            with _with_parameters(module, held):
                 part = self._forward(module, x, *self._arguments(arguments, number))
-            total = _add(total, part)
+            total = _add_part(total, part)
             # The ring lets this chunk go before it makes room for the one after the next.
             del chunk, held, part
         assert total is not None
@@ -74,11 +74,11 @@ class ProjectionPair:
                     | dict(zip(names, shared[1:], strict=True))
                     | dict.fromkeys(self._late)
                 )
-                with _holding(module, held):
+                with _with_parameters(module, held):
                     part = self._forward(module, shared[0], *self._arguments(arguments, number))
                 found = list(torch.autograd.grad(part, [*shared, *leaves], grad))
             del chunk, part, leaves, held
-            totals = [_add(total, new) for total, new in zip(totals, found[: len(shared)], strict=True)]
+            totals = [_add_part(total, new) for total, new in zip(totals, found[: len(shared)], strict=True)]
             del found[: len(shared)]
             self.ring.finish()
             self.ring.reduce(self.plan, step, number, self._flat(found), partial(self._add_to_parameters, module))
@@ -100,28 +100,30 @@ class ProjectionPair:
         """Return this rank's piece, flat, in the format of x."""
         piece = self.ring.weights(self.plan.piece_size(self.ring.shards.rank), x)
         for matrix, rows in zip(self.plan.matrices, self._piece_rows(piece), strict=True):
-            rows.copy_(_rows(module.get_parameter(matrix.name), matrix))
+            rows.copy_(_as_rows(module.get_parameter(matrix.name), matrix))
         return piece
 
     def _piece_rows(self, piece: Tensor) -> list[Tensor]:
         """Return the rows of each matrix in a flat piece."""
         rank = self.ring.shards.rank
-        return _cut(piece, [(len(self.plan.piece(matrix, rank)), matrix.width) for matrix in self.plan.matrices])
+        return _cut_matrices(
+            piece, [(len(self.plan.piece(matrix, rank)), matrix.width) for matrix in self.plan.matrices]
+        )
 
     def _leaves(self, chunk: Tensor, number: int) -> list[Tensor]:
         """Return the rows of each matrix in a flat chunk."""
         sizes = [(self.plan.rows(matrix, number), matrix.width) for matrix in self.plan.matrices]
-        return [rows.detach() for rows in _cut(chunk, sizes)]
+        return [rows.detach() for rows in _cut_matrices(chunk, sizes)]
 
     def _weights(self, module: nn.Module, leaves: list[Tensor]) -> dict[str, Tensor | None]:
         """Return rows in the shape that the module knows its parameters by."""
         pairs = zip(self.plan.matrices, leaves, strict=True)
-        return {matrix.name: _shaped(rows, matrix, module.get_parameter(matrix.name)) for matrix, rows in pairs}
+        return {matrix.name: _like_parameter(rows, matrix, module.get_parameter(matrix.name)) for matrix, rows in pairs}
 
     def _flat(self, gradients: list[Tensor]) -> Tensor:
         """Gradients of a chunk's rows, one after another. Empties the list: each is let go as soon as it is copied."""
         flat = self.ring.gradients(sum(gradient.numel() for gradient in gradients), gradients[0])
-        for rows in _cut(flat, [(gradient.shape[0], gradient.shape[1]) for gradient in gradients]):
+        for rows in _cut_matrices(flat, [(gradient.shape[0], gradient.shape[1]) for gradient in gradients]):
             rows.copy_(gradients.pop(0))
         return flat
 
@@ -132,7 +134,7 @@ class ProjectionPair:
             parameter = module.get_parameter(matrix.name)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.add_(_shaped(rows, matrix, parameter))
+            parameter.grad.add_(_like_parameter(rows, matrix, parameter))
 
 
 class _Gradient(torch.autograd.Function):
@@ -188,7 +190,7 @@ _HEAD_DIMS = {"slopes_H": 0, "bias": 1}
 
 
 @contextmanager
-def _holding(module: nn.Module, tensors: dict[str, Tensor | None]) -> Iterator[None]:
+def _with_parameters(module: nn.Module, tensors: dict[str, Tensor | None]) -> Iterator[None]:
     """Let `module` find these tensors where its parameters are, by name."""
     places = []
     for name, tensor in tensors.items():
@@ -203,25 +205,25 @@ def _holding(module: nn.Module, tensors: dict[str, Tensor | None]) -> Iterator[N
             owner[leaf] = parameter
 
 
-def _rows(parameter: Tensor, matrix: Matrix) -> Tensor:
+def _as_rows(parameter: Tensor, matrix: Matrix) -> Tensor:
     """Return a parameter as [rows, width]."""
     return parameter.t() if matrix.dim == 1 else parameter.view(-1, matrix.width)
 
 
-def _shaped(rows: Tensor, matrix: Matrix, like: Tensor) -> Tensor:
+def _like_parameter(rows: Tensor, matrix: Matrix, like: Tensor) -> Tensor:
     """[rows, width] as a parameter with the dims of `like`."""
     if matrix.dim == 1:
         return rows.t()
     return rows if like.dim() == 2 else rows.flatten()
 
 
-def _cut(flat: Tensor, sizes: list[tuple[int, int]]) -> list[Tensor]:
+def _cut_matrices(flat: Tensor, sizes: list[tuple[int, int]]) -> list[Tensor]:
     """Return consecutive matrices [rows, width] at the beginning of a flat buffer."""
     lengths = [rows * width for rows, width in sizes]
     parts = flat[: sum(lengths)].split(lengths)
     return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
 
 
-def _add(total: Tensor | None, part: Tensor) -> Tensor:
+def _add_part(total: Tensor | None, part: Tensor) -> Tensor:
     """Return the sum so far, in at least float32."""
     return part.to(torch.promote_types(part.dtype, torch.float32)) if total is None else total.add_(part)

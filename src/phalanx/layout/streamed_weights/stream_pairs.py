@@ -124,7 +124,7 @@ def stream_matrices(
         # The last gradients of the micro-batch before have arrived by now, and the head needs the room they take.
         head.register_forward_pre_hook(lambda *_: stream.ring.finish())
     for name, members in find_projection_pairs(model, splits):
-        for parameter, part in _stream(model.get_submodule(name), members, tp, stream, chunks).items():
+        for parameter, part in _stream_pair(model.get_submodule(name), members, tp, stream, chunks).items():
             kept[f"{name}.{parameter}"] = part
         # A kind that is split by others leaves its module alone here.
         taken += [(f"{name}.{member.name}", Split("attention")) for member in members]
@@ -147,7 +147,9 @@ def find_projection_pairs(model: nn.Module, splits: Splits) -> Iterable[tuple[st
             yield name, members
 
 
-def _stream(module: nn.Module, members: list[_Member], tp: Axis, stream: Stream, chunks: int | None) -> TensorSplits:
+def _stream_pair(
+    module: nn.Module, members: list[_Member], tp: Axis, stream: Stream, chunks: int | None
+) -> TensorSplits:
     """Keep this rank's piece of the module's matrices, in place."""
     units, uneven = divmod(members[0].units, tp.size)
     assert not uneven, "tensor parallelism splits pairs evenly"
@@ -159,12 +161,12 @@ def _stream(module: nn.Module, members: list[_Member], tp: Axis, stream: Stream,
         rows = plan.piece(matrix, shards.rank)
         start = tp.rank * units * matrix.unit + rows.start
         kept[matrix.name] = TensorSplit(matrix.dim, start, units * matrix.unit * tp.size)
-        _keep(module, matrix, start, len(rows))
+        _keep_piece(module, matrix, start, len(rows))
     (row,) = (member for member in members if member.split.kind == "row")
     late = () if row.linear.bias is None else (f"{row.name}.bias",)
     kind: Any = type(module)
     # A class for all modules of a kind, as `layout.recompute` does for blocks.
-    module.__class__ = _streamed(kind)
+    module.__class__ = _streamed_class(kind)
     assert isinstance(module, Streamed)
     module.pair = ProjectionPair(kind.forward, plan, stream.ring, late)
     module.tp, module.row = tp, row.name
@@ -173,11 +175,11 @@ def _stream(module: nn.Module, members: list[_Member], tp: Axis, stream: Stream,
 
 
 @cache
-def _streamed(kind: Any) -> Any:
+def _streamed_class(kind: Any) -> Any:
     return type(f"Streamed{kind.__name__}", (Streamed, kind), {})
 
 
-def _keep(module: nn.Module, matrix: Matrix, start: int, count: int) -> None:
+def _keep_piece(module: nn.Module, matrix: Matrix, start: int, count: int) -> None:
     path, _, name = matrix.name.rpartition(".")
     linear = module.get_submodule(path)
     parameter = linear.get_parameter(name)

@@ -58,11 +58,11 @@ class GraphShare:
 
     def to(self, device: torch.device) -> GraphShare:
         """Return the share on `device`, copied without waiting when it lies in pinned memory."""
-        return _mapped(self, lambda tensor: tensor.to(device, non_blocking=True))
+        return _map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> GraphShare:
         """Return a copy in pinned memory."""
-        return _mapped(self, Tensor.pin_memory)
+        return _map_tensors(self, Tensor.pin_memory)
 
     def split(self, parts: int) -> Iterator[GraphShare]:
         """Return the micro-batches that it was cut from."""
@@ -155,7 +155,7 @@ class _Cut(NamedTuple):
         cost_A = how.node_cost + how.edge_cost * arriving_A
         if how.triplet_cost:
             cost_A += how.triplet_cost * np.bincount(ends_2E[1], weights=arriving_A[ends_2E[0]], minlength=atoms)
-        rank_A = _ranks(cost_A, how.size)
+        rank_A = _assign_ranks(cost_A, how.size)
         # A row of flags for each rank: cheaper than sorting edges, which are many times as many.
         wanted = np.zeros((how.size, atoms), dtype=bool)
         wanted[rank_A[ends_2E[1]], ends_2E[0]] = True
@@ -205,7 +205,7 @@ class _Cut(NamedTuple):
         count, graphs = int(held_R[how.rank]), len(self.keeper_G)
         held_G = np.bincount(self.graph_A[own], minlength=graphs)
         halo = Halo(
-            atoms=_plan(how, self.wants_P2[:, 0], self.wants_P2[:, 1], self.rank_A, self.first_R),
+            atoms=_plan_exchange(how, self.wants_P2[:, 0], self.wants_P2[:, 1], self.rank_A, self.first_R),
             own=count,
             senders=count + len(foreign),
             atoms_G=torch.from_numpy(np.bincount(self.graph_A, minlength=graphs)),
@@ -227,11 +227,11 @@ class _Cut(NamedTuple):
         ranks = np.repeat(self.wants_P2[:, 0], arriving_A[place_P])
         rank_E = self.rank_A[self.ends_2E[1]]
         targets = np.repeat(count + np.arange(len(foreign)), arriving_A[foreign])
-        plan = _plan(how, ranks, edges, rank_E, self.first_edge_A[self.first_R])
+        plan = _plan_exchange(how, ranks, edges, rank_E, self.first_edge_A[self.first_R])
         return {"edges": plan, "edge_targets": torch.from_numpy(targets)}
 
 
-def _ranks(cost_A: npt.NDArray[np.floating], size: int) -> Int64Array:
+def _assign_ranks(cost_A: npt.NDArray[np.floating], size: int) -> Int64Array:
     """Return the rank of each place, such that each rank's places cost about the same."""
     total = float(cost_A.sum())
     middles = np.cumsum(cost_A) - cost_A / 2
@@ -239,7 +239,7 @@ def _ranks(cost_A: npt.NDArray[np.floating], size: int) -> Int64Array:
     return ranks
 
 
-def _plan(how: Cutting, ranks: Int64Array, rows: Int64Array, holder: Int64Array, first_R: Int64Array) -> Plan:
+def _plan_exchange(how: Cutting, ranks: Int64Array, rows: Int64Array, holder: Int64Array, first_R: Int64Array) -> Plan:
     """Return how rows numbered through all ranks come to the ranks that want them: pairs of both, ordered.
 
     holder: the rank of each row. first_R: first row of each rank, then the number of rows.
@@ -263,15 +263,17 @@ def _gathering(rows: Int64Array, holder: Int64Array, first_R: Int64Array) -> Gat
     return Gathering(widest, torch.from_numpy(holder[rows] * widest + rows - first_R[holder[rows]]))
 
 
-def _mapped(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
+def _map_tensors(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
     """Return `value` with every tensor in it moved."""
     moved: Any = value
     if isinstance(value, Tensor):
         moved = move(value)
     elif isinstance(value, dict):
-        moved = {name: _mapped(item, move) for name, item in value.items()}
+        moved = {name: _map_tensors(item, move) for name, item in value.items()}
     elif isinstance(value, tuple):
-        moved = tuple(_mapped(item, move) for item in value)
+        moved = tuple(_map_tensors(item, move) for item in value)
     elif is_dataclass(value) and not isinstance(value, type):
-        moved = replace(value, **{field.name: _mapped(getattr(value, field.name), move) for field in fields(value)})
+        moved = replace(
+            value, **{field.name: _map_tensors(getattr(value, field.name), move) for field in fields(value)}
+        )
     return moved  # type: ignore[no-any-return]

@@ -27,7 +27,7 @@ def spatial_order(positions_N3: npt.NDArray[Any], cells_G33: npt.NDArray[Any], g
     """
     if not len(graph_N):
         return np.zeros(0, dtype=np.int64)
-    places = _inside(positions_N3.astype(np.float64), cells_G33.astype(np.float64), graph_N)
+    places = _move_inside(positions_N3.astype(np.float64), cells_G33.astype(np.float64), graph_N)
     first_G = np.flatnonzero(np.diff(graph_N, prepend=-1))
     dense_N = np.cumsum(np.diff(graph_N, prepend=graph_N[0]) != 0)
     low = np.minimum.reduceat(places, first_G)
@@ -36,7 +36,7 @@ def spatial_order(positions_N3: npt.NDArray[Any], cells_G33: npt.NDArray[Any], g
     return np.lexsort((hilbert_numbers(steps, _BITS), graph_N)).astype(np.int64)
 
 
-def _inside(positions_N3: Floats, cells_G33: Floats, graph_N: Int64Array) -> Floats:
+def _move_inside(positions_N3: Floats, cells_G33: Floats, graph_N: Int64Array) -> Floats:
     """Return positions moved into their cells, along the lattice vectors at right angles to each other."""
     normals = np.stack([_cross(cells_G33[:, i - 2], cells_G33[:, i - 1]) for i in range(3)], axis=1)
     volumes = _dot(cells_G33[:, 0], normals[:, 0])
