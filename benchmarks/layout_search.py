@@ -3,10 +3,10 @@
     python benchmarks/layout_search.py engines --out benchmarks/results/search/engines-175b.json
     python benchmarks/layout_search.py published --out benchmarks/results/search/published-175b.json
 
-`engines` compares the engines of `phalanx search` for the 175B GPT on 1,024 GCDs of Frontier: same space, same truths, same
+`engines` compares the samplers of `phalanx search` for the 175B GPT on 1,024 GCDs of Frontier: same space, same truths, same
 trials; the quality of a search is the true speed of its best trial over that of the fastest layout that truly fits.
 DeepHyper is compared where its package is installed; `--engine knows` is one that knows how truths are drawn, though not
-which one was, to see how much a better belief could gain. `published` takes the space that Dash et al. searched
+which one was, to see how much a better surrogate could gain. `published` takes the space that Dash et al. searched
 (arXiv:2312.12705) and says which parameter matters most, as the planner sees it.
 """
 
@@ -18,7 +18,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib import metadata
@@ -39,10 +39,9 @@ from phalanx.planner.layouts.candidates import RECOMPUTES, SCHEDULES, Candidates
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.judge import Planner, Task
 from phalanx.planner.time.profile import profile_for
+from phalanx.study.importance import interactions, measured_importance, shapley_effects
 from phalanx.study.layouts.prior import Prior, planned_space
-from phalanx.study.layouts.samplers import Engine, Proposal, make_engine
-from phalanx.study.layouts.sensitivity import interactions, shapley_effects
-from phalanx.study.layouts.simulator import (
+from phalanx.study.layouts.simulated_cluster import (
     MEMORY_CHOICES,
     SHARED_CHOICES,
     Errors,
@@ -50,10 +49,11 @@ from phalanx.study.layouts.simulator import (
     Truth,
     draw_truth,
 )
-from phalanx.study.layouts.space import Space
-from phalanx.study.layouts.surrogate import Belief, above
-from phalanx.study.trials.importance import measured_importance
-from phalanx.study.trials.trial import Trial, best_of
+from phalanx.study.layouts.space import LayoutSpace
+from phalanx.study.layouts.study import make_layout_sampler
+from phalanx.study.layouts.surrogate import Posterior, censored_observation
+from phalanx.study.samplers import Observation, Proposal, Sampler, observe_trials
+from phalanx.study.trial import Trial, best_trial, key_of
 
 ROOT = Path(__file__).parent.parent
 DEVICES = 1024
@@ -72,14 +72,14 @@ NEAR = 1.2
 _TRIES = 3
 KNOWS = "knows"
 _REACH = 1.4
-"""Layouts whose expected time is within so much of the best may be proposed by the engine that knows."""
+"""Layouts whose expected time is within so much of the best may be proposed by the sampler that knows."""
 
 
 @dataclass(frozen=True)
-class KnowingEngine:
+class KnowingSampler:
     """Expected improvement for one who knows how large the errors of truths are and what shares them."""
 
-    space: Space
+    space: LayoutSpace
     prior: Prior
     errors: Errors
 
@@ -109,30 +109,31 @@ class KnowingEngine:
             total += which.reshape(-1)[:, None] == which.reshape(-1)[None, :]
         return total / len(groups)
 
-    def propose(self, trials: Sequence[Trial], taken: set[str]) -> Proposal | None:
-        """The point near the best that promises most."""
+    def propose(self, history: Sequence[Observation], taken: set[str]) -> Proposal | None:
+        """Return the point near the best that promises most."""
         place = {int(point): number for number, point in enumerate(self.near)}
-        found = [(place[point], trial) for trial in trials if (point := self.space.find(trial.values)) is not None]
-        good = [(point, trial) for point, trial in found if trial.good]
+        found = [(place[point], one) for one in history if (point := self.space.find(one.values)) is not None]
         seconds, peak, margin = (one[self.near] for one in (self.prior.seconds, self.prior.peak, self.prior.margin))
         of_time, of_memory = self.covariances
-        times = [(point, float(np.log(trial.value / seconds[point])), 0.005**2) for point, trial in good]
+        times = [(point, float(np.log(one.score / seconds[point])), 0.005**2) for point, one in found if one.score]
         shift, spread = _given(of_time, times)
         needs = [
-            (point, float(np.log(trial.outcome.memory_bytes / peak[point])), 0.003**2)
-            for point, trial in good
-            if trial.outcome is not None and trial.outcome.memory_bytes
+            (point, float(np.log(one.memory_bytes / peak[point])), 0.003**2)
+            for point, one in found
+            if one.score and one.memory_bytes
         ]
-        for point in (point for point, trial in found if not trial.good):
+        for point in (point for point, one in found if one.score is None):
             need, uncertain = _given(of_memory, needs)
-            needs.append((point, *above(float(need[point]), float(uncertain[point]), float(margin[point]))))
+            needs.append(
+                (point, *censored_observation(float(need[point]), float(uncertain[point]), float(margin[point])))
+            )
         need, uncertain = _given(of_memory, needs)
-        belief = Belief(np.log(seconds) + shift, spread, ndtr((margin - need) / uncertain))
-        best = best_of(list(trials))
-        first = np.log(np.maximum(belief.fits, 1e-12)) - belief.log_seconds
-        value = first if best is None else belief.improvement(best.value)
+        posterior = Posterior(np.log(seconds) + shift, spread, ndtr((margin - need) / uncertain))
+        best = min((one.score for one in history if one.score), default=None)
+        first = np.log(np.maximum(posterior.fits, 1e-12)) - posterior.log_seconds
+        value = first if best is None else posterior.improvement(best)
         value[[point for point, _ in found]] = -np.inf
-        return Proposal(int(self.near[int(np.argmax(value))]))
+        return Proposal(self.space.values(int(self.near[int(np.argmax(value))])))
 
 
 def _given(covariance: Any, seen: list[tuple[int, float, float]]) -> tuple[Any, Any]:
@@ -154,24 +155,22 @@ def machine_models() -> tuple[LanguageRun, Planner, CostModels]:
     return run, Planner(machine, models, least_p=Search().least_p_fits), models
 
 
-def follow(engine: Engine, space: Space, truth: Truth, seed: int, most: int) -> list[Trial]:
+def follow(sampler: Sampler, space: LayoutSpace, truth: Truth, seed: int, most: int) -> list[Trial]:
     """The trials of one search, without any storage."""
     runner = SimulatedRunner(truth, seed)
     trials: list[Trial] = []
     for number in range(most):
-        proposal = engine.propose(trials, {trial.key for trial in trials})
+        proposal = sampler.propose(observe_trials(trials), {trial.key for trial in trials})
         if proposal is None:
             break
-        values = space.values(proposal.point)
-        trial = Trial(number, space.key(proposal.point), values, "", None, proposal.note)
-        outcome = runner.measure(space, proposal.point, trial, Path(), trials)
-        trials.append(Trial(number, trial.key, values, "", outcome, proposal.note))
+        trial = Trial(number, key_of(proposal.values), proposal.values, "", None, proposal.note)
+        trials.append(replace(trial, outcome=runner.start(space, trial, Path(), trials).poll()))
     return trials
 
 
-def quality(space: Space, truth: Truth, trials: list[Trial]) -> float:
+def quality(space: LayoutSpace, truth: Truth, trials: list[Trial]) -> float:
     """True speed of the trial that measured best, over that of the best layout; 0 where none fits."""
-    best = best_of(trials)
+    best = best_trial(trials)
     if best is None:
         return 0.0
     point = space.find(best.values)
@@ -180,14 +179,14 @@ def quality(space: Space, truth: Truth, trials: list[Trial]) -> float:
 
 
 def compare(
-    name: str, space: Space, prior: Prior, truths: dict[int, Truth], most: int, errors: Errors
+    name: str, space: LayoutSpace, prior: Prior, truths: dict[int, Truth], most: int, errors: Errors
 ) -> dict[str, Any]:
-    """One engine on all truths, by their seeds. errors: how these were drawn, for the engine that knows."""
+    """Return one sampler's results on all truths, by their seeds. errors: how the truths were drawn."""
     start, rows = time.perf_counter(), []
-    knows = KnowingEngine(space, prior, errors)
+    knows = KnowingSampler(space, prior, errors)
     for seed, truth in truths.items():
-        engine = knows if name == KNOWS else make_engine(name, space, prior, seed=seed, stop_gain=0.0)
-        trials = follow(engine, space, truth, seed, most)
+        sampler = knows if name == KNOWS else make_layout_sampler(name, space, prior, seed=seed, stop_gain=0.0)
+        trials = follow(sampler, space, truth, seed, most)
         good = [sum(trial.good for trial in trials[:count]) for count in AT if count <= most]
         gains = [trial.note.get("expected_gain") for trial in trials]
         stop = next(

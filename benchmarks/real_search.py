@@ -34,8 +34,8 @@ from phalanx.planner.rank.judge import Planner, Task
 from phalanx.planner.time.profile import load_profile
 from phalanx.study.layouts.prior import planned_space
 from phalanx.study.layouts.study import STUDY
-from phalanx.study.trials.storage import Study
-from phalanx.study.trials.trial import INTERRUPTED, Trial, best_of
+from phalanx.study.store import StudyStore
+from phalanx.study.trial import INTERRUPTED, Trial, best_trial
 
 Facts = dict[str, Any]
 
@@ -139,12 +139,12 @@ def study_file(options: argparse.Namespace) -> Path:
 
 def trials_so_far(options: argparse.Namespace) -> list[Trial]:
     """What the study holds."""
-    return Study(study_file(options), STUDY, None).trials()
+    return StudyStore(study_file(options), STUDY, None).trials()
 
 
 def summary(trials: list[Trial], points: int) -> Facts:
     """How the search's choice does beside everything that was measured."""
-    chosen, best = best_of([trial for trial in trials if trial.engine == "planner"]), best_of(trials)
+    chosen, best = best_trial([trial for trial in trials if trial.engine == "planner"]), best_trial(trials)
     failed = [trial.outcome.cause if trial.outcome else "running" for trial in trials if not trial.good]
     found: Facts = {
         "choices": points,

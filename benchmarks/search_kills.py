@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from phalanx.study.layouts.study import STUDY
-from phalanx.study.trials.storage import Study
+from phalanx.study.store import StudyStore
 
 RUN = """\
 model: {{n_layers: 2, d_model: 64, n_heads: 4, d_ff: 256, vocab_size: 2048, max_positions: 128}}
@@ -56,7 +56,7 @@ def ended_trials(storage: Path) -> dict[int, dict[str, Any]]:
     """What came of the trials that have ended and were not interrupted, by number."""
     if not storage.exists():
         return {}
-    trials = Study(storage, STUDY, None).trials()
+    trials = StudyStore(storage, STUDY, None).trials()
     return {one.number: one.outcome.as_dict() for one in trials if one.outcome and (one.good or one.failed)}
 
 

@@ -9,7 +9,7 @@ import phalanx
 
 SOURCES = Path(phalanx.__file__).parent
 UNPICKLE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-BETWEEN_OWN_PROCESSES = {"launch/ranks.py"}
+BETWEEN_OWN_PROCESSES = {"launch/fork_server.py"}
 """Reads a pipe to a process that it started itself, and no file."""
 
 

@@ -17,7 +17,7 @@ def trial_processes(folder: Path) -> list[int]:
                 command = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if str(folder).encode() in command and b"phalanx.study.trials\0" in command:
+            if str(folder).encode() in command and b"phalanx.study.processes\0" in command:
                 found.append(int(entry.name))
     return found
 

@@ -15,7 +15,7 @@ from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.measured.check import run_of
 from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.memory.parts import model_bytes
-from phalanx.planner.memory.stages import rank_holdings
+from phalanx.planner.memory.ranks import blocks_in_flight
 from phalanx.planner.trace.family import Kernel
 from published.runs import PublishedRun
 
@@ -61,12 +61,13 @@ def _besides(
     one = Candidates.of([layout], [run.layout.recompute])
     parts = model_bytes(run, one, attention=kernels.attention, compiled=kernels.compiled)
     costs = relative_block_costs(run.model, run.data.sequence_length)
-    held = rank_holdings(
-        layout.schedule, layout.pp, layout.stages_per_rank, layout.accumulation, run.model.n_layers, costs
-    )
+    blocks_kept = blocks_in_flight(layout, run.model.n_layers, costs)
     split = habits.split_between_blocks if split is None else split
     # Each rank has the whole of what stands between blocks, where ours has its part.
     whole = 0.0 if split else (layout.tp - 1) * float(parts.hidden[0])
     tokens = layout.microbatch * run.data.sequence_length // layout.cp
     logits = habits.whole_logits * tokens * run.model.vocab_size / layout.tp
-    return [float(kept) * whole + float(head) * logits for kept, head in zip(held.blocks_kept, held.head, strict=True)]
+    besides = blocks_kept * whole
+    # The last pipeline rank computes the loss.
+    besides[-1] += logits
+    return [float(more) for more in besides]

@@ -19,11 +19,10 @@ from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.summary import interval
 from phalanx.planner.time.profile import NamedProfile
 from phalanx.report.run_log import FloatArray, RunLog
-from phalanx.study.trials.causes import failure, log_tail, rank_reports
-from phalanx.study.trials.launchers import Launcher
-from phalanx.study.trials.process import run_limited
-from phalanx.study.trials.rank import RUN_FILE, TRAINED
-from phalanx.study.trials.trial import FAILURES, Trial
+from phalanx.study.processes.process import run_limited
+from phalanx.study.processes.reports import RUN_FILE, TRAINED, explain_failure, read_log_tail, read_rank_reports
+from phalanx.study.processes.slots import Launcher
+from phalanx.study.trial import FAILURES
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,15 @@ def measure_steps(run: Run, launcher: Launcher, ranks: int, folder: Path, *, ski
     folder: an empty one, for the run and the output of its processes. skip: first steps that do not count, fewer than there
     are. limit_s: seconds after which the processes are ended. Raises PhalanxError where the run fails, with the reason.
     """
+    # In processes of their own, as a real run: this one has imported, allocated and perhaps measured other things.
     write_atomically(folder / RUN_FILE, dump_run(run))
-    env = launcher.env(Trial(0, "", {}, "bench"))
+    env = launcher.env(0)
     ended = run_limited(launcher.command(folder, limit_s), env, folder / "log", limit_s)
-    reports = rank_reports(folder, ranks)
+    reports = read_rank_reports(folder, ranks)
     if ended.timed_out or ended.code or None in reports:
-        outcome = failure([found for found in reports if found], ended, log_tail(folder / "log"))
+        outcome = explain_failure([found for found in reports if found], ended, read_log_tail(folder))
         raise PhalanxError(f"{FAILURES.get(outcome.cause, outcome.cause)}: {outcome.words}")
+    # Ranks of a pipeline hold unlike amounts; the fullest one decides whether the layout fits.
     peaks = [found["memory_bytes"] for found in reports if found and found["memory_bytes"] is not None]
     return _summarise_log(RunLog.read(folder / TRAINED), ranks, skip, max(peaks, default=None))
 
@@ -87,6 +88,7 @@ def _summarise_log(log: RunLog, ranks: int, skip: int, peak: float | None) -> Me
         return log.column(name)[skip:]
 
     def median(name: str) -> float | None:
+        # Figures that a device does not tell are NaN in the log.
         values = counted(name)[np.isfinite(counted(name))]
         return float(np.median(values)) if len(values) else None
 

@@ -195,3 +195,11 @@ def test_first_run_file_of_the_guide_is_sound(call: Call, tmp_path: Path) -> Non
 def test_examples_are_sound(example: Path, call: Call) -> None:
     outcome = call("config", "check", str(example), "--no-data")
     assert (outcome.code, outcome.err) == (0, "")
+
+
+def test_names_that_no_package_offers_are_told_all_at_once(call: Call) -> None:
+    changes = ("optimizer.name=adamv", "training.callbacks=[diary]")
+    outcome = call("config", "check", str(QUICKSTART), "--no-data", *changes)
+    assert outcome.code == 2 and outcome.out == ""
+    assert "optimizer.name=adamv: no such entry of phalanx.optimizers; did you mean adamw? known: adamw" in outcome.err
+    assert "training.callbacks.0.name=diary: no such entry of phalanx.callbacks" in outcome.err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from phalanx.cli.search_words import search_lines
 from phalanx.config.load import load_run
 from phalanx.layout.resolve import resolve_layout
 from phalanx.report.study_page import render_search
+from phalanx.study.layouts.study import STUDY
+from phalanx.study.store import StudyStore
 from report.pages import Page
 from token_data import write_run_file, write_token_folder
 from trial_processes import trial_processes, wait_for
@@ -75,6 +78,18 @@ def test_it_goes_on_and_refuses_what_does_not_belong(call: Call, folder: Path) -
     assert call("search", "run.yaml", *SIMULATED[:-1], "moon").code == 2
     odd = call("search", "run.yaml", "--cluster", "frontier", "--devices", "4", "--where", "slurm")
     assert odd.code == 2 and "no multiple of the 8 devices of a node" in odd.err
+
+
+def test_a_study_of_an_earlier_version_resumes(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(Path(__file__).parents[1] / "study" / "stores" / "search", tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    before = {one.key: one.outcome for one in StudyStore(tmp_path / "run.search.log", STUDY, None).trials()}
+    outcome = call("search", "run.yaml", *SIMULATED, "--measure", "10", "search.stop_gain=0", "--json")
+    assert outcome.code == 0, outcome.err
+    found = json.loads(outcome.out)
+    assert len(before) == 8 and len(found["trials"]) == 10 and found["best"]["number"] == 0
+    after = {one.key: one.outcome for one in StudyStore(tmp_path / "run.search.log", STUDY, None).trials()}
+    assert after.items() >= before.items() and len(after) == 10
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.layouts.microbatch import memory_fits
 from phalanx.planner.time.profile import choose_profile
 from phalanx.planner.trace.family import is_planned
-from phalanx.study.trials.launchers import Launcher, LocalLauncher, whole_nodes
-from phalanx.study.trials.short_run import short_run
+from phalanx.study.processes.short_run import short_run
+from phalanx.study.processes.slots import Launcher, LocalRanks, whole_nodes
 
 _GIB = 2**30
 
@@ -89,7 +89,7 @@ def _layout_on(machine: Machine | None, run: Run, devices: int) -> ResolvedLayou
 
 def _launcher(where: str, devices: int, machine: Machine | None) -> Launcher:
     if where == "local":
-        return LocalLauncher(devices)
+        return LocalRanks(devices)
     if where != "slurm":
         raise ConfigError(f"--where {where} is not known; give local or slurm")
     if machine is None:

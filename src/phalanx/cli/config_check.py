@@ -1,7 +1,8 @@
-"""What `phalanx config check` asks beside the run file's own rules: whether the layout is legal, and the data are there."""
+"""What `phalanx config check` asks beside the run file's own rules: layout, data, and what other packages are to bring."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from phalanx.config.schema import Run
@@ -9,6 +10,8 @@ from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.registry import bind
 from phalanx.layout.resolve import is_legal, resolve_layout, stated_ranks
 from phalanx.layout.spec import DEGREES, ResolvedLayout
+from phalanx.optimizers import find_optimizer
+from phalanx.train.callbacks import build_callbacks
 from phalanx.train.inputs import TrainableModel
 
 _TRIED = 64
@@ -29,6 +32,12 @@ def check_beside(run: Run, ranks: int | None, *, data: bool) -> dict[str, Any]:
         facts |= {"ranks": count, "layout": words if count == 1 else f"{count:,} ranks: {words}"}
     except PhalanxError as error:
         wrong.append(str(error))
+    # Each on its own, so that one command tells everything that is wrong.
+    for look_up in (partial(find_optimizer, run.optimizer), partial(build_callbacks, run.training.callbacks)):
+        try:
+            look_up()
+        except PhalanxError as error:
+            wrong.append(str(error))
     if data:
         try:
             facts["data"] = bind(run, TrainableModel).check_inputs()

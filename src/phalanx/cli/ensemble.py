@@ -150,7 +150,7 @@ def find_candidates(
 def study_candidates(folder: Path) -> list[Candidate]:
     """The trials of a study that have a score, the best first."""
     try:
-        from phalanx.study.hyperparameters.study import finished_trials  # noqa: PLC0415
+        from phalanx.study.hyperparameters.configurations import finished_trials  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise PhalanxError(f'a study needs the package {error.name}: pip install "phalanx-train[search]"') from error
     return [Candidate(trial.run_dir, trial.score, f"trial-{trial.number:04d}") for trial in finished_trials(folder)]

@@ -43,9 +43,9 @@ def search(
         _warn_of_other_devices(asked, cluster)
     path = storage or Path(f"{run.resolve().name.removesuffix('.yaml')}.search.log")
     done = _run_search(asked, where, path, engine=engine, most=measure, seed=seed, keep=keep)
-    facts = done.facts()
+    facts = done.summary()
     written = {}
-    for kind, file, text in (("run", write, done.run_text), ("html", html, lambda: render_search(facts))):
+    for kind, file, text in (("run", write, done.best_run_text), ("html", html, lambda: render_search(facts))):
         if file is not None:
             write_file(file, text())
             written[kind] = str(file)

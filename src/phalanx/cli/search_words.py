@@ -9,14 +9,14 @@ from phalanx.cli.console import wrapped
 from phalanx.printable import printable
 from phalanx.report.formatting import format_duration, format_percent
 from phalanx.report.study_page import list_search_notes, name_search
-from phalanx.study.layouts.space import Space
-from phalanx.study.trials.trial import FAILURES, INTERRUPTED, Trial
+from phalanx.study.layouts.space import LayoutSpace
+from phalanx.study.trial import FAILURES, INTERRUPTED, Trial
 
 _CLIP = 150
 _GIB = 2**30
 
 
-def progress(trial: Trial, space: Space) -> None:
+def progress(trial: Trial, space: LayoutSpace) -> None:
     """One line on stderr when a trial begins, another when it has ended."""
     point = space.find(trial.values)
     words = trial.key if point is None else space.describe(point)

@@ -60,7 +60,7 @@ def _study(run: Path | None, out: Path | None, show: Path | None) -> Path:
 
 def _run_tuning(run: Run, folder: Path, cluster: str | None, options: dict[str, Any]) -> str:
     try:
-        from phalanx.study.hyperparameters.run import Options, run_tuning  # noqa: PLC0415
+        from phalanx.study.hyperparameters.study import Options, run_tuning  # noqa: PLC0415
     except ImportError as error:
         raise _missing(error) from None
     machine = None if cluster is None else load_machine(cluster)
@@ -69,10 +69,10 @@ def _run_tuning(run: Run, folder: Path, cluster: str | None, options: dict[str, 
 
 def _facts(folder: Path) -> dict[str, Any]:
     try:
-        from phalanx.study.hyperparameters.summary import tune_facts  # noqa: PLC0415
+        from phalanx.study.hyperparameters.summary import summarize_study  # noqa: PLC0415
     except ImportError as error:
         raise _missing(error) from None
-    return tune_facts(folder)
+    return summarize_study(folder)
 
 
 def _missing(error: ImportError) -> PhalanxError:
@@ -82,7 +82,7 @@ def _missing(error: ImportError) -> PhalanxError:
 def _write_files(folder: Path, facts: dict[str, Any], write: Path | None, html: Path | None) -> dict[str, str]:
     written = {}
     if write is not None:
-        from phalanx.study.hyperparameters.best import best_run_text  # noqa: PLC0415
+        from phalanx.study.hyperparameters.study import best_run_text  # noqa: PLC0415
 
         write_file(write, best_run_text(folder, facts))
         written["run"] = str(write)

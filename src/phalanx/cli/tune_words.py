@@ -8,7 +8,7 @@ from typing import Any
 from phalanx.cli.console import wrapped
 from phalanx.printable import printable
 from phalanx.report.formatting import format_duration, format_number, format_percent
-from phalanx.study.trials.trial import FAILURES, INTERRUPTED, Trial
+from phalanx.study.trial import FAILURES, INTERRUPTED, Trial
 
 _CLIP = 150
 _GIB = 2**30
@@ -106,8 +106,8 @@ def _devices(facts: dict[str, Any]) -> list[str]:
     without, each = facts["without_packing"], devices["each"]
     if without is not None and any(devices["packing"]):
         lines.append(
-            f"  one trial a device, first come first served: {format_percent(without['idle'])} of {format_duration(without['seconds'])} "
-            "(simulated from the times of these trials)"
+            f"  one trial a device, first come first served: {format_percent(without['idle'])} of "
+            f"{format_duration(without['seconds'])} (simulated from the times of these trials)"
         )
     lines += [
         f"  {row['device']:>20} |{row['bar']}| idle {format_percent(row['idle'])}" for row in each[:_MOST_DEVICES]

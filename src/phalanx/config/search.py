@@ -10,11 +10,11 @@ from phalanx.config.bounds import GiB, PositiveInt, Scalar, Seconds
 from phalanx.config.section import Section
 
 
-def _knob_from_values(value: object) -> object:
+def _tunable_from_values(value: object) -> object:
     return {"values": value} if isinstance(value, list) else value
 
 
-class Knob(Section):
+class Tunable(Section):
     """A choice beside the layout: a field of the run file, or a variable of the ranks' environment."""
 
     values: Annotated[list[Scalar], Field(min_length=1)]
@@ -28,7 +28,7 @@ class Search(Section):
 
     layout: dict[str, list[Scalar]] = Field(default_factory=dict)
     """Fields of the layout with the only values they may have; others are free, as for `phalanx plan`."""
-    knobs: dict[str, Annotated[Knob, BeforeValidator(_knob_from_values)]] = Field(default_factory=dict)
+    knobs: dict[str, Annotated[Tunable, BeforeValidator(_tunable_from_values)]] = Field(default_factory=dict)
     """Further choices: `section.field` of the run file, or `env.NAME`; a list stands for its values."""
     constraints: Annotated[tuple[str, ...], Field(max_length=100)] = ()
     """Conditions that every choice meets, such as "tp * microbatch <= 16 or recompute == 'full'"."""

@@ -109,9 +109,9 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 class Mixture:
-    """Deals the numbers 0, 1, 2, ... out to sources so that every stretch honours the weights.
+    """Assigns the numbers 0, 1, 2, ... to sources so that every stretch honours the weights.
 
-    The sources are the leaves of a balanced binary tree. A node that has dealt out k numbers has given
+    The sources are the leaves of a balanced binary tree. A node that has assigned k numbers has given
     floor(k * left / (left + right)) of them to its left child, an exact integer formula that needs no history. Over one
     period (the sum of the whole weights) every source gets exactly its weight, and at any time no source is further
     from its share than the depth of the tree.

@@ -7,7 +7,7 @@ A source says how many items a split has and computes or reads some of them. Eve
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.counter_random import normal_values, random_bits, stream_key
-from phalanx.data.batch_stream import ReadAheadStream
+from phalanx.data.batch_stream import ReadAheadStream, TensorBatch
 from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Int64Array, stable_key
 from phalanx.errors import ConfigError, DataError, PhalanxError
 from phalanx.extensions import Registry
@@ -120,7 +120,7 @@ def valid_targets(targets: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SampleBatch:
+class SampleBatch(TensorBatch):
     """Samples of one rank."""
 
     samples: Tensor
@@ -130,30 +130,13 @@ class SampleBatch:
     sample_indices: Tensor
     """int64 [B]: global sample numbers."""
 
-    def to(self, device: torch.device) -> SampleBatch:
-        """The batch on `device`, copied without waiting when it lies in pinned memory."""
-        return SampleBatch(*(tensor.to(device, non_blocking=True) for tensor in self._tensors()))
-
-    def pinned(self) -> SampleBatch:
-        """A copy in pinned memory, from which an accelerator copies on its own."""
-        return SampleBatch(*(tensor.pin_memory() for tensor in self._tensors()))
-
-    def split(self, parts: int) -> Iterator[SampleBatch]:
-        """`parts` micro-batches of equal size, in order."""
-        assert len(self.samples) % parts == 0, (len(self.samples), parts)
-        for pieces in zip(*(tensor.chunk(parts) for tensor in self._tensors()), strict=True):
-            yield SampleBatch(*pieces)
-
     def target_counts(self) -> Tensor:
-        """Targets that take part in the loss, int64 [1]."""
+        """Return the number of targets that take part in the loss, int64 [1]."""
         return count_targets(self.targets)
 
     def inputs(self) -> tuple[Tensor, dict[str, Any]]:
-        """The inputs for the first stage, the targets for every stage."""
+        """Return the inputs for the first stage, the targets for every stage."""
         return self.samples, {"targets": self.targets}
-
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return self.samples, self.targets, self.sample_indices
 
 
 @dataclass(frozen=True)
@@ -168,11 +151,11 @@ class SourceReader:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for readers that give the same sample for every number."""
+        """Return a text that is equal for readers that give the same sample for every number."""
         return f"{self.source.fingerprint()}/{self.source.count_items('train')}/{self.seed}/{ORDER_VERSION}"
 
     def read(self, numbers: Int64Array) -> SampleBatch:
-        """The samples with these global numbers, int64 [n], in order."""
+        """Read the samples with these global numbers, int64 [n], in order."""
         shuffle = EpochShuffle(self.source.count_items("train"), stable_key("samples", self.seed))
         return self.read_items("train", shuffle(numbers), numbers)
 

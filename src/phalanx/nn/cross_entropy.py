@@ -68,6 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         # Sums over many tokens lose low bits in half precision.
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
+        # Cast once for all chunks.
         weight = weight_VD.to(hidden_ND.dtype)
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
         grad_hidden = torch.empty_like(hidden_ND) if with_grad else None

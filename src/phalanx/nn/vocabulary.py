@@ -62,6 +62,7 @@ class OutputHead(nn.Module):
         self.vocab_size = config.vocab_size
         self.chunk_tokens = chunk_tokens
         self.z_loss = z_loss
+        # An attribute, so that a compiled or a vocabulary-parallel form can take its place.
         self.loss_kernel: ChunkLoss = chunk_loss
 
     def forward(self, x_BSD: Tensor, targets_BS: Tensor, tied_weight_VD: Tensor | None = None) -> LossSum:

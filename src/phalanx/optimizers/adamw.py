@@ -42,6 +42,10 @@ class AdamWKind(OptimizerKind):
         """Update without waiting for the device: the kernels read `divisor` and `skip` for themselves."""
         compat.update_scaled(optimizer, divisor, skip)
 
+    def update_gain(self, config: Optimizer) -> float:
+        """Return the gain where the second moment vanishes: a gradient is then divided by epsilon alone."""
+        return config.lr / config.eps
+
     def written_copies(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
         """Return the copies of the parameters that our own kernel updated."""
         assert isinstance(optimizer, AdamW)

@@ -61,6 +61,14 @@ class OptimizerKind(ABC):
                     parameter.grad.div_(divisor.to(parameter.grad.dtype))
         optimizer.step()
 
+    def update_gain(self, config: Optimizer) -> float | None:
+        """Return the largest change of a parameter for a change of its gradient, in one update; None where nobody knows.
+
+        Verification asks it, to tell how far rounding errors of gradients may move parameters. Without an answer it compares
+        losses and gradients, and no parameters.
+        """
+        return None
+
     def written_copies(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
         """Return the compute copies that the last update left equal to their parameters; none by default."""
         return ()

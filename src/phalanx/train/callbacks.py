@@ -45,6 +45,7 @@ class TrainingContext:
 class Callback:
     """What a run does beside training: a subclass overrides the moments it cares about.
 
+    The constructor only keeps its options: `phalanx config check` calls it too, to see whether it takes those given.
     Every rank makes its own instance, with the options of the run file as arguments by name, and calls every method at the
     same points, so that a callback may communicate between ranks. What only one rank should do, such as writing a file, is
     for the callback to restrict to `context.rank == 0`. An exception ends the run, and the message names the callback.

@@ -54,12 +54,12 @@ class Check:
 
 
 def compare_records(
-    mine: Record, reference: Record | None, bound: Bound, update_gain: float, vanishing: Sequence[str] = ()
+    mine: Record, reference: Record | None, bound: Bound, update_gain: float | None, vanishing: Sequence[str] = ()
 ) -> list[Check]:
     """Return all checks, in the order in which a mistake would first show: forward, loss, then gradients back from the loss.
 
-    reference: on rank 0. update_gain: largest change of a parameter for a change of its gradient, in one step. vanishing:
-    patterns of the parameters whose gradients are 0 but for rounding.
+    reference: on rank 0. update_gain: see `OptimizerKind.update_gain`. vanishing: patterns of the parameters whose gradients
+    are 0 but for rounding.
     """
     checks = _compare_activations(mine, reference, bound)
     # Largest of any step: a branch that one step has no sample of has moved in others.
@@ -76,6 +76,9 @@ def compare_records(
         checks += [Check("gradient", n, number, errors[n].relative, bound.gradient(n)) for n in names]
         checks.append(Check("gradient norm", "", number, losses[1], bound.gradient("embedding")))
         norms |= {name: max(error.norm, norms.get(name, 0.0)) for name, error in errors.items()}
+    # How far parameters may differ follows from gradients only where an update is known to be smooth in them.
+    if update_gain is None:
+        return checks
     errors = _compare_tensors(mine.parameters, None if reference is None else reference.parameters)
     for name, error in errors.items():
         # In units of the parameter: how much of it a relative error of its gradient can move in all steps.
@@ -183,6 +186,7 @@ def _send_from_first(names: list[str], whole: dict[str, Tensor] | None) -> Itera
             size += math.prod(described[end][0])
             end += 1
         dtype = described[start][1]
+        # Small tensors travel together: a message for each of thousands of biases would take longer than the step.
         flat = torch.empty(size, dtype=dtype)
         if whole is not None:
             flat = torch.cat([whole[name].flatten() for name in names[start:end]]).to(dtype)

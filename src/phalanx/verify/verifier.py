@@ -15,6 +15,7 @@ from phalanx.families.registry import bind
 from phalanx.layout.mesh import ONE_RANK, Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.optimizers import find_optimizer
 from phalanx.precision import PRECISIONS
 from phalanx.verify.bound import Bound
 from phalanx.verify.compare import Check, compare_records, from_first
@@ -81,6 +82,7 @@ class Verifier:
         self.activations = activations
         self.reference: Record | None = None
         self._groups: Groups = {} if groups is None else groups
+        # Once for all layouts, and on one rank only: the others get its tensors as they compare.
         if not dist.is_initialized() or dist.get_rank() == 0:
             single = one_rank_run(run)
             layout = resolve_layout(single, 1)
@@ -91,9 +93,9 @@ class Verifier:
         start = time.perf_counter()
         mesh = build_mesh(layout, self.device, self._groups)
         mine = record_training(self.run, layout, mesh, self.device, steps=self.steps, activations=self.activations)
-        optimizer = self.run.optimizer
+        gain = find_optimizer(self.run.optimizer).update_gain(self.run.optimizer)
         vanishing = bind(self.run).vanishing
-        checks = compare_records(mine, self.reference, self._bound(), optimizer.lr / optimizer.eps, vanishing)
+        checks = compare_records(mine, self.reference, self._bound(), gain, vanishing)
         words = layout.in_words(self.run.layout.recompute, self.run.layout.gather_blocks)
         return Verdict(str(layout), words, str(self._bound()), checks, from_first(time.perf_counter() - start))
 

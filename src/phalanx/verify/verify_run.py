@@ -76,6 +76,7 @@ def verify_run(run: Run, options: Options) -> Outcome:
         raise ConfigError(f"no layout is legal for {world} ranks with the other fields as they are")
     change = full_run if options.full else reduced_run
     small = change(run, options.precision, options.steps, world)
+    # Ranks of our own compute on the CPU, whatever the machine has: devices are for those a launcher started.
     own_ranks = ranks.world_size == 1 and world > 1
     device = _CPU if own_ranks else choose_device(run.cluster.device, ranks.local_rank)
     require_cpu_format(PRECISIONS[small.layout.precision].compute_dtype, device)
@@ -103,6 +104,7 @@ def _verify_in_own_ranks(run: Run, layouts: list[ResolvedLayout], options: Optio
         results = run_ranks(_verify_all, world, run, layouts, options, timeout_s=options.timeout_s)
     except RanksFailed as failure:
         raise PhalanxError(f"verification did not come to an end\n{failure}") from failure
+    # Every rank comes to the same verdicts.
     verdicts: list[Verdict] = results[0]
     return verdicts
 

@@ -1,4 +1,4 @@
-"""Closed forms, traces and dry runs of the real code say the same of random layouts, within 2%."""
+"""Replayed tables, traces and dry runs of the real code say the same of random layouts, within 2%."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _run_of(place: int) -> LanguageRun:
 
 
 @pytest.mark.parametrize("place", range(COUNT))
-def test_memory_in_closed_form_is_that_of_every_rank_and_of_the_code_that_runs(place: int) -> None:
+def test_memory_of_many_layouts_is_that_of_every_rank_and_of_the_code_that_runs(place: int) -> None:
     run, layout = _run_of(place), CHOSEN.layout(place)
     ranks = rank_memory(run, layout, run.layout.recompute, KERNELS)
     found = memory(RUN, CHOSEN.take([place]), KERNELS)

@@ -11,10 +11,9 @@ from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.declare import relative_block_costs
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.layouts.candidates import Candidates
 from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.memory.probability import GIB
-from phalanx.planner.memory.stages import rank_holdings
+from phalanx.planner.memory.ranks import blocks_in_flight
 from phalanx.planner.trace.family import likely_kernel
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -100,7 +99,5 @@ def kept_product(run: LanguageRun, layout: ResolvedLayout) -> float:
     if run.model.mlp != "swiglu" or run.layout.recompute != "none":
         return 0.0
     costs = relative_block_costs(run.model, run.data.sequence_length)
-    one = Candidates.of([layout], ["none"])
-    held = rank_holdings(layout.schedule, layout.pp, 1, int(one.accumulation[0]), run.model.n_layers, costs)
     tokens = layout.microbatch * run.data.sequence_length // layout.cp
-    return float(held.blocks_kept[0]) * tokens * run.model.ff_size / layout.tp * 2
+    return float(blocks_in_flight(layout, run.model.n_layers, costs)[0]) * tokens * run.model.ff_size / layout.tp * 2

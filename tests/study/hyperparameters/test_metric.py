@@ -14,7 +14,14 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.registry import bind
 from phalanx.json_lines import read_last_record
-from phalanx.study.hyperparameters.metric import check_metric, evaluation_at, events, figure, metrics, step_problem
+from phalanx.study.hyperparameters.metric import (
+    check_metric,
+    evaluation_at,
+    read_events,
+    read_figure,
+    read_metrics,
+    step_problem,
+)
 from phalanx.train.inputs import ExpectedEvaluation, TrainableModel
 from phalanx.train.start import train
 from token_data import write_run_file, write_token_folder
@@ -115,7 +122,7 @@ def _as_an_evaluation_has_it(file: Path, smaller: set[str]) -> ExpectedEvaluatio
     wrote = evaluation_at(file.parent / "run", 1)
     assert wrote is not None
     assert _paths(expected.fields) == _paths({key: value for key, value in wrote.items() if key not in _LOG})
-    assert figure(wrote, "loss") > 0.0
+    assert read_figure(wrote, "loss") > 0.0
     return expected
 
 
@@ -136,7 +143,7 @@ def test_damaged_lines_of_a_log_do_not_count(tmp_path: Path) -> None:
     rows = [json.dumps({"step": step, "step_seconds": 1.0}).encode() for step in range(1, 5)]
     bad = [b"\0" * 50, b"\xc3", b'{"step": 4}', b'{"stgp": 4, "step_seconds": 1.0}', b"[" * 100_000, b"null"]
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([rows[0], bad[0], *rows[1:], *bad, b'{"step": 5']))
-    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
     last = read_last_record(tmp_path / "metrics.jsonl", step_problem)
     assert last is None, "brackets fill the end"
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*rows, *bad[:4], b'{"step": 5']))
@@ -144,4 +151,4 @@ def test_damaged_lines_of_a_log_do_not_count(tmp_path: Path) -> None:
     evaluation = {"kind": "evaluation", "step": 4, "loss": 1.0}
     lines = [b"rubbish", json.dumps(evaluation).encode(), b'{"step": 4, "kjnd": "evaluation"}', b""]
     (tmp_path / "events.jsonl").write_bytes(b"\n".join(lines))
-    assert events(tmp_path) == [evaluation] == [evaluation_at(tmp_path, 4)]
+    assert read_events(tmp_path) == [evaluation] == [evaluation_at(tmp_path, 4)]

@@ -7,55 +7,66 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from phalanx.study.hyperparameters.packing import PACKED, UNPACKED, Device, Move, Packing, Ready, Running, Start, decide
-from phalanx.study.hyperparameters.simulator import Simulated, SimulatedTrial, Simulation
-from phalanx.study.hyperparameters.timeline import Span, Window, bars, device_use, idle_share
+from phalanx.study.hyperparameters.packing import (
+    PACKED,
+    UNPACKED,
+    Device,
+    Move,
+    Packing,
+    Ready,
+    Running,
+    Start,
+    decide_actions,
+)
+from phalanx.study.hyperparameters.summary import simulate_unpacked
+from phalanx.study.hyperparameters.timeline import Span, Window, device_use, draw_bars, idle_share
+from simulated_study import Simulated, SimulatedTrial, Simulation
 
 TWO = (Device("a", 2, 10.0), Device("b", 2, 10.0))
 
 
 def test_long_ones_first_each_on_a_device_of_its_own() -> None:
     ready = [Ready("short", 5.0), Ready("long", 500.0), Ready("middle", 50.0)]
-    assert decide(TWO, [], ready, PACKED) == [Start("long", "a"), Start("middle", "b"), Start("short", "b")]
-    assert decide(TWO, [], ready, UNPACKED) == [Start("short", "a"), Start("long", "b")]
+    assert decide_actions(TWO, [], ready, PACKED) == [Start("long", "a"), Start("middle", "b"), Start("short", "b")]
+    assert decide_actions(TWO, [], ready, UNPACKED) == [Start("short", "a"), Start("long", "b")]
 
 
 def test_a_device_is_shared_as_far_as_slots_and_memory_go() -> None:
     running = [Running("x", "a", 100.0, 7.0), Running("y", "b", 900.0, 1.0)]
-    assert decide(TWO, running, [Ready("n", 5.0, 3.5)], PACKED) == [Start("n", "b")]
+    assert decide_actions(TWO, running, [Ready("n", 5.0, 3.5)], PACKED) == [Start("n", "b")]
     full = [*running, Running("z", "b", 5.0, 1.0)]
-    assert decide(TWO, full, [Ready("n", 5.0, 3.5)], PACKED) == []
+    assert decide_actions(TWO, full, [Ready("n", 5.0, 3.5)], PACKED) == []
     # What does not fit lets smaller ones pass; an empty device takes anything.
-    assert decide(TWO, running[:1], [Ready("large", 50.0, 99.0), Ready("n", 5.0, 3.0)], PACKED)[0] == Start(
+    assert decide_actions(TWO, running[:1], [Ready("large", 50.0, 99.0), Ready("n", 5.0, 3.0)], PACKED)[0] == Start(
         "large", "b"
     )
-    both = decide(TWO, full, [Ready("large", 50.0, 99.0), Ready("n", 5.0, 3.0)], PACKED)
+    both = decide_actions(TWO, full, [Ready("large", 50.0, 99.0), Ready("n", 5.0, 3.0)], PACKED)
     assert both == [Start("n", "a")]
 
 
 def test_one_that_must_be_alone_is() -> None:
     running = [Running("x", "a", 100.0)]
-    assert decide(TWO, running, [Ready("n", 5.0, alone=True)], PACKED) == [Start("n", "b")]
-    assert decide(TWO[:1], running, [Ready("n", 5.0, alone=True)], PACKED) == []
-    assert decide(TWO[:1], [Running("x", "a", 100.0, alone=True)], [Ready("n", 5.0)], PACKED) == []
+    assert decide_actions(TWO, running, [Ready("n", 5.0, alone=True)], PACKED) == [Start("n", "b")]
+    assert decide_actions(TWO[:1], running, [Ready("n", 5.0, alone=True)], PACKED) == []
+    assert decide_actions(TWO[:1], [Running("x", "a", 100.0, alone=True)], [Ready("n", 5.0)], PACKED) == []
 
 
 def test_idle_devices_get_what_ends_in_time_and_nothing_else() -> None:
-    early = [Ready("slow", 95.0, early=True), Ready("quick", 40.0, early=True)]
+    early = [Ready("slow", 95.0, backfill=True), Ready("quick", 40.0, backfill=True)]
     running = [Running("x", "a", 100.0)]
-    assert decide(TWO, running, early, PACKED) == [Start("quick", "b")]
+    assert decide_actions(TWO, running, early, PACKED) == [Start("quick", "b")]
     # A fill is no reason for another one, and takes no slot beside something else.
-    assert decide(TWO, [replace(running[0], early=True)], early, PACKED) == []
-    assert decide(TWO[:1], running, early, PACKED) == []
-    assert decide(TWO, running, early, replace(PACKED, fill=False)) == []
+    assert decide_actions(TWO, [replace(running[0], backfill=True)], early, PACKED) == []
+    assert decide_actions(TWO[:1], running, early, PACKED) == []
+    assert decide_actions(TWO, running, early, replace(PACKED, fill=False)) == []
 
 
 def test_work_moves_to_an_idle_device_where_that_pays() -> None:
     running = [Running("x", "a", 100.0), Running("y", "a", 400.0)]
-    assert decide(TWO, running, [], PACKED) == [Move("y", "b")]
-    assert decide(TWO, [replace(one, seconds_left=25.0) for one in running], [], PACKED) == []
-    assert decide(TWO, [replace(one, movable=False) for one in running], [], PACKED) == []
-    assert decide(TWO, running[:1], [], PACKED) == []
+    assert decide_actions(TWO, running, [], PACKED) == [Move("y", "b")]
+    assert decide_actions(TWO, [replace(one, seconds_left=25.0) for one in running], [], PACKED) == []
+    assert decide_actions(TWO, [replace(one, movable=False) for one in running], [], PACKED) == []
+    assert decide_actions(TWO, running[:1], [], PACKED) == []
 
 
 def study(
@@ -91,6 +102,19 @@ def test_devices_that_trials_do_not_fill_give_more() -> None:
     assert packed.seconds < 0.8 * unpacked.seconds and packed.idle < 0.05 < unpacked.idle
 
 
+def test_a_study_without_packing_is_a_schedule_of_its_own() -> None:
+    """What the report says of a study without packing is what the scheduler would do."""
+    random = np.random.default_rng(3)
+    trials = [
+        SimulatedTrial(float(step_s), 0.0, float(score), float(step_s)) for step_s, score in random.random((20, 2))
+    ]
+    packing = replace(UNPACKED, start_s=2.0)
+    whole = Simulation(trials, TWO, packing, rungs=(10, 30, 90)).run()
+    found = simulate_unpacked([(one.step_s, one.score) for one in trials], 2, 2.0, (10, 30, 90), 3)
+    assert found.reached == whole.reached and found.reached[2] > 0
+    assert (found.seconds, found.idle) == (pytest.approx(whole.seconds), pytest.approx(whole.idle))
+
+
 def test_the_same_study_twice() -> None:
     assert study(PACKED, 4, 1, 1.0) == study(PACKED, 4, 1, 1.0)
 
@@ -103,4 +127,4 @@ def test_idle_time_by_hand() -> None:
     # Two sessions: what lies between them is nobody's idle time.
     (twice,) = device_use([Window(("a",), 0.0, 2.0), Window(("a",), 4.0, 6.0)], spans)
     assert (twice.held_s, twice.busy_s) == (4.0, 2.0)
-    assert bars([Window(("a",), 0.0, 10.0)], spans, columns=10) == {"a": " ####     "}
+    assert draw_bars([Window(("a",), 0.0, 10.0)], spans, columns=10) == {"a": " ####     "}

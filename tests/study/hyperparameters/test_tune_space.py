@@ -11,12 +11,12 @@ import pytest
 from phalanx.config.load import parse_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.study.hyperparameters.cost import CostModel, Size, size_of
-from phalanx.study.hyperparameters.metric import evaluation_at, figure
-from phalanx.study.hyperparameters.sampler import propose
-from phalanx.study.hyperparameters.space import build_space
-from phalanx.study.trials.ranges import Choices, Integers, Reals, Told
-from phalanx.study.trials.trial import key_of
+from phalanx.study.hyperparameters.cost import CostModel, TrialSize, measure_size
+from phalanx.study.hyperparameters.metric import evaluation_at, read_figure
+from phalanx.study.hyperparameters.space import build_hyperparameter_space
+from phalanx.study.samplers import Observation, make_sampler
+from phalanx.study.space import Choices, Integers, Reals
+from phalanx.study.trial import key_of
 
 RUN = """\
 model: {n_layers: 2, d_model: 32, n_heads: 4, d_ff: 64, vocab_size: 257, max_positions: 64, mlp: gelu}
@@ -39,7 +39,7 @@ def run_of(text: str = RUN, *words: str) -> Run:
 
 
 def test_a_space_from_a_run_file() -> None:
-    space = build_space(run_of())
+    space = build_hyperparameter_space(run_of())
     assert space.ranges == {
         "optimizer.lr": Reals(1e-4, 1e-1, True),
         "model.d_model": Integers(16, 64, step=16),
@@ -48,13 +48,13 @@ def test_a_space_from_a_run_file() -> None:
     }
     default = space.default()
     assert default == {"optimizer.lr": 1e-3, "model.d_model": 32, "model.mlp": "gelu", "model.d_ff": 64}
-    other = space.applying({**default, "model.mlp": "swiglu"})
-    assert "model.d_ff" not in other and space.allowed(other)
+    other = space.drop_inapplicable({**default, "model.mlp": "swiglu"})
+    assert "model.d_ff" not in other and space.meets_constraints(other)
     # A constraint sees fields of the run file that nobody chooses.
-    assert not space.allowed({**default, "model.d_model": 64})
+    assert not space.meets_constraints({**default, "model.d_model": 64})
     run = space.run_of({"model.d_model": 48, "optimizer.lr": 0.5}, ["training.seed=3"])
     assert (run.model.d_model, run.optimizer.lr, run.training.seed) == (48, 0.5, 3)  # type: ignore[attr-defined]
-    assert build_space(run_of(RUN, "optimizer.lr=1.0")).default() == {}
+    assert build_hyperparameter_space(run_of(RUN, "optimizer.lr=1.0")).default() == {}
 
 
 @pytest.mark.parametrize(
@@ -75,39 +75,44 @@ def test_a_space_from_a_run_file() -> None:
 def test_what_is_refused(before: str, after: str, said: str) -> None:
     assert before in RUN
     with pytest.raises(ConfigError, match=said):
-        build_space(run_of(RUN.replace(before, after)))
+        build_hyperparameter_space(run_of(RUN.replace(before, after)))
 
 
 def test_engines_propose_what_is_new_and_allowed() -> None:
-    space = build_space(run_of())
+    space = build_hyperparameter_space(run_of())
     taken: set[str] = set()
     for number in range(12):
-        values = propose("random", space, [], taken, seed=1, drawn=number)
-        assert values is not None and key_of(values) not in taken and space.allowed(values)
+        proposal = make_sampler("random", space, 1).propose([], taken)
+        assert proposal is not None and len(taken) == number
+        values = proposal.values
+        assert key_of(values) not in taken and space.meets_constraints(values)
         taken.add(key_of(values))
-    assert propose("random", space, [], set(), seed=1, drawn=4) == propose("random", space, [], set(), seed=1, drawn=4)
+    again = [make_sampler("random", space, 1).propose([], taken) for _ in range(2)]
+    assert again[0] == again[1]
     lr = [10.0 ** (-4 + 0.1 * number) for number in range(30)]
-    history = [Told({**space.default(), "optimizer.lr": one}, abs(math.log10(one) + 2)) for one in lr]
-    found = [propose("optuna-tpe", space, history, set(), seed=2, drawn=number) for number in range(10)]
-    near = [abs(math.log10(float(one["optimizer.lr"])) + 2) for one in found if one]  # type: ignore[arg-type]
+    history = [Observation({**space.default(), "optimizer.lr": one}, abs(math.log10(one) + 2)) for one in lr]
+    found = [make_sampler("optuna-tpe", space, number).propose(history, set()) for number in range(10)]
+    near = [abs(math.log10(float(one.values["optimizer.lr"])) + 2) for one in found if one]  # type: ignore[arg-type]
     assert len(near) == 10 and np.median(near) < 0.5
-    few = build_space(run_of(RUN.replace("{low: 1e-4, high: 1e-1, log: true}", "[0.1, 0.2]"), "tune.constraints=[]"))
+    few = build_hyperparameter_space(
+        run_of(RUN.replace("{low: 1e-4, high: 1e-1, log: true}", "[0.1, 0.2]"), "tune.constraints=[]")
+    )
     small = {f'{{"optimizer.lr":{one}}}' for one in (0.1, 0.2)}
-    alone = build_space(
+    alone = build_hyperparameter_space(
         run_of(RUN[: RUN.index("    model.d_model: {low")].replace("{low: 1e-4, high: 1e-1, log: true}", "[0.1, 0.2]"))
     )
-    assert few.ranges and propose("random", alone, [], small, seed=0, drawn=2) is None
+    assert few.ranges and make_sampler("random", alone, 0).propose([], small) is None
 
 
 def test_costs_are_learned_from_finished_trials() -> None:
-    space = build_space(run_of())
-    base = size_of(run_of())
+    space = build_hyperparameter_space(run_of())
+    base = measure_size(run_of())
     model = CostModel(space.ranges, base, accelerator=False)
     random = np.random.default_rng(0)
     before, after = [], []
     for number in range(40):
-        values = space.applying({one.name: one.range.draw(random) for one in space.parameters})
-        size = size_of(space.run_of(values))
+        values = space.drop_inapplicable({one.name: one.range.draw(random) for one in space.parameters})
+        size = measure_size(space.run_of(values))
         # A device 30 times as fast as believed, on which one option is slow, and shared trials slow each other a little.
         k = float(1 + number % 3)
         truth = (2e-4 + size.flops / 1.5e11) * (4.0 if values["model.mlp"] == "swiglu" else 1.0) * k**0.4
@@ -119,12 +124,14 @@ def test_costs_are_learned_from_finished_trials() -> None:
 
 
 def test_larger_models_are_expected_to_cost_more() -> None:
-    small, large = (size_of(run_of(RUN, f"model.d_model={width}", f"model.d_ff={4 * width}")) for width in (32, 512))
+    small, large = (
+        measure_size(run_of(RUN, f"model.d_model={width}", f"model.d_ff={4 * width}")) for width in (32, 512)
+    )
     model = CostModel({}, small, accelerator=False)
     assert large.flops > 50 * small.flops and large.bytes > small.bytes
     assert model.step_seconds(large, {}) > 5 * model.step_seconds(small, {})
     assert model.step_seconds(small, {}, 2.0) > 1.5 * model.step_seconds(small, {})
-    assert isinstance(small, Size)
+    assert isinstance(small, TrialSize)
 
 
 ERRORS = {
@@ -140,11 +147,11 @@ ERRORS = {
 
 
 def test_the_figure_that_is_minimised() -> None:
-    assert figure(ERRORS, "loss") == 0.5
-    assert figure(ERRORS, "errors.forces.mae") == pytest.approx(0.2)
-    assert figure(ERRORS, "errors.xtb.forces.mae") == 0.1 and figure(ERRORS, "errors.xtb.2.forces.mae") == 0.3
+    assert read_figure(ERRORS, "loss") == 0.5
+    assert read_figure(ERRORS, "errors.forces.mae") == pytest.approx(0.2)
+    assert read_figure(ERRORS, "errors.xtb.forces.mae") == 0.1 and read_figure(ERRORS, "errors.xtb.2.forces.mae") == 0.3
     with pytest.raises(ConfigError, match=r"no such figure; it has .*errors\.xtb\.forces\.mae, .*loss"):
-        figure(ERRORS, "errors.stress.mae")
+        read_figure(ERRORS, "errors.stress.mae")
 
 
 def test_only_whole_lines_of_a_log_count(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -22,18 +23,26 @@ from phalanx.config.load import parse_run
 from phalanx.errors import Interrupted
 from phalanx.report.study_page import render_tune
 from phalanx.study.hyperparameters.asha import rung_steps
-from phalanx.study.hyperparameters.cost import CostModel, size_of
-from phalanx.study.hyperparameters.loop import Settings, Tuner
+from phalanx.study.hyperparameters.candidates import CandidateQueue
+from phalanx.study.hyperparameters.configurations import (
+    Configuration,
+    finished_trials,
+    group_configurations,
+    open_store,
+)
+from phalanx.study.hyperparameters.cost import CostModel, measure_size
 from phalanx.study.hyperparameters.packing import PACKED, UNPACKED, Packing
-from phalanx.study.hyperparameters.plan import Planner
-from phalanx.study.hyperparameters.run import about_study
-from phalanx.study.hyperparameters.space import build_space
-from phalanx.study.hyperparameters.study import Configuration, configurations, finished_trials, open_study
-from phalanx.study.hyperparameters.summary import tune_facts
-from phalanx.study.trials.trial import Trial
+from phalanx.study.hyperparameters.space import build_hyperparameter_space
+from phalanx.study.hyperparameters.study import describe_study
+from phalanx.study.hyperparameters.summary import summarize_study
+from phalanx.study.hyperparameters.tuner import Settings, Tuner
+from phalanx.study.samplers import make_sampler
+from phalanx.study.trial import Trial
 from phalanx.train.start import train
 from token_data import write_run_file, write_token_folder
 
+STORES = Path(__file__).parents[1] / "stores"
+"""Studies that an earlier version wrote."""
 RUN = """\
 model: {n_layers: 2, d_model: 32, n_heads: 4, d_ff: 64, vocab_size: 257, max_positions: 64, mlp: gelu}
 data: {sources: [data/a], sequence_length: 64}
@@ -103,7 +112,7 @@ class ScriptPlace:
     def command(self, folder: Path, limit_s: float) -> list[str]:
         return [sys.executable, "-S", "-c", SCRIPT, str(folder), str(self.step_s)]
 
-    def env(self) -> Mapping[str, str]:
+    def env(self, number: int) -> Mapping[str, str]:
         return {}
 
 
@@ -120,24 +129,17 @@ def tuner(
     default_first: bool = False,
 ) -> Tuner:
     run = parse_run(RUN.replace("SEEDS", seeds), "run.yaml")
-    space, rungs = build_space(run), rung_steps(run.tune.asha, run.training.steps)
-    planner = Planner(
-        space=space,
-        rungs=rungs,
-        eta=3,
-        trials=trials,
-        engine="random",
-        seed=0,
-        costs=CostModel(space.ranges, size_of(run), accelerator=False),
-        default_first=default_first,
-    )
+    space, rungs = build_hyperparameter_space(run), rung_steps(run.tune.asha, run.training.steps)
+    costs = CostModel(space.ranges, measure_size(run), accelerator=False)
+    sampler = make_sampler("random", space, 0)
+    queue = CandidateQueue(space, sampler, costs, rungs=rungs, eta=3, trials=trials, default_first=default_first)
     places = [ScriptPlace(f"device {number}", step_s) for number in range(devices)]
     settings = Settings(folder, "loss", slots, limit_s, packing=packing)
-    return Tuner(open_study(folder, about_study(run, space, rungs)), planner, places, settings)
+    return Tuner(open_store(folder, describe_study(run, space, rungs)), queue, places, settings)
 
 
 def known(folder: Path) -> list[Configuration]:
-    return configurations(open_study(folder, None).trials())
+    return group_configurations(open_store(folder, None).trials())
 
 
 @pytest.mark.parametrize("packing", [PACKED, UNPACKED])
@@ -156,7 +158,7 @@ def test_a_whole_study(tmp_path: Path, packing: Packing) -> None:
     # One that went on as the best of the first three need not be among the best of nine.
     assert reached[0] == 9 and 3 <= reached[1] <= (5 if packing is UNPACKED else 9) and reached[2] >= 1
     (tmp_path / "run.yaml").write_text(RUN.replace("SEEDS", "[0, 10]"))
-    facts = tune_facts(tmp_path)
+    facts = summarize_study(tmp_path)
     assert facts["best"]["number"] == finished[0].number == facts["order"][0]
     assert [row["reached"] for row in facts["stopped"]] == reached and facts["importance"]["trials"] == 9
     assert facts["without_packing"]["reached"][0] == 9 and 0.0 < facts["without_packing"]["idle"] < 1.0
@@ -185,10 +187,10 @@ def test_failures_are_data(tmp_path: Path) -> None:
 
 def test_out_of_memory_beside_others_is_tried_again_alone(tmp_path: Path) -> None:
     one = tuner(tmp_path, "[0, 2]", trials=4, slots=4, devices=1)
-    one._dispatch()
+    one.begin_trials()
     for job in one.jobs:
         # However fast the first of them ends: they began together.
-        job.look(len(one.jobs))
+        job.note_sharing(len(one.jobs))
     one.run()
     tried = [one for one in known(tmp_path) if one.values["training.seed"] == 2]
     assert tried and all(part.good for one in tried for part in one.parts)
@@ -201,12 +203,12 @@ def test_out_of_memory_beside_others_is_tried_again_alone(tmp_path: Path) -> Non
 
 def test_a_trial_that_moves_goes_on_elsewhere(tmp_path: Path) -> None:
     one = tuner(tmp_path, "[0, 10]", trials=1, step_s=0.1)
-    one.planner.rungs = (8,)
-    one._dispatch()
+    one.queue.rungs = (8,)
+    one.begin_trials()
     (job,) = one.jobs
     while not (job.run_dir / "done").exists():
         time.sleep(0.01)
-    one._move(job.key, one.places[1])
+    job.move_to(one.places["device 1"])
     one.run()
     (part,) = known(tmp_path)[0].parts
     assert part.good and part.outcome is not None
@@ -220,7 +222,7 @@ def test_it_stops_in_good_order_and_goes_on(tmp_path: Path) -> None:
     # A signal that comes twice at once, to the process and to its group, is one wish.
     timers = [threading.Timer(2.0 + 0.1 * number, os.kill, (os.getpid(), signal.SIGTERM)) for number in range(2)]
     one.tell = lambda part, number: [timer.start() for timer in timers if not timer.ident and part.outcome is None][:0]
-    one.planner.rungs = (20,)
+    one.queue.rungs = (20,)
     with pytest.raises(Interrupted, match="the same command goes on from there"):
         one.run()
     stopped = [part for each in known(tmp_path) for part in each.parts]
@@ -228,7 +230,7 @@ def test_it_stops_in_good_order_and_goes_on(tmp_path: Path) -> None:
     done = {path.parent.name: int(path.read_text()) for path in tmp_path.glob("trials/*/done")}
     assert all(0 < steps < 20 for steps in done.values())
     again = tuner(tmp_path, "[0, 10]", trials=3)
-    again.planner.rungs = (20,)
+    again.queue.rungs = (20,)
     again.run()
     assert [each.number for each in known(tmp_path) if each.standing().scores] == [
         each.number for each in known(tmp_path)
@@ -240,23 +242,23 @@ def test_it_stops_in_good_order_and_goes_on(tmp_path: Path) -> None:
 
 def test_the_run_file_as_it_stands_is_tried_though_a_tuner_ended_before(tmp_path: Path) -> None:
     one = tuner(tmp_path, "[0, 10]", trials=4, default_first=True, slots=1, devices=1)
-    default = one.planner.space.default()
-    candidates = one.planner.candidates(one.study, 4, fill=False)
+    default = one.queue.space.default()
+    candidates = one.queue.candidates(one.store, 4, backfill=False)
     assert candidates[0].values == default
     # A longer one begins, and nothing is left of this tuner but the journal.
-    part = one._claim(candidates[1], {})
+    part = one._claim_part(candidates[1], {})
     assert part is not None
     again = tuner(tmp_path, "[0, 10]", trials=4, default_first=True, slots=1, devices=1)
     for _ in range(2):
-        drawn = [each.values for each in again.planner.candidates(again.study, 3, fill=False)]
+        drawn = [each.values for each in again.queue.candidates(again.store, 3, backfill=False)]
         assert len(drawn) == 3 and drawn.count(default) == 1
-    assert again.planner.candidates(again.study, 1, fill=False)[0].values == default
+    assert again.queue.candidates(again.store, 1, backfill=False)[0].values == default
 
 
 def test_two_tuners_share_a_study(tmp_path: Path) -> None:
     mine, theirs = tuner(tmp_path, "[0, 10]", trials=8), tuner(tmp_path, "[0, 10]", trials=8)
     parts: list[Trial] = []
-    theirs._dispatch()
+    theirs.begin_trials()
     assert len(theirs.jobs) == 4
     mine.tell = lambda part, number: parts.append(part)
     mine.run()
@@ -267,6 +269,26 @@ def test_two_tuners_share_a_study(tmp_path: Path) -> None:
     keys = [part.key for each in known(tmp_path) for part in each.parts]
     assert len(keys) == len(set(keys)) and len(known(tmp_path)) == 8
     assert len(finished_trials(tmp_path)) == 8
+
+
+def test_a_study_of_an_earlier_version_resumes(tmp_path: Path) -> None:
+    """Written before layout search and tuning shared a loop: interrupted once, resumed, with a crash among five trials."""
+    shutil.copytree(STORES / "tune", tmp_path, dirs_exist_ok=True)
+    before = summarize_study(tmp_path)
+    assert before["best"]["number"] == 4 and before["failures"] == {"crash": 1}
+    assert [(row["number"], row["steps"], row["state"]) for row in before["trials"]] == [
+        *((0, 3, "scored"), (1, 1, "scored"), (2, 3, "scored"), (4, 3, "scored"), (5, 0, "crash"))
+    ]
+    parts = {part.key: part.outcome for one in known(tmp_path) for part in one.parts}
+    tuner(tmp_path, "[0, 1, 3, 10]", trials=24).run()
+    after = known(tmp_path)
+    assert len(after) == 24 and {part.key: part.outcome for one in after for part in one.parts}.items() >= parts.items()
+    # More trials make room at later rungs; a trial goes there from the steps that it had.
+    assert any(row["steps"] == 9 for row in summarize_study(tmp_path)["trials"])
+    for one in after:
+        log = tmp_path / "trials" / f"{one.number:04d}" / "metrics.jsonl"
+        steps = [json.loads(line)["step"] for line in log.open()] if log.exists() else []
+        assert steps == list(range(1, len(steps) + 1))
 
 
 def test_a_rung_is_a_part_of_the_whole_run(tmp_path: Path) -> None:

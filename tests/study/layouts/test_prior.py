@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from layout_runs import run_with
-from phalanx.config.search import Knob, Search
+from phalanx.config.search import Search, Tunable
 from phalanx.families.language.config import LanguageRun
 from phalanx.hardware.machine import load_machine
 from phalanx.planner.layouts.candidates import Candidates
@@ -25,12 +25,12 @@ RUN, GROUPED = (run_with(WIDE, global_batch=16, gather_blocks=blocks) for blocks
 KNOB = "layout.gather_blocks"
 
 
-def searched(knobs: dict[str, Knob]) -> Search:
+def searched(knobs: dict[str, Tunable]) -> Search:
     return Search(layout={"recompute": ["none"], "microbatch": [2], "pp": [1]}, knobs=knobs)
 
 
 def test_a_knob_is_planned_at_each_of_its_values() -> None:
-    knobs = {KNOB: Knob(values=[1, 4], when="zero == 3 and dp_shard > 1"), "data.prefetch": Knob(values=[0, 2])}
+    knobs = {KNOB: Tunable(values=[1, 4], when="zero == 3 and dp_shard > 1"), "data.prefetch": Tunable(values=[0, 2])}
     space, prior = planned_space(PLANNER, Task(RUN, 4), searched(knobs))
     grouped = 0
     for point in range(len(space)):
@@ -46,7 +46,7 @@ def test_a_knob_is_planned_at_each_of_its_values() -> None:
 
 
 def test_of_a_value_that_the_run_file_cannot_have_nothing_is_expected() -> None:
-    space, prior = planned_space(PLANNER, Task(RUN, 4), searched({KNOB: Knob(values=[1, -3])}))
+    space, prior = planned_space(PLANNER, Task(RUN, 4), searched({KNOB: Tunable(values=[1, -3])}))
     first, second = (space.find({**space.values(0), KNOB: value}) for value in (1, -3))
     assert first is not None and second is not None
     assert prior.seconds[first] == prior.seconds[second] and prior.margin[first] == prior.margin[second]

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from layout_runs import run_with
 from phalanx.config.load import load_run
 from phalanx.planner.layouts.enumerate import Limits, legal_candidates
-from phalanx.study.layouts.runner import ProcessRunner, judge_losses, loss_bound
-from phalanx.study.layouts.space import build_space
-from phalanx.study.trials.launchers import LocalLauncher
-from phalanx.study.trials.trial import OK, Outcome, Trial
+from phalanx.study.layouts.space import LayoutSpace, build_layout_space
+from phalanx.study.layouts.trials import ProcessRunner, judge_losses, loss_bound
+from phalanx.study.processes.slots import LocalRanks
+from phalanx.study.trial import OK, Outcome, Trial, key_of
 from token_data import write_run_file, write_token_folder
 
 FIRST = Trial(0, "a", {}, "test", Outcome(OK, value=1.0, losses=(5.0, 4.0, 3.0)))
+
+
+def measure(runner: ProcessRunner, space: LayoutSpace, point: int, folder: Path, before: list[Trial]) -> Outcome:
+    values = space.values(point)
+    job = runner.start(space, Trial(0, key_of(values), values, "test"), folder, before)
+    while (outcome := job.poll()) is None:
+        time.sleep(0.02)
+    return outcome
 
 
 def trial_with(outcome: Outcome) -> Trial:
@@ -62,11 +71,11 @@ def test_trials_of_a_rate_that_throws_a_model_about_agree(tmp_path: Path) -> Non
     file.write_text(file.read_text() + given)
     run = load_run(file, ["optimizer.lr=1.0", "training.compile=false"])
     search = run.search
-    space = build_space(legal_candidates(run, 1, limits=Limits(4, 1, 8)), search)  # type: ignore[arg-type]
-    runner = ProcessRunner(run, search, 1, LocalLauncher(1))
-    one = runner.measure(space, 0, FIRST, tmp_path / "one", [])
+    space = build_layout_space(legal_candidates(run, 1, limits=Limits(4, 1, 8)), search)  # type: ignore[arg-type]
+    runner = ProcessRunner(run, search, 1, LocalRanks(1))
+    one = measure(runner, space, 0, tmp_path / "one", [])
     assert one.cause == OK and len(one.more["gradient_norms"]) == 6
-    other = runner.measure(space, len(space) - 1, FIRST, tmp_path / "other", [Trial(0, "a", {}, "test", one)])
+    other = measure(runner, space, len(space) - 1, tmp_path / "other", [Trial(0, "a", {}, "test", one)])
     assert other.cause == OK, other.words
 
 
@@ -77,8 +86,8 @@ def test_a_rank_without_memory_is_survived(tmp_path: Path) -> None:
     file.write_text(large + "search: {layout: {microbatch: [1024], recompute: [none]}, steps: 3, memory_gib: 2}\n")
     run = load_run(file, ["search.skip=1"])
     search = run.search
-    space = build_space(legal_candidates(run, 1, limits=Limits(1024, 1, 8)), search)  # type: ignore[arg-type]
-    runner = ProcessRunner(run, search, 1, LocalLauncher(1))
-    outcome = runner.measure(space, 0, FIRST, tmp_path / "trial", [])
+    space = build_layout_space(legal_candidates(run, 1, limits=Limits(1024, 1, 8)), search)  # type: ignore[arg-type]
+    runner = ProcessRunner(run, search, 1, LocalRanks(1))
+    outcome = measure(runner, space, 0, tmp_path / "trial", [])
     assert outcome.cause == "out_of_memory", outcome.words
     assert "rank 0" in outcome.words and outcome.value is None

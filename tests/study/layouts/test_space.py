@@ -8,25 +8,25 @@ import yaml
 
 from layout_runs import run_from_words, run_with
 from phalanx.config.load import load_run, parse_run
-from phalanx.config.search import Knob, Search
+from phalanx.config.search import Search, Tunable
 from phalanx.errors import ConfigError
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.layouts.enumerate import Limits, legal_candidates
-from phalanx.study.layouts.space import Space, build_space
-from phalanx.study.trials.expression import holds
+from phalanx.study.conditions import condition_holds
+from phalanx.study.layouts.space import LayoutSpace, build_layout_space
 
 RUN = run_with(global_batch=64)
 
 
-def small(search: Search) -> Space:
-    return build_space(legal_candidates(RUN, 8, limits=Limits(8, 2, 8)), search)
+def small(search: Search) -> LayoutSpace:
+    return build_layout_space(legal_candidates(RUN, 8, limits=Limits(8, 2, 8)), search)
 
 
 def test_every_point_is_the_run_it_stands_for() -> None:
     found = small(Search())
     assert len({found.key(point) for point in range(len(found))}) == len(found)
     for point in range(0, len(found), max(1, len(found) // 25)):
-        run = run_from_words(RUN, found.words(point))
+        run = run_from_words(RUN, found.overrides(point))
         wanted = found.layouts.layout(int(found.layout_of[point]))
         assert resolve_layout(run, 8) == wanted
         assert run.layout.recompute == found.values(point)["recompute"]
@@ -49,8 +49,8 @@ def test_values_and_constraints_leave_out_the_rest() -> None:
 def test_knobs_apply_where_their_condition_holds() -> None:
     plain = small(Search(layout={"recompute": ["none"]}))
     knobs = {
-        "data.prefetch": Knob(values=[2, 0]),
-        "env.NCCL_ALGO": Knob(values=["Ring", "Tree"], when="dp_shard > 1"),
+        "data.prefetch": Tunable(values=[2, 0]),
+        "env.NCCL_ALGO": Tunable(values=["Ring", "Tree"], when="dp_shard > 1"),
     }
     found = small(Search(layout={"recompute": ["none"]}, knobs=knobs))
     sharded = int((plain.layouts.dp_shard > 1).sum())
@@ -59,13 +59,13 @@ def test_knobs_apply_where_their_condition_holds() -> None:
         has = found.layouts.dp_shard[found.layout_of[point]] > 1
         assert (found.env(point) in ({"NCCL_ALGO": "Ring"}, {"NCCL_ALGO": "Tree"})) == bool(has)
         assert has or not found.env(point)
-        assert f"data.prefetch={found.values(point)['data.prefetch']}" in found.words(point)
-        assert not any(word.startswith("env.") for word in found.words(point))
+        assert f"data.prefetch={found.values(point)['data.prefetch']}" in found.overrides(point)
+        assert not any(word.startswith("env.") for word in found.overrides(point))
 
 
 def test_a_name_is_the_same_in_a_smaller_space() -> None:
     large, less = small(Search()), small(Search(layout={"tp": [2]}))
-    assert all(large.point_of_key(less.key(point)) is not None for point in range(len(less)))
+    assert all(large.find(less.values(point)) is not None for point in range(len(less)))
 
 
 def test_conditions() -> None:
@@ -81,7 +81,7 @@ def test_conditions() -> None:
         ("tp in [env.X, 2 * env.X]", [True, True, False]),
         ("tp not in [env.X, 2 * env.X]", [False, False, True]),
     ):
-        assert holds(text, columns, 3).tolist() == wanted, text
+        assert condition_holds(text, columns, 3).tolist() == wanted, text
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_conditions() -> None:
 )
 def test_what_is_no_condition_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
-        holds(text, {"tp": np.array([1, 2])}, 2)
+        condition_holds(text, {"tp": np.array([1, 2])}, 2)
 
 
 TREE = {

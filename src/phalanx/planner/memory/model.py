@@ -1,15 +1,13 @@
 """How much memory a layout takes: the worst rank's peak for a million layouts, and rank by rank and cause by cause for one.
 
-Sizes come from tracing the real model (`memory_parts`), micro-batches in flight from the schedule (`memory_stages`), and
-what is held at the same time from how a step runs: even ones have moments in closed form (`memory_moments`), of ranks whose
-stages take turns the table is replayed (`memory_turns`). The peak is the most of any one moment, not the sum of
-the most of every cause.
+Sizes come from tracing the real model (`parts`). What a rank holds at the moments that may be its peak is read off the table
+that its schedule runs, as counts of blocks, micro-batches and buffers (`one_stage`, `pipelined`); what one of each takes is
+`weights`. The peak is the most of any one moment, not the sum of the most of every cause.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +18,15 @@ from phalanx.layout.recompute import Recompute
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.optimizers import find_optimizer
 from phalanx.planner.layouts.candidates import SCHEDULES, Candidates, Ints
-from phalanx.planner.memory.interleaved import Pipeline, cut_to_rounds, turns, turns_of_each
+from phalanx.planner.memory.one_stage import OneStage, one_stage_candidates
 from phalanx.planner.memory.parts import ModelBytes, distinct, model_bytes
-from phalanx.planner.memory.peaks import MOMENTS, moments
 from phalanx.planner.memory.peer_buffers import peer_buffer_bytes
-from phalanx.planner.memory.stages import holdings, holdings_at, rank_holdings
-from phalanx.planner.memory.state import Exchanges, Held, Rank, Situation
-from phalanx.planner.memory.weights import beside, causes_of, heaviest, together, weights
+from phalanx.planner.memory.pipelined import candidates_of_each_rank, cut_to_rounds, pipeline_candidates
+from phalanx.planner.memory.ranks import first_rank_blocks, parts_at
+from phalanx.planner.memory.replay import PeakCandidates, Pipeline
+from phalanx.planner.memory.state import Allocations, Exchanges, MemoryState
+from phalanx.planner.memory.weights import buffers_beside, causes_of, heaviest, together, weights
+from phalanx.planner.schedule.bubble import in_flight
 from phalanx.planner.trace.family import Kernel, TracedModel, likely_kernel
 from phalanx.precision import PRECISIONS
 
@@ -57,8 +57,8 @@ class MemoryEstimates:
     """Most bytes that live tensors take at a time: what `max_memory_allocated` counts."""
     rank: Ints
     """The pipeline rank."""
-    moment: Ints
-    """Position in MOMENTS of the moment when it is."""
+    moment: list[str]
+    """What the rank does then."""
     peer_buffers: FloatArray
     """Bytes beside them that shards exchange through; 0 where collectives do that."""
 
@@ -76,7 +76,7 @@ class RankMemory:
     allocated: float
     """Bytes; the sum of `causes`."""
     moment: str
-    causes: Held
+    causes: Allocations
     """Bytes by what they are held for, see CAUSES; padding of shards apart, as `padding`."""
     peer_buffers: float
     """Bytes beside them that shards exchange through."""
@@ -89,157 +89,156 @@ def memory(
     *,
     parts: ModelBytes | None = None,
     peer_copies: bool = False,
+    capacity: float = np.inf,
 ) -> MemoryEstimates:
-    """Peak memory of the worst rank of each candidate.
+    """Return the peak memory of the worst rank of each candidate.
 
     parts: the candidates' parts, where they are known already. peer_copies: whether shards exchange by peer copies.
+    capacity: bytes of a device; of a pipeline that takes more by a bound below its peak, the bound is returned, and its
+    schedule is not replayed.
     """
     parts = parts or _parts(run, candidates, kernels, peer_copies)
-    nothing = np.zeros(len(candidates))
-    result = MemoryEstimates(nothing, nothing.astype(np.int64), nothing.astype(np.int64), nothing.copy())
-    piped, replayed = candidates.pp > 1, replays(candidates)
-    for group in (~piped, piped & ~replayed, replayed):
+    allocated, peer_buffers = np.zeros((2, len(candidates)))
+    rank, moment = np.zeros(len(candidates), np.int64), [""] * len(candidates)
+    pipelined = candidates.pp > 1
+    for group in (~pipelined, pipelined):
         places = np.flatnonzero(group)
         for start in range(0, len(places), _CHUNK):
             chunk = places[start : start + _CHUNK]
             some = candidates.take(chunk)
-            situation = _situation(run, some, parts.take(chunk), kernels, peer_copies)
-            judge = _replayed if replayed[chunk[0]] else _of_moments
-            found = judge(run, some, situation)
-            for field in fields(found):
-                getattr(result, field.name)[chunk] = getattr(found, field.name)
-    return result
+            state = _memory_state(run, some, parts.take(chunk), kernels, peer_copies)
+            allocated[chunk] = _least_bytes(run, some, state)
+            replayed = np.flatnonzero((allocated[chunk] <= capacity) | (some.pp == 1))
+            chunk, some, state = chunk[replayed], some.take(replayed), state.take(replayed)
+            if not len(chunk):
+                continue
+            allocated[chunk], rank[chunk], moments = _worst_ranks(run, some, state)
+            for place, name in zip(chunk.tolist(), moments, strict=True):
+                moment[place] = name
+            if peer_copies:
+                held = parts_at(some, rank[chunk], run.model.n_layers, bind(run).block_costs())
+                peer_buffers[chunk] = peer_buffer_bytes(state, held)
+    return MemoryEstimates(allocated, rank, moment, peer_buffers)
 
 
-def replays(candidates: Candidates) -> npt.NDArray[np.bool_]:
-    """Whose schedule tables are replayed: a rank's stages compute, gather and reduce in turn."""
-    return np.asarray((candidates.pp > 1) & (candidates.schedule == SCHEDULES.index("interleaved_1f1b")))
+def _least_bytes(run: Run, candidates: Candidates, state: MemoryState) -> FloatArray:
+    """A bound below the bytes of the first pipeline rank.
+
+    Its parameters, their optimizer state, and the activations of the micro-batches in flight, as if all its stages were as
+    small as its smallest.
+    """
+    costs, n_layers = bind(run).block_costs(), run.model.n_layers
+    columns = [candidates.schedule, candidates.pp, candidates.stages_per_rank]
+    first, inverse = distinct(columns)
+    blocks = np.asarray(
+        [
+            first_rank_blocks(SCHEDULES[row[0]], *row[1:], n_layers, costs)
+            for row in np.stack(columns, 1)[first].tolist()
+        ]
+    )
+    held, smallest = blocks[inverse].T
+    flight = np.ones(len(candidates))
+    for number, schedule in enumerate(SCHEDULES):
+        some = np.flatnonzero((candidates.schedule == number) & (candidates.pp > 1))
+        sizes = (candidates.pp[some], candidates.stages_per_rank[some], candidates.accumulation[some])
+        flight[some] = in_flight(schedule, *sizes)
+    kept = sum(Exchanges(state).state_of(state.sizes.block).values()) * held
+    return np.asarray(kept + flight * smallest * state.sizes.block.kept)
 
 
-def _of_moments(run: Run, candidates: Candidates, situation: Situation) -> MemoryEstimates:
-    """By the moments of an even step, of the ranks that may be the worst."""
-    nothing = np.zeros(len(candidates))
-    allocated, rank, moment, buffers = nothing, nothing.astype(np.int64), nothing.astype(np.int64), nothing.copy()
-    ranks = holdings(candidates, run.model.n_layers, bind(run).block_costs())
-    for place, holds in enumerate(ranks):
-        # The last one is repeated where a layout has fewer that matter.
-        if place and (holds.rank == ranks[place - 1].rank).all():
-            continue
-        each = Rank(situation, holds)
-        own = peer_buffer_bytes(each)
-        for name, held in moments(each):
-            total = sum(held.values())
-            more = total + own > allocated + buffers
-            np.copyto(allocated, total, where=more)
-            np.copyto(buffers, own, where=more)
-            np.copyto(rank, holds.rank.astype(np.int64), where=more)
-            np.copyto(moment, MOMENTS.index(name), where=more)
-    return MemoryEstimates(allocated, rank, moment, buffers)
-
-
-def _replayed(run: Run, candidates: Candidates, situation: Situation) -> MemoryEstimates:
-    """By the table of each schedule."""
-    nothing = np.zeros(len(candidates))
-    allocated, rank, moment, buffers = nothing, nothing.astype(np.int64), nothing.astype(np.int64), nothing.copy()
-    exchanges = Exchanges(situation)
-    counted = cut_to_rounds(candidates.pp, candidates.accumulation)
-    one, besides = together(weights(exchanges, candidates.accumulation - counted)), beside(exchanges)
-    columns = [candidates.pp, candidates.stages_per_rank, counted, exchanges.dropped.astype(np.int64)]
+def _worst_ranks(run: Run, candidates: Candidates, state: MemoryState) -> tuple[FloatArray, Ints, list[str]]:
+    """(bytes, rank, moment) of the worst rank of candidates of which all are pipelines or none."""
+    exchanges = Exchanges(state)
+    counted = cut_to_rounds(candidates.schedule, candidates.pp, candidates.accumulation)
+    one = together(weights(exchanges, candidates.accumulation - counted))
+    beside = buffers_beside(exchanges)
+    columns = _columns(candidates, exchanges, counted)
     _, alike = distinct(columns)
     order = np.argsort(alike, kind="stable")
-    lots = np.split(order, np.flatnonzero(np.diff(alike[order])) + 1)
-    keys = [[int(column[places[0]]) for column in columns] for places in lots]
-    for places, key in zip(lots, keys, strict=True):
-        each = turns(_pipeline(run, *key[:3]))[key[3]]
-        held, row = heaviest(each, one[:, places], besides[:, places])
-        allocated[places] = held + situation.samples[places]
-        rank[places] = each.rank[row]
-        moment[places] = [MOMENTS.index(each.moment[place]) for place in row.tolist()]
-    if situation.peer_copies:
-        costs = bind(run).block_costs()
-        buffers = peer_buffer_bytes(Rank(situation, holdings_at(candidates, rank, run.model.n_layers, costs)))
-    return MemoryEstimates(allocated, rank, moment, buffers)
+    allocated, rank = np.zeros(len(candidates)), np.zeros(len(candidates), np.int64)
+    moment = [""] * len(candidates)
+    for places in np.split(order, np.flatnonzero(np.diff(alike[order])) + 1):
+        found = _peak_candidates(run, [int(column[places[0]]) for column in columns])
+        held, row = heaviest(found, one[:, places], beside[:, places])
+        allocated[places] = held + state.samples[places]
+        rank[places] = found.rank[row]
+        for place, at in zip(places.tolist(), row.tolist(), strict=True):
+            moment[place] = found.moment[at]
+    return allocated, rank, moment
 
 
-def _pipeline(run: Run, pp: int, stages_per_rank: int, microbatches: int) -> Pipeline:
-    layout = run.layout
-    costs = bind(run).block_costs()
-    return Pipeline(
-        pp, stages_per_rank, microbatches, run.model.n_layers, costs, layout.gather_blocks, layout.gathers_ahead
-    )
+def _columns(candidates: Candidates, exchanges: Exchanges, counted: Ints) -> list[Ints]:
+    """What decides the counts of a layout, [candidates] each. counted: micro-batches of the table."""
+    alone = candidates.pp == 1
+    flags = (alone & exchanges.several, alone & exchanges.whole, exchanges.dropped, alone & (candidates.zero == 3))
+    return [
+        np.where(alone, 0, candidates.schedule),
+        candidates.pp,
+        candidates.stages_per_rank,
+        np.where(alone, 1, counted),
+        *(flag.astype(np.int64) for flag in flags),
+    ]
+
+
+def _peak_candidates(run: Run, column: list[int], *, rank: int | None = None) -> PeakCandidates:
+    """The moments that may be the peak. column: of `_columns`. rank: of this pipeline rank alone; of all where None."""
+    schedule, pp, stages_per_rank, microbatches, several, whole, dropped, zero_3 = column
+    model, layout = bind(run), run.layout
+    if pp == 1:
+        tied = bool(model.tied())
+        flags = {
+            "several": bool(several),
+            "whole": bool(whole),
+            "dropped": bool(dropped),
+            "gathered_again": bool(zero_3),
+        }
+        return one_stage_candidates(
+            OneStage(run.model.n_layers, layout.gather_blocks, layout.gathers_ahead, tied=tied, **flags)
+        )
+    shape = (SCHEDULES[schedule], pp, stages_per_rank, microbatches, run.model.n_layers)
+    pipeline = Pipeline(*shape, model.block_costs(), layout.gather_blocks, layout.gathers_ahead)
+    if rank is None:
+        return pipeline_candidates(pipeline)[dropped]
+    return candidates_of_each_rank(pipeline, bool(dropped))[rank]
 
 
 def rank_memory(
     run: Run, layout: ResolvedLayout, recompute: Recompute, kernels: Kernels, *, peer_copies: bool = False
 ) -> list[RankMemory]:
-    """The peak of every pipeline rank of one layout, cause by cause."""
+    """Return the peak of every pipeline rank of one layout, cause by cause."""
     one = Candidates.of([layout], [recompute])
     parts = _parts(run, one, kernels, peer_copies)
-    costs = bind(run).block_costs()
-    ranks = rank_holdings(
-        layout.schedule, layout.pp, layout.stages_per_rank, layout.accumulation, run.model.n_layers, costs
-    )
-    every = np.zeros(layout.pp, np.int64)
-    many, parts = one.take(every), parts.take(every)
-    padded = _situation(run, many, parts, kernels, peer_copies)
-    exact = _situation(run, many, parts.unpadded(), kernels, peer_copies)
-    if replays(one)[0]:
-        peaks = _replayed_peaks(run, layout, padded, exact)
-    else:
-        peaks = _peaks(Rank(padded, ranks), Rank(exact, ranks))
-    buffers = np.broadcast_to(peer_buffer_bytes(Rank(padded, ranks)), layout.pp)
-    found = []
-    for rank, (allocated, moment, causes) in enumerate(peaks):
-        causes["padding"] = allocated - sum(causes.values())
-        found.append(RankMemory(rank, allocated, moment, causes, float(buffers[rank])))
-    return found
-
-
-Peak = tuple[float, str, Held]
-"""Bytes, the moment, and bytes by cause, padding of shards left out."""
-
-
-def _peaks(padded: Rank, exact: Rank) -> Iterator[Peak]:
-    """Of every rank."""
-    count = len(padded.layers)
-    held, by_cause = dict(moments(padded)), dict(moments(exact))
-    totals = {name: np.broadcast_to(sum(causes.values()), count) for name, causes in held.items()}
-    names = list(totals)
-    worst = np.argmax(np.stack(list(totals.values())), axis=0)
-    for rank in range(count):
-        name = names[int(worst[rank])]
-        causes = {cause: float(np.broadcast_to(amount, count)[rank]) for cause, amount in by_cause[name].items()}
-        yield float(totals[name][rank]), name, causes
-
-
-def _replayed_peaks(run: Run, layout: ResolvedLayout, padded: Situation, exact: Situation) -> Iterator[Peak]:
-    """Of every rank, by the table of the schedule."""
-    counted = cut_to_rounds(np.asarray(layout.pp), np.asarray(layout.accumulation))
-    later = layout.accumulation - counted
+    padded = _memory_state(run, one, parts, kernels, peer_copies)
+    exact = _memory_state(run, one, parts.unpadded(), kernels, peer_copies)
     exchanges = Exchanges(padded)
-    one, by_cause = together(weights(exchanges, later)), weights(Exchanges(exact), later)
-    freed = bool(exchanges.dropped[0])
-    pipeline = _pipeline(run, layout.pp, layout.stages_per_rank, int(counted))
-    for rank, each in enumerate(turns_of_each(pipeline, freed)):
-        here = slice(rank, rank + 1)
-        allocated, row = heaviest(each, one[:, here], np.zeros_like(one[:, here]))
-        samples = {"samples": padded.samples}
-        causes = causes_of(each.counts[row[0]], by_cause, samples)
-        yield (
-            float(allocated[0] + padded.samples[rank]),
-            each.moment[row[0]],
-            {cause: float(np.broadcast_to(amount, layout.pp)[rank]) for cause, amount in causes.items()},
-        )
+    counted = cut_to_rounds(one.schedule, one.pp, one.accumulation)
+    later = one.accumulation - counted
+    weight, by_cause = together(weights(exchanges, later)), weights(Exchanges(exact), later)
+    column = [int(each[0]) for each in _columns(one, exchanges, counted)]
+    found = []
+    for rank in range(layout.pp):
+        held = _peak_candidates(run, column, rank=rank)
+        allocated, row = heaviest(held, weight, np.zeros_like(weight))
+        peak = float(allocated[0] + padded.samples[0])
+        causes = causes_of(held.counts[row[0]], by_cause, {"samples": padded.samples})
+        bytes_of = {cause: float(np.broadcast_to(amount, 1)[0]) for cause, amount in causes.items()}
+        bytes_of["padding"] = peak - sum(bytes_of.values())
+        on_rank = parts_at(one, np.asarray([rank]), run.model.n_layers, bind(run).block_costs())
+        buffers = float(np.broadcast_to(peer_buffer_bytes(padded, on_rank), 1)[0])
+        found.append(RankMemory(rank, peak, held.moment[row[0]], bytes_of, buffers))
+    return found
 
 
 def _parts(run: Run, candidates: Candidates, kernels: Kernels, peer_copies: bool) -> ModelBytes:
     return model_bytes(run, candidates, attention=kernels.attention, compiled=kernels.compiled, peer_copies=peer_copies)
 
 
-def _situation(run: Run, candidates: Candidates, parts: ModelBytes, kernels: Kernels, peer_copies: bool) -> Situation:
+def _memory_state(
+    run: Run, candidates: Candidates, parts: ModelBytes, kernels: Kernels, peer_copies: bool
+) -> MemoryState:
     precision = PRECISIONS[run.layout.precision]
     piped = candidates.pp > 1
-    return Situation(
+    return MemoryState(
         sizes=parts,
         width=precision.compute_dtype.itemsize,
         master=precision.main_dtype.itemsize,
@@ -250,7 +249,6 @@ def _situation(run: Run, candidates: Candidates, parts: ModelBytes, kernels: Ker
         reshard=candidates.reshard_after_forward,
         replicated=candidates.dp_replicate > 1,
         accumulation=candidates.accumulation,
-        ranks=candidates.pp,
         tied=bool(bind(run).tied()),
         samples=candidates.accumulation * candidates.microbatch * bind(run, TracedModel).sample_bytes(),
         peer_copies=peer_copies,

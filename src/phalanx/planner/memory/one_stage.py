@@ -1,200 +1,196 @@
-"""What a rank without a pipeline holds at the moments that may be its peak: all of the model goes by, again and again.
+"""What a rank without a pipeline holds when it may hold most, as counts: its table is forward, backward, again and again.
 
-See `memory_moments`.
+All micro-batches are alike, so the last one says all, with what those before have left. A backward pass frees activations of
+one block after another while gradients take their place; all of that is even, so only the first and the last units of
+blocks that are gathered together matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
-from phalanx.planner.memory.parts import PartBytes
-from phalanx.planner.memory.state import Amount, Held, Rank
+from phalanx.planner.memory.replay import COLUMN, COUNTS, PeakCandidates
+
+Row = Mapping[str, float]
+"""Counts by name, those that are 0 left out."""
 
 
-def moments_alone(rank: Rank) -> Iterator[tuple[str, Held]]:
-    """Bytes by cause at each moment."""
-    moments = _Alone(rank)
-    yield from moments.of_the_start()
-    yield from moments.of_the_head()
-    yield from moments.of_the_blocks()
-    yield from moments.of_the_end()
+@dataclass(frozen=True)
+class OneStage:
+    """A step of a rank that holds all of the model, as far as it decides what is held."""
+
+    n_layers: int
+    gather_blocks: int
+    """Blocks that are gathered together."""
+    gathers_ahead: int
+    """Units that are gathered while one computes."""
+    tied: bool
+    """Whether both ends of the model share a table: FSDP2's root module then gathers it for a whole step."""
+    several: bool
+    """Whether a step has several micro-batches."""
+    whole: bool
+    """Whether gradients are added up whole until the last micro-batch; else they are reduced after each."""
+    dropped: bool
+    """Whether gathered parameters go after each block's forward pass."""
+    gathered_again: bool
+    """Whether each micro-batch gathers the parameters, as ZeRO-3 does."""
 
 
-class _Alone:
-    """The amounts that change from moment to moment."""
+@cache
+def one_stage_candidates(step: OneStage) -> PeakCandidates:
+    """Return the counts at the moments of a step that may be its peak."""
+    named = list(_rows(step))
+    counts = np.zeros((len(named), len(COUNTS)))
+    for row, (_, values) in zip(counts, named, strict=True):
+        for name, count in values.items():
+            row[COLUMN[name]] = count
+    return PeakCandidates(counts, np.zeros(len(named), np.int64), [name for name, _ in named])
 
-    def __init__(self, r: Rank) -> None:
-        self.r = r
-        self.tied = int(r.s.tied)
-        self.untied = 1 - self.tied
-        self.kept = r.embedding.kept + r.s.sizes.shared + r.layers * r.block.kept
-        self.root = self.tied * (r.embedding.gathered + r.head.gathered)
-        """A table at both ends is gathered for a whole step."""
-        self.head_gradient = self.tied * r.s.width * r.embedding.count
-        self.table = r.embedding.gathered + self.tied * r.head.gathered
-        # What the last reduction of a micro-batch was sent from goes only when the next one begins.
-        self.lasting = r.sent * self.table * (r.early & r.several)
 
-    def of_the_start(self) -> Iterator[tuple[str, Held]]:
-        """The embedding and the last block forward, with what the micro-batch before leaves."""
-        r, s, embedding, block = self.r, self.r.s, self.r.embedding, self.r.block
-        ends = embedding.gathered + r.head.gathered
-        yield (
-            "forward of the embedding",
-            r.held(
-                gradients=self.gradients(0, 0) * r.several,
-                gathered_parameters=self.gathered(r.layers * r.several, ends, embedding.gathered * self.untied),
-                gather_buffers=s.sharded * r.received * embedding.gathered * (r.dropped | ~r.several),
-                reduce_buffers=self.lasting + s.master * embedding.shard * (r.early & r.several),
-                part=embedding.forward,
-            ),
-        )
-        yield (
-            "forward of the last block",
-            r.held(
-                gradients=self.gradients(0, 0) * r.several,
-                activations=embedding.kept + s.sizes.shared + (r.layers - 1) * block.kept + s.sizes.hidden,
-                gathered_parameters=self.gathered(
-                    r.layers, ends * r.several + embedding.gathered, r.tail * block.gathered
-                ),
-                gather_buffers=s.sharded
-                * (r.received * r.tail * block.gathered + r.arriving * r.head.gathered * self.untied)
-                * (r.dropped | ~r.several),
-                reduce_buffers=self.lasting,
-                part=block.forward,
-            ),
-        )
+def _rows(p: OneStage) -> Iterator[tuple[str, Row]]:
+    layers, tied, untied = p.n_layers, float(p.tied), float(not p.tied)
+    unit, tail = min(p.gather_blocks, layers), (layers - 1) % p.gather_blocks + 1
+    state = {"layers": layers, "embedding": 1, "head": 1}
+    kept = {"embeddings_kept": 1, "stages_kept": 1}
+    # What the last reduction of a micro-batch was sent from goes only when the next one begins.
+    reduces_each = p.several and not p.whole
+    lasting = {"sent_embedding": 1, "sent_head": tied} if reduces_each else {}
+    first_gather = p.dropped or not p.several
 
-    def of_the_head(self) -> Iterator[tuple[str, Held]]:
-        """The head forward, backward, and its gradients on their way to other ranks."""
-        r, s, head = self.r, self.r.s, self.r.head
-        gradients = self.own_gradients(head) * self.untied
-        hidden, own = s.sizes.hidden, head.gathered * self.untied
-        both = r.embedding.gathered + head.gathered
-        yield (
-            "forward of the head",
-            r.held(
-                gradients=self.gradients(0, 0),
-                activations=self.kept + hidden,
-                gathered_parameters=self.gathered(r.layers, both, own),
-                gather_buffers=s.sharded * r.received * own * ((s.zero == 3) | ~r.several),
-                reduce_buffers=self.lasting,
-                part=head.forward,
-            ),
-        )
-        yield (
-            "backward of the head",
-            r.held(
-                gradients=self.gradients(0, 0),
-                activations=self.kept + head.kept,
-                gathered_parameters=self.gathered(r.layers, both, own),
-                gather_buffers=self.ahead(r.tail * r.block.gathered),
-                reduce_buffers=self.lasting,
-                part=head.backward,
-            ),
-        )
-        yield (
-            "gradients of the head reduced",
-            r.held(
-                gradients=self.gradients(0, 0),
-                activations=self.kept + hidden,
-                gathered_parameters=self.gathered(r.layers, r.embedding.gathered + self.root, 0),
-                gather_buffers=self.ahead(r.tail * r.block.gathered),
-                part=gradients + self.head_gradient,
-                **r.reducing(head, gradients, self.untied),
-            ),
-        )
+    def gathered(stay: Row, now: Row) -> dict[str, float]:
+        """stay: gathered where nothing is dropped; now: gathered where everything is, beside a shared table."""
+        if not p.dropped:
+            return {f"gathered_{name}": count for name, count in stay.items()}
+        root = {"embedding": tied, "head": tied}
+        return {f"gathered_{name}": now.get(name, 0) + root.get(name, 0) for name in {**now, **root}}
 
-    def of_the_blocks(self) -> Iterator[tuple[str, Held]]:
-        """The last two units of blocks and the first backward; what lies between is even."""
-        r, layers, unit, tail = self.r, self.r.layers, self.r.unit, self.r.tail
-        head, block = r.head.gathered, r.block.gathered
-        yield from self._of_a_unit("the last block", layers, tail, head * self.untied)
-        several = layers > tail
-        left = np.where(several, layers - tail, layers)
-        yield from self._of_a_unit("the last block but one", left, unit, np.where(several, tail * block, head))
-        before = np.where(several, np.where(layers > unit + tail, unit, tail) * block, head * self.untied)
-        yield from self._of_a_unit("the first block", unit, unit, before)
-
-    def _of_a_unit(self, name: str, left: Amount, size: Amount, before: Amount) -> Iterator[tuple[str, Held]]:
-        """left: blocks that are not done, those of this unit among them. size: blocks of the unit. before: parameters that
-        were reduced before it."""
-        r, s, block = self.r, self.r.s, self.r.block
-        units = np.minimum(s.gathers_ahead, np.ceil((left - size) / r.unit))
-        following = np.where(left > size, units * r.unit * block.gathered, r.embedding.gathered * self.untied)
-        activations = r.embedding.kept + s.sizes.shared + left * block.kept
-        own = self.own_gradients(block)
-
-        def backward(done: Amount) -> Held:
-            """Of the block that comes after so many of the unit."""
-            return r.held(
-                gradients=self.gradients(r.layers - left, self.untied, done) + block.coming * ~r.several,
-                activations=activations - done * block.kept,
-                gathered_parameters=self.gathered(left, self.table, size * block.gathered),
-                gather_buffers=self.ahead(following),
-                reduce_buffers=s.sharded * (r.early | ~r.several | r.whole) * r.sent * before,
-                part=block.backward + self.head_gradient + done * own,
-            )
-
-        yield f"backward of {name}", backward(0)
-        if s.gather_blocks > 1:
-            yield f"backward of all that is gathered with {name}", backward(size - 1)
-        yield (
-            f"gradients of {name} reduced",
-            r.held(
-                gradients=self.gradients(r.layers - left, self.untied),
-                activations=activations - size * block.kept + s.sizes.hidden,
-                gathered_parameters=self.gathered(left - size, self.table, 0),
-                gather_buffers=self.ahead(following),
-                part=size * own + self.head_gradient,
-                **r.reducing(block, size * own, size),
-            ),
-        )
-
-    def of_the_end(self) -> Iterator[tuple[str, Held]]:
-        """The embedding, and the update."""
-        r, s, embedding = self.r, self.r.s, self.r.embedding
-        yield (
-            "backward of the embedding",
-            r.held(
-                gradients=self.gradients(r.layers, self.untied),
-                activations=embedding.kept,
-                gathered_parameters=self.gathered(0, self.table, embedding.gathered * self.untied),
-                reduce_buffers=s.sharded * r.sent * r.unit * r.block.gathered,
-                part=embedding.backward + self.head_gradient,
-            ),
-        )
-        end = embedding.plus(r.head.times(self.tied))
-        own = self.own_gradients(end)
-        yield (
-            "gradients of the embedding reduced",
-            r.held(gradients=self.gradients(r.layers, self.untied), part=own, **r.reducing(end, own)),
-        )
-        yield "update", r.held(gradients=s.master * r.shard)
-
-    def gathered(self, blocks: Amount, ends: Amount, now: Amount) -> Amount:
-        """blocks, ends: still gathered where nothing is dropped; now: gathered where everything is."""
-        r = self.r
-        kept = blocks * r.block.gathered + ends
-        return r.s.sharded * r.s.width * np.where(r.dropped, now + self.root, kept)
-
-    def ahead(self, parameters: Amount) -> Amount:
-        """Of what is gathered ahead."""
-        return self.r.s.sharded * self.r.dropped * self.r.arriving * parameters
-
-    def gradients(self, blocks: Amount, with_head: Amount, streamed: Amount = 0) -> Amount:
+    def gradients(blocks: float, head: float, streamed: float = 0) -> dict[str, float]:
         """Gradients added up once this much has been reduced in the last micro-batch.
 
         streamed: further blocks whose streamed matrices have theirs.
         """
-        r, s = self.r, self.r.s
-        block, head = r.block, r.head
-        reduced = blocks * block.shard + with_head * head.shard + streamed * block.streamed
-        left = r.gathered - blocks * block.gathered - with_head * head.gathered
-        return s.master * np.where(r.whole, reduced + left, np.where(r.several, r.shard, reduced))
+        if p.whole:
+            left = {"whole_blocks": layers - blocks, "whole_embedding": 1, "whole_head": 1 - head}
+            return {**left, "shared_blocks": blocks, "shared_head": head}
+        if p.several:
+            return {"shared_blocks": layers, "shared_embedding": 1, "shared_head": 1}
+        return {"shared_blocks": blocks, "shared_head": head, "streamed_gradients": streamed}
 
-    def own_gradients(self, part: PartBytes) -> Amount:
-        """Gradients in the format they are computed in; added up already where they wait for the last micro-batch."""
-        return self.r.s.width * part.count * ~self.r.whole
+    def arriving(of: Row) -> dict[str, float]:
+        return {f"arriving_{name}": count for name, count in of.items()} if p.dropped else {}
+
+    before = gradients(0, 0)
+    yield (
+        "forward of the embedding",
+        {
+            **(state | before | lasting),
+            **({"summed_embedding": 1} if reduces_each else {}),
+            **gathered({"blocks": layers * p.several, "embedding": 1, "head": 1}, {"embedding": untied}),
+            "arrived_embedding": first_gather,
+            "embedding_forward": 1,
+        },
+    )
+    yield (
+        "forward of the last block",
+        {
+            **(state | before | kept | lasting),
+            "blocks_kept": layers - 1,
+            "results": 1,
+            **gathered({"blocks": layers, "embedding": 1, "head": p.several}, {"blocks": tail}),
+            "arrived_blocks": tail * first_gather,
+            "arriving_head": untied * first_gather,
+            "block_forward": 1,
+        },
+    )
+    ends = gathered({"blocks": layers, "embedding": 1, "head": 1}, {"head": untied})
+    yield (
+        "forward of the head",
+        {
+            **(state | before | kept | lasting | ends),
+            "blocks_kept": layers,
+            "results": 1,
+            "arrived_head": untied * (p.gathered_again or not p.several),
+            "head_forward": 1,
+        },
+    )
+    yield (
+        "backward of the head",
+        {
+            **(state | before | kept | lasting | ends | arriving({"blocks": tail})),
+            "blocks_kept": layers,
+            "heads_kept": 1,
+            "head_backward": 1,
+        },
+    )
+    yield (
+        "gradients of the head reduced",
+        {
+            **(state | before | kept | arriving({"blocks": tail})),
+            **gathered({"blocks": layers, "embedding": 1, "head": tied}, {}),
+            "blocks_kept": layers,
+            "results": 1,
+            "own_head": untied,
+            "tied_gradient": tied,
+            "head_reduced": untied,
+        },
+    )
+
+    def unit_rows(name: str, left: int, size: int, sent: Row) -> Iterator[tuple[str, Row]]:
+        """left: blocks that are not done, those of this unit among them. size: blocks of the unit. sent: what was reduced
+        before it."""
+        units = min(p.gathers_ahead, -(-(left - size) // unit))
+        ahead = arriving({"blocks": units * unit} if left > size else {"embedding": untied})
+
+        def backward(done: int) -> Row:
+            """Of the block that comes after so many of the unit."""
+            return {
+                **(state | kept | ahead),
+                **gradients(layers - left, untied, done),
+                **gathered({"blocks": left, "embedding": 1, "head": tied}, {"blocks": size}),
+                **{f"sent_{part}": count for part, count in sent.items()},
+                "coming": not p.several,
+                "blocks_kept": left - done,
+                "block_backward": 1,
+                "tied_gradient": tied,
+                "own_blocks": done,
+            }
+
+        yield f"backward of {name}", backward(0)
+        if p.gather_blocks > 1:
+            yield f"backward of all that is gathered with {name}", backward(size - 1)
+        yield (
+            f"gradients of {name} reduced",
+            {
+                **(state | kept | ahead),
+                **gradients(layers - left, untied),
+                **gathered({"blocks": left - size, "embedding": 1, "head": tied}, {}),
+                "blocks_kept": left - size,
+                "results": 1,
+                "own_blocks": size,
+                "tied_gradient": tied,
+                "blocks_reduced": size,
+            },
+        )
+
+    yield from unit_rows("the last block", layers, tail, {"head": untied})
+    if layers > tail:
+        yield from unit_rows("the last block but one", layers - tail, unit, {"blocks": tail})
+        yield from unit_rows("the first block", unit, unit, {"blocks": unit if layers > unit + tail else tail})
+    yield (
+        "backward of the embedding",
+        {
+            **(state | gradients(layers, untied)),
+            **gathered({"embedding": 1, "head": tied}, {"embedding": untied}),
+            "embeddings_kept": 1,
+            "sent_blocks": unit,
+            "embedding_backward": 1,
+            "tied_gradient": tied,
+        },
+    )
+    end = {"own_embedding": 1, "own_head": tied, "embedding_reduced": 1, "head_reduced": tied}
+    yield "gradients of the embedding reduced", {**(state | gradients(layers, untied)), **end}
+    yield "update", {**state, "shared_blocks": layers, "shared_embedding": 1, "shared_head": 1}

@@ -14,7 +14,8 @@ import numpy as np
 
 from phalanx.layout.data_parallel.copy_engine.buffer_pool import next_free_buffer
 from phalanx.layout.data_parallel.copy_engine.peer_memory import align_size
-from phalanx.planner.memory.state import Amount, Rank
+from phalanx.planner.memory.ranks import RankParts
+from phalanx.planner.memory.state import Amount, Exchanges, MemoryState
 
 _UNITS = 6
 """Units of blocks beyond which a pass repeats itself; an odd number leaves other buffers at rest than an even one."""
@@ -22,51 +23,63 @@ _STEPS = 3
 """After which nothing grows any more."""
 
 
-def peer_buffer_bytes(r: Rank) -> Amount:
-    """Most bytes of the buffers, which lie beside the allocator's memory; 0 without peer copies."""
-    situation = r.s
-    if not situation.peer_copies:
-        return 0 * r.shard
+def peer_buffer_bytes(state: MemoryState, parts: RankParts) -> Amount:
+    """Most bytes of the buffers, which lie beside the allocator's memory; 0 without peer copies. parts: of each rank."""
+    if not state.peer_copies:
+        return 0 * parts.layers
+    rank = _RankSizes(state, parts)
     # Streamed chunks and their gradients take turns between two buffers each, all as large as the largest chunk.
-    streaming = situation.width * situation.sizes.ring
-    published = _aligned(situation.width * (r.shard - r.streamed))
-    pool = _of_pipelines(r) if np.all(situation.piped) else _alone(r)
-    return r.sharded_many * (published + pool + streaming)
+    streaming = state.width * state.sizes.ring
+    published = np.vectorize(align_size, otypes=[np.float64])(state.width * rank.gathered_shards)
+    pool = rank.pool_of_pipelines() if np.all(state.piped) else rank.pool_of_one_stage()
+    return rank.exchanges.sharded_many * (published + pool + streaming)
 
 
-def _of_pipelines(r: Rank) -> Amount:
-    """Stages reduce among one another in an order of their own: as many buffers as most of them need."""
-    parts = r.unit * r.block.gathered + r.embedding.gathered + r.head.gathered
-    return np.where(r.whole, r.s.master, r.s.width) * parts
+class _RankSizes:
+    """Sizes of what a rank of each layout exchanges, in parameters."""
 
+    def __init__(self, state: MemoryState, parts: RankParts) -> None:
+        self.state, self.exchanges = state, Exchanges(state)
+        block, embedding, head = state.sizes.block, state.sizes.embedding, state.sizes.head
+        self.layers = parts.layers
+        self.unit = np.minimum(state.gather_blocks, parts.stage_layers)
+        """Blocks that are gathered together: in all units of a stage but the last, which may be smaller."""
+        self.tail = (parts.stage_layers - 1) % state.gather_blocks + 1
+        """Blocks of the last unit."""
+        self.block = block.gathered
+        self.ends = (parts.embedding * embedding.gathered, parts.head * head.gathered)
+        self.gathered_shards = (
+            parts.layers * (block.shard - block.streamed) + parts.embedding * embedding.shard + parts.head * head.shard
+        )
+        self.width_sent = np.where(self.exchanges.whole, state.master, state.width)
 
-def _alone(r: Rank) -> Amount:
-    s, tied = r.s, r.s.tied
-    ends = (r.embedding.gathered, r.head.gathered)
-    first, last = (0 * end if tied else end for end in ends)
-    columns = [
-        first,
-        r.unit * r.block.gathered,
-        r.tail * r.block.gathered,
-        np.ceil(r.layers / r.unit),
-        last,
-        sum(ends) if tied else 0 * first,
-        np.where(s.zero >= 2, np.minimum(s.accumulation, 2), 1),
-        np.where(r.whole, s.master, s.width),
-    ]
-    table = np.stack(np.broadcast_arrays(*columns), axis=-1).astype(np.int64).reshape(-1, len(columns))
-    rows, which = np.unique(table, axis=0, return_inverse=True)
-    found = [_pool(row) for row in rows.tolist()]
-    return np.asarray(found, np.float64)[which.reshape(np.shape(r.shard))]
+    def pool_of_pipelines(self) -> Amount:
+        """Stages reduce among one another in an order of their own: as many buffers as most of them need."""
+        return self.width_sent * (self.unit * self.block + sum(self.ends))
+
+    def pool_of_one_stage(self) -> Amount:
+        """The pool of a rank that holds all of the model, acted out."""
+        s, tied = self.state, self.state.tied
+        first, last = (0 * end if tied else end for end in self.ends)
+        columns = [
+            first,
+            self.unit * self.block,
+            self.tail * self.block,
+            np.ceil(self.layers / self.unit),
+            last,
+            sum(self.ends) if tied else 0 * first,
+            np.where(s.zero >= 2, np.minimum(s.accumulation, 2), 1),
+            self.width_sent,
+        ]
+        table = np.stack(np.broadcast_arrays(*columns), axis=-1).astype(np.int64).reshape(-1, len(columns))
+        rows, which = np.unique(table, axis=0, return_inverse=True)
+        found = [_pool(row) for row in rows.tolist()]
+        return np.asarray(found, np.float64)[which.reshape(-1)]
 
 
 def _pool(row: list[int]) -> int:
     first, unit, tail, units, last, root, passes, sent = row
     return pool_bytes(units, passes, Sizes(*(sent * x for x in (first, unit, tail, last, root))))
-
-
-def _aligned(size: Amount) -> Amount:
-    return np.vectorize(align_size, otypes=[np.float64])(size)
 
 
 @dataclass(frozen=True)

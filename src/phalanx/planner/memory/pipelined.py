@@ -1,180 +1,301 @@
-"""What a pipeline rank holds at the moments that may be its peak: several micro-batches in flight, gradients added up whole.
+"""What the ranks of a pipeline hold when they may hold most: counts, from a replay of the schedule's table.
 
-Of schedules with one stage a rank, or with backward passes that are split; ranks whose stages take turns are replayed
-(`memory_turns`). See `memory_moments`.
+`replay` knows the state before each action; here is what every moment of an action adds to it, and which of all these rows
+may be the most. What they weigh is `weights`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from functools import cache
 
 import numpy as np
 
-from phalanx.planner.memory.parts import PartBytes
-from phalanx.planner.memory.state import Amount, Held, Rank
+from phalanx.planner.layouts.candidates import SCHEDULES
+from phalanx.planner.memory.ranks import ranks_that_may_be_worst
+from phalanx.planner.memory.replay import COLUMN, COUNTS, Counts, Mask, PeakCandidates, Pipeline, Replay
+from phalanx.planner.schedule.table import IntArray
 
 
-def moments_piped(rank: Rank) -> Iterator[tuple[str, Held]]:
-    """Bytes by cause at each moment."""
-    moments = _Piped(rank)
-    yield from moments.of_the_head()
-    yield from moments.of_the_blocks()
-    yield from moments.of_the_next()
-    yield from moments.of_the_end()
+@cache
+def pipeline_candidates(pipeline: Pipeline) -> tuple[PeakCandidates, PeakCandidates]:
+    """Return those of all ranks of a pipeline together.
 
-
-class _Piped:
-    """The amounts that change from moment to moment."""
-
-    def __init__(self, r: Rank) -> None:
-        s, h = r.s, r.h
-        self.r, self.s, self.h = r, s, h
-        self.kept = _kept(r)
-        self.state: Held = r.state | {"pipeline buffers": _buffers(r)}
-        self.unsharded = np.where(r.whole, r.gathered + r.streamed, r.shard)
-        stage = h.stage_layers * np.where(r.whole, r.block.gathered + r.block.streamed, r.block.shard)
-        self.last_stage = stage + np.where(r.whole, r.head.gathered, r.head.shard)
-        """Parameters of the stage whose gradients come first, as these are held."""
-        self.before = s.master * self.unsharded * (h.again > 0)
-        """Gradients of micro-batches before this one."""
-        units = np.minimum(s.gathers_ahead, np.maximum(1, np.ceil(h.stage_layers / r.unit) - 1))
-        self.ahead = s.sharded * r.dropped * r.arriving * units * r.unit * r.block.gathered
-        """Of the blocks that are gathered ahead."""
-
-    def held(self, **causes: Amount) -> Held:
-        """These and what is held all the time."""
-        return self.state | self.r.held(**causes)
-
-    def gathered(self, now: Amount) -> Amount:
-        """now: where parameters go after the forward pass."""
-        return self.s.sharded * self.s.width * np.where(self.r.dropped, now, self.r.gathered)
-
-    def of_the_head(self) -> Iterator[tuple[str, Held]]:
-        """The head of the first micro-batches, forward and backward."""
-        r, h, head = self.r, self.h, self.r.head
-        others = self.kept + (h.heads_kept - 1) * head.kept * r.has_head
-        gathered = self.gathered(head.gathered)
-        yield (
-            "forward of the head",
-            self.held(
-                gradients=self.before,
-                activations=others + self.s.sizes.hidden * r.has_head,
-                gathered_parameters=gathered,
-                # In the first micro-batch of several, which has least else, it is gathered for all.
-                gather_buffers=self.s.sharded * r.received * head.gathered * ~r.several,
-                part=head.forward,
-            ),
-        )
-        yield (
-            "backward of the head",
-            self.held(
-                gradients=self.before,
-                activations=others + head.kept,
-                gathered_parameters=gathered,
-                gather_buffers=self.ahead,
-                part=head.backward,
-            ),
-        )
-
-    def of_the_blocks(self) -> Iterator[tuple[str, Held]]:
-        """The last and the first block of a stage backward."""
-        r, s, h, block, head = self.r, self.s, self.h, self.r.block, self.r.head
-        # Where gradients of weights come later, all stays for them, and what they are made from comes to it.
-        after_head = self.kept + np.maximum(0, h.heads_kept - (1 - h.split)) * head.kept
-        waiting = h.split * s.sizes.waiting
-        yield (
-            "backward of the last block",
-            self.held(
-                gradients=np.where(h.again > 0, self.before, s.master * head.count + block.coming),
-                activations=after_head + waiting,
-                gathered_parameters=self.gathered(r.unit * block.gathered + head.gathered),
-                gather_buffers=self.ahead,
-                part=block.backward,
-            ),
-        )
-        # The stage whose backward pass comes first has all its gradients by its first block.
-        mine = (h.stage_layers - 1) * np.where(r.whole, block.gathered + block.streamed, block.shard) + head.gathered
-        yield (
-            "backward of the first block",
-            self.held(
-                gradients=np.where(h.again > 0, self.before, s.master * mine + block.coming),
-                activations=after_head - (h.stage_layers - 1) * block.kept * (1 - h.split) + h.stage_layers * waiting,
-                gathered_parameters=self.gathered(r.gathered),
-                part=block.backward,
-            ),
-        )
-
-    def of_the_next(self) -> Iterator[tuple[str, Held]]:
-        """The next micro-batch, if there is one: where as much is never held again, it finds the gradients of its stage
-        whole."""
-        r, s, h, block, head = self.r, self.s, self.h, self.r.block, self.r.head
-        fewer = self.kept * np.maximum(0, h.stages_kept - 1) / h.stages_kept
-        fewer = fewer + np.maximum(0, h.heads_kept - 2) * head.kept * r.has_head
-        # A rank with several stages has the embedding in another one, which comes last.
-        start = np.where(r.whole, r.embedding.gathered, r.embedding.shard)
-        gradients = np.where(h.again > 0, self.before, s.master * (self.last_stage + start))
-        several_heads = r.several & (h.heads_kept > 1)
-        # The backward pass before has left all parameters gathered.
-        found = {"gradients": gradients * r.several, "gathered_parameters": self.gathered(r.gathered)}
-        activations = (fewer + head.kept * (h.heads_kept > 1)) * r.several
-        yield (
-            "next backward of the head",
-            self.held(**found, activations=activations, part=head.backward * several_heads),
-        )
-        yield (
-            "next backward of the last block",
-            self.held(**found, activations=fewer * r.several, part=block.backward * r.several),
-        )
-
-    def of_the_end(self) -> Iterator[tuple[str, Held]]:
-        """Gradients are reduced part by part, then comes the update."""
-        r, s = self.r, self.s
-        largest = _largest(r.block.times(r.unit), r.embedding, r.head)
-        # Where nothing is shared out, the gradients are gone by the time their copy is divided.
-        gone = largest.gathered * (r.whole & (s.sizes.shards == 1))
-        own = s.width * largest.count * ~r.whole * s.sharded
-        reducing = {"part": own, **r.reducing(largest, own)}
-        yield (
-            "gradients of the first part reduced",
-            self.held(
-                gradients=s.master * (self.unsharded - gone),
-                # The part that is reduced has just given up its own.
-                gathered_parameters=self.gathered(r.gathered) - s.sharded * s.width * largest.gathered,
-                **reducing,
-            ),
-        )
-        yield "update", self.held(gradients=s.master * r.shard)
-
-
-def _kept(r: Rank) -> Amount:
-    """Activations of all micro-batches in flight.
-
-    Received ones are where they were received: a block that keeps its input keeps no second copy.
+    Where parameters are kept from a stage's first action to its last, and where they go after each block's forward pass.
     """
-    h, sizes = r.h, r.s.sizes
-    kept = h.blocks_kept * r.block.kept + h.embeddings_kept * r.embedding.kept + h.stages_kept * sizes.shared
-    handed_on = h.handed_on * (1 - h.waits_at_end)
-    return kept + handed_on * sizes.hidden - h.received * sizes.block_input + h.waiting * sizes.waiting
+    p = pipeline
+    ranks = np.asarray(ranks_that_may_be_worst(p.schedule, p.pp, p.stages_per_rank, p.n_layers, p.costs))
+    kept, freed = (np.zeros(len(ranks), bool), np.ones(len(ranks), bool))
+    ranks, frees = np.tile(ranks, 2), np.concatenate([kept, freed])
+    found, case = _peak_candidates(p, ranks, frees)
+    return found.take(~frees[case]), found.take(frees[case])
 
 
-def _buffers(r: Rank) -> Amount:
-    """What is received and sent.
-
-    Each receiving direction keeps the buffer that others are made like. With several stages a rank the step waits at its
-    end for all it sent. Where the transport lets go before that, results stay until their backward pass, and gradients
-    until the neighbour had a round of micro-batches to take them in.
-    """
-    h, count = r.h, r.s.accumulation
-    received = h.gets + h.gives + h.received
-    sent = count * (h.gives + h.gets) - h.received
-    if not r.s.sends_last:
-        sent = np.minimum(sent, h.handed_on + r.s.ranks * h.gets)
-    return (received + h.waits_at_end * sent) * r.s.sizes.hidden
+@cache
+def candidates_of_each_rank(pipeline: Pipeline, freed: bool) -> list[PeakCandidates]:
+    """The same of every rank, apart."""
+    ranks = np.arange(pipeline.pp)
+    found, case = _peak_candidates(pipeline, ranks, np.full(len(ranks), freed))
+    return [found.take(case == rank) for rank in ranks]
 
 
-def _largest(*parts: PartBytes) -> PartBytes:
-    largest: Callable[..., Amount] = np.maximum.reduce
-    return PartBytes(
-        **{f.name: largest([np.asarray(getattr(part, f.name)) for part in parts]) for f in fields(PartBytes)}
+def cut_to_rounds(schedule: IntArray, pp: IntArray, microbatches: IntArray) -> IntArray:
+    """Micro-batches, cut down to a number of rounds beyond which all repeats itself."""
+    # GPipe keeps all micro-batches in flight.
+    rounds = np.where(schedule == SCHEDULES.index("gpipe"), 1, np.maximum(1, microbatches // pp))
+    return np.asarray(microbatches // rounds * np.minimum(rounds, _ROUNDS))
+
+
+_ROUNDS = 3
+"""A pipeline fills in the first, goes on evenly in the second and drains in the last."""
+_COMPARED = 24
+"""Rows of each case and moment that all others are compared with: enough to leave a tenth or less."""
+
+
+def _peak_candidates(p: Pipeline, ranks: IntArray, freed: Mask) -> tuple[PeakCandidates, IntArray]:
+    """Those rows of these cases that may hold most, and of each its case: the position in `ranks` and `freed`."""
+    moments = _Moments(p, ranks, freed).all()
+    counts = np.concatenate([rows for rows, _ in moments.values()])
+    case = np.concatenate([case for _, case in moments.values()])
+    moment = np.repeat(np.arange(len(moments)), [len(rows) for rows, _ in moments.values()])
+    most = _largest(_comparable(counts), moment * len(ranks) + case)
+    names = list(moments)
+    found = PeakCandidates(
+        counts[most].astype(np.float64), ranks[case[most]], [names[place] for place in moment[most].tolist()]
     )
+    return found, case[most]
+
+
+def _comparable(counts: Counts) -> Counts:
+    """Counts of which more is never less memory: a part of a whole gradient is no more than the whole, a received input no
+    more than the block that keeps it, and inputs and messages are of one size."""
+    found = counts.copy()
+    for name in ("blocks", "embedding", "head"):
+        found[:, COLUMN[f"shared_{name}"]] += counts[:, COLUMN[f"whole_{name}"]]
+    received, messages = (counts[:, COLUMN[name]] for name in ("received", "messages"))
+    found[:, COLUMN["blocks_kept"]] -= received
+    found[:, COLUMN["messages"]] = 0
+    for name in ("sent", "sent_lately"):
+        found[:, COLUMN[name]] += received + messages
+    return found
+
+
+def _largest(rows: Counts, case: IntArray) -> IntArray:
+    """Positions of those rows that none of the largest of their case exceeds or equals in every column."""
+    # Columns in which all rows are alike decide nothing.
+    rows = rows[:, (rows != rows[0]).any(axis=0)]
+    order = np.lexsort((-rows.sum(axis=1), case))
+    rows, case = rows[order], case[order]
+    found = []
+    for _ in range(_COMPARED):
+        if not len(order):
+            break
+        first = np.append(True, case[1:] != case[:-1])
+        found.append(order[first])
+        more = (rows > rows[first][np.cumsum(first) - 1]).any(axis=1)
+        order, rows, case = order[more], rows[more], case[more]
+    return np.concatenate([*found, order])
+
+
+class _Moments(Replay):
+    """What each moment of an action adds to the counts before it."""
+
+    def all(self) -> dict[str, tuple[Counts, Counts]]:
+        """By the name of the moment rows of counts, and of each its case."""
+        return self.of_forward_passes() | self.of_backward_passes() | self.of_reductions()
+
+    def of_forward_passes(self) -> dict[str, tuple[Counts, Counts]]:
+        """Of every forward pass: the embedding, the first blocks, those in between, the last one, the head."""
+        f, whole, freed = self.forward, self.own_gathered, self.freed
+        kept: dict[str, Counts | int] = {
+            "embeddings_kept": self.is_first,
+            "stages_kept": 1,
+            "received": self.gets,
+            "gathered_head": self.is_last,
+        }
+        # As each block gives up its parameters the next ones arrive.
+        ahead = np.minimum(self.pipeline.gathers_ahead, self.units - 1)
+        stays = whole & ~freed
+        after = np.where(stays, self.layers, 0)
+        start = stays & self.is_first
+        return {
+            "forward of the embedding": self.rows(
+                f & self.is_first,
+                gathered_embedding=1,
+                gathered_blocks=np.where(whole, self.layers, 0),
+                arrived_embedding=~whole,
+                arriving_blocks=np.where(whole, 0, self.unit),
+                embedding_forward=1,
+            ),
+            "forward of the first block": self.rows(
+                f & whole & freed, **kept, gathered_blocks=self.layers, block_forward=1
+            ),
+            "forward of a block in between": self.rows(
+                f & ~whole & (self.units > 1),
+                **kept,
+                blocks_kept=(self.units - ahead) * self.unit - 1,
+                gathered_blocks=self.unit,
+                arrived_blocks=self.unit,
+                arriving_blocks=np.minimum(ahead * self.unit, self.layers - self.unit),
+                block_forward=1,
+            ),
+            "forward of the last block": self.rows(
+                f,
+                **kept,
+                blocks_kept=self.layers - 1,
+                gathered_blocks=np.where(stays, self.layers, self.tail),
+                gathered_embedding=start,
+                arrived_blocks=np.where(whole, 0, self.tail),
+                block_forward=1,
+            ),
+            "forward of the head": self.rows(
+                f & self.is_last,
+                **kept,
+                blocks_kept=self.layers,
+                results=1,
+                gathered_blocks=after,
+                gathered_embedding=start,
+                head_forward=1,
+            ),
+        }
+
+    def of_backward_passes(self) -> dict[str, tuple[Counts, Counts]]:
+        """Of every pass back through a stage: the head, the last block, those in between, the first one, the embedding."""
+        b, whole, layers, unit = self.backward, self.own_gathered, self.layers, self.unit
+        new = b & ~self.own_whole
+        # Gradients of inputs alone free nothing on their way: what those of weights are made from comes to what is kept.
+        frees, split = ~self.split, self.split
+        ahead = np.minimum(self.pipeline.gathers_ahead, self.units)
+        held: dict[str, Counts | int] = {"gathered_head": self.is_last, "gathered_embedding": whole & self.is_first}
+        head_done: dict[str, Counts | int] = {"heads_kept": -1 * (self.is_last & frees)}
+
+        def gradients(blocks: IntArray, *, embedding: bool = False) -> dict[str, Counts]:
+            """Gradients of a stage's first micro-batch after the backward passes of its head and so many blocks."""
+            return {
+                "whole_blocks": np.where(new & frees, blocks, 0),
+                "whole_head": new & self.is_last,
+                "whole_embedding": new & self.is_first & embedding,
+                "coming": new & frees,
+            }
+
+        return {
+            "backward of the head": self.rows(
+                b & self.is_last,
+                **held,
+                gathered_blocks=np.where(whole, layers, 0),
+                arriving_blocks=np.where(whole, 0, np.minimum(ahead * unit, layers)),
+                head_backward=1,
+            ),
+            "backward of the last block": self.rows(
+                b,
+                **held,
+                **head_done,
+                **gradients(np.zeros_like(layers)),
+                waiting=1 * split,
+                gathered_blocks=np.where(whole, layers, self.tail),
+                arriving_blocks=np.where(whole, 0, np.minimum(self.pipeline.gathers_ahead * unit, layers - self.tail)),
+                block_backward=1,
+            ),
+            "backward of a block in between": self.rows(
+                b & ~whole & (self.units > 1),
+                **held,
+                **head_done,
+                **gradients(layers - unit - 1),
+                waiting=(layers - unit) * split,
+                blocks_kept=(unit + 1 - layers) * frees,
+                gathered_blocks=layers - unit,
+                arriving_blocks=unit,
+                block_backward=1,
+            ),
+            "backward of the first block": self.rows(
+                b,
+                **held,
+                **head_done,
+                **gradients(layers - 1),
+                waiting=layers * split,
+                blocks_kept=(1 - layers) * frees,
+                gathered_blocks=layers,
+                arriving_embedding=~whole & self.is_first,
+                block_backward=1,
+            ),
+            "backward of the embedding": self.rows(
+                b & self.is_first,
+                **head_done,
+                **gradients(layers, embedding=True),
+                blocks_kept=-layers,
+                gathered_blocks=layers,
+                gathered_head=self.is_last,
+                gathered_embedding=1,
+                embedding_backward=1,
+            ),
+        }
+
+    def of_reductions(self) -> dict[str, tuple[Counts, Counts]]:
+        """Of a stage's last backward pass: its gradients are shared out, the embedding's, the blocks', the head's."""
+        last = self.backward & (self.time == self._over_stages(self.own, self.last_release))
+        gone: dict[str, Counts | int] = {
+            "embeddings_kept": -1 * self.is_first,
+            "heads_kept": -1 * self.is_last,
+            "blocks_kept": -self.layers,
+            "stages_kept": -1,
+            "waiting": -self.layers * self.weight,
+            "received": -1 * self.gets,
+            "handed_on": -1 * (self.gives & (not self.several)),
+        }
+        # Until here those of a first micro-batch that is the last one too were no part of what is whole.
+        new = ~self.own_whole
+        blocks, start, head = new * self.layers, new & self.is_first, new & self.is_last
+        shared_start: dict[str, Counts | int] = {
+            "whole_embedding": start - 1 * self.is_first,
+            "shared_embedding": 1 * self.is_first,
+            "whole_head": head,
+        }
+        return {
+            "gradients of the embedding reduced": self.rows(
+                last & self.is_first,
+                **gone,
+                whole_blocks=blocks,
+                whole_embedding=start,
+                whole_head=head,
+                gathered_blocks=self.layers,
+                gathered_head=self.is_last,
+                embedding_reduced=1,
+                embedding_given_up=1,
+            ),
+            "gradients of the first part reduced": self.rows(
+                last,
+                **gone,
+                **shared_start,
+                whole_blocks=blocks,
+                gathered_blocks=self.layers - self.unit,
+                gathered_head=self.is_last,
+                blocks_reduced=self.unit,
+                blocks_given_up=self.unit,
+            ),
+            "gradients of the head reduced": self.rows(
+                last & self.is_last,
+                **gone,
+                **shared_start,
+                whole_blocks=blocks - self.layers,
+                shared_blocks=self.layers,
+                head_reduced=1,
+                head_given_up=1,
+            ),
+            "update": self._update(),
+        }
+
+    def _update(self) -> tuple[Counts, Counts]:
+        rows = np.zeros((len(self.freed), len(COUNTS)), np.int32)
+        stages = self.stages
+        whole = {"layers": stages.layers.sum(1), "embedding": stages.first.any(1), "head": stages.last.any(1)}
+        for name, count in whole.items():
+            rows[:, COLUMN[name]] = count
+            rows[:, COLUMN["shared_" + ("blocks" if name == "layers" else name)]] = count
+        return rows, np.arange(len(rows))
+
+    def rows(self, where: Mask, **more: Counts | int) -> tuple[Counts, Counts]:
+        """The counts before those actions with `more` of each, and their cases."""
+        place = np.flatnonzero(where)
+        found = self.before.reshape(-1, len(COUNTS))[place]
+        for name, count in more.items():
+            found[:, COLUMN[name]] += count.reshape(-1)[place] if isinstance(count, np.ndarray) else count
+        return found, place // where.shape[1]

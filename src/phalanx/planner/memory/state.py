@@ -1,4 +1,4 @@
-"""Layouts as the memory model sees them: what decides what a rank holds, and amounts that several moments share.
+"""Layouts as the memory model sees them: what decides what a rank holds, and how it exchanges what it shards.
 
 What FSDP2 holds is read from its code (torch 2.11 to 2.13): a unit's parameters are gathered while the one before computes,
 and the buffer that gradients were reduced from lives until the next unit's are. A unit is `layout.gather_blocks` blocks.
@@ -13,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.planner.memory.parts import ModelBytes, PartBytes
-from phalanx.planner.memory.stages import Holdings
 
 Amount = Any
 """Bytes: a number or an array."""
 Mask = npt.NDArray[np.bool_]
-Held = dict[str, Amount]
+Allocations = dict[str, Amount]
 """Bytes by cause."""
 
 CAUSES = (
@@ -38,7 +37,7 @@ CAUSES = (
 
 
 @dataclass(frozen=True)
-class Situation:
+class MemoryState:
     """Everything of each layout that decides what its ranks hold. Arrays, but for the two widths."""
 
     sizes: ModelBytes
@@ -57,8 +56,6 @@ class Situation:
     replicated: Mask
     """Whether other ranks hold the same shards."""
     accumulation: Amount
-    ranks: Amount
-    """Pipeline ranks."""
     tied: bool
     samples: Amount
     """Bytes of the inputs and targets of a step."""
@@ -71,9 +68,9 @@ class Situation:
     sends_last: bool = False
     """Whether the transport holds what was sent until it is waited for, as gloo does; NCCL and RCCL let go earlier."""
 
-    def take(self, which: Any) -> Situation:
+    def take(self, which: Any) -> MemoryState:
         """Those at these positions."""
-        arrays = ("sharded", "piped", "zero", "reshard", "replicated", "accumulation", "ranks", "samples")
+        arrays = ("sharded", "piped", "zero", "reshard", "replicated", "accumulation", "samples")
         values = {name: getattr(self, name)[which] for name in arrays}
         return replace(self, sizes=self.sizes.take(which), **values)
 
@@ -81,7 +78,7 @@ class Situation:
 class Exchanges:
     """How each layout gathers parameters and reduces gradients, and in which buffers."""
 
-    def __init__(self, s: Situation) -> None:
+    def __init__(self, s: MemoryState) -> None:
         self.s = s
         self.several = s.accumulation > 1
         self.early = s.sharded & (s.zero >= 2) & ~s.piped
@@ -102,7 +99,7 @@ class Exchanges:
         """Bytes of a parameter's gradient as it is sent, in a buffer or, with peer copies, from its place; until the next
         is."""
 
-    def state_of(self, part: PartBytes) -> Held:
+    def state_of(self, part: PartBytes) -> Allocations:
         """Bytes of parameters and optimizer state of a part, by cause."""
         copied = self.s.width if self.s.width < self.s.master else 0
         return {
@@ -111,36 +108,18 @@ class Exchanges:
             "optimizer moments": self.s.optimizer_values * self.s.master * part.shard,
         }
 
-    def reducing(self, part: PartBytes, own: Amount, count: Amount = 1) -> Held:
-        """What FSDP2 makes to reduce the gradients of so many of a part together, beside their `own` bytes. These go when
-        all is in the buffer it is sent from, before there is room for the sum; with peer copies there is no such buffer."""
+    def own_gradients(self, part: PartBytes) -> Amount:
+        """Gradients of a part in the format they are computed in; 0 where they are added up until the last micro-batch."""
+        return self.s.width * part.count * ~self.whole
+
+    def reducing(self, part: PartBytes) -> Amount:
+        """What FSDP2 makes to reduce the gradients of a part, beside these themselves.
+
+        The gradients go when all is in the buffer it is sent from, before there is room for the sum; with peer copies there
+        is no such buffer.
+        """
         master = self.s.master
         # A single shard is divided by the number of replicas into a copy.
-        total = count * (master * part.shard + np.where(self.s.sizes.shards > 1, 0, master) * part.gathered)
-        buffered = count * self.sent * part.gathered + np.maximum(total - own, 0)
-        return {"reduce_buffers": self.s.sharded * np.where(self.copied, total, buffered)}
-
-
-class Rank(Exchanges):
-    """One rank of each layout: the amounts that several moments share."""
-
-    def __init__(self, s: Situation, h: Holdings) -> None:
-        super().__init__(s)
-        self.h = h
-        self.layers = h.layers
-        self.block = s.sizes.block
-        self.embedding = s.sizes.embedding.times(h.embedding)
-        self.head = s.sizes.head.times(h.head)
-        self.has_head = h.head > 0
-        self.unit = np.minimum(s.gather_blocks, h.stage_layers)
-        """Blocks that are gathered together: in all units of a stage but the last, which may be smaller."""
-        self.tail = (h.stage_layers - 1) % s.gather_blocks + 1
-        """Blocks of the last unit."""
-        whole = self.block.times(self.layers).plus(self.embedding).plus(self.head)
-        self.shard, self.streamed, self.gathered = whole.shard, whole.streamed, whole.gathered
-        self.state: Held = {**self.state_of(whole), "samples": s.samples}
-
-    def held(self, **causes: Amount) -> Held:
-        """These and the state; spaces in names are written `_`, `part` is one part's pass."""
-        causes["one part's pass"] = causes.pop("part", 0)
-        return self.state | {name.replace("_", " "): amount for name, amount in causes.items()}
+        total = master * part.shard + np.where(self.s.sizes.shards > 1, 0, master) * part.gathered
+        buffered = self.sent * part.gathered + np.maximum(total - self.own_gradients(part), 0)
+        return self.s.sharded * np.where(self.copied, total, buffered)

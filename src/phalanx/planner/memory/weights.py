@@ -1,18 +1,18 @@
-"""What ranks with several stages hold, in bytes: the counts of `memory_turns` times what one of each takes, by cause."""
+"""What ranks hold, in bytes: the counts of `one_stage` and `pipelined` times what one of each takes, by cause."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.planner.memory.interleaved import COLUMN, COUNTS, Turns
-from phalanx.planner.memory.state import Amount, Exchanges, Held
+from phalanx.planner.memory.replay import COLUMN, COUNTS, PeakCandidates
+from phalanx.planner.memory.state import Allocations, Amount, Exchanges
 from phalanx.planner.schedule.table import IntArray
 
 FloatArray = npt.NDArray[np.float64]
 
 
-def weights(exchanges: Exchanges, later: Amount) -> dict[str, Held]:
+def weights(exchanges: Exchanges, later: Amount) -> dict[str, Allocations]:
     """Bytes of one of each of `COUNTS`, by cause; arrays with one entry for each layout.
 
     later: micro-batches of a step beyond those of the table that is replayed.
@@ -23,12 +23,12 @@ def weights(exchanges: Exchanges, later: Amount) -> dict[str, Held]:
     return found
 
 
-def together(weight: dict[str, Held]) -> FloatArray:
+def together(weight: dict[str, Allocations]) -> FloatArray:
     """All causes of each count, [COUNTS, layouts]."""
     return np.stack(np.broadcast_arrays(*(sum(weight[name].values()) for name in COUNTS)))
 
 
-def beside(exchanges: Exchanges) -> FloatArray:
+def buffers_beside(exchanges: Exchanges) -> FloatArray:
     """Bytes of one of each of `COUNTS` in the buffers that shards exchange through, up to alignment, [COUNTS, layouts]; see
     `peer_buffers`."""
     s, z = exchanges.s, exchanges.s.sizes
@@ -41,7 +41,7 @@ def beside(exchanges: Exchanges) -> FloatArray:
     return found
 
 
-def heaviest(each: Turns, one: FloatArray, besides: FloatArray) -> tuple[FloatArray, IntArray]:
+def heaviest(each: PeakCandidates, one: FloatArray, besides: FloatArray) -> tuple[FloatArray, IntArray]:
     """Bytes of the row with most, `besides` counted but not in the result, and which one it is; of every layout.
 
     one, besides: bytes of one of each count, [COUNTS, layouts].
@@ -50,8 +50,8 @@ def heaviest(each: Turns, one: FloatArray, besides: FloatArray) -> tuple[FloatAr
     return np.einsum("lc,cl->l", each.counts[row], one), row
 
 
-def causes_of(counts: FloatArray, weight: dict[str, Held], constant: Held) -> Held:
-    """Bytes by cause. counts: a row of `Turns.counts`. constant: what is held besides."""
+def causes_of(counts: FloatArray, weight: dict[str, Allocations], constant: Allocations) -> Allocations:
+    """Bytes by cause. counts: a row of `PeakCandidates.counts`. constant: what is held besides."""
     held = dict(constant)
     for name, count in zip(COUNTS, counts.tolist(), strict=True):
         for cause, one in weight[name].items():
@@ -59,18 +59,20 @@ def causes_of(counts: FloatArray, weight: dict[str, Held], constant: Held) -> He
     return held
 
 
-def _state(r: Exchanges) -> dict[str, Held]:
+def _state(r: Exchanges) -> dict[str, Allocations]:
     z = r.s.sizes
     return {"layers": r.state_of(z.block), "embedding": r.state_of(z.embedding), "head": r.state_of(z.head)}
 
 
-def _activations(r: Exchanges) -> dict[str, Held]:
+def _activations(r: Exchanges) -> dict[str, Allocations]:
     z = r.s.sizes
     kept = {
         "blocks_kept": z.block.kept,
         "embeddings_kept": z.embedding.kept,
         "heads_kept": z.head.kept,
         "stages_kept": z.shared,
+        "waiting": z.waiting,
+        "handed_on": z.hidden,
         "results": z.hidden,
     }
     # A block that keeps its input keeps no copy of what was received.
@@ -78,7 +80,7 @@ def _activations(r: Exchanges) -> dict[str, Held]:
     return {name: {"activations": size} for name, size in kept.items()} | {"received": received}
 
 
-def _messages(r: Exchanges, later: Amount) -> dict[str, Held]:
+def _messages(r: Exchanges, later: Amount) -> dict[str, Allocations]:
     hidden, last = r.s.sizes.hidden, r.s.sends_last
     sizes = {
         "messages": hidden,
@@ -89,36 +91,42 @@ def _messages(r: Exchanges, later: Amount) -> dict[str, Held]:
     return {name: {"pipeline buffers": size} for name, size in sizes.items()}
 
 
-def _gradients(r: Exchanges) -> dict[str, Held]:
+def _gradients(r: Exchanges) -> dict[str, Allocations]:
     s, z = r.s, r.s.sizes
-    found: dict[str, Held] = {"coming": {"gradients": z.block.coming}}
+    found: dict[str, Allocations] = {
+        "coming": {"gradients": z.block.coming},
+        "summed_embedding": {"reduce buffers": s.sharded * s.master * z.embedding.shard},
+        "tied_gradient": {"one part's pass": s.width * z.embedding.count},
+        "streamed_gradients": {"gradients": s.master * z.block.streamed},
+    }
     for name, part in (("blocks", z.block), ("embedding", z.embedding), ("head", z.head)):
         whole = np.where(r.whole, part.gathered + part.streamed, part.shard)
         found[f"whole_{name}"] = {"gradients": s.master * whole}
         found[f"shared_{name}"] = {"gradients": s.master * part.shard}
+        found[f"sent_{name}"] = {"reduce buffers": s.sharded * r.sent * part.gathered}
+        found[f"own_{name}"] = {"one part's pass": r.own_gradients(part)}
     return found
 
 
-def _gathered(r: Exchanges) -> dict[str, Held]:
+def _gathered(r: Exchanges) -> dict[str, Allocations]:
     s, z = r.s, r.s.sizes
-    found: dict[str, Held] = {}
+    found: dict[str, Allocations] = {}
     for name, part in (("blocks", z.block), ("embedding", z.embedding), ("head", z.head)):
         found[f"gathered_{name}"] = {"gathered parameters": s.sharded * s.width * part.gathered}
-        if name != "head":
-            found[f"arrived_{name}"] = {"gather buffers": s.sharded * r.received * part.gathered}
-            found[f"arriving_{name}"] = {"gather buffers": s.sharded * r.arriving * part.gathered}
+        found[f"arrived_{name}"] = {"gather buffers": s.sharded * r.received * part.gathered}
+        found[f"arriving_{name}"] = {"gather buffers": s.sharded * r.arriving * part.gathered}
     return found
 
 
-def _passes(r: Exchanges) -> dict[str, Held]:
+def _passes(r: Exchanges) -> dict[str, Allocations]:
     """Of one part that computes, or whose gradients are reduced."""
     z, found = r.s.sizes, {}
     for name, part in (("embedding", z.embedding), ("block", z.block), ("head", z.head)):
         found[f"{name}_forward"] = {"one part's pass": part.forward}
         found[f"{name}_backward"] = {"one part's pass": part.backward}
     for name, part in (("embedding", z.embedding), ("blocks", z.block), ("head", z.head)):
-        # Where nothing is shared out, the gradients are gone by the time their copy is divided.
+        found[f"{name}_reduced"] = {"reduce buffers": r.reducing(part)}
+        # Where nothing is sharded, the gradients are gone by the time their copy is divided.
         gone = part.gathered * (r.whole & (z.shards == 1))
-        reducing: Held = {"gradients": -r.s.master * gone}
-        found[f"{name}_reduced"] = reducing | {n.replace("_", " "): x for n, x in r.reducing(part, 0).items()}
+        found[f"{name}_given_up"] = {"gradients": -r.s.master * gone}
     return found

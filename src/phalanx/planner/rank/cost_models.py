@@ -84,7 +84,7 @@ class CostModels:
         """Of each candidate."""
         if not len(candidates):
             return Memory(np.zeros(0), np.zeros(0))
-        found = memory(run, candidates, self._kernels(run), peer_copies=self._copies(run))
+        found = memory(run, candidates, self._kernels(run), peer_copies=self._copies(run), capacity=self.device_bytes)
         groups = communicators(candidates)
         p_fits = fits(found.allocated, groups, self.device_bytes, self.beside, found.peer_buffers)
         return Memory(found.held, p_fits)

@@ -1,15 +1,15 @@
 """What a trial costs: seconds of a step and memory, from the family's own size and FLOPs, corrected by finished trials.
 
-Both are linear regressions of a logarithm with a prior: before any trial has run they say what the model's size says, and
-each trial that ends moves them. Beside the size they know what was chosen, so that a body that is slow for its FLOPs, or an
-option that needs memory, is found out.
+Both are linear regressions of a logarithm with a prior: before any trial has run they follow the model's size, and each
+trial that ends corrects them. Beside the size they know what was chosen, so that they learn of a backbone that is slow for
+its FLOPs, or of an option that needs memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.layout.resolve import one_rank_microbatch
-from phalanx.study.trials.ranges import Choices, Range, Scalar
+from phalanx.study.space import Choices, Range, Scalar
 
 Floats = npt.NDArray[np.float64]
 
@@ -39,102 +39,103 @@ _SPREAD = 1.3
 
 
 @dataclass(frozen=True)
-class Size:
+class TrialSize:
     """How large a trial is, by its family's own functions."""
 
     flops: float
-    """Of a step, forward and backward."""
+    """FLOPs of a step, forward and backward."""
     parameters: float
     bytes: float
-    """Memory by a rule of thumb."""
+    """Bytes of memory by a rule of thumb."""
 
 
-def size_of(run: Run) -> Size:
-    """Of a run on one device. Raises DataError where the data that say so are not prepared."""
+def measure_size(run: Run) -> TrialSize:
+    """Return the size of a run on one device. Raises DataError where the data that say so are not prepared."""
     model = bind(run)
     parameters = model.parameter_count()
     each = model.flops_per_sample()
     width = float(getattr(run.model, "d_model", 64))
     # 6 FLOPs a matmul parameter and row: a row of width w through w * w parameters keeps some widths of numbers.
     activations = each * one_rank_microbatch(run) / (6.0 * width) * _ACTIVATION_WIDTHS / 4.0
-    return Size(each * global_batch_samples(run), parameters, _PROCESS + _STATE * parameters + 4.0 * activations)
+    return TrialSize(each * global_batch_samples(run), parameters, _PROCESS + _STATE * parameters + 4.0 * activations)
 
 
 @dataclass
-class Regression:
-    """A linear function with a normal prior of its coefficients, and the observations that moved it."""
+class BayesianRegression:
+    """A linear function with a normal prior of its coefficients. Its cost does not grow with the observations."""
 
     mean: Floats
+    """Prior mean of each coefficient."""
     spread: Floats
-    """Standard deviations of the prior."""
-    noise: float = _NOISE
-    rows: list[Floats] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
+    """Prior standard deviation of each coefficient."""
+
+    def __post_init__(self) -> None:
+        self.observations = 0
+        self._precision = np.diag(1.0 / self.spread**2)
+        self._target = self.mean / self.spread**2
 
     def add(self, row: Floats, value: float) -> None:
-        """One more observation."""
-        self.rows.append(row)
-        self.values.append(value)
+        """Add an observation."""
+        self.observations += 1
+        self._precision += np.outer(row, row) / _NOISE**2
+        self._target = self._target + row * value / _NOISE**2
 
     def predict(self, row: Floats) -> tuple[float, float]:
-        """The value at a row, and its standard deviation."""
-        precision = np.diag(1.0 / self.spread**2)
-        target = self.mean / self.spread**2
-        if self.rows:
-            x = np.stack(self.rows)
-            precision = precision + x.T @ x / self.noise**2
-            target = target + x.T @ np.asarray(self.values) / self.noise**2
-        solved = np.linalg.solve(precision, np.stack([target, row], axis=1))
-        return float(row @ solved[:, 0]), math.sqrt(float(row @ solved[:, 1]) + self.noise**2)
+        """Return the expected value at a row, and the standard deviation of an observation there."""
+        solved = np.linalg.solve(self._precision, np.stack([self._target, row], axis=1))
+        return float(row @ solved[:, 0]), math.sqrt(float(row @ solved[:, 1]) + _NOISE**2)
 
 
 class CostModel:
     """What trials of one space cost on one kind of device."""
 
-    def __init__(self, ranges: Mapping[str, Range], reference: Size, *, accelerator: bool) -> None:
-        """reference: of the run file as it stands."""
+    def __init__(self, ranges: Mapping[str, Range], reference: TrialSize, *, accelerator: bool) -> None:
+        """reference: size of the run file as it stands."""
         self._ranges = dict(ranges)
         self._reference = reference
         self._rate = _RATE[accelerator]
         columns = self._columns({})
         extra_mean, extra_spread = np.zeros(len(columns)), np.full(len(columns), 0.5)
-        self._seconds = Regression(
+        self._seconds = BayesianRegression(
             np.concatenate([[0.0, 0.0, _SHARED[accelerator]], extra_mean]),
             np.concatenate([[3.0, 0.3, 0.3], extra_spread]),
         )
-        self._memory = Regression(
+        self._memory = BayesianRegression(
             np.concatenate([[0.0, 0.0], extra_mean]), np.concatenate([[0.7, 0.3], extra_spread * 0.5])
         )
 
-    def learn(self, size: Size, values: Mapping[str, Scalar], step_s: float, memory: float | None, k: float) -> None:
-        """What a trial took: seconds of a step with k trials on its device, bytes at its highest; None is not known."""
-        self._seconds.add(self._time_row(size, values, k), math.log(step_s) - self._expected(size))
+    def learn(
+        self, size: TrialSize, values: Mapping[str, Scalar], step_s: float, memory: float | None, k: float
+    ) -> None:
+        """Take in a trial: seconds of a step with k trials on its device, and peak bytes; None is not known."""
+        self._seconds.add(self._time_row(size, values, k), math.log(step_s) - self._first_guess(size))
         if memory is not None:
             self._memory.add(self._memory_row(size, values), math.log(memory) - math.log(size.bytes))
 
-    def step_seconds(self, size: Size, values: Mapping[str, Scalar], k: float = 1.0) -> float:
-        """Expected seconds of a step with k trials on the device."""
-        return math.exp(self._seconds.predict(self._time_row(size, values, k))[0] + self._expected(size))
+    def step_seconds(self, size: TrialSize, values: Mapping[str, Scalar], k: float = 1.0) -> float:
+        """Return the expected seconds of a step with k trials on the device."""
+        return math.exp(self._seconds.predict(self._time_row(size, values, k))[0] + self._first_guess(size))
 
-    def memory(self, size: Size, values: Mapping[str, Scalar]) -> float:
-        """Bytes that are probably enough."""
+    def memory(self, size: TrialSize, values: Mapping[str, Scalar]) -> float:
+        """Return bytes that are probably enough."""
         mean, spread = self._memory.predict(self._memory_row(size, values))
-        learned = len(self._memory.rows) > 0
+        # Before any trial the spread is the prior's, and would more than double every trial.
+        learned = self._memory.observations > 0
         return size.bytes * math.exp(mean + (_SPREAD * spread if learned else 0.0))
 
-    def _expected(self, size: Size) -> float:
+    def _first_guess(self, size: TrialSize) -> float:
         # A step takes some milliseconds however small the model is.
         return math.log(0.005 + size.flops / self._rate)
 
-    def _time_row(self, size: Size, values: Mapping[str, Scalar], k: float) -> Floats:
+    def _time_row(self, size: TrialSize, values: Mapping[str, Scalar], k: float) -> Floats:
         known = [1.0, math.log(size.flops / self._reference.flops), math.log(max(k, 1.0))]
         return np.concatenate([known, self._columns(values)])
 
-    def _memory_row(self, size: Size, values: Mapping[str, Scalar]) -> Floats:
+    def _memory_row(self, size: TrialSize, values: Mapping[str, Scalar]) -> Floats:
         return np.concatenate([[1.0, math.log(size.bytes / self._reference.bytes)], self._columns(values)])
 
     def _columns(self, values: Mapping[str, Scalar]) -> Floats:
-        """What was chosen, as numbers: one column a number, one for each of several values."""
+        """Return what was chosen as numbers: a column for each number, and one for each of several values."""
         found: list[float] = []
         for name, given in self._ranges.items():
             if isinstance(given, Choices):

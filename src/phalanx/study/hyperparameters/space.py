@@ -1,8 +1,7 @@
-"""What may be chosen: fields of the run file with their ranges, when each applies, and what every choice must meet."""
+"""What tuning may choose: fields of the run file with their ranges, when each applies, and what every choice must meet."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,11 +13,9 @@ from phalanx.config.load import dump_run, parse_run
 from phalanx.config.schema import Run
 from phalanx.config.tune import Tune, TuneRange
 from phalanx.errors import ConfigError
-from phalanx.study.trials.expression import holds
-from phalanx.study.trials.ranges import Choices, Integers, Range, Reals, Scalar
-
-Values = dict[str, Scalar]
-"""What was chosen, by the name of the field."""
+from phalanx.study.conditions import condition_holds
+from phalanx.study.space import Choices, Integers, Range, Reals, Scalar, Values, format_override
+from phalanx.study.trial import key_of
 
 _NOT_CHOSEN = ("tune", "search", "checkpoint", "evaluation", "cluster")
 """Sections that do not decide what a trial computes, or decide how it is judged."""
@@ -28,6 +25,10 @@ _FIXED = {
     "training.resume": "trials go on from their own checkpoints",
 }
 
+_ATTEMPTS = 200
+"""Draws before a space counts as empty of anything new."""
+_ROOM_DRAWS = 2000
+"""Draws that see whether constraints leave any choice."""
 _NO_FIELD = ("there is no such field", "is not a section", "holds no fields", "does not exist in the list")
 
 
@@ -38,92 +39,100 @@ class Parameter:
     name: str
     range: Range
     when: str | None = None
-    """Condition without which it stays as the run file has it."""
+    """Condition without which the field stays as the run file has it."""
 
 
 @dataclass(frozen=True)
-class TuneSpace:
-    """All that may be chosen, around one run file."""
+class HyperparameterSpace:
+    """All choices around one run file."""
 
     run: Run
     parameters: tuple[Parameter, ...]
     constraints: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def ranges(self) -> dict[str, Range]:
-        """By name, in the order of the run file."""
+        """Ranges by the name of the field, in the order of the run file."""
         return {one.name: one.range for one in self.parameters}
 
-    def applying(self, values: Mapping[str, Scalar]) -> Values:
-        """`values` without those of parameters that do not apply beside the others."""
+    def encode(self, values: Mapping[str, Scalar]) -> Values | None:
+        """Return a choice as it is; None for the run file as it stands where that lies outside the ranges."""
+        return dict(values) if values and set(values) <= set(self.ranges) else None
+
+    def decode(self, suggested: Mapping[str, Scalar], taken: set[str]) -> Values | None:
+        """Return the suggested values that apply; None where constraints exclude them or their key is taken."""
+        values = self.drop_inapplicable(suggested)
+        return values if key_of(values) not in taken and self.meets_constraints(values) else None
+
+    def draw(self, random: np.random.Generator, taken: set[str]) -> Values | None:
+        """Return an allowed choice at random whose key is not taken; None where many draws find none."""
+        for _ in range(_ATTEMPTS):
+            values = self.decode({one.name: one.range.draw(random) for one in self.parameters}, taken)
+            if values is not None:
+                return values
+        return None
+
+    def drop_inapplicable(self, values: Mapping[str, Scalar]) -> Values:
+        """Return `values` without those of parameters whose condition does not hold beside the others."""
         found: Values = {}
+        # In the order of the run file: a condition sees the parameters above it, as far as these apply.
         for one in self.parameters:
-            if one.name in values and (one.when is None or self._meets(one.when, found)):
+            if one.name in values and (one.when is None or self._holds(one.when, found)):
                 found[one.name] = values[one.name]
         return found
 
-    def allowed(self, values: Mapping[str, Scalar]) -> bool:
-        """Whether all constraints hold."""
-        return all(self._meets(condition, values) for condition in self.constraints)
+    def meets_constraints(self, values: Mapping[str, Scalar]) -> bool:
+        """Return whether all constraints hold for a choice."""
+        return all(self._holds(condition, values) for condition in self.constraints)
 
     def default(self) -> Values:
-        """What the run file itself has, of parameters that apply; empty where one of these lies outside its range."""
-        values = self.applying({one.name: self._own.get(one.name) for one in self.parameters})
-        ranges = self.ranges
-        return values if all(ranges[name].holds(value) for name, value in values.items()) else {}
+        """Return what the run file itself has; nothing where a field that applies lies outside its range."""
+        values = self.drop_inapplicable({one.name: self._own.get(one.name) for one in self.parameters})
+        return values if all(self.ranges[name].contains(value) for name, value in values.items()) else {}
 
-    def run_of(self, values: Mapping[str, Scalar], words: Sequence[str] = ()) -> Run:
-        """The run with these values, and with further overrides. Raises ConfigError where they do not go together."""
-        return parse_run(dump_run(self.run), "the run file", [*words, *overrides(values)])
+    def run_of(self, values: Mapping[str, Scalar], overrides: Sequence[str] = ()) -> Run:
+        """Return the run with these values, and with further overrides. Raises ConfigError where they do not go together."""
+        chosen = [format_override(name, value) for name, value in values.items()]
+        return parse_run(dump_run(self.run), "the run file", [*overrides, *chosen])
 
     @cached_property
     def _own(self) -> dict[str, Scalar]:
-        return _flat(self.run.model_dump(mode="json"))
+        return _flatten_fields(self.run.model_dump(mode="json"))
 
-    def _meets(self, condition: str, values: Mapping[str, Scalar]) -> bool:
-        columns = {name: _column(value) for name, value in {**self._own, **values}.items()}
-        return bool(holds(condition, columns, 1)[0])
-
-
-def overrides(values: Mapping[str, Scalar]) -> list[str]:
-    """Overrides of the run file that make it the choice's."""
-    return [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()]
+    def _holds(self, condition: str, values: Mapping[str, Scalar]) -> bool:
+        columns = {
+            name: np.asarray([value], object if value is None else None)
+            for name, value in {**self._own, **values}.items()
+        }
+        return bool(condition_holds(condition, columns, 1)[0])
 
 
-def build_space(run: Run) -> TuneSpace:
-    """The space of a run file's `tune` section. Raises ConfigError for fields, ranges and conditions that cannot be."""
+def build_hyperparameter_space(run: Run) -> HyperparameterSpace:
+    """Return the space of a run file's `tune` section.
+
+    Raises ConfigError for fields, ranges and conditions that cannot be.
+    """
     section: Tune = run.tune
     if not section.parameters:
         raise ConfigError(
             "tune.parameters is empty; name fields to choose, as in optimizer.lr: {low: 1e-4, high: 1e-2}"
         )
-    own = _flat(run.model_dump(mode="json"))
+    own = _flatten_fields(run.model_dump(mode="json"))
     for name, given in section.parameters.items():
         _check_name(run, name, given)
-    parameters = tuple(Parameter(name, _range(given), given.when) for name, given in section.parameters.items())
-    space = TuneSpace(run, parameters, section.constraints)
+    parameters = tuple(Parameter(name, _parse_range(given), given.when) for name, given in section.parameters.items())
+    space = HyperparameterSpace(run, parameters, section.constraints)
     # Conditions are tried out now: one that is no condition is found before anything runs.
-    space.applying({one.name: own.get(one.name) for one in parameters})
-    space.allowed(own)
-    _check_room(space)
-    return space
-
-
-_DRAWN = 2000
-"""Choices that are drawn to see whether constraints leave any."""
-
-
-def _check_room(space: TuneSpace) -> None:
-    if not space.constraints:
-        return
+    space.drop_inapplicable({one.name: own.get(one.name) for one in parameters})
+    space.meets_constraints(own)
     random = np.random.default_rng(0)
-    for _ in range(_DRAWN):
-        if space.allowed(space.applying({one.name: one.range.draw(random) for one in space.parameters})):
-            return
-    raise ConfigError(
-        f"tune.constraints: none of {_DRAWN:,} choices drawn at random meets {' and '.join(space.constraints)}; "
-        "widen tune.parameters, or drop one of them"
-    )
+    draws = ({one.name: one.range.draw(random) for one in parameters} for _ in range(_ROOM_DRAWS))
+    if space.constraints and not any(space.meets_constraints(space.drop_inapplicable(draw)) for draw in draws):
+        raise ConfigError(
+            f"tune.constraints: none of {_ROOM_DRAWS:,} choices drawn at random meets {' and '.join(space.constraints)}; "
+            "widen tune.parameters, or drop one of them"
+        )
+    return space
 
 
 def _check_name(run: Run, name: str, given: TuneRange) -> None:
@@ -132,14 +141,14 @@ def _check_name(run: Run, name: str, given: TuneRange) -> None:
         raise ConfigError(f"tune.parameters.{name} cannot be chosen: {why}")
     value = given.values[0] if given.values is not None else given.low
     try:
-        parse_run(dump_run(run), "the run file", overrides({name: value}))
+        parse_run(dump_run(run), "the run file", [format_override(name, value)])
     except ConfigError as error:
         # A value may well be wrong beside others of the run file; a name is wrong beside any.
         if any(said in str(error) for said in _NO_FIELD):
             raise ConfigError(f"tune.parameters.{name}: {error}") from None
 
 
-def _range(given: TuneRange) -> Range:
+def _parse_range(given: TuneRange) -> Range:
     if given.values is not None:
         return Choices(tuple(given.values))
     low, high = given.low, given.high
@@ -149,8 +158,8 @@ def _range(given: TuneRange) -> Range:
     return Reals(float(low), float(high), given.log)
 
 
-def _flat(values: Any, prefix: str = "") -> dict[str, Scalar]:
-    """All that is no list or mapping, by dotted name."""
+def _flatten_fields(values: Any, prefix: str = "") -> dict[str, Scalar]:
+    """Return all values that are no list or mapping, by dotted name."""
     if isinstance(values, dict):
         items = values.items()
     elif isinstance(values, list):
@@ -159,9 +168,5 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Scalar]:
         return {prefix: values}
     found: dict[str, Scalar] = {}
     for name, value in items:
-        found |= _flat(value, f"{prefix}.{name}" if prefix else str(name))
+        found |= _flatten_fields(value, f"{prefix}.{name}" if prefix else str(name))
     return found
-
-
-def _column(value: Scalar) -> np.ndarray[Any, np.dtype[Any]]:
-    return np.asarray([value], object if value is None else None)

@@ -1,134 +1,134 @@
-"""A study on disk: what each configuration has come to. All that is known of it is in one journal of Optuna and in files.
-
-STUDY/study.log     the journal: each part of a trial, from one rung to the next, as it begins and ends
-STUDY/run.yaml      the run file that is tuned
-STUDY/trials/NNNN   the run directory of each configuration
-STUDY/jobs/N        log and outcome of each part
-STUDY/sessions      who had which devices, and when
-"""
+"""Tuning from a run file to a study that is run: joins space, sampler, costs, devices and store."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.load import dump_run, load_run
+from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.study.hyperparameters.asha import Standing
-from phalanx.study.trials.ranges import Scalar
-from phalanx.study.trials.storage import Study
-from phalanx.study.trials.trial import INTERRUPTED, OK, Trial
+from phalanx.families.registry import bind
+from phalanx.files import write_atomically
+from phalanx.hardware.machine import Machine
+from phalanx.layout.resolve import resolve_layout
+from phalanx.study.hyperparameters.asha import rung_steps
+from phalanx.study.hyperparameters.candidates import CandidateQueue
+from phalanx.study.hyperparameters.configurations import RUN, open_store
+from phalanx.study.hyperparameters.cost import CostModel, measure_size
+from phalanx.study.hyperparameters.jobs import quiet_overrides
+from phalanx.study.hyperparameters.metric import check_metric
+from phalanx.study.hyperparameters.packing import PACKED, UNPACKED
+from phalanx.study.hyperparameters.space import HyperparameterSpace, build_hyperparameter_space
+from phalanx.study.hyperparameters.tuner import Settings, Tuner
+from phalanx.study.processes.slots import automatic_sharing, find_devices
+from phalanx.study.samplers import make_sampler
+from phalanx.study.trial import Trial
+from phalanx.train.inputs import TrainableModel
 
-JOURNAL, RUN, TRIALS, JOBS, SESSIONS = "study.log", "run.yaml", "trials", "jobs", "sessions"
-_NAME = "tune"
-_RUNG = "@"
+_GIB = 2**30
+_FREE = {"tune", "search", "cluster", "checkpoint"}
+"""Sections that may change while a study is resumed; what of `tune` may not, the store knows."""
 
 
 @dataclass(frozen=True)
-class FinishedTrial:
-    """A configuration that has a score."""
+class Options:
+    """What the command line says, beside the run file."""
 
-    number: int
-    score: float
-    """Of the highest rung that it reached; lower is better."""
-    parameters: dict[str, Scalar]
-    """What differs from the run file; empty for the run file as it stands where that lies outside the ranges."""
-    run_dir: Path
-    """A run directory with a checkpoint of step `steps`."""
-    steps: int
-    """Optimizer steps it has trained; those that were stopped early have fewer than the whole run."""
+    where: str = "local"
+    devices: int | None = None
+    """None takes all."""
+    machine: Machine | None = None
+    """Description of a Slurm allocation."""
+    packing: bool = True
 
 
-@dataclass
-class Configuration:
-    """One choice and all that was done for it."""
+def run_tuning(run: Run, folder: Path, options: Options, tell: Callable[[Trial, int], None]) -> str:
+    """Run trials until the study has `tune.trials` and none of them is promoted further; return why it stopped.
 
-    key: str
-    number: int
-    """Of its first part: names its folder."""
-    values: dict[str, Scalar]
-    parts: list[Trial] = field(default_factory=list)
-    """In the order in which they began."""
-
-    def standing(self) -> Standing:
-        """How far it has come."""
-        found = Standing(self.number)
-        for part in self.parts:
-            rung, outcome = rung_of(part), part.outcome
-            if outcome is None or outcome.cause == OK:
-                found.begun = max(found.begun, rung)
-            if outcome is not None and outcome.cause == OK and outcome.value is not None:
-                found.scores[rung] = outcome.value
-            if part.failed:
-                found.over = True
-        return found
-
-    @property
-    def counted(self) -> bool:
-        """Whether something is known of it or under way: not all that was done was interrupted."""
-        return any(part.outcome is None or part.outcome.cause != INTERRUPTED for part in self.parts)
-
-    @property
-    def failure(self) -> Trial | None:
-        """The part that failed, if one did."""
-        return next((part for part in self.parts if part.failed), None)
-
-    @property
-    def running(self) -> bool:
-        """Whether a part of it runs."""
-        return any(part.outcome is None for part in self.parts)
-
-
-def part_key(key: str, rung: int) -> str:
-    """The name of a part of a configuration: its way to a rung."""
-    return f"{key}{_RUNG}{rung}"
-
-
-def rung_of(part: Trial) -> int:
-    """The rung that a part leads to."""
-    return int(part.key.rpartition(_RUNG)[2])
-
-
-def configurations(parts: Sequence[Trial]) -> list[Configuration]:
-    """All of a study, by number."""
-    found: dict[str, Configuration] = {}
-    for part in parts:
-        key = part.key.rpartition(_RUNG)[0]
-        one = found.setdefault(key, Configuration(key, part.number, dict(part.values)))
-        one.parts.append(part)
-    return list(found.values())
-
-
-def open_study(folder: Path, about: dict[str, Any] | None) -> Study:
-    """The study in a folder. about: see `Study`; None to read only.
-
-    Raises ConfigError where the folder holds a study of something else, or none to read.
+    Resumes the study that an earlier call left. tell: see `Tuner`. Raises ConfigError for what does not go together,
+    DataError where data are missing, Interrupted when asked to stop.
     """
-    if about is None and not (folder / JOURNAL).exists():
-        raise ConfigError(f"{folder} holds no study (there is no {JOURNAL}); name the --out folder of phalanx tune")
-    return Study(folder / JOURNAL, _NAME, about, folder=folder / JOBS, option="--out DIR")
+    space, section = build_hyperparameter_space(run), run.tune
+    # Trials have one rank each: a run file that asks for more is refused before anything starts.
+    resolve_layout(run, 1, 1)
+    size = measure_size(space.run_of({}, quiet_overrides(run)))
+    places = find_devices(options.where, run.cluster.device, options.devices, options.machine)
+    rungs = rung_steps(section.asha, run.training.steps)
+    check_metric(section.metric, bind(run, TrainableModel).expected_evaluation())
+    _require_same_run(run, folder)
+    store = open_store(folder, describe_study(run, space, rungs))
+    if not (folder / RUN).exists():
+        write_atomically(folder / RUN, dump_run(run))
+    queue = CandidateQueue(
+        space,
+        make_sampler(section.engine, space, section.seed),
+        CostModel(space.ranges, size, accelerator=places[0].accelerator),
+        rungs=rungs,
+        eta=section.asha.eta if section.asha else 2,
+        trials=section.trials,
+        default_first=section.first == "default",
+    )
+    settings = Settings(
+        folder=folder,
+        metric=section.metric,
+        slots=automatic_sharing(places) if section.slots == "auto" else section.slots,
+        time_limit_s=section.time_limit_s,
+        study_time_s=section.study_time_s,
+        memory_bytes=None if section.memory_gib is None else section.memory_gib * _GIB,
+        packing=PACKED if options.packing else UNPACKED,
+        sampler=section.engine,
+    )
+    return Tuner(store, queue, places, settings, tell).run()
 
 
-def run_dir(folder: Path, number: int) -> Path:
-    """The run directory of a configuration."""
-    return folder / TRIALS / f"{number:04d}"
+def load_study(folder: Path) -> tuple[Run, HyperparameterSpace]:
+    """Return the run file that a study tunes, and its space. Raises ConfigError where there is none."""
+    run = load_run(folder / RUN)
+    return run, build_hyperparameter_space(run)
 
 
-def finished_trials(folder: Path) -> list[FinishedTrial]:
-    """All configurations of a study that have a score and did not fail later, the best (least) score first.
+def describe_study(run: Run, space: HyperparameterSpace, rungs: tuple[int, ...]) -> dict[str, Any]:
+    """Return what trials of one study have in common, beside the run file: others could not be compared with them."""
+    section = run.tune
+    return {
+        "parameters": {name: given.model_dump(mode="json") for name, given in section.parameters.items()},
+        "constraints": list(space.constraints),
+        "metric": section.metric,
+        "rungs": list(rungs),
+        "eta": section.asha.eta if section.asha else None,
+    }
 
-    Trials that early stopping paused are among them, with the steps they have. Raises ConfigError where `folder` holds no
-    study.
+
+def best_run_text(folder: Path, summary: dict[str, Any]) -> str:
+    """Return a run file that trains the best configuration from the start, with all that trials leave out of a run.
+
+    summary: of `summarize_study`. Raises ConfigError where no trial has a score.
     """
-    study = open_study(folder, None)
-    steps = study.about["rungs"]
-    found = []
-    for one in configurations(study.trials()):
-        standing = one.standing()
-        if standing.scores and not standing.over:
-            rung = max(standing.scores)
-            found.append(
-                FinishedTrial(one.number, standing.scores[rung], one.values, run_dir(folder, one.number), steps[rung])
-            )
-    return sorted(found, key=lambda trial: (trial.score, trial.number))
+    best = summary["best"]
+    if best is None:
+        raise ConfigError("--write: no trial has a score, so there is no best configuration to write")
+    note = (
+        f"# Best of {len(summary['trials'])} trials: {summary['metric']} {best['score']:.6g} after {best['steps']} steps "
+        f"(trial {best['number']}).\n"
+    )
+    return note + dump_run(load_study(folder)[1].run_of(best["values"]))
+
+
+def _require_same_run(run: Run, folder: Path) -> None:
+    """Refuse to resume with another run than the study began with. Raises ConfigError that names what differs."""
+    if not (folder / RUN).exists():
+        return
+    before = load_run(folder / RUN)
+    differs = [
+        f"{name}.{field}"
+        for name, section in before.model_dump(mode="json", exclude=_FREE).items()
+        for field, value in section.items()
+        if getattr(run, name).model_dump(mode="json").get(field) != value
+    ]
+    if differs:
+        raise ConfigError(
+            f"{folder} holds a study of a run with another {', '.join(differs)}; put that back, or give another --out DIR"
+        )

@@ -1,64 +1,73 @@
-"""A study as plain values: what `--json` prints, and what words and page are made of."""
+"""A study as plain values: what `--json` prints, and what text and page show."""
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import numpy as np
 
-from phalanx.study.hyperparameters.job import computing
-from phalanx.study.hyperparameters.packing import UNPACKED, Device
-from phalanx.study.hyperparameters.run import load_study
-from phalanx.study.hyperparameters.sampler import projected
-from phalanx.study.hyperparameters.simulator import SimulatedTrial, Simulation
-from phalanx.study.hyperparameters.space import TuneSpace
-from phalanx.study.hyperparameters.study import SESSIONS, Configuration, configurations, open_study, run_dir, rung_of
-from phalanx.study.hyperparameters.timeline import Span, Window, bars, device_use, idle_share
-from phalanx.study.trials.importance import CAUTION, measured_importance
-from phalanx.study.trials.trial import FAILURES, INTERRUPTED, Trial
+from phalanx.study.hyperparameters.asha import Standing, project_scores, promotable_trials
+from phalanx.study.hyperparameters.configurations import (
+    SESSIONS,
+    Configuration,
+    group_configurations,
+    open_store,
+    run_dir,
+    rung_of,
+)
+from phalanx.study.hyperparameters.jobs import training_span
+from phalanx.study.hyperparameters.space import HyperparameterSpace
+from phalanx.study.hyperparameters.study import load_study
+from phalanx.study.hyperparameters.timeline import Span, Window, device_use, draw_bars, idle_share
+from phalanx.study.importance import summarize_importance
+from phalanx.study.trial import INTERRUPTED, Trial, count_failures
 
 _LEAST_TRIALS = 6
-"""Trials with a score below which nothing is said of what matters."""
+"""Measured trials below which no study without packing is simulated."""
 
 Row = dict[str, Any]
 
 
-def tune_facts(folder: Path) -> Row:
-    """Everything about a study, with units in the names. Raises ConfigError where `folder` holds none."""
-    study = open_study(folder, None)
+def summarize_study(folder: Path) -> Row:
+    """Return everything about a study, with units in the names. Raises ConfigError where `folder` holds none."""
+    store = open_store(folder, None)
     run, space = load_study(folder)
-    known = configurations(study.trials())
-    rungs: list[int] = study.about["rungs"]
+    parts = store.trials()
+    known = group_configurations(parts)
+    rungs: list[int] = store.about["rungs"]
     standings = {one.number: one.standing() for one in known}
-    rows = [_row(one, folder, rungs) for one in known]
+    rows = [_summarize_configuration(one, folder, rungs) for one in known]
     scored = sorted((row for row in rows if row["score"] is not None and row["failed"] is None), key=_by_score)
     default = space.default()
     return {
         "study": str(folder),
         "model": run.model.preset or run.model.family,
-        "metric": study.about["metric"],
+        "metric": store.about["metric"],
         "rungs": rungs,
-        "eta": study.about["eta"],
+        "eta": store.about["eta"],
         "trials": rows,
         "best": scored[0] if scored else None,
-        "unfinished": unfinished_words(rows, rungs, study.about["eta"]) if scored else "",
+        "unfinished": unfinished_words(rows, rungs, store.about["eta"]) if scored else "",
         "default": next((row for row in rows if row["values"] == default and row["score"] is not None), None),
         "order": [row["number"] for row in scored],
-        "stopped": _stopped(rows, rungs),
-        "failures": _failures(known),
-        "importance": _importance(space, known, projected(list(standings.values()), len(rungs))),
-        "devices": _devices(folder, known),
-        "without_packing": _without(known, rungs, study.about["eta"] or 2),
-        "costs": _costs(known),
+        "stopped": _count_stopped(rows, rungs),
+        "failures": count_failures(parts),
+        "importance": _summarize_importance(space, known, project_scores(list(standings.values()), len(rungs))),
+        "devices": _summarize_devices(folder, known),
+        "without_packing": _simulate_unpacked_study(known, rungs, store.about["eta"] or 2),
+        "costs": _summarize_costs(known),
     }
 
 
 def unfinished_words(rows: list[Row], rungs: list[int], eta: int | None) -> str:
-    """What the best score is not, where no trial trained to the end: the score of a whole run."""
+    """Return a caution where no trial trained to the end: the best score is then not that of a whole run."""
     longest = max(row["steps"] for row in rows)
     if longest >= rungs[-1]:
         return ""
@@ -72,7 +81,7 @@ def _by_score(row: Row) -> tuple[float, int]:
     return row["score"], row["number"]
 
 
-def _row(one: Configuration, folder: Path, rungs: list[int]) -> Row:
+def _summarize_configuration(one: Configuration, folder: Path, rungs: list[int]) -> Row:
     standing = one.standing()
     rung = max(standing.scores, default=None)
     failed = one.failure
@@ -85,7 +94,7 @@ def _row(one: Configuration, folder: Path, rungs: list[int]) -> Row:
         "score": None if rung is None else standing.scores[rung],
         "steps": 0 if rung is None else rungs[rung],
         "scores": {str(rungs[at]): score for at, score in sorted(standing.scores.items())},
-        "state": _state(one),
+        "state": _describe_state(one),
         "failed": None if failed is None or failed.outcome is None else failed.outcome.cause,
         "said": "" if failed is None or failed.outcome is None else failed.outcome.words,
         "seconds": seconds,
@@ -94,7 +103,7 @@ def _row(one: Configuration, folder: Path, rungs: list[int]) -> Row:
     }
 
 
-def _state(one: Configuration) -> str:
+def _describe_state(one: Configuration) -> str:
     failed = one.failure
     if failed is not None and failed.outcome is not None:
         return failed.outcome.cause
@@ -103,8 +112,8 @@ def _state(one: Configuration) -> str:
     return "scored" if one.standing().scores else INTERRUPTED
 
 
-def _stopped(rows: list[Row], rungs: list[int]) -> list[Row]:
-    """For each rung: how many reached it, and how many of these stay there."""
+def _count_stopped(rows: list[Row], rungs: list[int]) -> list[Row]:
+    """Return for each rung how many configurations reached it, and how many of these stay there."""
     found = []
     for steps in rungs:
         reached = [row for row in rows if str(steps) in row["scores"]]
@@ -113,46 +122,27 @@ def _stopped(rows: list[Row], rungs: list[int]) -> list[Row]:
     return found
 
 
-def _failures(known: list[Configuration]) -> dict[str, int]:
-    causes = [
-        part.outcome.cause
-        for one in known
-        for part in one.parts
-        if part.outcome is not None and (part.outcome.cause in FAILURES or part.outcome.cause == INTERRUPTED)
-    ]
-    return {cause: causes.count(cause) for cause in sorted(set(causes))}
-
-
-def _importance(space: TuneSpace, known: list[Configuration], scores: dict[int, float]) -> Row | None:
-    """What matters by the trials that have a score, with error bars."""
+def _summarize_importance(
+    space: HyperparameterSpace, known: list[Configuration], scores: dict[int, float]
+) -> Row | None:
+    """Return what matters by the configurations that have a score; None where these are too few."""
     ranges = space.ranges
-    rows = [one for one in known if one.number in scores and one.values and set(one.values) <= set(ranges)]
+    rows = [(one.values, scores[one.number]) for one in known if one.number in scores and space.encode(one.values)]
     codes = np.array(
-        [[ranges[name].position(one.values[name]) if name in one.values else -1.0 for name in ranges] for one in rows]
+        [[ranges[name].position(values[name]) if name in values else -1.0 for name in ranges] for values, _ in rows]
     )
-    if len(rows) < _LEAST_TRIALS or not np.ptp(codes, axis=0).any():
-        return None
-    values = np.array([scores[one.number] for one in rows])
-    logarithmic = bool((values > 0).all())
-    found = measured_importance(list(ranges), codes, np.log(values) if logarithmic else values)
-    parts = zip(found.names, found.importance, found.low, found.high, found.ranks, strict=True)
-    return {
-        "trials": found.trials,
-        "of": "logarithm of the score" if logarithmic else "score",
-        "caution": CAUTION,
-        "importance": [
-            {"name": name, "mean": float(mean), "low": float(low), "high": float(high), "ranks": ranks.tolist()}
-            for name, mean, low, high, ranks in parts
-        ],
-    }
+    figures = np.array([score for _, score in rows])
+    if (figures > 0).all():
+        return summarize_importance(list(ranges), codes, np.log(figures), "logarithm of the score")
+    return summarize_importance(list(ranges), codes, figures, "score")
 
 
-def _devices(folder: Path, known: list[Configuration]) -> Row:
+def _summarize_devices(folder: Path, known: list[Configuration]) -> Row:
     sessions = [json.loads(file.read_text()) for file in sorted((folder / SESSIONS).glob("*.json"))]
     windows = [Window(tuple(one["devices"]), one["begin"], one["end"]) for one in sessions]
-    spans = [span for one in known for part in one.parts for span in _spans(folder, one.number, part)]
+    spans = [span for one in known for part in one.parts for span in _read_spans(folder, one.number, part)]
     uses = device_use(windows, spans)
-    lines = bars(windows, spans)
+    lines = draw_bars(windows, spans)
     begin = min((window.begin for window in windows), default=0.0)
     return {
         "idle": idle_share(uses),
@@ -177,18 +167,18 @@ def _devices(folder: Path, known: list[Configuration]) -> Row:
     }
 
 
-def _spans(folder: Path, number: int, part: Trial) -> list[Span]:
-    """When a part computed; one that still runs, up to its last step."""
+def _read_spans(folder: Path, number: int, part: Trial) -> list[Span]:
+    """Return when a part computed; of one that still runs, up to its last step."""
     if part.outcome is not None:
         spans = part.outcome.more.get("spans", [])
         return [Span(device, begin, end, str(number)) for device, begin, end in spans]
     log = run_dir(folder, number) / "metrics.jsonl"
-    found = computing(log.parent, 0.0, log.stat().st_mtime) if log.exists() and "device" in part.note else None
+    found = training_span(log.parent, 0.0, log.stat().st_mtime) if log.exists() and "device" in part.note else None
     return [] if found is None else [Span(part.note["device"], *found, label=str(number))]
 
 
-def _costs(known: list[Configuration]) -> Row | None:
-    """How far off the expected times were, and how different trials are."""
+def _summarize_costs(known: list[Configuration]) -> Row | None:
+    """Return how far off the expected times were, and how different trials are; None where no part has ended."""
     pairs = []
     for part in (part for one in known for part in one.parts if part.good):
         assert part.outcome is not None
@@ -197,22 +187,25 @@ def _costs(known: list[Configuration]) -> Row | None:
             pairs.append((rung_of(part), part.note["expected_s"], spans[0][2] - spans[0][1]))
     if not pairs:
         return None
-    off = sorted(abs(math.log(measured / expected)) for _, expected, measured in pairs)
+    off = [abs(math.log(measured / expected)) for _, expected, measured in pairs]
     first = [measured for rung, _, measured in pairs if rung == 0]
     return {
         "parts": len(pairs),
-        "median_factor": math.exp(off[len(off) // 2]),
-        "median_factor_last_half": math.exp(_median([abs(math.log(m / e)) for _, e, m in pairs[len(pairs) // 2 :]])),
+        "median_factor": math.exp(median_high(off)),
+        "median_factor_last_half": math.exp(
+            median_high([abs(math.log(m / e)) for _, e, m in pairs[len(pairs) // 2 :]])
+        ),
         "longest_to_shortest": max(first) / min(first) if first else None,
     }
 
 
-def _without(known: list[Configuration], rungs: list[int], eta: int) -> Row | None:
-    """The same trials on the same devices without packing, simulated from what each took; None where too little is known.
+def _simulate_unpacked_study(known: list[Configuration], rungs: list[int], eta: int) -> Row | None:
+    """Simulate the same trials on the same devices without packing; None where too little is known of them.
 
-    A step is taken to be as much faster alone as trials shared the device on a CPU, and by the root of that elsewhere.
+    A step is taken to be as much faster on a device of its own as trials shared the device on a CPU, and by the root of that
+    elsewhere.
     """
-    scores = projected([one.standing() for one in known], len(rungs))
+    scores = project_scores([one.standing() for one in known], len(rungs))
     trials, starts, devices = [], [], set()
     for one in known:
         # Of a part that moved, or that found nothing left to do, no time of a step is known.
@@ -222,17 +215,55 @@ def _without(known: list[Configuration], rungs: list[int], eta: int) -> Row | No
             continue
         more = measured[-1]
         device = more["spans"][0][0]
-        alone = more["step_s"] / more["sharing"] ** (1.0 if " cpu " in device else 0.5)
-        trials.append(SimulatedTrial(alone, 0.0, scores[one.number], alone))
+        step_s = more["step_s"] / more["sharing"] ** (1.0 if " cpu " in device else 0.5)
+        trials.append((step_s, scores[one.number]))
         starts.append(more["start_s"])
         devices.add(device)
     if len(trials) < _LEAST_TRIALS:
         return None
-    packing = replace(UNPACKED, start_s=_median(starts))
-    places = [Device(name) for name in sorted(devices)]
-    found = Simulation(trials, places, packing, rungs=rungs, eta=eta).run()
-    return {"idle": found.idle, "seconds": found.seconds, "start_s": packing.start_s, "reached": found.reached}
+    start_s = median_high(starts)
+    found = simulate_unpacked(trials, len(devices), start_s, rungs, eta)
+    return {"idle": found.idle, "seconds": found.seconds, "start_s": start_s, "reached": found.reached}
 
 
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
+@dataclass(frozen=True)
+class UnpackedStudy:
+    """A simulated study of one trial a device."""
+
+    seconds: float
+    idle: float
+    """Idle share of all devices, from 0 to 1: starting a process is idle time."""
+    reached: list[int]
+    """Trials that ran to each rung."""
+
+
+def simulate_unpacked(
+    trials: Sequence[tuple[float, float]], devices: int, start_s: float, rungs: Sequence[int], eta: int
+) -> UnpackedStudy:
+    """Simulate a study without packing: one trial a device, first come first served, ASHA's promotions behind new trials.
+
+    trials: (seconds of a step, score at every rung) of each. start_s: seconds from starting a process to its first step.
+    """
+    begun: list[Standing] = []
+    running: list[tuple[float, int]] = []
+    now = busy = 0.0
+    while True:
+        while len(running) < devices:
+            if len(begun) < len(trials):
+                one = Standing(len(begun))
+                begun.append(one)
+            elif promoted := promotable_trials(begun, eta, len(rungs)):
+                one = promoted[0]
+                one.begun += 1
+            else:
+                break
+            steps = rungs[one.begun] - (rungs[one.begun - 1] if one.begun else 0)
+            work = steps * trials[one.number][0]
+            busy += work
+            heapq.heappush(running, (now + start_s + work, one.number))
+        if not running:
+            break
+        now, number = heapq.heappop(running)
+        begun[number].scores[begun[number].begun] = trials[number][1]
+    reached = [sum(rung in one.scores for one in begun) for rung in range(len(rungs))]
+    return UnpackedStudy(now, 1.0 - busy / (now * devices), reached)

@@ -1,7 +1,7 @@
 """When devices computed and when they were idle.
 
 A device is busy while at least one trial on it is in its training loop. Starting processes, opening data and waiting for
-something to do are idle time, whatever the reason.
+something to do are idle time.
 """
 
 from __future__ import annotations
@@ -52,29 +52,29 @@ class DeviceUse:
 
 
 def device_use(windows: Sequence[Window], spans: Sequence[Span]) -> list[DeviceUse]:
-    """Of each device that a window names, over all windows."""
+    """Return the use of each device that a window names, over all windows."""
     names = dict.fromkeys(name for window in windows for name in window.devices)
     found = []
     for name in names:
         held = busy = shared = 0.0
         for window in (window for window in windows if name in window.devices):
             held += window.end - window.begin
-            inside = [_clip(span, window) for span in spans if span.device == name]
-            one, more = _covered([span for span in inside if span is not None])
+            inside = [_intersect_span(span, window) for span in spans if span.device == name]
+            one, more = _covered_seconds([span for span in inside if span is not None])
             busy, shared = busy + one, shared + more
         found.append(DeviceUse(name, held, busy, shared, sum(span.device == name for span in spans)))
     return found
 
 
 def idle_share(uses: Iterable[DeviceUse]) -> float:
-    """Idle time of all devices over the time they were held, from 0 to 1."""
+    """Return the idle time of all devices over the time they were held, from 0 to 1."""
     uses = list(uses)
     held = sum(use.held_s for use in uses)
     return 1.0 - sum(use.busy_s for use in uses) / held if held else 0.0
 
 
-def bars(windows: Sequence[Window], spans: Sequence[Span], columns: int = 60) -> dict[str, str]:
-    """A line of `columns` letters for each device, from the first window's beginning to the last one's end.
+def draw_bars(windows: Sequence[Window], spans: Sequence[Span], columns: int = 60) -> dict[str, str]:
+    """Return a line of `columns` letters for each device, from the first window's beginning to the last one's end.
 
     Each letter says how much of its time the device was busy, from a blank (never) to # (always).
     """
@@ -88,20 +88,20 @@ def bars(windows: Sequence[Window], spans: Sequence[Span], columns: int = 60) ->
         letters = []
         for column in range(columns):
             cell = Window((name,), begin + column * width, begin + (column + 1) * width)
-            parts = [part for span in mine if (part := _clip(span, cell)) is not None]
-            share = _covered(parts)[0] / width
+            parts = [part for span in mine if (part := _intersect_span(span, cell)) is not None]
+            share = _covered_seconds(parts)[0] / width
             letters.append(_SHADES[min(round(share * (len(_SHADES) - 1)), len(_SHADES) - 1)])
         lines[name] = "".join(letters)
     return lines
 
 
-def _clip(span: Span, window: Window) -> tuple[float, float] | None:
+def _intersect_span(span: Span, window: Window) -> tuple[float, float] | None:
     begin, end = max(span.begin, window.begin), min(span.end, window.end)
     return (begin, end) if end > begin else None
 
 
-def _covered(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds that at least one span covers, and that at least two do."""
+def _covered_seconds(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the seconds that at least one span covers, and that at least two do."""
     changes: dict[float, int] = {}
     for begin, end in spans:
         changes[begin] = changes.get(begin, 0) + 1

@@ -1,4 +1,4 @@
-"""What the planner expects of every point of a space before anything is measured: time by cause, and memory."""
+"""What the planner expects of every point of a space before anything is measured: time and memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx.planner.rank.judge import Planner, Task
 from phalanx.planner.rank.models import Floats
 from phalanx.planner.time.profile import CONSTANTS, spread_of
 from phalanx.planner.time.timing import our_framework
-from phalanx.study.layouts.space import Space, allowed, build_space, check_layout
+from phalanx.study.layouts.space import LayoutSpace, build_layout_space, check_layout, matching_layouts
 
 _SIMULATED = 256
 """Layouts, best by the closed form first, whose pipeline is simulated."""
@@ -29,10 +29,10 @@ _SIMULATED = 256
 
 @dataclass(frozen=True)
 class Prior:
-    """Expectations. Arrays of [points]."""
+    """What the planner expects. Arrays of [points]."""
 
     seconds: Floats
-    """Of a step."""
+    """Seconds of a step."""
     sensitivity: Floats
     """[points, constants]: change of the logarithm of `seconds` where one constant of the device's profile is off by one
     standard deviation of what is known of it."""
@@ -44,12 +44,12 @@ class Prior:
     """Bytes of live tensors on the worst rank, and of the buffers that peers read: what trials report."""
 
     def take(self, which: Any) -> Prior:
-        """Those of some points."""
+        """Return what is expected of some points."""
         return Prior(self.seconds[which], self.sensitivity[which], self.spread, self.margin[which], self.peak[which])
 
 
-def planned_space(planner: Planner, task: Task, search: Search) -> tuple[Space, Prior]:
-    """Every point whose layout may fit, with what the planner expects of it.
+def planned_space(planner: Planner, task: Task, search: Search) -> tuple[LayoutSpace, Prior]:
+    """Return every point whose layout may fit, with what the planner expects of each.
 
     Raises ConfigError where nothing is legal, nothing may fit, or the section of the run file leaves nothing.
     """
@@ -64,24 +64,26 @@ def planned_space(planner: Planner, task: Task, search: Search) -> tuple[Space, 
         raise ConfigError(
             f"none of {len(judged.legal):,} legal layouts may fit; phalanx plan --fit finds how many devices do"
         )
-    space = build_space(judged.legal.take(judged.fitting), search)
-    return space, _with_knobs(planner, task.run, space, expect(planner, task.run, space.layouts).take(space.layout_of))
+    space = build_layout_space(judged.legal.take(judged.fitting), search)
+    return space, _expect_tunables(
+        planner, task.run, space, expect_layouts(planner, task.run, space.layouts).take(space.layout_of)
+    )
 
 
 @dataclass(frozen=True)
 class _Narrowed(Planner):
-    """A planner that looks at nothing but what a search may choose: the model is not traced for the rest."""
+    """A planner that looks at nothing but what a search may choose: the model is not traced for other layouts."""
 
     search: Search = field(default_factory=Search)
 
     def every_legal(self, task: Task) -> Candidates:
-        """Legal layouts with the values that the search allows."""
+        """Return the legal layouts with the values that the search allows."""
         legal = super().every_legal(task)
-        return legal.take(allowed(legal, self.search))
+        return legal.take(matching_layouts(legal, self.search))
 
 
-def expect(planner: Planner, run: Run, layouts: Candidates) -> Prior:
-    """What is expected of these layouts, the best of them with simulated pipelines."""
+def expect_layouts(planner: Planner, run: Run, layouts: Candidates) -> Prior:
+    """Return what is expected of these layouts; the pipelines of the best are simulated."""
     models = planner.models
     assert isinstance(models, CostModels)
     times = models.times(run, layouts, exact=False)
@@ -97,23 +99,23 @@ def expect(planner: Planner, run: Run, layouts: Candidates) -> Prior:
     needed = device_bytes(held.allocated, communicators(layouts), models.beside, held.peer_buffers)
     return Prior(
         seconds=seconds,
-        sensitivity=_sensitivity(models, run, layouts, times.total),
+        sensitivity=_constant_sensitivity(models, run, layouts, times.total),
         spread=float(np.median(times.spread)),
         margin=np.log(models.device_bytes * (1 - KEPT_BY_DRIVER) / needed),
         peak=held.held,
     )
 
 
-def _with_knobs(planner: Planner, run: Run, space: Space, prior: Prior) -> Prior:
-    """`prior` with what the planner thinks of the values of knobs, each taken by itself."""
+def _expect_tunables(planner: Planner, run: Run, space: LayoutSpace, prior: Prior) -> Prior:
+    """Return `prior` with what the planner expects of the values of tunables, each taken by itself."""
     models = planner.models
     assert isinstance(models, CostModels)
     seconds, margin, peak = prior.seconds.copy(), prior.margin.copy(), prior.peak.copy()
-    for points, words in space.knob_values():
+    for points, overrides in space.tunable_values():
         try:
-            changed = parse_run(dump_run(run), "the run file", words)
+            changed = parse_run(dump_run(run), "the run file", overrides)
         except ConfigError:
-            # The trial will say so.
+            # Nothing is expected of such a value; a trial that has it is refused, and says why.
             continue
         if changed == run:
             continue
@@ -121,7 +123,9 @@ def _with_knobs(planner: Planner, run: Run, space: Space, prior: Prior) -> Prior
         layouts = space.layouts.take(which)
         slower, more = (
             np.log(there / here)[place]
-            for here, there in zip(_looked_at(models, run, layouts), _looked_at(models, changed, layouts), strict=True)
+            for here, there in zip(
+                _closed_form(models, run, layouts), _closed_form(models, changed, layouts), strict=True
+            )
         )
         seconds[points] *= np.exp(slower)
         margin[points] -= more
@@ -129,12 +133,13 @@ def _with_knobs(planner: Planner, run: Run, space: Space, prior: Prior) -> Prior
     return replace(prior, seconds=seconds, margin=margin, peak=peak)
 
 
-def _looked_at(models: CostModels, run: Run, layouts: Candidates) -> tuple[Floats, Floats]:
-    """(seconds of a step, bytes on the worst rank) by the closed form."""
+def _closed_form(models: CostModels, run: Run, layouts: Candidates) -> tuple[Floats, Floats]:
+    """Return (seconds of a step, bytes on the worst rank) by the closed form, [layouts]."""
     return models.times(run, layouts, exact=False).total, models.memory(run, layouts).peak
 
 
-def _sensitivity(models: CostModels, run: Run, layouts: Candidates, seconds: Floats) -> Floats:
+def _constant_sensitivity(models: CostModels, run: Run, layouts: Candidates, seconds: Floats) -> Floats:
+    """Return the change of the logarithm of `seconds` by an error of each constant, [layouts, constants]."""
     names = [name for name in CONSTANTS if spread_of(name) > 0]
     columns = []
     for name in names:
@@ -145,6 +150,6 @@ def _sensitivity(models: CostModels, run: Run, layouts: Candidates, seconds: Flo
 
 
 def with_constants(models: CostModels, factors: dict[str, float]) -> CostModels:
-    """The models with some constants of the device multiplied."""
+    """Return the models with some constants of the device multiplied."""
     named = models.profile
     return replace(models, profile=replace(named, profile=named.profile.scaled(factors)))

@@ -1,12 +1,10 @@
-"""What may be chosen: every layout that is legal, times the knobs that apply to it, less what constraints exclude.
+"""What a search of layouts may choose: legal layouts, times the tunables that apply to each, less what constraints exclude.
 
-A finite list of points, each a position for every parameter. Engines see parameters and points; only `words` and `env`
-know what they mean for a run.
+A finite list of points, each a position in the values of every parameter.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,16 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.config.search import Knob, Scalar, Search
+from phalanx.config.search import Search, Tunable
 from phalanx.errors import ConfigError
 from phalanx.planner.layouts.candidates import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, Candidates
 from phalanx.planner.layouts.enumerate import CHOSEN
-from phalanx.study.trials.expression import Mask, holds
-from phalanx.study.trials.trial import key_of
+from phalanx.study.conditions import Mask, condition_holds
+from phalanx.study.space import Choices, Integers, Range, Scalar, Values, format_override
+from phalanx.study.trial import key_of
 
 Ints = npt.NDArray[np.int64]
-Values = dict[str, Scalar]
-"""What was chosen, by the name of the parameter."""
 
 LAYOUT = tuple(name for name in CHOSEN if name != "dp_shard")
 """Parameters of a layout; `dp_shard` follows from the others."""
@@ -40,22 +37,22 @@ _ENVIRONMENT = "env."
 
 @dataclass(frozen=True)
 class Parameter:
-    """One thing that is chosen."""
+    """A parameter of the search."""
 
     name: str
-    """A field of the layout; of a knob `section.field` or `env.NAME`."""
+    """A field of the layout; of another tunable `section.field` or `env.NAME`."""
     values: tuple[Scalar, ...]
-    """All that it may be; numbers ascending."""
+    """All values; numbers ascending."""
 
     @property
     def ordered(self) -> bool:
-        """Whether its values are numbers, of which some lie nearer to each other than others."""
+        """Whether the values are numbers, of which some lie nearer to each other than others."""
         return all(isinstance(value, int | float) and not isinstance(value, bool) for value in self.values)
 
 
 @dataclass(frozen=True)
-class Space:
-    """All points."""
+class LayoutSpace:
+    """All points of a search."""
 
     parameters: tuple[Parameter, ...]
     codes: Ints
@@ -63,97 +60,139 @@ class Space:
     layouts: Candidates
     """Distinct layouts of the points."""
     layout_of: Ints
-    """[points]: which of `layouts` each has."""
+    """[points]: index into `layouts`."""
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def values(self, point: int) -> Values:
-        """What is chosen at a point; knobs that do not apply there, or change nothing, are left out."""
+        """Return what is chosen at a point, without tunables that do not apply there or change nothing."""
         pairs = zip(self.parameters, self.codes[point].tolist(), strict=True)
         return {one.name: value for one, code in pairs if (value := one.values[code]) is not None}
 
     def key(self, point: int) -> str:
-        """The point's name in a study: the same in every space that holds it."""
+        """Return the point's name in a study: the same in every space that holds the point."""
         return key_of(self.values(point))
 
-    def point_of_key(self, key: str) -> int | None:
-        """The point with that name; None where the space has none."""
-        return self._points.get(key)
-
     def find(self, values: Mapping[str, Scalar]) -> int | None:
-        """The point with these values; None where the space has none."""
-        return self._points.get(key_of(values))
+        """Return the point with these values; None where the space has none."""
+        return self._point_of_key.get(key_of(values))
+
+    def free_points(self, taken: set[str]) -> Mask:
+        """Return which points have a key that is not taken, [points]."""
+        free = np.ones(len(self), bool)
+        free[[self._point_of_key[key] for key in taken if key in self._point_of_key]] = False
+        return free
 
     @cached_property
-    def _points(self) -> dict[str, int]:
+    def _point_of_key(self) -> dict[str, int]:
         return {self.key(point): point for point in range(len(self))}
 
     @cached_property
-    def varying(self) -> tuple[int, ...]:
-        """Parameters that are not the same at all points."""
-        return tuple(np.flatnonzero(np.ptp(self.codes, axis=0) > 0).tolist()) if len(self) else ()
+    def _varying(self) -> list[int]:
+        """Indices of the parameters that are not the same at all points."""
+        return np.flatnonzero(np.ptp(self.codes, axis=0) > 0).tolist() if len(self) else []
 
-    def words(self, point: int) -> list[str]:
-        """Overrides of the run file that make it the point's."""
-        layout = self.layouts.layout(int(self.layout_of[point]))
-        chosen = {f"layout.{name}": value for name, value in self.values(point).items() if name in LAYOUT}
+    @cached_property
+    def ranges(self) -> dict[str, Range]:
+        """Positions in the values of each parameter that varies: legal layouts are no product of ranges of values."""
+        found: dict[str, Range] = {}
+        for one in (self.parameters[number] for number in self._varying):
+            count = len(one.values)
+            found[one.name] = Integers(0, count - 1) if one.ordered else Choices(tuple(range(count)))
+        return found
+
+    def encode(self, values: Mapping[str, Scalar]) -> Values | None:
+        """Return a choice as positions, by name; None where the space does not have it."""
+        point = self.find(values)
+        return None if point is None else {self.parameters[n].name: int(self.codes[point][n]) for n in self._varying}
+
+    def decode(self, suggested: Mapping[str, Scalar], taken: set[str]) -> Values | None:
+        """Return the choice nearest to suggested positions whose key is not taken; None where all are.
+
+        A parameter counts the distance of the two positions over the number of values; one without order counts 1 where
+        it differs.
+        """
+        distance = np.zeros(len(self))
+        for number in self._varying:
+            one = self.parameters[number]
+            apart = np.abs(self.codes[:, number] - int(suggested[one.name] or 0))
+            distance += apart / max(1, len(one.values) - 1) if one.ordered else (apart > 0)
+        free = self.free_points(taken)
+        return self.values(int(np.argmin(np.where(free, distance, np.inf)))) if free.any() else None
+
+    def draw(self, random: np.random.Generator, taken: set[str]) -> Values | None:
+        """Return any choice whose key is not taken; None where all are."""
+        free = np.flatnonzero(self.free_points(taken))
+        return self.values(int(random.choice(free))) if len(free) else None
+
+    def overrides(self, point: int) -> list[str]:
+        """Return the overrides of the run file that make it the point's."""
+        # A tunable of value None stays as the run file has it, and is not among the values.
+        layout, values = self.layouts.layout(int(self.layout_of[point])), self.values(point)
+        chosen = {f"layout.{name}": value for name, value in values.items() if name in LAYOUT}
         chosen["layout.dp_shard"] = layout.dp_shard
         if layout.pp == 1:
-            # Without stages the schedule has no effect, and a number of them would not go with all of them.
+            # Without stages the schedule has no effect, and a number of stages a rank would not go with every schedule.
             chosen["layout.stages_per_rank"] = "auto"
         if layout.cp == 1:
             chosen["layout.context"] = "auto"
-        knobs = {name: value for name, value in self.values(point).items() if name not in LAYOUT}
-        chosen |= {name: value for name, value in knobs.items() if not name.startswith(_ENVIRONMENT)}
-        return [_override(name, value) for name, value in chosen.items()]
+        tunables = {name: value for name, value in values.items() if name not in LAYOUT}
+        chosen |= {name: value for name, value in tunables.items() if not name.startswith(_ENVIRONMENT)}
+        return [format_override(name, value) for name, value in chosen.items()]
 
-    def knob_values(self) -> Iterator[tuple[Ints, list[str]]]:
-        """Points at which a field of the run file that is no choice of the layout has some value, and its override."""
+    def tunable_values(self) -> Iterator[tuple[Ints, list[str]]]:
+        """Yield the points at which a field of the run file beside the layout has some value, and that value's override."""
         for place, one in enumerate(self.parameters):
             if one.name in LAYOUT or one.name.startswith(_ENVIRONMENT):
                 continue
             for code, value in enumerate(one.values):
                 points = np.flatnonzero(self.codes[:, place] == code)
                 if value is not None and len(points):
-                    yield points, [_override(one.name, value)]
+                    yield points, [format_override(one.name, value)]
 
     def env(self, point: int) -> dict[str, str]:
-        """Variables of the ranks' environment at a point."""
+        """Return the environment variables of the ranks at a point."""
         chosen = self.values(point).items()
         return {name.removeprefix(_ENVIRONMENT): str(value) for name, value in chosen if name.startswith(_ENVIRONMENT)}
 
     def describe(self, point: int) -> str:
-        """The point in one line."""
+        """Return the point in one line."""
         text = str(self.layouts.layout(int(self.layout_of[point])))
         values = self.values(point)
         extra = {name: values[name] for name in ("microbatch", "recompute")}
         extra |= {name: value for name, value in values.items() if name not in LAYOUT}
         return " ".join([text, *(f"{name}={value}" for name, value in extra.items())])
 
-    def take(self, which: Any) -> Space:
-        """The points at these positions, or where this mask is true."""
-        return Space(self.parameters, self.codes[which], self.layouts, self.layout_of[which])
+    def take(self, which: Any) -> LayoutSpace:
+        """Return the space of the points at these positions, or where this mask is true."""
+        return LayoutSpace(self.parameters, self.codes[which], self.layouts, self.layout_of[which])
 
 
-def build_space(layouts: Candidates, search: Search) -> Space:
-    """The space of these layouts and of the knobs of a run file. Raises ConfigError, also where nothing is left."""
-    layouts = layouts.take(allowed(layouts, search))
+def build_layout_space(layouts: Candidates, search: Search) -> LayoutSpace:
+    """Return the space of these layouts and of the tunables of a run file.
+
+    Raises ConfigError for tunables and conditions that cannot be, and where constraints leave nothing.
+    """
+    layouts = layouts.take(matching_layouts(layouts, search))
     columns = {name: layout_column(layouts, name) for name in CHOSEN}
-    parameters = [Parameter(name, _distinct(columns[name], name)) for name in LAYOUT]
-    codes = np.stack([_positions(columns[one.name], one.values) for one in parameters], axis=1)
-    space = Space(tuple(parameters), codes, layouts, np.arange(len(layouts)))
-    for name, knob in search.knobs.items():
-        space = _with_knob(space, name, knob)
+    parameters = [Parameter(name, _distinct_values(columns[name], name)) for name in LAYOUT]
+    codes = np.stack([_code_values(columns[one.name], one.values) for one in parameters], axis=1)
+    space = LayoutSpace(tuple(parameters), codes, layouts, np.arange(len(layouts)))
+    for name, tunable in search.knobs.items():
+        space = _add_tunable(space, name, tunable)
     for condition in search.constraints:
-        space = space.take(holds(condition, _columns(space), len(space)))
+        space = space.take(condition_holds(condition, _condition_columns(space), len(space)))
     if not len(space):
         raise ConfigError("no legal layout that may fit is left by search.layout and search.constraints; loosen them")
     return space
 
 
-def allowed(layouts: Candidates, search: Search) -> Mask:
-    """Which layouts have the values that the run file lists. Raises ConfigError for fields and values that there are not."""
+def matching_layouts(layouts: Candidates, search: Search) -> Mask:
+    """Return which layouts have the values that the run file lists.
+
+    Raises ConfigError for fields and values that there are not.
+    """
     check_layout(search)
     keep = np.ones(len(layouts), bool)
     for name, values in search.layout.items():
@@ -161,18 +200,14 @@ def allowed(layouts: Candidates, search: Search) -> Mask:
     return keep
 
 
-def _override(name: str, value: Scalar) -> str:
-    return f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-
-
 def layout_column(layouts: Candidates, name: str) -> npt.NDArray[Any]:
-    """One field of many layouts as its plain values."""
+    """Return one field of many layouts as its plain values."""
     column = getattr(layouts, name)
     return np.asarray(_NAMED[name])[column] if name in _NAMED else np.asarray(column)
 
 
 def check_layout(search: Search) -> None:
-    """Raises ConfigError for fields in `search.layout` that are not chosen, and for values that these cannot have."""
+    """Raise ConfigError for fields in `search.layout` that are not chosen, and for values that these cannot have."""
     for name, given in search.layout.items():
         if name not in CHOSEN:
             raise ConfigError(f"search.layout.{name}: a search does not choose it; it chooses {', '.join(CHOSEN)}")
@@ -184,39 +219,37 @@ def check_layout(search: Search) -> None:
             raise ConfigError(f"search.layout.{name}={list(given)}: give a list of one or more of {words}")
 
 
-def _distinct(column: npt.NDArray[Any], name: str) -> tuple[Scalar, ...]:
+def _distinct_values(column: npt.NDArray[Any], name: str) -> tuple[Scalar, ...]:
+    """Return the values in a column: numbers ascending, names in the order in which the planner lists them."""
     found = np.unique(column).tolist()
     return tuple(word for word in _NAMED[name] if word in found) if name in _NAMED else tuple(found)
 
 
-def _positions(column: npt.NDArray[Any], values: tuple[Scalar, ...]) -> Ints:
+def _code_values(column: npt.NDArray[Any], values: tuple[Scalar, ...]) -> Ints:
     order = np.argsort(np.asarray(values))
     return np.asarray(order[np.searchsorted(np.asarray(values)[order], column)], np.int64)
 
 
-def _columns(space: Space) -> dict[str, npt.NDArray[Any]]:
-    """Values by name; a knob that does not apply is None."""
+def _condition_columns(space: LayoutSpace) -> dict[str, npt.NDArray[Any]]:
+    """Return the values at all points by name; None where a tunable does not apply."""
     found = {name: layout_column(space.layouts, name)[space.layout_of] for name in CHOSEN}
     for place, one in enumerate(space.parameters):
         if one.name not in found:
-            found[one.name] = _array(one.values)[space.codes[:, place]]
+            found[one.name] = np.asarray(one.values, object if None in one.values else None)[space.codes[:, place]]
     return found
 
 
-def _array(values: tuple[Scalar, ...]) -> npt.NDArray[Any]:
-    return np.asarray(values) if None not in values else np.asarray(values, object)
-
-
-def _with_knob(space: Space, name: str, knob: Knob) -> Space:
+def _add_tunable(space: LayoutSpace, name: str, tunable: Tunable) -> LayoutSpace:
     if "." not in name:
         raise ConfigError(f"search.knobs.{name}: a knob is section.field of the run file, or env.NAME")
     section, _, field = name.partition(".")
     if section == "layout" and field in CHOSEN:
         raise ConfigError(f"search.knobs.{name}: {field} is chosen anyway; give its values as search.layout.{field}")
     applies: Mask = np.ones(len(space), bool)
-    if knob.when is not None:
-        applies = holds(knob.when, _columns(space), len(space))
-    values = tuple(dict.fromkeys(knob.values))
+    if tunable.when is not None:
+        applies = condition_holds(tunable.when, _condition_columns(space), len(space))
+    # Points to which the tunable does not apply get a None, so that they are counted once.
+    values = tuple(dict.fromkeys(tunable.values))
     choices = np.arange(len(values))
     if not applies.all() and None not in values:
         values = (*values, None)
@@ -227,4 +260,6 @@ def _with_knob(space: Space, name: str, knob: Knob) -> Space:
     chosen = np.concatenate([np.tile(choices, int(applies.sum())), np.full(int((~applies).sum()), still)])
     grown = space.take(rows)
     codes = np.concatenate([grown.codes, chosen[:, None]], axis=1)
-    return Space((*space.parameters, Parameter(name, values)), codes.astype(np.int64), space.layouts, grown.layout_of)
+    return LayoutSpace(
+        (*space.parameters, Parameter(name, values)), codes.astype(np.int64), space.layouts, grown.layout_of
+    )

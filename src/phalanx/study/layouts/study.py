@@ -1,13 +1,15 @@
-"""One search from a run file to its answer: joins space, prior, engine, runner and storage, and says what came out."""
+"""The search of layouts, from a run file to an answer: a study of one trial at a time whose prior is the planner."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from phalanx.config.load import dump_run, parse_run
 from phalanx.config.schema import Run
@@ -18,40 +20,138 @@ from phalanx.hardware.machine import Machine
 from phalanx.planner.layouts.enumerate import CHOSEN
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.judge import Planner, Task
-from phalanx.study.layouts.loop import Found, search
+from phalanx.study.importance import can_be_told_apart, interactions, shapley_effects, summarize_importance
 from phalanx.study.layouts.prior import Prior, planned_space
-from phalanx.study.layouts.runner import DEVICE, ProcessRunner, Runner
-from phalanx.study.layouts.samplers import make_engine
-from phalanx.study.layouts.simulator import SimulatedRunner, draw_truth
-from phalanx.study.layouts.space import Space
-from phalanx.study.layouts.summary import study_facts
-from phalanx.study.layouts.surrogate import Belief, Believer
-from phalanx.study.trials.launchers import LocalLauncher, whole_nodes
-from phalanx.study.trials.storage import Study
-from phalanx.study.trials.trial import Trial
+from phalanx.study.layouts.simulated_cluster import SimulatedRunner, draw_truth
+from phalanx.study.layouts.space import LayoutSpace
+from phalanx.study.layouts.surrogate import PlannerSampler, Posterior, Surrogate
+from phalanx.study.layouts.trials import DEVICE, ProcessRunner, Runner
+from phalanx.study.loop import Job, StudyLoop
+from phalanx.study.processes.slots import LocalRanks, whole_nodes
+from phalanx.study.samplers import Observation, Proposal, Sampler, make_sampler, observe_trials
+from phalanx.study.space import Choices
+from phalanx.study.store import StudyStore
+from phalanx.study.trial import INTERRUPTED, Trial, best_trial, count_failures, key_of
 
-WHERE = ("local", "slurm", "simulated")
 STUDY = "layout"
 """Name of the study inside its file."""
+_LOST_RACES = 100
+"""Times in a row that another search may be first before this one gives up."""
+_AROUND_S = 60.0
+"""Seconds of a trial before and after its processes run."""
+_SHOWN_POINTS = 10
+_SHOWN_PAIRS = 3
+_LIKELY = 0.5
+"""Probability of fitting from which on a point counts as one that fits."""
+_STEP_FIELDS = ("seed", "compile", "attention", "loss_chunk_tokens", "z_loss", "deterministic")
+"""Fields of `training` that decide what a step computes, and how fast; trials set the others themselves."""
+_LATER_FIELDS: dict[str, dict[str, Any]] = {"optimizer": {"name": "adamw", "options": {}}}
+"""Fields that run files had not when studies were first written, with the values that stand for what was done then: a digest
+leaves them out at these values, so that such studies can be resumed."""
+_REQUIRED = object()
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Done:
+class ExhaustiveSampler:
+    """Proposes all points, in the order of the space."""
+
+    space: LayoutSpace
+
+    def propose(self, history: Sequence[Observation], taken: set[str]) -> Proposal | None:
+        """Return the first point that is not taken."""
+        free = np.flatnonzero(self.space.free_points(taken))
+        return Proposal(self.space.values(int(free[0]))) if len(free) else None
+
+
+def make_layout_sampler(name: str, space: LayoutSpace, prior: Prior, *, seed: int, stop_gain: float) -> Sampler:
+    """Return the sampler of that name: planner, exhaustive or a general one. Raises ConfigError as `make_sampler` does."""
+    planner = PlannerSampler(space, prior, stop_gain)
+    return make_sampler(name, space, seed, planner=planner, exhaustive=ExhaustiveSampler(space))
+
+
+class LayoutSearch(StudyLoop[Job]):
+    """Measures layouts one after the other: each trial has all devices."""
+
+    def __init__(
+        self,
+        store: StudyStore,
+        space: LayoutSpace,
+        sampler: Sampler,
+        runner: Runner,
+        *,
+        sampler_name: str,
+        most: int,
+        limit_s: float = 600.0,
+        tell: Callable[[Trial], None] = lambda trial: None,
+    ) -> None:
+        """most: trials of `space` in the study, all searches together. tell: called when a trial begins and ends."""
+        super().__init__(store, sampler_name, most=most, limit_s=limit_s)
+        self.space, self.sampler, self.runner, self.tell = space, sampler, runner, tell
+
+    def space_trials(self) -> list[Trial]:
+        """Return the study's trials that this search might have chosen: others may search elsewhere."""
+        return [trial for trial in self.store.trials() if self.space.find(trial.values) is not None]
+
+    def count_before(self, trial: Trial) -> int:
+        """Return how many trials began before this one that run or have ended, not interrupted."""
+        return sum(one.number < trial.number for one in self._counted())
+
+    def begin_trials(self) -> str:
+        """Begin what the sampler proposes, unless a trial runs. Returns why nothing is left to begin."""
+        ranges = {one.name: Choices(one.values) for one in self.space.parameters}
+        for _ in range(0 if self.jobs else _LOST_RACES):
+            if len(self._counted()) >= self.most:
+                return f"{self.most} trials are done"
+            # All trials of the study: losses are compared with the first good one, wherever it was looked for.
+            before = self.store.trials()
+            proposal = self.sampler.propose(observe_trials(self.space_trials()), self.store.taken())
+            if proposal is None:
+                return "another trial is not expected to help"
+            trial = self.claim(key_of(proposal.values), proposal, ranges)
+            if trial is not None:
+                self.report_progress(trial)
+                folder = self.store.folder / str(trial.number)
+                self.jobs.append(self.runner.start(self.space, trial, folder, before))
+                return ""
+        return "other searches were always first"
+
+    def report_progress(self, trial: Trial) -> None:
+        """Tell whoever watches of a trial that has begun, or ended."""
+        self.tell(trial)
+
+    def _counted(self) -> list[Trial]:
+        return [one for one in self.space_trials() if one.outcome is None or one.outcome.cause != INTERRUPTED]
+
+
+@dataclass(frozen=True)
+class SearchResult:
     """A search that has come to its end."""
 
     task: Task
     machine: Machine
-    space: Space
+    space: LayoutSpace
     prior: Prior
-    found: Found
+    trials: list[Trial]
+    """Trials of the whole study, of which other searches may have looked elsewhere."""
+    stopped: str
+    """Why the search stopped."""
     path: Path
-    belief: Belief
+    """File of the study."""
     where: str
-    """One of WHERE."""
+    """local, slurm or simulated."""
 
-    def facts(self) -> dict[str, Any]:
-        """Everything as plain values."""
-        about = {
+    @property
+    def best(self) -> Trial | None:
+        """The good trial of least value, of those that this search might have chosen."""
+        return best_trial([trial for trial in self.trials if self.space.find(trial.values) is not None])
+
+    def summary(self) -> Row:
+        """Return everything as plain values, with units in the names: what `--json` prints, and text and page show."""
+        posterior = Surrogate(self.space, self.prior).posterior(observe_trials(self.trials))
+        best = self.best
+        return {
             "model": self.task.run.model.preset or "model",
             "cluster": self.machine.name,
             "devices": self.task.devices,
@@ -59,26 +159,104 @@ class Done:
             "cluster_device": self.machine.node.device,
             "measured_on": self._measured_on(),
             "storage": str(self.path),
+            "points": len(self.space),
+            "stopped": self.stopped,
+            "trials": [self._summarize_trial(trial) for trial in self.trials],
+            "failures": count_failures(self.trials),
+            "best": None if best is None else self._summarize_trial(best),
+            "next": self._best_points(posterior),
+            "planned": _summarize_effects(self.space, posterior),
+            "measured": self._measured_importance(),
         }
-        return about | study_facts(self.space, self.prior, self.found, self.belief)
 
-    def _measured_on(self) -> list[str]:
-        """What the trials really ran on; empty where none ended well, and of a simulation."""
-        outcomes = [trial.outcome for trial in self.found.trials if trial.outcome is not None]
-        return sorted({outcome.more[DEVICE] for outcome in outcomes if DEVICE in outcome.more})
-
-    def run_text(self) -> str:
-        """The run file with the best choice filled in. Raises ConfigError where no trial was good."""
-        best = self.found.best
+    def best_run_text(self) -> str:
+        """Return the run file with the best choice filled in. Raises ConfigError where no trial was good."""
+        best = self.best
         point = None if best is None else self.space.find(best.values)
         if best is None or point is None:
             raise ConfigError("--write: no trial of this space was good, so there is no best layout to write")
         env = "".join(f"#   export {name}={value}\n" for name, value in self.space.env(point).items())
         on = self._measured_on()
-        measured = f"Measured best of {len(self.found.trials)} trials" + (f" on {' and '.join(on)}" if on else "")
+        measured = f"Measured best of {len(self.trials)} trials" + (f" on {' and '.join(on)}" if on else "")
         note = f"# {measured}: {best.value:.4g} s a step (trial {best.number}).\n"
-        text = dump_run(parse_run(dump_run(self.task.run), "the run file", self.space.words(point)))
+        text = dump_run(parse_run(dump_run(self.task.run), "the run file", self.space.overrides(point)))
         return note + (f"# With these variables of the environment:\n{env}" if env else "") + text
+
+    def _measured_on(self) -> list[str]:
+        """Return what the trials ran on; nothing where none ended well, and of a simulation."""
+        outcomes = [trial.outcome for trial in self.trials if trial.outcome is not None]
+        return sorted({outcome.more[DEVICE] for outcome in outcomes if DEVICE in outcome.more})
+
+    def _summarize_trial(self, trial: Trial) -> Row:
+        point, outcome = self.space.find(trial.values), trial.outcome
+        return {
+            "number": trial.number,
+            "engine": trial.engine,
+            "values": dict(trial.values),
+            "words": trial.key if point is None else self.space.describe(point),
+            "state": "running" if outcome is None else outcome.cause,
+            "step_s": outcome.value if outcome else None,
+            "planned_s": None if point is None else float(self.prior.seconds[point]),
+            "expected_s": trial.note.get("expected_s"),
+            "memory_bytes": outcome.memory_bytes if outcome else None,
+            "loss": outcome.losses[-1] if outcome and outcome.losses else None,
+            "said": outcome.words if outcome else "",
+            "seconds": outcome.seconds if outcome else None,
+            "device": outcome.more.get(DEVICE) if outcome else None,
+        }
+
+    def _best_points(self, posterior: Posterior) -> list[Row]:
+        """Return the points that are expected to be fastest, measured or not."""
+        measured = {trial.key for trial in self.trials}
+        seconds = np.where(posterior.fits >= _LIKELY, posterior.log_seconds, np.inf)
+        return [
+            {
+                "words": self.space.describe(point),
+                "believed_s": float(np.exp(posterior.log_seconds[point])),
+                "spread": float(posterior.spread[point]),
+                "p_fits": float(posterior.fits[point]),
+                "measured": self.space.key(point) in measured,
+            }
+            for point in np.argsort(seconds, kind="stable")[:_SHOWN_POINTS].tolist()
+        ]
+
+    def _measured_importance(self) -> Row | None:
+        pairs = [(self.space.find(trial.values), trial.value) for trial in self.trials if trial.good]
+        good = [(point, value) for point, value in pairs if point is not None]
+        names = [one.name for one in self.space.parameters]
+        codes = self.space.codes[[point for point, _ in good]]
+        return summarize_importance(names, codes, np.log([value for _, value in good]), "logarithm of a step's time")
+
+
+def _summarize_effects(space: LayoutSpace, posterior: Posterior) -> Row | None:
+    """Return what matters for the expected time over all points that are likely to fit; None where that cannot be told."""
+    likely = np.flatnonzero(posterior.fits >= _LIKELY)
+    codes, values = space.codes[likely], posterior.log_seconds[likely]
+    if not can_be_told_apart(codes):
+        return None
+    effects = shapley_effects([one.name for one in space.parameters], codes, values)
+    varying = np.flatnonzero(np.ptp(codes, axis=0) > 0).tolist()
+    parameters = [space.parameters[number] for number in varying]
+    pairs = interactions(
+        [one.name for one in parameters], codes[:, varying], values, [len(one.values) for one in parameters]
+    )
+    labels = {one.name: [str(value) for value in one.values] for one in parameters}
+    return {
+        "points": len(likely),
+        "of": "logarithm of a step's time",
+        "standard_deviation": effects.variance**0.5,
+        "shapley_effects": dict(zip(effects.names, effects.shares.tolist(), strict=True)),
+        "alone": dict(zip(effects.names, effects.alone.tolist(), strict=True)),
+        "interactions": [
+            {
+                "of": list(pair.names),
+                "share": pair.share,
+                "values": [labels[name] for name in pair.names],
+                "mean_s": [[None if np.isnan(cell) else float(np.exp(cell)) for cell in row] for row in pair.means],
+            }
+            for pair in pairs[:_SHOWN_PAIRS]
+        ],
+    }
 
 
 def run_search(
@@ -92,76 +270,63 @@ def run_search(
     most: int,
     seed: int = 0,
     keep: bool = False,
-    tell: Callable[[Trial, Space], None] = lambda trial, space: None,
-) -> Done:
+    tell: Callable[[Trial, LayoutSpace], None] = lambda trial, space: None,
+) -> SearchResult:
     """Search until `most` trials of the study ended, or none is expected to help.
 
-    where: one of WHERE. path: the study's journal. tell: called when a trial begins and when it has ended. Raises
-    ConfigError for what does not go together, StudyError for a file that is no study.
+    where: local, slurm or simulated. path: the study's journal. engine: name of the sampler. keep: whether run directories
+    of trials stay. tell: called when a trial begins and when it has ended. Raises ConfigError for what does not go
+    together, StudyError for a file that is no study, Interrupted when asked to stop.
     """
-    if where not in WHERE:
-        raise ConfigError(f"--where {where} is not known; give one of {', '.join(WHERE)}")
+    if where not in ("local", "slurm", "simulated"):
+        raise ConfigError(f"--where {where} is not known; give one of local, slurm, simulated")
     space, prior = planned_space(planner, task, section)
-    chosen = make_engine(engine, space, prior, seed=seed, stop_gain=section.stop_gain)
-    runner = _runner(where, planner, task, section, space, prior, seed=seed, keep=keep)
-    study = Study(path, STUDY, _about(planner, task, section, where, seed))
-    found = search(
-        study,
+    runner: Runner
+    sampler = make_layout_sampler(engine, space, prior, seed=seed, stop_gain=section.stop_gain)
+    if where == "simulated":
+        assert isinstance(planner.models, CostModels)
+        runner = SimulatedRunner(draw_truth(space, prior, planner.models, task.run, seed), seed)
+    else:
+        launcher = LocalRanks(task.devices) if where == "local" else whole_nodes(planner.machine, task.devices)
+        runner = ProcessRunner(task.run, section, task.devices, launcher, keep)
+    # What trials of one study have in common: others could not be compared with them.
+    about = {
+        "run": digest_run(task.run, section),
+        "devices": task.devices,
+        "cluster": planner.machine.name if where != "local" else "this machine",
+        "device": planner.machine.node.device if where != "local" else local_device_kind(task.run),
+        "where": where,
+        "steps": [section.steps, section.skip],
+    } | ({"seed": seed} if where == "simulated" else {})
+    loop = LayoutSearch(
+        StudyStore(path, STUDY, about),
         space,
-        chosen,
+        sampler,
         runner,
-        engine_name=engine,
+        sampler_name=engine,
         most=most,
         limit_s=section.time_limit_s + _AROUND_S,
         tell=lambda trial: tell(trial, space),
     )
-    belief = Believer(space, prior).after(found.trials)
-    return Done(task, planner.machine, space, prior, found, path, belief, where)
+    stopped = loop.run()
+    return SearchResult(task, planner.machine, space, prior, loop.store.trials(), stopped, path, where)
 
 
-_AROUND_S = 60.0
-"""Seconds of a trial before and after its processes run."""
-
-
-def _runner(
-    where: str, planner: Planner, task: Task, section: Search, space: Space, prior: Prior, *, seed: int, keep: bool
-) -> Runner:
-    if where == "simulated":
-        assert isinstance(planner.models, CostModels)
-        return SimulatedRunner(draw_truth(space, prior, planner.models, task.run, seed), seed)
-    if where == "local":
-        return ProcessRunner(task.run, section, task.devices, LocalLauncher(task.devices), keep=keep)
-    return ProcessRunner(task.run, section, task.devices, whole_nodes(planner.machine, task.devices), keep=keep)
-
-
-def _about(planner: Planner, task: Task, section: Search, where: str, seed: int) -> dict[str, Any]:
-    """What trials of one study have in common: others could not be compared with them."""
-    return {
-        "run": _digest(task.run, section),
-        "devices": task.devices,
-        "cluster": planner.machine.name if where != "local" else "this machine",
-        "device": device_here(task.run) if where == "local" else planner.machine.node.device,
-        "where": where,
-        "steps": [section.steps, section.skip],
-    } | ({"seed": seed} if where == "simulated" else {})
-
-
-def device_here(run: Run) -> str:
-    """What trials on this machine run on, as machine descriptions call it."""
+def local_device_kind(run: Run) -> str:
+    """Return what trials on this machine run on, as machine descriptions call it."""
     return device_kind(device_name(choose_device(run.cluster.device)))
 
 
-def _digest(run: Run, section: Search) -> str:
-    """Of all that the search does not choose and that decides what a step computes, and how fast."""
+def digest_run(run: Run, section: Search) -> str:
+    """Return a digest of all that the search does not choose and that decides what a step computes, and how fast."""
     kept = run.model_dump(mode="json", include={"model", "data", "optimizer", "layout", "training"})
     for name in CHOSEN:
         del kept["layout"][name]
-    kept["training"] = {name: kept["training"][name] for name in _OF_A_STEP}
-    for knob in section.knobs:
-        place, _, field = knob.partition(".")
+    kept["training"] = {name: kept["training"][name] for name in _STEP_FIELDS}
+    for place, fields in _LATER_FIELDS.items():
+        kept[place] = {name: value for name, value in kept[place].items() if fields.get(name, _REQUIRED) != value}
+    # A tunable's value differs from trial to trial by intent.
+    for tunable in section.knobs:
+        place, _, field = tunable.partition(".")
         kept.get(place, {}).pop(field, None)
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
-
-
-_OF_A_STEP = ("seed", "compile", "attention", "loss_chunk_tokens", "z_loss", "deterministic")
-"""Fields of `training` that decide what a step computes, and how fast; trials set the others themselves."""

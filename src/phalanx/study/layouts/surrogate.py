@@ -1,154 +1,157 @@
-"""What is believed of every point once some were measured: the planner's expectation, corrected by what was seen.
+"""The planner's expectation of every point, corrected by trials: a Gaussian process, and the sampler that searches with it.
 
 The logarithm of the measured over the expected time is taken to be normal, and a sum of
 
-- an error of each of a few constants, which shifts a point by the share of its time that the constant governs (matmul rate,
-  exposed collectives, bubble ...): a Bayesian update of the calibration, linear for errors of some percent;
-- a function of the layout, for what the time model lacks: a Gaussian process over logarithms of degrees, in part smooth and
-  in part another value for each combination, as kernels and protocols change abruptly;
-- the effect of each knob's value, which the planner knows nothing of;
+- an error of each of a few constants of the device (matmul rate, exposed collectives, ...), which shifts a point by the
+  share of its time that the constant governs: a Bayesian update of the calibration, linear for errors of some percent;
+- a function of the layout, for what the time model lacks: over logarithms of degrees, in part smooth and in part another
+  value for each combination, as kernels and protocols change abruptly;
+- the effect of each tunable's value, of which the planner knows nothing;
 - an error of the point's own.
 
-How large the parts are is chosen by the marginal likelihood among a few scales. The same is done for memory, where a trial
-that ran out of memory says that more was needed than there is.
+The marginal likelihood chooses how large the parts are. Memory is treated alike; a trial that ran out of memory says that
+more was needed than there is.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from scipy.spatial.distance import cdist
 from scipy.special import log_ndtr, ndtr
+from scipy.stats import truncnorm
+from sklearn.gaussian_process import GaussianProcessRegressor
+from sklearn.gaussian_process.kernels import Hyperparameter, Kernel
 
 from phalanx.planner.rank.models import Floats
 from phalanx.study.layouts.prior import Prior
-from phalanx.study.layouts.space import LAYOUT, Ints, Space
-from phalanx.study.trials.trial import Trial
+from phalanx.study.layouts.space import LAYOUT, LayoutSpace
+from phalanx.study.samplers import Observation, Proposal
 
+_OFFSETS = (0.03, 1.0)
+"""Standard deviation of the error that all points share: small, or anything (the profile is of another device)."""
 _SCALES = (0.5, 0.75, 1.0, 1.5, 2.5)
-"""Sizes of the error, in units of the spread that the planner states."""
-_OWN = (0.05, 0.15, 0.4)
-"""Parts of the squared error that a point has alone."""
+"""Sizes of all other errors, in units of the spread that the planner states."""
 _CONSTANTS = (0.3, 0.7)
 """Of the squared error that points share, the part that is due to constants."""
-_OFFSETS = (0.03, 1.0)
-"""Standard deviation of what is common to all points and no constant explains: little, or all (another device's profile)."""
-_PLAIN = (1.0, 0.1, 0.6, 0.03)
-"""What is taken of these, in the same order, until there are trials enough to tell."""
-_PLAIN_MEMORY = (1.0, 0.2, 0.2, 0.03)
-"""The same of memory, of which less is common to all layouts: a trial that fits promises little for one of another kind."""
-_ABRUPT = 0.5
-"""Of the squared error that layouts alike share, the part that only those with the very same choices do."""
+_OWN = (0.05, 0.15, 0.4)
+"""Parts of the squared error that a point has alone."""
 _ENOUGH = 7
+"""Observations from which on the sizes of the parts are chosen among those above; before, the offset's alone is."""
+_FEW = {"time": (1.0, 0.6, 0.1), "memory": (1.0, 0.2, 0.2)}
+"""Scale, constants' and own part until then. Of memory less is common to all layouts: that one layout fits promises little
+for another kind."""
+_ABRUPT = 0.5
+"""Of the squared error of similar layouts, the part that only those with the very same choices share."""
+_SAME_PLACE = 1e-6
+"""Squared distance below which two places of an area are one."""
 _LEAST_SPREAD = 0.1
 """However well a profile fits the runs it was fitted to: calibrated ones are off by 10% (root mean square) over published
 runs of models that ran in four layouts or more, and a search is about layouts that nobody ran."""
-_SAME_PLACE = 1e-6
-"""Squared distance below which two places are one."""
-_KNOB = 0.05
-"""Standard deviation of a knob's effect on the logarithm of time."""
-_NOISE = 0.01
-"""The same of one trial beside another of the same point."""
-_MEMORY = 0.05
-"""Standard deviation of the logarithm of needed over expected memory; the marginal likelihood scales it."""
-_MEMORY_NOISE = 0.003
+_TUNABLE = 0.05
+"""Standard deviation of a tunable's effect on the logarithm of time."""
+_MEMORY_SPREAD = 0.05
+"""Standard deviation of the logarithm of needed over expected memory."""
+_NOISE = {"time": 0.01, "memory": 0.003}
+"""Standard deviation of the logarithm of one trial's figure over that of another trial of the same point."""
 _AREAS = (
     ("tp", "cp", "context", "microbatch", "recompute"),
     ("pp", "schedule", "stages_per_rank", "microbatch"),
     ("dp_replicate", "zero", "reshard_after_forward"),
 )
-"""Fields on which errors of computing, of pipelines and of data parallelism depend."""
-_NAMED = ("schedule", "context")
-"""Fields without an order."""
+"""Parameters on which errors of computing, of pipelines and of data parallelism depend."""
+_UNORDERED = ("schedule", "context")
+_LEAST_TRIALS = 3
+"""Trials before the search may stop: fewer do not tell how far the planner is off."""
 
 
 @dataclass(frozen=True)
-class Belief:
-    """Arrays of [points]."""
+class Posterior:
+    """What is known of every point after some trials. Arrays of [points]."""
 
     log_seconds: Floats
     """Mean of the logarithm of a step's seconds."""
     spread: Floats
     """Its standard deviation."""
     fits: Floats
-    """Probability of fitting into memory."""
+    """Probability that the point fits into memory."""
 
     def improvement(self, best_s: float) -> Floats:
-        """Expected seconds by which each point, if it fits, would beat `best_s`: expected improvement of Jones et al. 1998,
-        for a time whose logarithm is normal."""
+        """Return the expected seconds by which each point would beat `best_s`, 0 where it does not fit.
+
+        It is the expected improvement of Jones et al., J. Global Optimization 13 (1998), for a log-normal time.
+        """
         distance = (math.log(best_s) - self.log_seconds) / self.spread
-        # Of the log-normal time below best_s: its mean there, times how likely that is.
+        # The mean of the log-normal time where it is below best_s, times the probability of that.
         below = np.exp(self.log_seconds + self.spread**2 / 2 + log_ndtr(distance - self.spread))
         return np.asarray(self.fits * np.maximum(best_s * ndtr(distance) - below, 0.0))
 
-    def expected_seconds(self) -> Floats:
-        """Median of a step's seconds."""
-        return np.asarray(np.exp(self.log_seconds))
-
 
 @dataclass(frozen=True)
-class Believer:
-    """Turns trials into beliefs about one space."""
+class Surrogate:
+    """A model of time and memory at every point of a space, which trials correct."""
 
-    space: Space
+    space: LayoutSpace
     prior: Prior
 
-    def after(self, trials: Sequence[Trial]) -> Belief:
-        """What is believed after these trials; those of points that the space does not have are left out."""
-        found = [(point, trial) for trial in trials if (point := self.space.find(trial.values)) is not None]
-        good = [(point, trial) for point, trial in found if trial.good]
-        times = Errors(self._constants, self._areas, self._knobs, max(self.prior.spread, _LEAST_SPREAD), _NOISE, _PLAIN)
-        points = np.array([point for point, _ in good], np.int64)
-        seen = np.array([math.log(trial.value / self.prior.seconds[point]) for point, trial in good])
-        error, spread = times.given(points, seen)
-        need, uncertain = self._memory(found)
-        margin = (self.prior.margin - need) / uncertain
-        return Belief(np.log(self.prior.seconds) + error, spread, np.asarray(ndtr(margin)))
+    def posterior(self, history: Sequence[Observation]) -> Posterior:
+        """Return what is known after these observations; those of points that the space does not have are left out."""
+        found = [(point, one) for one in history if (point := self.space.find(one.values)) is not None]
+        good = [(point, one.score) for point, one in found if one.score is not None]
+        shifts = [math.log(score / self.prior.seconds[point]) for point, score in good]
+        error, spread = self._errors("time").posterior([point for point, _ in good], shifts)
+        need, uncertain = self._memory_need(found)
+        return Posterior(
+            np.log(self.prior.seconds) + error, spread, np.asarray(ndtr((self.prior.margin - need) / uncertain))
+        )
 
-    def _memory(self, found: Sequence[tuple[int, Trial]]) -> tuple[Floats, Floats]:
-        """(mean, standard deviation) of the logarithm of needed over expected memory, [points]."""
-        common = np.ones((len(self.space), 1))
-        errors = Errors(common, self._areas, self._knobs, _MEMORY, _MEMORY_NOISE, _PLAIN_MEMORY)
+    def _memory_need(self, found: Sequence[tuple[int, Observation]]) -> tuple[Floats, Floats]:
+        """Return (mean, standard deviation) of the logarithm of needed over expected memory, [points]."""
+        errors = self._errors("memory")
         known = [
-            (point, math.log(trial.outcome.memory_bytes / self.prior.peak[point]))
-            for point, trial in found
-            if trial.outcome is not None and trial.good and trial.outcome.memory_bytes
+            (point, math.log(one.memory_bytes / self.prior.peak[point]))
+            for point, one in found
+            if one.score is not None and one.memory_bytes
         ]
-        points = np.array([point for point, _ in known], np.int64)
-        values = np.array([value for _, value in known])
-        need, spread = errors.given(points, values)
-        # A trial that ran out of memory needed more than there is: what is believed, cut off there, as one more figure.
-        for point, trial in found:
-            if trial.outcome is None or trial.outcome.cause != "out_of_memory":
-                continue
-            mean, variance = above(float(need[point]), float(spread[point]), float(self.prior.margin[point]))
-            points, values = np.append(points, point), np.append(values, mean)
-            errors = errors.with_noise(len(points) - 1, variance)
-            need, spread = errors.given(points, values)
+        points, values = [point for point, _ in known], [value for _, value in known]
+        noise = [errors.noise**2] * len(points)
+        need, spread = errors.posterior(points, values, noise)
+        for point in (point for point, one in found if one.cause == "out_of_memory" and one.score is None):
+            # The trial needed more than there is: an observation that leaves the normal distribution cut off there.
+            value, variance = censored_observation(
+                float(need[point]), float(spread[point]), float(self.prior.margin[point])
+            )
+            points, values, noise = [*points, point], [*values, value], [*noise, variance]
+            need, spread = errors.posterior(points, values, noise)
         return need, spread
 
-    @cached_property
-    def _constants(self) -> Floats:
-        """Sensitivities scaled to a variance of 1, the mean over all points."""
-        found = self.prior.sensitivity
-        size = math.sqrt(float((found**2).sum(axis=1).mean()))
-        return np.asarray(found / size) if size else found
+    def _errors(self, figure: str) -> ErrorProcess:
+        # No constant of the profile governs memory: what is common to all layouts takes the constants' place.
+        if figure == "memory":
+            common = np.ones((len(self.space), 1))
+            return ErrorProcess(common, self._areas, self._tunables, _MEMORY_SPREAD, _NOISE[figure], _FEW[figure])
+        # Scaled to a variance of 1, the mean over all points.
+        size = math.sqrt(float((self.prior.sensitivity**2).sum(axis=1).mean()))
+        spread = max(self.prior.spread, _LEAST_SPREAD)
+        constants = self.prior.sensitivity / (size or 1.0)
+        return ErrorProcess(constants, self._areas, self._tunables, spread, _NOISE[figure], _FEW[figure])
 
     @cached_property
     def _areas(self) -> list[Floats]:
-        """Where layouts lie in each area, [points, dims]: those 1 apart have errors of their own in good part."""
+        """Coordinates of the points in each area, [points, dims]: a distance of 1 is where errors begin to differ."""
         codes = {one.name: self.space.codes[:, number] for number, one in enumerate(self.space.parameters)}
         values = {one.name: one.values for one in self.space.parameters}
         areas = []
         for names in _AREAS:
-            columns: list[Any] = [np.zeros(len(self.space))]
+            columns: list[Any] = []
             for name in names:
-                if name in _NAMED:
+                if name in _UNORDERED:
                     columns += [math.sqrt(0.5) * (codes[name] == code) for code in range(len(values[name]))]
                 elif name == "recompute":
                     columns.append(codes[name])
@@ -158,101 +161,179 @@ class Believer:
         return areas
 
     @cached_property
-    def _knobs(self) -> Floats:
-        """[points, values]: 1 where a knob has a value that is not what the planner took it to be."""
+    def _tunables(self) -> Floats:
+        """[points, values]: 1 where a tunable has a value other than its first, which is what the planner takes it to be."""
         columns = [np.zeros(len(self.space))]
         for number, one in enumerate(self.space.parameters):
             if one.name not in LAYOUT:
-                columns += [
-                    (self.space.codes[:, number] == code).astype(np.float64) for code in range(1, len(one.values))
-                ]
-        return np.stack(columns, axis=1)
+                columns += [self.space.codes[:, number] == code for code in range(1, len(one.values))]
+        return np.stack(columns, axis=1).astype(np.float64)
+
+
+class ErrorKernel(Kernel):
+    """The covariance of errors at two points: the sum of the parts that the head of this file names.
+
+    scikit-learn's own kernels, joined by operators, give the same covariance in ten times the time.
+    """
+
+    def __init__(self, variances: Floats, blocks: Sequence[slice]) -> None:
+        """variances: of the offset, the constants, the areas and the points' own errors.
+
+        blocks: columns of the features: constants, each area, tunables, number of the point.
+        """
+        self.variances, self.blocks = variances, blocks
+
+    @property
+    def hyperparameter_variances(self) -> Hyperparameter:
+        """What scikit-learn may vary; it finds hyperparameters by this prefix."""
+        return Hyperparameter("variances", "numeric", (1e-8, 1e4), len(self.variances))
+
+    def __call__(self, X: Floats, Y: Floats | None = None, eval_gradient: bool = False) -> Floats:
+        """Return the covariance of rows of X with rows of Y, by default of X."""
+        assert not eval_gradient
+        constants, *areas, tunables, number = [(X[:, b], (X if Y is None else Y)[:, b]) for b in self.blocks]
+        similar = np.zeros((len(X), len(X if Y is None else Y)))
+        for left, right in areas:
+            squares = cdist(left, right, "sqeuclidean")
+            # Degrees that differ are much farther apart.
+            same = squares < _SAME_PLACE
+            similar += ((1 - _ABRUPT) * np.exp(-0.5 * squares) + _ABRUPT * same) / len(areas)
+        offset, linear, smooth, own = self.variances
+        total = offset + linear * _inner_products(*constants) + smooth * similar
+        return np.asarray(total + own * (number[0] == number[1].T) + _TUNABLE**2 * _inner_products(*tunables))
+
+    def diag(self, X: Floats) -> Floats:
+        """Return the variance at each row."""
+        constants, tunables = X[:, self.blocks[0]], X[:, self.blocks[-2]]
+        offset, linear, smooth, own = self.variances
+        squares = linear * (constants**2).sum(axis=1) + _TUNABLE**2 * (tunables**2).sum(axis=1)
+        return np.asarray(offset + smooth + own + squares)
+
+    def is_stationary(self) -> bool:
+        """Return that the covariance does not depend on differences alone."""
+        return False
+
+
+def _inner_products(left: Floats, right: Floats) -> Floats:
+    return np.asarray(left @ right.T)
 
 
 @dataclass(frozen=True)
-class Errors:
-    """A Gaussian process over points: the sum of the parts that the head of this file names."""
+class ErrorProcess:
+    """A Gaussian process over all points of a space: the sum of the parts that the head of this file names."""
 
     constants: Floats
     """[points, constants]: linear."""
     areas: list[Floats]
-    """Places in each area: smooth, and one value for each place."""
-    knobs: Floats
+    """Coordinates in each area, each [points, dims]."""
+    tunables: Floats
     """[points, values]: linear, of fixed size."""
     spread: float
+    """Standard deviation of the error."""
     noise: float
-    plain: tuple[float, float, float, float]
-    """Sizes of the parts until there are trials enough to tell, as `_sum` takes them."""
-    further_noise: tuple[tuple[int, float], ...] = ()
-    """(position of an observation, its variance) where that is not `noise`."""
+    """Standard deviation of an observation."""
+    few: tuple[float, float, float]
+    """Scale, constants' and own part while observations are too few to choose them."""
 
-    def with_noise(self, position: int, variance: float) -> Errors:
-        """With another variance of one observation."""
-        return replace(self, further_noise=(*self.further_noise, (position, variance)))
+    def posterior(
+        self, points: Sequence[int], values: Sequence[float], noise: Sequence[float] | None = None
+    ) -> tuple[Floats, Floats]:
+        """Return (mean, standard deviation) at all points after `values` were seen at `points`.
 
-    def given(self, points: Ints, values: Floats) -> tuple[Floats, Floats]:
-        """(mean, standard deviation) at all points after `values` were seen at `points`."""
-        if not len(points):
-            return np.zeros(len(self.constants)), np.sqrt(self._variance(self.plain))
-        noise = np.full(len(points), self.noise**2)
-        for position, variance in self.further_noise:
-            noise[position] = variance
-        linear = self.constants @ self.constants[points].T
-        alike = sum((_alike(area, area[points]) for area in self.areas), np.zeros(linear.shape)) / len(self.areas)
-        knobs = self.knobs @ self.knobs[points].T
-        same = (np.arange(len(linear))[:, None] == points[None, :]).astype(np.float64)
-        parts = (linear, alike, knobs, same)
-        seen = tuple(part[points] for part in parts)
-        best, fitted = -math.inf, self.plain
-        few = [(*self.plain[:3], offset) for offset in _OFFSETS]
-        for chosen in itertools.product(_SCALES, _OWN, _CONSTANTS, _OFFSETS) if len(points) >= _ENOUGH else few:
-            likelihood = _likelihood(self._sum(seen, chosen) + np.diag(noise), values)
-            # Large sizes explain anything: they have to explain much better.
-            likelihood -= 0.5 * math.log(chosen[0]) ** 2 + (2.0 if chosen[3] > _OFFSETS[0] else 0.0)
-            if likelihood > best:
-                best, fitted = likelihood, chosen
-        across = self._sum(parts, fitted)
-        inverse = np.linalg.inv(self._sum(seen, fitted) + np.diag(noise))
-        weights = across @ inverse
-        variance = self._variance(fitted) - np.einsum("nm,nm->n", weights, across)
-        return np.asarray(weights @ values), np.sqrt(np.maximum(variance, 1e-8))
+        noise: variance of each observation; by default that of a trial.
+        """
+        alpha = np.asarray(noise if noise else [self.noise**2] * max(len(points), 1))
+        choose = self._choose_sizes(len(points))
+        ends = [0, *itertools.accumulate(part.shape[1] for part in self._parts)]
+        blocks = [slice(first, last) for first, last in itertools.pairwise(ends)]
+        kernel = ErrorKernel(self._variances(_OFFSETS[0], *self.few), blocks)
+        process = GaussianProcessRegressor(kernel, alpha=alpha, optimizer=choose)
+        features = np.concatenate(self._parts, axis=1)
+        if len(points):
+            process.fit(features[list(points)], np.asarray(values))
+        # Unfitted it predicts its prior.
+        mean, deviation = process.predict(features, return_std=True)
+        return mean, np.maximum(deviation, 1e-4)
 
-    def _sum(self, parts: tuple[Floats, ...], chosen: tuple[float, ...]) -> Floats:
-        """Covariance of [constants, areas, knobs, same point] parts."""
-        scale, own, constants, offset = chosen
+    def _choose_sizes(self, count: int) -> Callable[..., tuple[Floats, float]]:
+        """Return the optimizer of the parts' sizes: scikit-learn's interface, over a few combinations."""
+        shapes = itertools.product(_SCALES, _CONSTANTS, _OWN) if count >= _ENOUGH else [self.few]
+        candidates = [(offset, *shape) for shape in shapes for offset in _OFFSETS]
+
+        def optimize(objective: Callable[..., float], initial: Floats, bounds: Floats) -> tuple[Floats, float]:
+            scored = []
+            for candidate in candidates:
+                theta = np.log(self._variances(*candidate))
+                offset, scale, *_ = candidate
+                # Large sizes explain anything: they have to explain much better.
+                penalty = 0.5 * math.log(scale) ** 2 + (2.0 if offset > _OFFSETS[0] else 0.0)
+                scored.append((objective(theta, eval_gradient=False) + penalty, tuple(theta)))
+            least, best = min(scored)
+            return np.array(best), least
+
+        return optimize
+
+    def _variances(self, offset: float, scale: float, constants: float, own: float) -> Floats:
+        """Return the variances of the offset, the constants, the areas and the points' own errors."""
         size = (scale * self.spread) ** 2
-        linear, alike, knobs, same = parts
         shared = size * (1 - own)
-        total = shared * (constants * linear + (1 - constants) * alike) + _KNOB**2 * knobs + own * size * same
-        return np.asarray(total + offset**2)
+        return np.array([offset**2, shared * constants, shared * (1 - constants), own * size])
 
-    def _variance(self, chosen: tuple[float, ...]) -> Floats:
-        ones = np.ones(len(self.constants))
-        linear, knobs = (self.constants**2).sum(axis=1), (self.knobs**2).sum(axis=1)
-        return self._sum((linear, ones, knobs, ones), chosen)
-
-
-def _alike(left: Floats, right: Floats) -> Floats:
-    """Correlation of errors at places of an area, [left, right]: 1 at one place, and falling off from less beside it."""
-    squares = (left**2).sum(axis=1)[:, None] + (right**2).sum(axis=1)[None, :] - 2 * left @ right.T
-    # Degrees that differ are 0.003 apart at the least; rounding leaves much less of those that do not.
-    return np.asarray((1 - _ABRUPT) * np.exp(-0.5 * np.maximum(squares, 0.0)) + _ABRUPT * (squares < _SAME_PLACE))
+    @cached_property
+    def _parts(self) -> list[Floats]:
+        number = np.arange(len(self.constants), dtype=np.float64)[:, None]
+        return [self.constants, *self.areas, self.tunables, number]
 
 
-def _likelihood(covariance: Floats, values: Floats) -> float:
-    factor = np.linalg.cholesky(covariance)
-    white = np.linalg.solve(factor, values)
-    return float(-0.5 * white @ white - np.log(np.diag(factor)).sum())
+def censored_observation(mean: float, spread: float, least: float) -> tuple[float, float]:
+    """Return (value, variance) of an observation that says that a normal figure is above `least`.
 
-
-def above(mean: float, spread: float, least: float) -> tuple[float, float]:
-    """(value, variance) of a figure that, seen with that noise, leaves what a normal distribution is above `least`."""
-    distance = (least - mean) / spread
-    hazard = math.exp(-0.5 * distance**2 - 0.5 * math.log(2 * math.pi) - float(log_ndtr(-distance)))
-    cut_mean = mean + spread * hazard
-    cut_variance = max(spread**2 * (1 + distance * hazard - hazard**2), 1e-8)
+    Seen with that variance it leaves the mean and variance of the normal distribution cut off at `least`.
+    """
+    cut = truncnorm((least - mean) / spread, np.inf, loc=mean, scale=spread)
+    cut_mean, cut_variance = float(cut.mean()), max(float(cut.var()), 1e-8)
+    # A product of normal densities adds precisions: what is missing to the cut distribution is the observation's.
     precision = 1 / cut_variance - 1 / spread**2
     if precision <= 1e-6:
         return cut_mean, 1e6
-    variance = 1 / precision
-    return variance * (cut_mean / cut_variance - mean / spread**2), variance
+    return (cut_mean / cut_variance - mean / spread**2) / precision, 1 / precision
+
+
+@dataclass(frozen=True)
+class PlannerSampler:
+    """Proposes the point of largest expected improvement by the planner's expectation, corrected by what was measured.
+
+    The first trial is the point of least expected time, weighed with the probability that it fits.
+    """
+
+    space: LayoutSpace
+    prior: Prior
+    stop_gain: float = 0.0
+    """Expected improvement, as a share of the best time, below which nothing is proposed any more."""
+
+    def propose(self, history: Sequence[Observation], taken: set[str]) -> Proposal | None:
+        """Return the point of largest expected improvement over the best trial; None where no gain is left."""
+        free = self.space.free_points(taken)
+        if not free.any():
+            return None
+        posterior = Surrogate(self.space, self.prior).posterior(history)
+        # Observed and not expected times: the surrogate is surest where it was measured.
+        best = min((one.score for one in history if one.score is not None), default=None)
+        gain = None
+        if best is None:
+            # A first trial that fails says little: a risk of a tenth has to be worth a tenth of the time.
+            risk = np.log(np.maximum(posterior.fits, 1e-12))
+            point = int(np.argmin(np.where(free, posterior.log_seconds - risk, np.inf)))
+        else:
+            gains = np.where(free, posterior.improvement(best), -1.0)
+            point = int(np.argmax(gains))
+            gain = float(gains[point]) / best
+            if gain < self.stop_gain and len(history) >= _LEAST_TRIALS:
+                return None
+        note = {
+            "expected_s": float(np.exp(posterior.log_seconds[point])),
+            "spread": float(posterior.spread[point]),
+            "p_fits": float(posterior.fits[point]),
+            "expected_gain": gain,
+        }
+        return Proposal(self.space.values(point), note)

@@ -27,6 +27,7 @@ PYTHON_STDLIB = "python-stdlib"
 """Input that stands for the source text of the running interpreter's standard library."""
 KINDS = (".txt", ".jsonl", ".parquet", ".py")
 COMPRESSIONS = (".gz", ".zst")
+_KNOWN_ENDINGS = f"{', '.join(KINDS)}, each also with {' or '.join(COMPRESSIONS)}"
 MAX_DOCUMENT_BYTES = 2**24
 """Most bytes of a document, and of a line that holds one, unless more is asked for. Tokenizing one takes 170 times that."""
 _PACKED_PARQUET_BYTES = 2**30
@@ -34,6 +35,10 @@ _PACKED_PARQUET_BYTES = 2**30
 _BATCH_BYTES = 2**28
 """Of rows of a .parquet file that are unpacked at a time."""
 _BATCH_ROWS = 1024
+_ZSTANDARD_BYTES = 2**10
+"""Compressed bytes that are unpacked at a time: blocks of 4 bytes stand for up to 128 KiB each, so 32 MiB at most."""
+_BYTE_ORDER_MARK = "\ufeff"
+"""Some editors begin a file with it; it is no part of the text."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +62,23 @@ def find_files(inputs: Sequence[str]) -> list[InputFile]:
     Raises DataError for an input that does not exist, has an unknown ending, or is a folder without text.
     """
     files: list[InputFile] = []
-    # Sorted within each folder: the order of documents, and so of samples, never changes.
     for given in inputs:
-        found = _standard_library() if given == PYTHON_STDLIB else _find_below(Path(given))
+        path = Path(given)
+        # Sorted within each folder: the order of documents, and so of samples, never changes.
+        if given == PYTHON_STDLIB:
+            found = _standard_library()
+        elif path.is_dir():
+            below = (_classify_file(p, p.relative_to(path).as_posix()) for p in sorted(path.rglob("*")) if p.is_file())
+            found = [file for file in below if file is not None]
+        elif path.is_file():
+            file = _classify_file(path, path.name)
+            if file is None:
+                raise DataError(_describe_ending(path))
+            found = [file]
+        else:
+            raise DataError(f"{path} does not exist; give files, folders, or {PYTHON_STDLIB}")
         if not found:
-            raise DataError(f"{given}: no text files found; known endings: {_known_endings()}")
+            raise DataError(f"{given}: no text files found; known endings: {_KNOWN_ENDINGS}")
         files += found
     return files
 
@@ -93,21 +110,12 @@ def read_documents(file: InputFile, text_field: str, max_bytes: int = MAX_DOCUME
     return (text for text in read_texts(file, text_field, max_bytes) if text)
 
 
-def _find_below(path: Path) -> list[InputFile]:
-    if path.is_file():
-        file = _classify_file(path, path.name)
-        if file is None:
-            ending = "".join(path.suffixes[-2:] if path.suffix in COMPRESSIONS else path.suffixes[-1:])
-            near = get_close_matches(
-                ending, [kind + packed for kind in KINDS for packed in ("", *COMPRESSIONS)], 1, 0.5
-            )
-            hint = f"; nearest: {near[0]}" if near else ""
-            raise DataError(f"{path}: unknown ending {ending or '(none)'}; known endings: {_known_endings()}{hint}")
-        return [file]
-    if not path.is_dir():
-        raise DataError(f"{path} does not exist; give files, folders, or {PYTHON_STDLIB}")
-    found = (_classify_file(p, p.relative_to(path).as_posix()) for p in sorted(path.rglob("*")) if p.is_file())
-    return [file for file in found if file is not None]
+def _describe_ending(path: Path) -> str:
+    """Say that the ending of `path` is not known, and the known one nearest to it."""
+    ending = "".join(path.suffixes[-2:] if path.suffix in COMPRESSIONS else path.suffixes[-1:])
+    near = get_close_matches(ending, [kind + packed for kind in KINDS for packed in ("", *COMPRESSIONS)], 1, 0.5)
+    hint = f"; nearest: {near[0]}" if near else ""
+    return f"{path}: unknown ending {ending or '(none)'}; known endings: {_KNOWN_ENDINGS}{hint}"
 
 
 def _standard_library() -> list[InputFile]:
@@ -125,10 +133,6 @@ def _classify_file(path: Path, name: str) -> InputFile | None:
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
     kind = suffixes[-1] if suffixes else ""
     return InputFile(path, name, kind, compression, path.stat().st_size) if kind in KINDS else None
-
-
-def _known_endings() -> str:
-    return f"{', '.join(KINDS)}, each also with {' or '.join(COMPRESSIONS)}"
 
 
 def sample_hash(file: InputFile) -> str:
@@ -167,10 +171,6 @@ def _open_unpacked(file: InputFile) -> IO[bytes]:
         package = _import_extra("zstandard", file)
         return io.BufferedReader(_ZstandardFile(file.path.open("rb"), package))
     return file.path.open("rb")
-
-
-_ZSTANDARD_BYTES = 2**10
-"""Compressed bytes that are unpacked at a time: blocks of 4 bytes stand for up to 128 KiB each, so 32 MiB at most."""
 
 
 class _ZstandardFile(io.RawIOBase):
@@ -214,14 +214,11 @@ class _ZstandardFile(io.RawIOBase):
             plain: bytes = self._frame.decompress(compressed)
         except self._package.ZstdError as error:
             raise OSError(str(error)) from error
+        # A file may hold several frames: what follows one begins the next.
         self._rest = self._frame.unused_data if self._frame.eof else b""
         if self._frame.eof:
             self._frame = None
         return plain
-
-
-_BYTE_ORDER_MARK = "\ufeff"
-"""Some editors begin a file with it; it is no part of the text."""
 
 
 def _read_text(file: InputFile, _text_field: str, max_bytes: int) -> Iterator[str]:
@@ -306,7 +303,17 @@ def _read_parquet(file: InputFile, text_field: str, max_bytes: int) -> Iterator[
     parquet = _import_extra("pyarrow.parquet", file)
     # pyarrow's own errors are ValueErrors or OSErrors where a file is damaged.
     with _explain_damage(file), _open_unpacked(file) as stream:
-        table = parquet.ParquetFile(stream if not file.compression else _unpack_parquet(file, stream))
+        unpacked = stream
+        if file.compression:
+            # Read at random places, which a compressed stream has not: all of it is held.
+            content = stream.read(_PACKED_PARQUET_BYTES + 1)
+            if len(content) > _PACKED_PARQUET_BYTES:
+                raise DataError(
+                    f"{file.path}: unpacks to more than {_PACKED_PARQUET_BYTES:,} bytes, and all of a .parquet file is "
+                    f"held that is compressed as a whole; unpack it first"
+                )
+            unpacked = io.BytesIO(content)
+        table = parquet.ParquetFile(unpacked)
         schema = table.schema_arrow
         if text_field not in schema.names:
             raise DataError(
@@ -326,20 +333,11 @@ def _read_parquet(file: InputFile, text_field: str, max_bytes: int) -> Iterator[
                     raise DataError(
                         f"{file.path}: column {text_field!r} holds {kind}, not text; name one with --text-field"
                     )
+                # A character has at most 4 bytes, so most texts need not be encoded to be measured.
                 elif len(text) * 4 > max_bytes and len(text.encode()) > max_bytes:
                     raise _too_long(f"{file.path}, row {row}: a document", max_bytes)
                 else:
                     yield text
-
-
-def _unpack_parquet(file: InputFile, stream: IO[bytes]) -> IO[bytes]:
-    content = stream.read(_PACKED_PARQUET_BYTES + 1)
-    if len(content) > _PACKED_PARQUET_BYTES:
-        raise DataError(
-            f"{file.path}: unpacks to more than {_PACKED_PARQUET_BYTES:,} bytes, and all of a .parquet file is held that is "
-            f"compressed as a whole; unpack it first"
-        )
-    return io.BytesIO(content)
 
 
 def _rows_at_a_time(file: InputFile, metadata: Any, text_field: str, max_bytes: int) -> int:

@@ -225,6 +225,7 @@ class _Shard:
             raise DataError(f"{path}: {size} bytes found, {table_end} expected for the offsets of {samples} samples")
         table = self._bytes(0, table_end)
         count, *_ = np.frombuffer(table, "<u4", 1)
+        # Twice written, in the index and in the shard: where they differ one of the two belongs to other data.
         if count != samples:
             raise DataError(f"{path}: says it holds {count} samples, {INDEX} says {samples}; one of the two is altered")
         self._offsets = np.frombuffer(table, "<u4", samples + 1, 4)
@@ -277,6 +278,7 @@ def _check_size(folder: Path, record: _ShardRecord) -> Path:
         packed = record.zip_data
         if packed is None or not (folder / packed.basename).exists():
             raise DataError(f"{path}: {error.strerror}; {INDEX} lists it with {record.raw_data.bytes} bytes") from error
+        # A sample at a random place would need its whole shard decompressed.
         method = (record.compression or "unknown").partition(":")[0]
         how = f": {_UNPACKERS[method]}" if method in _UNPACKERS else ""
         raise DataError(

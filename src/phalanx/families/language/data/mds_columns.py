@@ -143,6 +143,7 @@ class TokenColumn:
 
         Takes them from the offsets alone unless other columns vary in size too; then from the head of each sample.
         """
+        # The cheapest source that suffices: a fixed size, the table of offsets, or the head of every sample.
         own = self.sizes[self.index]
         if own is not None:
             sizes = np.full(len(offsets) - 1, own, dtype=np.int64)

@@ -68,6 +68,7 @@ class MegatronSource(TokenSource):
         self._stream = SegmentedStream([self._ids])
         digest = hashlib.sha256(self._index.content.data)
         size = len(self._ids) * self._index.dtype.itemsize
+        # Spread over the file: hashing all of a terabyte would take longer than opening may.
         for start in np.linspace(0, max(0, size - _PROBE_BYTES), _PROBES, dtype=np.int64).tolist():
             digest.update(self._ids.read_bytes(start, min(size, start + _PROBE_BYTES)))
         self.fingerprint = digest.hexdigest()
@@ -134,6 +135,7 @@ class _Index:
         # Mapped: an index of a large data set has gigabytes, which need not stay in memory.
         content = np.memmap(path, np.uint8, mode="r")
         magic, version, code, sequences, documents = _HEADER.unpack(content[: _HEADER.size].tobytes())
+        # Each field is checked before the next is trusted: a wrong count would map beyond the end of the file.
         if magic != _MAGIC:
             raise DataError(f"{path}: begins with {magic!r}, {_MAGIC!r} expected; this is no Megatron index")
         if version != _VERSION:

@@ -1,4 +1,7 @@
-"""Opening a body of tokens whatever its format: told apart by what lies at the path, never by a setting."""
+"""Opening the data of a run: whatever the format, and all of it prepared with one tokenizer.
+
+The format is told apart by what lies at the path, never by a setting.
+"""
 
 from __future__ import annotations
 

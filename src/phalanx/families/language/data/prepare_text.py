@@ -206,6 +206,7 @@ class _Job:
                 writer.add(tokens, int(piece.text_bytes[index]))
             self.progress("writing shards", number, len(pieces))
         splits = {split: writer.close() for split, writer in writers.items()}
+        # Few documents, or all of them alike, may fall into one split by chance.
         if not splits["train"].tokens:
             raise DataError(
                 "every document fell into the validation split; lower --validation-fraction (0 holds out none)"

@@ -125,6 +125,7 @@ _worker: tuple[Tokenizer, Settings] | None = None
 
 
 def _start_worker(settings: Settings, leash: Connection) -> None:
+    # A worker process serves many pieces and parses the tokenizer once.
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(leash,), daemon=True).start()
@@ -154,5 +155,6 @@ def _tokenize_piece(texts: list[str], path: Path) -> None:
         tokens=np.concatenate([np.array([*e.ids, end], dtype=np.uint32) for e in encoded]),
         lengths=np.array([len(e.ids) + 1 for e in encoded], dtype=np.int64),
         text_bytes=np.array([len(text.encode()) for text in texts], dtype=np.int64),
+        # By the text alone: the same document is held out wherever it stands, and duplicates stay on one side.
         held_out=np.array([text_share(text) < fraction for text in texts], dtype=np.bool_),
     ).save(path)

@@ -79,6 +79,7 @@ def convert_weights(
     Raises ConfigError for a model that no Hugging Face architecture can express and for a `target` in use,
     CheckpointError for a `source` that cannot be read.
     """
+    # Asked before anything is read, and again as the folder is made.
     refuse_used(target)
     with open_weights(source) as weights:
         form: Form = to or ("huggingface" if weights.kind == "phalanx" else "phalanx")
@@ -123,6 +124,7 @@ def _write_checkpoint(
     """Write a folder that `training.init_from`, `generate` and `evaluate` take: checkpoints/, tokenizer/ and model.yaml."""
     with new_folder(target) as folder:
         scratch = folder / ".weights"
+        # A checkpoint is written by one call that takes all tensors, which may be more than fits into memory.
         tensors = _in_scratch_file(scratch, weights, dtype, progress)
         state = imported_state(weights.model, files.special, weights.where)
         with CheckpointStore(folder / "checkpoints", keep_last=1) as store:

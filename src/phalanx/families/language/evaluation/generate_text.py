@@ -59,6 +59,7 @@ def generate_text(
     prompt_ids = loaded.tokenizer.encode_prompt(prompt)
     # A default that asks for more than the model's positions would fail for long prompts.
     room = loaded.model.config.max_positions - len(prompt_ids)
+    # Numbered seeds: continuation i is the same however many are asked for.
     seeds = [seed + index for index in range(count)]
     streams = [TextStream(loaded.tokenizer, prompt_ids) for _ in seeds]
     texts = [""] * count

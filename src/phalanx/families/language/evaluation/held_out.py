@@ -1,4 +1,8 @@
-"""Scoring a loaded model on prepared data: which data, cut into which samples, and how many bytes its tokens stand for."""
+"""Held-out loss of a model on a split, every token once; the trainer uses it as `phalanx evaluate` does.
+
+A split is one stream of tokens. Samples cut it without overlap, so each token but the first is a target exactly once; the
+last sample may be shorter, and is filled up with positions that do not count.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,10 @@ from phalanx.nn.cross_entropy import IGNORED, LossSum
 
 DEFAULT_LENGTH = 2048
 """Tokens a sample for a model without a run, unless it has fewer positions."""
+_BATCH_TOKENS = 16384
+"""Tokens computed at a time where the caller does not say how many samples."""
+Score = Callable[[TokenBatch], Tensor]
+"""Gives this rank's part of the summed loss of a batch (nats, 0-dim)."""
 
 
 @dataclass(frozen=True)
@@ -131,14 +139,11 @@ def _byte_counts(loaded: LoadedModel, source: TokenSource) -> torch.Tensor | Non
         return None if ours is None else ours.byte_counts(loaded.model.config.vocab_size)
     theirs = TextTokenizer.from_file(source.tokenizer, source.end_of_document)
     if ours is not None and ours.vocabulary != theirs.vocabulary:
+        # Ids that mean other text would give a loss that looks like a bad model.
         raise DataError(
             f"{source.path} was prepared with another tokenizer than that of {loaded.where}; prepare the text again with it"
         )
     return theirs.byte_counts(loaded.model.config.vocab_size)
-
-
-_BATCH_TOKENS = 16384
-"""Tokens computed at a time where the caller does not say how many samples."""
 
 
 @dataclass(frozen=True)
@@ -188,10 +193,6 @@ class HeldOut:
     def __str__(self) -> str:
         bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits/byte"
         return f"held-out loss {self.loss:.4f} (perplexity {self.perplexity:.2f}{bits}, {self.tokens:,} tokens)"
-
-
-Score = Callable[[TokenBatch], Tensor]
-"""Gives this rank's part of the summed loss of a batch (nats, 0-dim)."""
 
 
 @dataclass(frozen=True)
@@ -321,23 +322,23 @@ def _read_samples(
     source: TokenSource, numbers: Sequence[int], length: int, size: int, document_mask: bool
 ) -> tuple[TokenBatch, int]:
     """Read samples as int64 [size, length], whose shape never changes, so nothing recompiles; also return the largest id."""
-    tokens = np.zeros((size, length), dtype=np.int64)
-    targets = np.full((size, length), IGNORED, dtype=np.int64)
-    documents = np.zeros((size, length), dtype=np.int32)
+    tokens_BS = np.zeros((size, length), dtype=np.int64)
+    targets_BS = np.full((size, length), IGNORED, dtype=np.int64)
+    documents_BS = np.zeros((size, length), dtype=np.int32)
     highest = 0
     for row, number in enumerate(numbers):
         start = number * length
         width = min(length, source.tokens - 1 - start)
         read = source.read(np.array([start]), width + 1)[0]
-        tokens[row, :width], targets[row, :width] = read[:-1], read[1:]
+        tokens_BS[row, :width], targets_BS[row, :width] = read[:-1], read[1:]
         highest = max(highest, int(read.max()))
         # Counted from the sample's first, as in training.
         if document_mask:
             ids = source.document_of(np.arange(start, start + width))
-            documents[row, :width] = ids - ids[0]
-    kept = torch.from_numpy(documents) if document_mask else None
+            documents_BS[row, :width] = ids - ids[0]
+    kept = torch.from_numpy(documents_BS) if document_mask else None
     indices = torch.zeros(size, dtype=torch.int64)
-    return TokenBatch(torch.from_numpy(tokens), torch.from_numpy(targets), kept, indices), highest
+    return TokenBatch(torch.from_numpy(tokens_BS), torch.from_numpy(targets_BS), kept, indices), highest
 
 
 def _check_vocabulary(source: TokenSource, tokens: int, rows: int) -> None:

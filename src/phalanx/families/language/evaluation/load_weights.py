@@ -1,6 +1,7 @@
-"""The weights of a model, wherever they lie: a run directory, one checkpoint of it, or a Hugging Face folder.
+"""The weights of a model and its tokenizer, wherever they lie: a run directory, one checkpoint of it, or Hugging Face's.
 
-Opening reads what the model is; tensors come one at a time, by the decoder's own names, whole and on the CPU.
+Opening reads what the model is; tensors come one at a time, by the decoder's own names, whole and on the CPU. A tokenizer
+is found beside the weights, or with the data that they were trained on.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ PREFIX = "model."
 """What the names of a checkpoint's model tensors begin with."""
 _VERBS = {"weather": "`phalanx forecast` scores it", "materials": "`phalanx errors` scores it"}
 """What does for other families what `phalanx evaluate` does for text."""
+_CHUNK_LOGITS = 2**24
+"""Logits that the loss holds at once, unless a single chunk of 128 tokens has more."""
 
 
 class Weights(ABC):
@@ -139,7 +142,11 @@ class PhalanxWeights(Weights):
         stored = {r.name.removeprefix(PREFIX): r for r in records if r.name.startswith(PREFIX)}
         self._formats = {name: record.torch_dtype for name, record in stored.items()}
         self._check_shapes({name: tuple(record.shape) for name, record in stored.items()})
-        self.tokenizer = TokenizerFiles.read(_run_root(newest.path) / TOKENIZER_FOLDER, _special_tokens(state))
+        stored_tokens = state.get("special_tokens")
+        special = SpecialTokens.from_config(stored_tokens) if isinstance(stored_tokens, dict) else SpecialTokens()
+        # The run's folder holds checkpoints/; a checkpoint that was copied elsewhere has its own parent.
+        root = newest.path.parent.parent if newest.path.parent.name == "checkpoints" else newest.path.parent
+        self.tokenizer = TokenizerFiles.read(root / TOKENIZER_FOLDER, special)
         self._group = ""
         self._held: dict[str, Tensor] = {}
 
@@ -168,6 +175,7 @@ class PhalanxWeights(Weights):
         # Before anything is built for each layer
         if self.model.n_layers > len(stored):
             raise CheckpointError(f"{self.where}: {self.model.n_layers} layers, but {len(stored)} tensors of a model")
+        # A state.json and tensors of two models, copied together, would load into nonsense.
         wrong = [name for name, shape in self.shapes.items() if stored.get(name) != shape]
         if wrong:
             found = f"is {list(stored[wrong[0]])}" if wrong[0] in stored else "is missing"
@@ -205,16 +213,6 @@ def _parse_state(state: dict[str, Any], where: Path) -> tuple[LanguageRun | None
         raise CheckpointError(f"{where}/state.json does not describe a model: {place}{first['msg']}") from None
 
 
-def _special_tokens(state: dict[str, Any]) -> SpecialTokens:
-    stored = state.get("special_tokens")
-    return SpecialTokens.from_config(stored) if isinstance(stored, dict) else SpecialTokens()
-
-
-def _run_root(checkpoint: Path) -> Path:
-    """Return the folder that holds checkpoints/, or for a checkpoint that was copied elsewhere its own parent."""
-    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
-
-
 def tokenizer_files(weights: Weights, override: Path | None = None) -> TokenizerFiles:
     """Find the tokenizer of `weights`: at `override`, beside the weights, or with the data that they were trained on.
 
@@ -239,10 +237,6 @@ def tokenizer_files(weights: Weights, override: Path | None = None) -> Tokenizer
     if not override.is_file():
         raise CheckpointError(f"--tokenizer={override} does not exist; give a {TOKENIZER}, or a folder with one")
     return TokenizerFiles({TOKENIZER: override.read_bytes()}, found.special)
-
-
-_CHUNK_LOGITS = 2**24
-"""Logits that the loss holds at once, unless a single chunk of 128 tokens has more."""
 
 
 @dataclass(frozen=True)
@@ -277,6 +271,7 @@ def load_for_inference(
         elif dtype is None:
             dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         require_cpu_format(dtype, device, "--precision")
+        # Built without memory, then emptied on the device: the weights are never held twice.
         with torch.device("meta"):
             chunk = max(128, _CHUNK_LOGITS // weights.model.vocab_size)
             model = Decoder(weights.model, dtype=dtype, chunk_tokens=chunk)

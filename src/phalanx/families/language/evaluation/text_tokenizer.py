@@ -71,7 +71,7 @@ class TextTokenizer:
         as the text that the tokenizer gives back for them.
         """
         counts = torch.zeros(vocab_size, dtype=torch.int64)
-        byte_level = _is_byte_level(self._tokenizer)
+        byte_level = "ByteLevel" in json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
         added = self._tokenizer.get_added_tokens_decoder()
         for token, number in self.vocabulary.items():
             if number >= vocab_size or (number in added and added[number].special) or number in self.special.end:
@@ -108,10 +108,6 @@ class TextStream:
             return ""
         self._start, self._shown = self._shown, len(self._ids)
         return now[len(before) :]
-
-
-def _is_byte_level(tokenizer: tokenizers.Tokenizer) -> bool:
-    return "ByteLevel" in json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
 
 
 def _bytes_of(token: str, *, byte_level: bool) -> int:

@@ -1,4 +1,7 @@
-"""What is known of one Hugging Face architecture: the fields of its `config.json` and where its tensors go."""
+"""What is known of one Hugging Face architecture: the fields of its `config.json`, and where its tensors go.
+
+Every tensor rule only moves numbers, so both directions are exact and each undoes the other.
+"""
 
 from __future__ import annotations
 
@@ -219,6 +222,7 @@ def tensor_rules(model: LanguageModel, counterparts: Mapping[str, Counterpart]) 
         if ours.startswith("blocks."):
             _, layer, rest = ours.split(".", 2)
             pattern = f"blocks.*.{rest}"
+        # A rule for the parameter itself goes before that of its module.
         module, _, kind = pattern.rpartition(".")
         suffix = "" if pattern in counterparts else f".{kind}"
         counterpart = counterparts[pattern if pattern in counterparts else module]

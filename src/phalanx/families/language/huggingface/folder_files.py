@@ -1,4 +1,4 @@
-"""Opening single files of a folder that comes from a stranger."""
+"""Single files of a checkpoint folder that may come from a stranger: JSON, and the tokenizer that travels with weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from phalanx.errors import CheckpointError
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 """Largest weight file that is written."""
+TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+TOKENIZER_FOLDER = "tokenizer"
+"""Folder of a run directory that holds the run's tokenizer."""
+_COMPANIONS = (SETTINGS, "special_tokens_map.json", "chat_template.jinja")
 
 
 def is_huggingface_folder(path: Path) -> bool:
@@ -49,13 +54,6 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} holds no JSON object")
     return values
-
-
-TOKENIZER = "tokenizer.json"
-SETTINGS = "tokenizer_config.json"
-TOKENIZER_FOLDER = "tokenizer"
-"""Folder of a run directory that holds the run's tokenizer."""
-_COMPANIONS = (SETTINGS, "special_tokens_map.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,7 @@ class TokenizerFiles:
     def write(self, folder: Path, max_positions: int) -> None:
         """Put the files into `folder`, with a `tokenizer_config.json` made up where there is none."""
         files = dict(self.files)
+        # Without it transformers would not know which tokens begin and end a document.
         if TOKENIZER in files and SETTINGS not in files:
             files[SETTINGS] = self._settings(max_positions)
         for name, content in files.items():

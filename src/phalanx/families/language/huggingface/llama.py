@@ -118,6 +118,7 @@ class LlamaFields(ConfigFields):
             vocab_size=self.vocab_size,
             max_positions=self.max_position_embeddings,
             positions="rope",
+            # transformers 5 keeps the base among the rotary settings, version 4 beside them.
             rope_theta=rope.rope_theta or self.rope_theta or 10000.0,
             rope_scaling=rope.to_scaling(),
             norm="rmsnorm",

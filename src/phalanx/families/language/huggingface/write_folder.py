@@ -44,8 +44,15 @@ def write_folder(path: Path, export: Export) -> None:
     """Write `export` as the new folder `path`. Raises as `new_folder` does."""
     with new_folder(path) as folder:
         _write_weights(folder, export)
-        _write_json(folder / "config.json", _config(export))
-        _write_json(folder / GENERATION, export.tokenizer.special.as_config())
+        special_tokens = export.tokenizer.special.as_config()
+        config = {
+            **export.architecture.config_json(export.model),
+            **special_tokens,
+            "torch_dtype": str(export.dtype).removeprefix("torch."),
+            "use_cache": True,
+        }
+        _write_json(folder / "config.json", config)
+        _write_json(folder / GENERATION, special_tokens)
         export.tokenizer.write(folder, export.model.max_positions)
 
 
@@ -70,18 +77,10 @@ def refuse_used(path: Path) -> None:
         raise ConfigError(f"{path} already exists and is not an empty folder; give another name, or remove it first")
 
 
-def _config(export: Export) -> dict[str, Any]:
-    return {
-        **export.architecture.config_json(export.model),
-        **export.tokenizer.special.as_config(),
-        "torch_dtype": str(export.dtype).removeprefix("torch."),
-        "use_cache": True,
-    }
-
-
 def _write_weights(folder: Path, export: Export) -> None:
     shards = _plan_shards(export.architecture.rules(export.model), export.dtype, export.shard_bytes)
     weight_map: dict[str, str] = {}
+    # Hugging Face's own names, by which its libraries find the files.
     for number, rules in enumerate(shards, start=1):
         name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         _write_safetensors(folder / name, rules, export)
@@ -122,14 +121,13 @@ def _write_safetensors(file: Path, rules: Sequence[TensorRule], export: Export) 
     encoded += b" " * (-len(encoded) % 8)
     with file.open("wb") as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
+        # One tensor in memory at a time.
         for rule in rules:
             for part in rule.split(export.read(rule.ours)):
-                _write_tensor(stream, part.to(export.dtype))
+                # As bytes: numpy knows no bfloat16.
+                bits = part.to(export.dtype).contiguous().flatten().view(torch.uint8)
+                stream.write(bits.numpy().data)
         _flush_to_disk(stream)
-
-
-def _write_tensor(stream: BinaryIO, tensor: Tensor) -> None:
-    stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def _write_json(file: Path, values: dict[str, Any]) -> None:
@@ -140,6 +138,7 @@ def _write_json(file: Path, values: dict[str, Any]) -> None:
 
 def _flush_to_disk(stream: BinaryIO) -> None:
     stream.flush()
+    # On disk before the folder gets its name: a crash must not leave a whole folder with empty files.
     os.fsync(stream.fileno())
 
 

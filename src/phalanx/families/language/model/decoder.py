@@ -89,6 +89,7 @@ class Decoder(nn.Module):
         """Return summed next-token loss. tokens, targets: int64 [B, S]; document_ids: [B, S] to keep attention in
         documents."""
         positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+        # One device computes all positions; context parallelism hands in those of its own rows.
         positions = Positions(positions_S, positions_S)
         hidden = self.hidden(tokens_BS, positions, document_ids_BS=document_ids_BS, dropout=dropout)
         return self.loss(hidden, targets_BS)

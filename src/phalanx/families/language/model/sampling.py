@@ -13,6 +13,10 @@ from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.nn.attention import KeyValueCache
 
+_ANY_LENGTH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+"""Attention kernels that begin at once, however many keys there are: cuDNN's plans for some 30 ms for each new number of
+keys, so for each token (benchmarks/README.md)."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -96,16 +100,12 @@ def _generate_steps(
         rows = logits_B1V.squeeze(1).float().cpu()
         tokens = [draw_token(row, sampling, draw) for row, draw in zip(rows, draws, strict=True)]
         ended = [was or token in ends for was, token in zip(ended, tokens, strict=True)]
+        # Ended continuations are computed on until all have ended: rows leave a batch only together.
         if all(ended):
             return
         yield [None if over else token for over, token in zip(ended, tokens, strict=True)]
         if step + 1 < max_tokens:
             logits_B1V = _next_logits(model, torch.tensor(tokens, device=device)[:, None], caches)
-
-
-_ANY_LENGTH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-"""Attention kernels that begin at once, however many keys there are: cuDNN's plans for some 30 ms for each new number of
-keys, so for each token (benchmarks/README.md)."""
 
 
 def _next_logits(model: Decoder, tokens_BS: Tensor, caches: list[KeyValueCache]) -> Tensor:

@@ -21,16 +21,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from phalanx.data.prepared_folder import Count, FileRecord, Part, check_content, check_size, check_still_whole
+from phalanx.data.prepared_folder import (
+    Count,
+    FileRecord,
+    Part,
+    check_content,
+    check_size,
+    check_still_whole,
+    read_checked,
+    write_manifest,
+)
 from phalanx.errors import DataError
 from phalanx.families.materials.data.structures.arrays import Arrays, Int64Array, map_arrays, offsets, smallest_integers
 from phalanx.families.materials.data.structures.labels import KINDS
 from phalanx.families.materials.data.structures.neighbours import Edges
 from phalanx.families.materials.data.structures.structures import Structure
 from phalanx.families.materials.data_config import GraphData, GraphSource
-from phalanx.files import write_atomically
 
 LABEL_DTYPES = {"energy": "f8", "forces": "f4", "stress": "f4", "charges": "f4", "dipole": "f4", "total_charge": "f4"}
 """Total energies keep float64: a float32 resolves one of 10^5 eV to 8 meV only."""
@@ -221,7 +229,7 @@ class Manifest(Part):
 
     def write(self, folder: Path) -> None:
         """Write it into `folder`."""
-        write_atomically(folder / MANIFEST, self.model_dump_json(indent=1) + "\n")
+        write_manifest(folder, self)
 
     @property
     def fingerprint(self) -> str:
@@ -240,17 +248,8 @@ def settings_of(source: GraphSource, data: GraphData) -> dict[str, Any]:
 
 def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of `folder`. Raises DataError naming the file and what is wrong with it."""
-    path = folder / MANIFEST
-    try:
-        return Manifest.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise DataError(
-            f"{path}: {error.strerror}; prepare the source first: phalanx data prepare-graphs RUN"
-        ) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "content"
-        raise DataError(f"{path}: {where}: {first['msg']}; prepare the source again") from None
+    missing = "prepare the source first: phalanx data prepare-graphs RUN"
+    return read_checked(folder / MANIFEST, Manifest, missing=missing, malformed="prepare the source again")
 
 
 def check_settings(folder: Path, manifest: Manifest, source: GraphSource, data: GraphData) -> None:

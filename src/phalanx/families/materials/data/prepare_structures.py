@@ -11,10 +11,9 @@ import hashlib
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -23,11 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.data.prepared_folder import FileRecord, file_record
+from phalanx.data.prepared_folder import FileRecord, Progress, file_record, prepare_once
 from phalanx.errors import DataError
 from phalanx.families.materials.data.graph_shards import (
     INDEX,
-    MANIFEST,
     SPLITS,
     Counts,
     Manifest,
@@ -53,18 +51,11 @@ from phalanx.families.materials.data.structures.structures import (
     convert,
 )
 from phalanx.families.materials.data_config import GraphData, GraphSource
-from phalanx.files import clear_halves, write_atomically
 from phalanx.hardware.host import available_cores
-from phalanx.locks import FolderLock
 
 PIECE_STRUCTURES = 8192
 """Structures of a shard: some seconds of one worker."""
 _SAMPLE_BYTES = 2**16
-_LOCK = ".prepare.lock"
-_WORK = ".work"
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how many pieces are done and how many there are."""
 
 
 def prepare_graphs(
@@ -84,32 +75,45 @@ def prepare_graphs(
             use by another process, no room to write.
     """
     return {
-        source.name: _prepare(source, data, workers or available_cores(), piece_structures, progress)
+        source.name: _prepare_source(source, data, workers or available_cores(), piece_structures, progress)
         for source in data.sources
     }
 
 
-def _prepare(source: GraphSource, data: GraphData, workers: int, piece_structures: int, progress: Progress) -> Manifest:
+def _prepare_source(
+    source: GraphSource, data: GraphData, workers: int, piece_structures: int, progress: Progress
+) -> Manifest:
+    """Prepare one source into its folder, unless that is done already."""
     labels_of(source)
     length_factor(source)
-    out = Path(data.prepared) / source.name
     files = find_files(source.path)
     plan = _plan(files, source, data, piece_structures)
-    finished = _finished(out, plan, source, data)
-    if finished is not None:
-        return finished
-    try:
-        with FolderLock(out / _LOCK, DataError, "data.prepared"):
-            # Another process may have done it all before we got the lock.
-            finished = _finished(out, plan, source, data)
-            if finished is None:
-                finished = _run(source, data, files, plan, out, workers, piece_structures, progress)
-            return finished
-    except OSError as error:
-        raise DataError(
-            f"{error.filename or out}: {error.strerror or error}; put that right and prepare again, which goes on with "
-            f"what is done, or choose another data.prepared"
-        ) from error
+
+    def read_prepared(folder: Path) -> Manifest:
+        manifest = read_manifest(folder)
+        check_settings(folder, manifest, source, data)
+        return manifest
+
+    def build(work: Path) -> tuple[Manifest, list[Path]]:
+        pieces = _cut(files, source, work, piece_structures)
+        missing = [piece for piece in pieces if not piece.out.exists()]
+        done = len(pieces) - len(missing)
+        for _ in make_pieces(missing, Job(source, data), workers):
+            done += 1
+            progress("preparing", done, len(pieces))
+        shards = [piece.out for piece in pieces]
+        return _manifest(source, data, files, plan, work, shards), [*shards, work / INDEX]
+
+    return prepare_once(
+        Path(data.prepared) / source.name,
+        plan,
+        read=read_prepared,
+        build=build,
+        results=("shard-*.safetensors", INDEX),
+        option="data.prepared",
+        otherwise="was prepared from other files",
+        again="prepare again",
+    )
 
 
 def _plan(files: list[Path], source: GraphSource, data: GraphData, piece_structures: int) -> str:
@@ -122,69 +126,6 @@ def _plan(files: list[Path], source: GraphSource, data: GraphData, piece_structu
             file.seek(max(0, size - _SAMPLE_BYTES))
             described.append((path.name, size, hashlib.sha256(head + file.read()).hexdigest()))
     return hashlib.sha256(json.dumps([settings_of(source, data), piece_structures, described]).encode()).hexdigest()
-
-
-def _finished(out: Path, plan: str, source: GraphSource, data: GraphData) -> Manifest | None:
-    """The manifest of `out` if that is done, None if there is none. Raises DataError for that of another plan."""
-    if not (out / MANIFEST).exists():
-        return None
-    manifest = read_manifest(out)
-    check_settings(out, manifest, source, data)
-    if manifest.plan != plan:
-        raise DataError(f"{out} was prepared from other files; delete it or choose another data.prepared")
-    shutil.rmtree(out / _WORK, ignore_errors=True)
-    return manifest
-
-
-def _run(
-    source: GraphSource,
-    data: GraphData,
-    files: list[Path],
-    plan: str,
-    out: Path,
-    workers: int,
-    piece_structures: int,
-    progress: Progress,
-) -> Manifest:
-    """Do what is not done yet, in an `out` that is locked."""
-    work = out / _WORK
-    _claim(out, work, plan)
-    pieces = _cut(files, source, work, piece_structures)
-    missing = [piece for piece in pieces if not piece.out.exists()]
-    done = len(pieces) - len(missing)
-    try:
-        for _ in make_pieces(missing, Job(source, data), workers):
-            done += 1
-            progress("preparing", done, len(pieces))
-    finally:
-        # Where one worker fails the others are ended in the midst of theirs: what they hold of a full disk goes too.
-        clear_halves(work)
-    manifest = _manifest(source, data, files, plan, work, [piece.out for piece in pieces])
-    for path in (*(piece.out for piece in pieces), work / INDEX):
-        path.replace(out / path.name)
-    manifest.write(out)
-    shutil.rmtree(work, ignore_errors=True)
-    return manifest
-
-
-def _claim(out: Path, work: Path, plan: str) -> None:
-    """Keep what was done under the same plan; clear what was done under another."""
-    marker = work / "plan"
-    if marker.exists() and marker.read_text() == plan:
-        clear_halves(work)
-        for moved in out.glob("shard-*.safetensors"):
-            moved.replace(work / moved.name)
-        return
-    others = [] if work.exists() else sorted(p.name for p in out.iterdir() if not p.name.startswith("."))
-    if others:
-        raise DataError(f"{out} holds other files ({', '.join(others[:3])}); choose another data.prepared")
-    for left in (work, *out.glob("shard-*.safetensors"), out / INDEX):
-        if left.is_dir():
-            shutil.rmtree(left)
-        else:
-            left.unlink(missing_ok=True)
-    work.mkdir()
-    write_atomically(marker, plan)
 
 
 def _cut(files: list[Path], source: GraphSource, work: Path, piece_structures: int) -> list[Piece]:

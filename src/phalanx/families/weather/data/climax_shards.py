@@ -67,6 +67,7 @@ class NpzStore(FieldStore):
         latitudes, longitudes = (_read_coordinates(folder / name) for name in ("lat.npy", "lon.npy"))
         self.grid, self._orientation = orient_grid(latitudes, longitudes, f"{folder}/lat.npy and lon.npy")
         self._files = _in_order(folder)
+        # Times follow from the lengths of all shards before, so each is looked at as the store is opened.
         lengths = [self._check(path) for _, _, path in self._files]
         ends = np.cumsum(lengths)
         self.segments = tuple(
@@ -127,7 +128,7 @@ class NpzStore(FieldStore):
 
     def _array(self, segment: Segment, name: str) -> Any:
         """Return the array of a variable: mapped where the shard is not compressed, else read whole and kept for a while."""
-        stored = self._naming.stored(name)
+        stored = self._naming.stored_name(name)
         path = segment.path
         if (path, stored) in self._maps:
             mapped = self._maps[path, stored]
@@ -143,7 +144,12 @@ class NpzStore(FieldStore):
                 if info.compress_type == zipfile.ZIP_STORED:
                     self._maps[path, stored] = _map_member(path, archive, info)
                     return self._maps[path, stored]
-            return self._cache.get((id(self), path, stored), lambda: _read_whole(path, stored))
+
+            def read_whole() -> Float32Array:
+                with np.load(path, allow_pickle=False) as arrays:
+                    return np.asarray(arrays[stored], dtype=np.float32)
+
+            return self._cache.get((id(self), path, stored), read_whole)
         except _DAMAGED as error:
             raise DataError(f"{path}: {stored} cannot be read ({error}); the file is truncated or damaged") from error
 
@@ -220,6 +226,7 @@ def _map_member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> 
         reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = reader(member)
         header = member.tell()
+    # Objects are pickles, which run code as they are read.
     if dtype.hasobject:
         raise ValueError("it holds Python objects")
     with path.open("rb") as file:
@@ -228,8 +235,3 @@ def _map_member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> 
         name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
     start = info.header_offset + 30 + name + extra + header
     return np.memmap(path, dtype, "r", start, shape, order="F" if fortran else "C")
-
-
-def _read_whole(path: Path, name: str) -> Float32Array:
-    with np.load(path, allow_pickle=False) as arrays:
-        return np.asarray(arrays[name], dtype=np.float32)

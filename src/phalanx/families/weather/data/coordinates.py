@@ -1,7 +1,8 @@
-"""Latitude-longitude grids: one orientation for all fields, and the exact area of every cell.
+"""Coordinates of fields: latitude-longitude grids, and time axes in the calendar of the data.
 
 Fields run from south to north and eastward, whatever the order in the file: files of the other order are turned while
-they are read. A global grid begins at its first longitude from Greenwich, a regional one where the file begins.
+they are read. A global grid begins at its first longitude from Greenwich, a regional one where the file begins. Cells have
+their exact areas. Times are whole seconds; this module also says what models and scores want to know of a date.
 """
 
 from __future__ import annotations
@@ -25,6 +26,15 @@ BoolArray = npt.NDArray[np.bool_]
 
 _TOLERANCE = 1e-3
 """Degrees by which the coordinates of equal grids may differ: files keep them in single precision."""
+EPOCH = "seconds since 1970-01-01 00:00:00"
+HOUR = 3600
+DAY = 24 * HOUR
+_GREGORIAN = "proleptic_gregorian"
+_SAME = {"standard": _GREGORIAN, "gregorian": _GREGORIAN, "365_day": "noleap", "366_day": "all_leap"}
+"""Calendars under another name; the Gregorian ones differ before 1582 only."""
+_DAYS_BEFORE = np.cumsum([0, 31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30])
+"""Days before each month of a leap year."""
+_DATE = re.compile(r"(\d{4})(?:-(\d{2})(?:-(\d{2})(?:[ T](\d{2})(?::(\d{2}))?)?)?)?")
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,7 @@ class Grid:
         far out as they reach in.
         """
         heights = np.diff(np.sin(np.deg2rad(_latitude_bounds(self.latitudes))))
+        # By their own spacing: a regional grid may be uneven.
         widths = np.gradient(self.longitudes) if len(self.longitudes) > 1 else np.ones(1)
         areas = heights[:, None] * widths[None, :]
         weights: Float64Array = areas / areas.mean()
@@ -122,6 +133,7 @@ def orient_grid(latitudes: Float64Array, longitudes: Float64Array, where: str) -
     for name, values in (("latitude", latitudes), ("longitude", longitudes)):
         if values.ndim != 1 or not values.size or not np.isfinite(values).all():
             raise DataError(f"{where}: {name} of shape {values.shape} is not a list of finite degrees; regrid the file")
+    # Either way is fine, as fields are turned; a jump in between would misplace rows.
     steps = np.diff(latitudes)
     if np.abs(latitudes).max() > 90 + _TOLERANCE or not ((steps > 0).all() or (steps < 0).all()):
         raise DataError(
@@ -142,18 +154,6 @@ def orient_grid(latitudes: Float64Array, longitudes: Float64Array, where: str) -
     roll = int(np.argmin(np.mod(longitudes + _TOLERANCE, 360.0)))
     rolled = np.roll(np.mod(longitudes + _TOLERANCE, 360.0) - _TOLERANCE, -roll)
     return Grid(grid.latitudes, rolled), Orientation(flip, roll)
-
-
-EPOCH = "seconds since 1970-01-01 00:00:00"
-HOUR = 3600
-DAY = 24 * HOUR
-
-_GREGORIAN = "proleptic_gregorian"
-_SAME = {"standard": _GREGORIAN, "gregorian": _GREGORIAN, "365_day": "noleap", "366_day": "all_leap"}
-"""Calendars under another name; the Gregorian ones differ before 1582 only."""
-_DAYS_BEFORE = np.cumsum([0, 31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30])
-"""Days before each month of a leap year."""
-_DATE = re.compile(r"(\d{4})(?:-(\d{2})(?:-(\d{2})(?:[ T](\d{2})(?::(\d{2}))?)?)?)?")
 
 
 @dataclass(frozen=True)
@@ -230,6 +230,7 @@ def decode_times(values: Float64Array | Int64Array, units: str, calendar: str, w
     Raises DataError where units and calendar do not fit or times are missing, repeated or out of order.
     """
     name = canonical_calendar(calendar)
+    # A masked time becomes NaN, which would be rounded to some moment.
     if not np.isfinite(values).all():
         raise DataError(f"{where}: time index {int(np.flatnonzero(~np.isfinite(values))[0])} has no time")
     # A reference before 1582 counts from there in the file's own calendar; only the proleptic one has a year 0.
@@ -278,6 +279,7 @@ def moment_bounds(moment: str, calendar: str) -> tuple[int, int]:
     first = int(cftime.date2num(start, EPOCH, calendar))
     if minute is not None:
         return first, first + 59
+    # A date stands for all that it leaves open: a day for its hours, a year for its months.
     if hour is not None:
         return first, first + HOUR - 1
     if day is not None:

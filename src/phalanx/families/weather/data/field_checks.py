@@ -1,6 +1,6 @@
-"""Whether two bodies of the same variable can be the same quantity: other units and turned latitudes stand out.
+"""What is refused before a store is read for training: holes in time, other units, and latitudes turned upside down.
 
-Normalisation would hide both, and a model would train on them without complaint.
+Normalisation would hide the last two, and a model would train on them without complaint.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _STD_RATIO = 3.0
 """Standard deviations further apart than this are taken for other units: the smallest usual factor, between geopotential
 and its height, is 9.8; models differ by less than 2."""
 _STD_RATIO_OF_SEASONS = 5.0
-"""The same for bodies of different seasons: the temperature of SPEEDY at 200 hPa spreads 3.1 times as far in August as in
+"""The same for data of different seasons: the temperature of SPEEDY at 200 hPa spreads 3.1 times as far in August as in
 March."""
 _MEAN_DISTANCE = 6.0
 """Means further apart than this many standard deviations are taken for another zero: degrees Celsius are 13 away from
 kelvin near the ground."""
 _COMMON_DAYS = 0.5
-"""Part of the days of the year that two bodies must share to be of one season: their means by latitude are then compared."""
+"""Part of the days of the year that two sources share if they are of one season: means by latitude are then compared."""
 _LEAST_ROWS = 4
 _UNITS = (
     (9.80665, "geopotential and its height"),
@@ -38,7 +38,7 @@ _ZERO = (273.15, "kelvin and degrees Celsius")
 
 
 @dataclass(frozen=True)
-class Body:
+class SourceSummary:
     """What is known of the variables in one file or source."""
 
     names: Sequence[str]
@@ -50,7 +50,7 @@ class Body:
     """Days of the year it has frames of."""
 
 
-def require_alike(variables: Sequence[str], first: Body, second: Body) -> None:
+def require_alike(variables: Sequence[str], first: SourceSummary, second: SourceSummary) -> None:
     """Refuse `second` where a variable is in other units than in `first`, or upside down.
 
     Raises DataError naming both, the variable, the figures and the likely cause.
@@ -59,8 +59,9 @@ def require_alike(variables: Sequence[str], first: Body, second: Body) -> None:
     same_season = len(first.days & second.days) > _COMMON_DAYS * len(first.days | second.days)
     std_ratio = _STD_RATIO if same_season else _STD_RATIO_OF_SEASONS
     for index, variable in enumerate(variables):
-        mean_a, mean_b = (float(body.moments.mean[index]) for body in (first, second))
-        std_a, std_b = (float(body.moments.std[index]) for body in (first, second))
+        mean_a, mean_b = (float(summary.moments.mean[index]) for summary in (first, second))
+        std_a, std_b = (float(summary.moments.std[index]) for summary in (first, second))
+        # Without values, or constant, there is nothing to compare.
         if not all(np.isfinite([mean_a, mean_b, std_a, std_b])) or std_a == 0 or std_b == 0:
             continue
         ratio = std_b / std_a
@@ -85,13 +86,14 @@ def _guess_cause(ratio: float, shift: float) -> str:
     return "these are not the same units"
 
 
-def _require_same_way_up(variables: Sequence[str], first: Body, second: Body) -> None:
+def _require_same_way_up(variables: Sequence[str], first: SourceSummary, second: SourceSummary) -> None:
     if first.profile is None or second.profile is None or first.profile.shape[1] < _LEAST_ROWS:
         return
     upright, turned = [], []
     for a, b in zip(first.profile, second.profile, strict=True):
         upright.append(_correlate_rows(a, b))
         turned.append(_correlate_rows(a, b[::-1]))
+    # Over all variables: a field that is nearly symmetric by itself says little.
     gain = np.nan_to_num(np.array(turned) - np.array(upright))
     index = int(np.argmax(gain))
     # A reversed field fits well once turned and badly before; a mere difference of climates does neither.
@@ -138,12 +140,13 @@ def require_one_quantity(store: FieldStore, survey: Survey) -> None:
     """Refuse a file of `store` whose variables are in other units than in the other files, or upside down."""
     if len(survey.segment_frames) < 2:
         return
-    bodies, first = [], 0
+    summaries, first = [], 0
     for segment, length in enumerate(survey.segment_frames.tolist()):
         frames = np.arange(first, first + length, dtype=np.int64)
         names = [str(store.locate(variable, first)[0]) for variable in range(len(store.variables))]
         days = frozenset(store.times.days_of_year[frames].tolist())
-        bodies.append(Body(names, survey.moments(frames), survey.profile[segment], days))
+        summaries.append(SourceSummary(names, survey.moments(frames), survey.profile[segment], days))
         first += length
-    for body in bodies[1:]:
-        require_alike(store.variables, bodies[0], body)
+    # The first file stands for the source: messages then name two files, not an average.
+    for summary in summaries[1:]:
+        require_alike(store.variables, summaries[0], summary)

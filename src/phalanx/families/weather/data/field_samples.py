@@ -1,4 +1,4 @@
-"""Samples by global sample number: which source, which input frame and which lead time are pure functions of it.
+"""Samples and batches of fields: which source, input frame and lead time are pure functions of a sample's number.
 
 global sample number -> (source, place in its reading) -> (epoch, window) -> lead time -> frames -> normalised fields
 """
@@ -89,6 +89,7 @@ class FieldReader:
         # Normalised once: static fields are the same in every sample.
         static_scale = _Scale(statistics, self.statics)
         self._static = [static_scale.normalise(source.store.read_static().copy()) for source in self.sources]
+        # Sources take turns by weight, each shuffled by itself: see `data.sample_order`.
         self._mixture = Mixture([source.weight for source in self.sources])
         split = self.sources[0].windows.split
         self._orders = [
@@ -174,6 +175,7 @@ class FieldReader:
         for index, mine in self._by_source(cases):
             seconds = self.sources[index].store.times.seconds
             hours[mine] = (seconds[cases.target[mine]] - seconds[cases.start[mine]]) / HOUR
+        # Frames of months lie a day off the hours asked for; scores are kept by what was asked.
         leads = np.array(self.leads)
         return torch.from_numpy(leads[np.abs(hours[:, None] - leads).argmin(axis=1)])
 
@@ -197,12 +199,12 @@ class FieldReader:
                 yield index, mine
 
     def _fingerprint(self, seed: int, statistics_key: str) -> str:
-        bodies = [
+        sources = [
             (source.fingerprint, hash_of(source.windows.starts.tobytes(), source.windows.targets.tobytes()))
             for source in self.sources
         ]
         names = (self.inputs, self.statics, self.outputs)
-        return hash_of(ORDER_VERSION, seed, self._mixture.weights, bodies, names, self.leads, statistics_key)
+        return hash_of(ORDER_VERSION, seed, self._mixture.weights, sources, names, self.leads, statistics_key)
 
 
 @contextmanager

@@ -1,4 +1,8 @@
-"""Means and standard deviations that a run normalises by: of the whole training period, never of a part of it."""
+"""What a run normalises by, and what forecasts are compared with: means and deviations, and the climatology.
+
+Both are taken over whole periods, never over a part of them. The climatology is the mean of past years for each day of the
+year and time of day: what a forecast must know better than.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from phalanx.families.weather.data.field_store import FieldStore
 from phalanx.files import write_atomically
 
 _PAIRS_AT_ONCE = 16
+_FRAMES_AT_ONCE = 64
 
 
 class _Part(BaseModel):
@@ -32,7 +37,7 @@ class VariableStatistics(_Part):
 
 
 class FieldStatistics(_Part):
-    """What a run normalises by; as a file, what a later run goes on with."""
+    """What a run normalises by; as a file, what a later run resumes with."""
 
     format: Literal["phalanx-field-statistics"] = "phalanx-field-statistics"
     version: Literal[1] = 1
@@ -96,9 +101,6 @@ def difference_std(
         return np.sqrt(squares / count - (total / count) ** 2)
 
 
-_FRAMES_AT_ONCE = 64
-
-
 @dataclass(frozen=True)
 class Climatology:
     """Means of some variables by day of the year and time of day."""
@@ -124,6 +126,7 @@ class Climatology:
             )
         day, part = times.days_of_year[frames], _part_of_day(times, self.mean.shape[1])[frames]
         unknown = np.flatnonzero(self.frames[day, part] == 0)
+        # A mean of no frames is NaN, which would drop the case from the scores without a word.
         if unknown.size:
             raise DataError(
                 f"the climatology of {self.name} has no frame within {self.days // 2} days of the day of year of "
@@ -139,8 +142,9 @@ def mean_by_day(store: FieldStore, variables: Sequence[int], frames: Int64Array,
     The window counts each frame once and wraps around the year's end, as in WeatherBench 2 (Rasp et al. 2024, section
     3.2) but for its weights, which are equal here. Data with less than a day between frames has means for each time of day.
     """
-    parts = _parts_of_day(store.times)
     times = store.times
+    # Frames a day, where that is a whole number greater than one.
+    parts = DAY // times.step if 0 < times.step < DAY and DAY % times.step == 0 else 1
     # One slot for each day of the year and time of day: the daily cycle is no forecast skill.
     slots = (times.days_of_year * parts + _part_of_day(times, parts))[frames]
     in_year = times.days_in_year
@@ -166,16 +170,12 @@ def mean_by_day(store: FieldStore, variables: Sequence[int], frames: Int64Array,
 
 def _window_sums(values: Float64Array, days: int) -> Float64Array:
     """Return sums over the days around each day, the first axis taken as a circle; an even number reaches further back."""
+    # The year is a circle: late December is next to early January.
     before, after = days // 2, (days - 1) // 2
     around = np.concatenate([values[len(values) - before :], values, values[:after]])
     sums = np.cumsum(np.concatenate([np.zeros((1, *values.shape[1:])), around]), axis=0)
     windows: Float64Array = sums[days:] - sums[:-days]
     return windows
-
-
-def _parts_of_day(times: TimeAxis) -> int:
-    """Return frames a day, where that is a whole number greater than one."""
-    return DAY // times.step if 0 < times.step < DAY and DAY % times.step == 0 else 1
 
 
 def _part_of_day(times: TimeAxis, parts: int) -> Int64Array:

@@ -100,7 +100,7 @@ class Naming:
     def __init__(self, names: Sequence[FieldName]) -> None:
         self._rules = {rule.name: rule for rule in names}
 
-    def stored(self, name: str) -> str:
+    def stored_name(self, name: str) -> str:
         """Return the name in the files."""
         return self._rules[name].stored_as if name in self._rules else name
 
@@ -121,14 +121,14 @@ class Naming:
             fields += np.float32(offset)
         return fields
 
-    def told(self, name: str) -> str:
+    def display_name(self, name: str) -> str:
         """Return the name in the files, and in the run where that differs."""
-        stored = self.stored(name)
+        stored = self.stored_name(name)
         return name if name == stored else f"{stored} (for {name})"
 
     def describe(self, names: Sequence[str]) -> list[tuple[str, str, float, float]]:
         """Return all rules for some variables, for fingerprints."""
-        return [(name, self.stored(name), self.scale(name), self.offset(name)) for name in names]
+        return [(name, self.stored_name(name), self.scale(name), self.offset(name)) for name in names]
 
 
 class BlockCache:
@@ -154,6 +154,7 @@ class BlockCache:
             if key not in self._blocks and block.nbytes <= self.capacity:
                 self._blocks[key] = block
                 self._bytes += block.nbytes
+                # Least recently used first: neighbours of a frame are read soon after it.
                 while self._bytes > self.capacity:
                     self._bytes -= self._blocks.popitem(last=False)[1].nbytes
         return block

@@ -68,6 +68,7 @@ class Survey:
     def select(self, columns: Sequence[int], scale: Float64Array, offset: Float64Array) -> Survey:
         """Return the survey of some variables, each number multiplied by scale [V] and shifted by offset [V]."""
         chosen = list(columns)
+        # A negative scale swaps the lowest and the highest value.
         ends = [(end[:, chosen] * scale + offset).astype(np.float32) for end in (self.low, self.high)]
         return Survey(
             valid=self.valid[:, chosen],
@@ -139,6 +140,7 @@ class Surveyor:
     def add(self, first: int, variable: int, block: Float32Array) -> None:
         """Add frames [n, H, W] of a variable from frame `first` on. Raises DataError for infinite values."""
         infinite = np.isinf(block).any(axis=(1, 2))
+        # One infinity would make the mean and every loss infinite; unlike NaN it marks nothing.
         if infinite.any():
             raise DataError(
                 f"{self._store.place(variable, first + int(np.flatnonzero(infinite)[0]))}: holds infinite values; "
@@ -183,7 +185,7 @@ def survey_store(store: FieldStore) -> Survey:
 
 
 def merge_moments(parts: Sequence[Moments], points: Sequence[Float64Array]) -> Moments:
-    """Merge statistics of several bodies of frames. points: values behind each part, [V]."""
+    """Merge statistics of several sets of frames. points: values behind each part, [V]."""
     with np.errstate(invalid="ignore"):
         # NaN for a variable that has no value anywhere.
         weights = np.stack(points) / np.sum(points, axis=0)

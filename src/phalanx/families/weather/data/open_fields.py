@@ -1,4 +1,7 @@
-"""All fields of a run, opened and checked once: what each split reads, what it is normalised by, and the climatology."""
+"""All fields of a run, opened and checked once: what each split reads, what it is normalised by, and the climatology.
+
+The format of a store is told apart by what lies at the path, never by a setting.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,12 @@ from phalanx.errors import DataError
 from phalanx.families.weather.data import require_package
 from phalanx.families.weather.data.climax_shards import NpzStore, is_climax
 from phalanx.families.weather.data.coordinates import Float64Array, Grid, require_same_grid
-from phalanx.families.weather.data.field_checks import Body, require_alike, require_one_quantity, require_whole_axis
+from phalanx.families.weather.data.field_checks import (
+    SourceSummary,
+    require_alike,
+    require_one_quantity,
+    require_whole_axis,
+)
 from phalanx.families.weather.data.field_samples import FieldReader, SplitSource
 from phalanx.families.weather.data.field_statistics import (
     Climatology,
@@ -63,9 +71,9 @@ class FieldSet:
             for store, survey in zip(self.stores, self.surveys, strict=True):
                 if not store.units_compared:
                     require_one_quantity(store, survey)
-            bodies = [self._body(index) for index in range(len(self.stores))]
-            for body in bodies[1:]:
-                require_alike(self.variables, bodies[0], body)
+            summaries = [self._summarize(index) for index in range(len(self.stores))]
+            for summary in summaries[1:]:
+                require_alike(self.variables, summaries[0], summary)
         self.statistics = self._statistics()
 
     @property
@@ -110,6 +118,7 @@ class FieldSet:
         if self.data.climatology is not None:
             frames = period_frames(self.data.climatology, store, "data.climatology")
         columns = [self.variables.index(name) for name in self.data.target_variables]
+        # A frame that was never written would pull its day's mean to the fill value.
         whole = frames[~self.surveys[source].blank[frames][:, columns].any(axis=1)]
         return mean_by_day(store, columns, whole, days=self.data.climatology_days)
 
@@ -127,9 +136,9 @@ class FieldSet:
             given = read_statistics(Path(self.data.statistics), names)
             if self.data.check_units:
                 moments = Moments(given.frames, given.mean_of(self.variables), given.std_of(self.variables))
-                known = Body([self.data.statistics] * len(self.variables), moments, None, frozenset())
+                known = SourceSummary([self.data.statistics] * len(self.variables), moments, None, frozenset())
                 for index in range(len(self.stores)):
-                    require_alike(self.variables, known, self._body(index))
+                    require_alike(self.variables, known, self._summarize(index))
             return given
         # Over the training split alone: nothing of the held-out times may reach the model.
         moments, frames = self._training_moments, sum(map(len, self._train))
@@ -167,12 +176,12 @@ class FieldSet:
             self.stores[source].fingerprint, survey.valid.tobytes(), survey.low.tobytes(), survey.high.tobytes()
         )
 
-    def _body(self, source: int) -> Body:
+    def _summarize(self, source: int) -> SourceSummary:
         store, frames = self.stores[source], self._train[source]
         names = [str(store.path)] * len(self.variables)
         survey = self.surveys[source]
         days = frozenset(store.times.days_of_year[frames].tolist())
-        return Body(names, survey.moments(frames), survey.whole_profile(), days)
+        return SourceSummary(names, survey.moments(frames), survey.whole_profile(), days)
 
 
 def _read_survey(store: FieldStore, source: FieldSource) -> Survey:
@@ -200,6 +209,7 @@ def open_store(source: FieldSource, variables: Sequence[str], statics: Sequence[
     if is_climax(path):
         return NpzStore(path, source, variables, statics, cache)
     files = field_files(path)
+    # Only files need it: prepared fields and ClimaX shards are read without.
     require_package("xarray", f"{path} needs")
     from phalanx.families.weather.data.xarray_store import XarrayStore  # noqa: PLC0415  (needs xarray)
 

@@ -159,10 +159,10 @@ class PreparedStore(FieldStore):
             check_content(self.path, shard.file)
 
     def _column(self, name: str, there: Sequence[str], kind: str) -> int:
-        stored = self._naming.stored(name)
+        stored = self._naming.stored_name(name)
         if stored not in there:
             raise DataError(
-                f"{self.path} has no {kind} {self._naming.told(name)}; it has {', '.join(there) or 'none'}; "
+                f"{self.path} has no {kind} {self._naming.display_name(name)}; it has {', '.join(there) or 'none'}; "
                 f"prepare the fields again with it"
             )
         return list(there).index(stored)
@@ -179,6 +179,7 @@ def _still_to_apply(names: Sequence[FieldName], manifest: FieldsManifest, folder
 
     Raises DataError for a rule that would have made other numbers of what was prepared.
     """
+    # Applied twice, a scale would change the numbers again.
     applied = {rule.name: rule for rule in manifest.converted}
     left = [rule for rule in names if rule != applied.get(rule.name)]
     for rule in left:
@@ -201,6 +202,7 @@ def _load_arrays(folder: Path, manifest: FieldsManifest) -> dict[str, Any]:
     except (SafetensorError, OSError) as error:
         raise DataError(f"{path}: cannot be read ({error}); prepare the fields again") from error
     expected = {"times", "latitudes", "longitudes", "static", *(field.name for field in fields(Survey))}
+    # Written by an older version, or by other tools.
     if not expected <= set(arrays):
         raise DataError(f"{path}: no {', '.join(sorted(expected - set(arrays)))}; prepare the fields again")
     return arrays

@@ -68,6 +68,7 @@ def split_frames(data: FieldData, store: FieldStore, split: SplitName) -> Int64A
         if other == split or other_period is None:
             continue
         others = period_frames(other_period, store, f"data.splits.{other}")
+        # Scores on frames that were trained on would say nothing.
         if np.intersect1d(frames, others).size:
             raise ConfigError(
                 f"data.splits.{split} ({store.times.text(int(frames[0]))} to {store.times.text(int(frames[-1]))}) and "

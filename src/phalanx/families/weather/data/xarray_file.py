@@ -122,7 +122,9 @@ class FieldFile:
             index = {**index, next(dim for dim in array.dims if dim in _LEVELS): slot.level}
         wanted = [dim for dim in (self.time_dim if what != "no time" else None, self.lat_dim, self.lon_dim) if dim]
         part = array.isel(index)
+        # A level or height of length 1 is written by many tools and says nothing.
         part = part.isel({dim: 0 for dim in part.dims if dim not in wanted and part.sizes[dim] == 1})
+        # An ensemble or a second level dimension: which of them is meant is not guessed.
         if set(part.dims) != set(wanted):
             raise DataError(
                 f"{self.path}: {slot.array} has the dimensions {', '.join(map(str, array.dims))}; of these only "
@@ -147,7 +149,12 @@ def open_file(path: Path, source: FieldSource) -> FieldFile:
     require_package(package, f"{path} needs")
     try:
         # Before xarray reads them all: a damaged header may declare any length.
-        _require_bounded(path, _declared_lengths(path))
+        for name, length in _declared_lengths(path).items():
+            if length > _COORDINATES:
+                raise DataError(
+                    f"{path}: {length:,} values along {name} are more than the {_COORDINATES:,} that can be read; the file "
+                    f"is damaged, or must be parted"
+                )
         with warnings.catch_warnings():
             # Stores without consolidated metadata open more slowly, and well.
             warnings.filterwarnings("ignore", message="Failed to open Zarr store with consolidated metadata")
@@ -159,6 +166,7 @@ def open_file(path: Path, source: FieldSource) -> FieldFile:
     lat_dim = _find_dimension(dataset, names, _LATITUDES, "latitude", path)
     lon_dim = _find_dimension(dataset, names, _LONGITUDES, "longitude", path)
     rows, columns = dataset.sizes[lat_dim], dataset.sizes[lon_dim]
+    # Asked before any field is read, which would need that much memory.
     if rows * columns > _POINTS:
         raise DataError(
             f"{path}: a grid of {rows:,} x {columns:,} points is more than the {_POINTS:,} that can be read; regrid the file"
@@ -184,15 +192,6 @@ def _declared_lengths(path: Path) -> dict[str, int]:
 
     with netCDF4.Dataset(str(path)) as file:
         return {name: len(dimension) for name, dimension in file.dimensions.items() if name in file.variables}
-
-
-def _require_bounded(path: Path, lengths: dict[str, int]) -> None:
-    for name, length in lengths.items():
-        if length > _COORDINATES:
-            raise DataError(
-                f"{path}: {length:,} values along {name} are more than the {_COORDINATES:,} that can be read; the file is "
-                f"damaged, or must be parted"
-            )
 
 
 def _find_dimension(dataset: Any, names: list[str], usual: tuple[str, ...], kind: str, path: Path) -> str:
@@ -222,6 +221,7 @@ def _time_dimension(dataset: Any, names: list[str], source: FieldSource, path: P
 
 def _read_times(dataset: Any, time_dim: str, source: FieldSource, path: Path) -> TimeAxis:
     coordinate = dataset[time_dim]
+    # What the run file says goes before the file, whose attributes may be wrong or missing.
     units = source.time_units or coordinate.attrs.get("units")
     if units is None:
         raise DataError(

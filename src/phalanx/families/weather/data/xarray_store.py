@@ -62,6 +62,7 @@ class XarrayStore(FieldStore):
         # Variables may lie in files of their own, so each has its own list of files in time.
         pieces = [self._pieces_of(name, opened) for name in variables]
         axes = [_join_times(name, parts) for name, parts in zip(variables, pieces, strict=True)]
+        # Frame t of all variables must be one time, so the first variable's times stand for all.
         self.times = axes[0]
         for name, axis in zip(variables, axes, strict=True):
             _require_same_times(variables[0], self.times, name, axis, opened)
@@ -114,18 +115,21 @@ class XarrayStore(FieldStore):
 
     def _pieces_of(self, name: str, files: Sequence[FieldFile]) -> list[_Piece]:
         """Return the parts of a variable in the order of their times."""
-        stored = self._naming.stored(name)
+        stored = self._naming.stored_name(name)
         found = [(file, slot) for file in files if (slot := file.find(stored)) is not None and file.in_time(slot)]
         if not found:
             if any(file.find(stored) for file in files):
                 raise DataError(f"{self.path}: {name} does not depend on time; name it under data.static")
             raise DataError(
-                f"{_name_files(self.path, files)} has no variable {self._naming.told(name)}; {_list_known(stored, files)}"
+                f"{_name_files(self.path, files)} has no variable {self._naming.display_name(name)}; "
+                f"{_list_known(stored, files)}"
             )
+        # By time and not by name: names sort months or years in many orders.
         found.sort(key=lambda item: int(item[0].times.seconds[0]) if item[0].times else 0)
         pieces: list[_Piece] = []
         for file, slot in found:
             assert file.times is not None
+            # Of overlapping files it would be unclear which holds the frame that is meant.
             before = pieces[-1].file.times if pieces else None
             if before is not None and before.seconds[-1] >= file.times.seconds[0]:
                 raise DataError(
@@ -138,7 +142,7 @@ class XarrayStore(FieldStore):
         return pieces
 
     def _static_slot(self, name: str, files: Sequence[FieldFile]) -> tuple[FieldFile, Slot]:
-        stored = self._naming.stored(name)
+        stored = self._naming.stored_name(name)
         for file in files:
             slot = file.find(stored)
             if slot is None:
@@ -148,7 +152,7 @@ class XarrayStore(FieldStore):
             require_same_grid(self.path, self.grid, file.path, file.grid)
             return file, slot
         where = _name_files(files[0].path if len(files) == 1 else self.path, files)
-        raise DataError(f"{where} has no static field {self._naming.told(name)}; {_list_known(stored, files)}")
+        raise DataError(f"{where} has no static field {self._naming.display_name(name)}; {_list_known(stored, files)}")
 
 
 def _join_times(name: str, pieces: Sequence[_Piece]) -> TimeAxis:

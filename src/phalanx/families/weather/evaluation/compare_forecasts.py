@@ -1,4 +1,7 @@
-"""Scores of a model's forecasts beside those of the two that every model must beat, on the same cases."""
+"""Scores of a model's forecasts beside the two that every model must beat: nothing changes, and it is as usual.
+
+Any forecast is a function from cases to fields, so models, persistence and climatology are scored on the same cases.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ from phalanx.families.weather.data.open_fields import FieldSet
 from phalanx.families.weather.evaluation.forecast_scores import ForecastScores
 
 _FRAMES_AT_ONCE = 16
+Forecast = Callable[[Cases], Tensor]
+"""Predicts the output variables [n, V_out, H, W], in their own units, at the targets of n cases."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class ScoreRow:
     @property
     def baseline_rmse(self) -> float:
         """Return the error of the better of the two baselines."""
+        # Either may be unknown: there is no climatology of a short period.
         others = [x for x in (self.persistence_rmse, self.climatology_rmse) if x is not None and math.isfinite(x)]
         return min(others, default=math.nan)
 
@@ -161,10 +167,6 @@ def skill_in_words(rows: Sequence[ScoreRow]) -> str:
         f"{at.lead_hours} h {at.percent} ({at.better} of {at.variables} variables better)" for at in skill_by_lead(rows)
     ]
     return "error saved over the better of persistence and climatology: " + ", ".join(parts)
-
-
-Forecast = Callable[[Cases], Tensor]
-"""Predicts the output variables [n, V_out, H, W], in their own units, at the targets of n cases."""
 
 
 def persistence_forecast(reader: FieldReader) -> Forecast:

@@ -71,28 +71,31 @@ class ForecastScores:
         self._area = area_weights.double()
         self._table = _Table(_SUMS, self.lead_hours, self.variables, area_weights.device)
 
-    def add(self, forecast: Tensor, truth: Tensor, lead_hours: Tensor, climatology: Tensor | None = None) -> None:
-        """Score forecasts. forecast, truth, climatology: [B, V, H, W] in the same units; lead_hours: whole hours [B].
+    def add(
+        self, forecast_BVHW: Tensor, truth_BVHW: Tensor, lead_hours_B: Tensor, climatology_BVHW: Tensor | None = None
+    ) -> None:
+        """Score forecasts, whose truth and climatology are given in the same units; lead_hours: whole hours.
 
         A point counts where truth (and for the correlation climatology) is not NaN; a NaN in a forecast at such a point
         makes its scores NaN, so a forecast cannot choose where it is scored.
         """
         # The truth decides where is scored; a forecast must not be able to.
-        there = ~truth.isnan()
-        weights = _mean_weights(self._area, there)
-        error = torch.where(there, forecast.double() - truth.double(), 0.0)
+        there_BVHW = ~truth_BVHW.isnan()
+        weights_BVHW = _mean_weights(self._area, there_BVHW)
+        error_BVHW = torch.where(there_BVHW, forecast_BVHW.double() - truth_BVHW.double(), 0.0)
         values = {
-            "squared": _area_sum(error * error, weights),
-            "error": _area_sum(error, weights),
-            "absolute": _area_sum(error.abs(), weights),
+            "squared": _area_sum(error_BVHW * error_BVHW, weights_BVHW),
+            "error": _area_sum(error_BVHW, weights_BVHW),
+            "absolute": _area_sum(error_BVHW.abs(), weights_BVHW),
         }
-        self._table.add(values, there, lead_hours)
-        if climatology is not None:
-            there = there & ~climatology.isnan()
-            self._table.add({"correlation": self._correlation(forecast, truth, climatology, there)}, there, lead_hours)
+        self._table.add(values, there_BVHW, lead_hours_B)
+        if climatology_BVHW is not None:
+            there_BVHW = there_BVHW & ~climatology_BVHW.isnan()
+            correlation_BV = self._correlation(forecast_BVHW, truth_BVHW, climatology_BVHW, there_BVHW)
+            self._table.add({"correlation": correlation_BV}, there_BVHW, lead_hours_B)
 
     def merge(self, other: ForecastScores) -> ForecastScores:
-        """Return the scores of both bodies of forecasts together."""
+        """Return the scores of both sets of forecasts together."""
         assert (self.variables, self.lead_hours) == (other.variables, other.lead_hours)
         merged = ForecastScores(self.variables, self.lead_hours, self._area)
         merged._table.sums = self._table.sums + other._table.sums
@@ -117,14 +120,16 @@ class ForecastScores:
             for cell in self._table.cells()
         ]
 
-    def _correlation(self, forecast: Tensor, truth: Tensor, climatology: Tensor, there: Tensor) -> Tensor:
-        weights = _mean_weights(self._area, there)
-        forecast_anomaly = torch.where(there, forecast.double() - climatology.double(), 0.0)
-        truth_anomaly = torch.where(there, truth.double() - climatology.double(), 0.0)
-        product = _area_sum(forecast_anomaly * truth_anomaly, weights)
-        size = _area_sum(forecast_anomaly**2, weights) * _area_sum(truth_anomaly**2, weights)
+    def _correlation(
+        self, forecast_BVHW: Tensor, truth_BVHW: Tensor, climatology_BVHW: Tensor, there_BVHW: Tensor
+    ) -> Tensor:
+        weights_BVHW = _mean_weights(self._area, there_BVHW)
+        forecast_anomaly_BVHW = torch.where(there_BVHW, forecast_BVHW.double() - climatology_BVHW.double(), 0.0)
+        truth_anomaly_BVHW = torch.where(there_BVHW, truth_BVHW.double() - climatology_BVHW.double(), 0.0)
+        product_BV = _area_sum(forecast_anomaly_BVHW * truth_anomaly_BVHW, weights_BVHW)
+        size_BV = _area_sum(forecast_anomaly_BVHW**2, weights_BVHW) * _area_sum(truth_anomaly_BVHW**2, weights_BVHW)
         # Without any anomaly, as where the climatology itself is the forecast, nothing is correlated.
-        return torch.where(size == 0, 0.0, product / size.sqrt())
+        return torch.where(size_BV == 0, 0.0, product_BV / size_BV.sqrt())
 
 
 class EnsembleScores:
@@ -148,27 +153,27 @@ class EnsembleScores:
         self._area = area_weights.double()
         self._table = _Table(_ENSEMBLE_SUMS, self.lead_hours, self.variables, area_weights.device)
 
-    def add(self, forecasts: Tensor, truth: Tensor, lead_hours: Tensor) -> None:
-        """Score ensembles. forecasts: [B, M, V, H, W]; truth: [B, V, H, W], NaN where unknown; lead_hours: [B]."""
-        assert forecasts.shape[1] == self.members, (forecasts.shape, self.members)
-        there = ~truth.isnan()
-        weights = _mean_weights(self._area, there)
-        members, truth = forecasts.double(), truth.double()
-        mean = members.mean(1)
-        variance = (members - mean[:, None]).square().sum(1) / (self.members - 1)
-        error = torch.where(there, mean - truth, 0.0)
-        crps, fair = ensemble_crps(members, truth), fair_crps(members, truth)
+    def add(self, forecasts_BMVHW: Tensor, truth_BVHW: Tensor, lead_hours_B: Tensor) -> None:
+        """Score ensembles of M members; truth is NaN where it is unknown; lead_hours: whole hours."""
+        assert forecasts_BMVHW.shape[1] == self.members, (forecasts_BMVHW.shape, self.members)
+        there_BVHW = ~truth_BVHW.isnan()
+        weights_BVHW = _mean_weights(self._area, there_BVHW)
+        members_BMVHW, truth_BVHW = forecasts_BMVHW.double(), truth_BVHW.double()
+        mean_BVHW = members_BMVHW.mean(1)
+        variance_BVHW = (members_BMVHW - mean_BVHW[:, None]).square().sum(1) / (self.members - 1)
+        error_BVHW = torch.where(there_BVHW, mean_BVHW - truth_BVHW, 0.0)
+        crps_BVHW, fair_BVHW = ensemble_crps(members_BMVHW, truth_BVHW), fair_crps(members_BMVHW, truth_BVHW)
         values = {
-            "squared": _area_sum(error * error, weights),
-            "error": _area_sum(error, weights),
-            "variance": _area_sum(torch.where(there, variance, 0.0), weights),
-            "crps": _area_sum(torch.where(there, crps, 0.0), weights),
-            "fair_crps": _area_sum(torch.where(there, fair, 0.0), weights),
+            "squared": _area_sum(error_BVHW * error_BVHW, weights_BVHW),
+            "error": _area_sum(error_BVHW, weights_BVHW),
+            "variance": _area_sum(torch.where(there_BVHW, variance_BVHW, 0.0), weights_BVHW),
+            "crps": _area_sum(torch.where(there_BVHW, crps_BVHW, 0.0), weights_BVHW),
+            "fair_crps": _area_sum(torch.where(there_BVHW, fair_BVHW, 0.0), weights_BVHW),
         }
-        self._table.add(values, there, lead_hours)
+        self._table.add(values, there_BVHW, lead_hours_B)
 
     def merge(self, other: EnsembleScores) -> EnsembleScores:
-        """Return the scores of both bodies of forecasts together."""
+        """Return the scores of both sets of forecasts together."""
         assert (self.variables, self.lead_hours, self.members) == (other.variables, other.lead_hours, other.members)
         assert self.independent == other.independent
         merged = EnsembleScores(self.variables, self.lead_hours, self._area, self.members, independent=self.independent)
@@ -277,6 +282,7 @@ class _Table:
         """Add values [B, V] of forecasts; one of which no point is there does not count."""
         leads = torch.tensor(self.lead_hours, device=self.sums.device)
         matches = lead_hours_B.to(self.sums.device)[:, None] == leads
+        # Scored under a neighbour's name it would spoil both.
         if not bool(matches.any(1).all()):
             unknown = lead_hours_B[~matches.any(1).to(lead_hours_B.device)][0].item()
             raise ValueError(f"a lead time of {unknown} hours is not among those scored: {self.lead_hours}")
@@ -290,6 +296,7 @@ class _Table:
 
     def all_reduce(self) -> None:
         if dist.is_initialized() and dist.get_world_size() > 1:
+            # Sums and counts, not means: ranks score unequal numbers of forecasts.
             dist.all_reduce(self.sums)
 
     def cells(self) -> list[_Cell]:

@@ -103,11 +103,13 @@ def load_forecaster(path: Path, device: torch.device, overrides: Sequence[str] =
             f"{newest.path} is of model.family={run.model.family}; phalanx forecast takes weather models"
         )
     statistics = newest.path.parent.parent / STATISTICS
+    # Statistics of the run itself: data that have grown since would give other ones.
     if run.data.statistics is None and statistics.exists():
         run = run.model_copy(update={"data": run.data.model_copy(update={"statistics": str(statistics)})})
     require_cpu_format(PRECISIONS[run.layout.precision].compute_dtype, device)
     with torch.device("meta"):
         model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision].compute_dtype)
+    # Built without memory first: every parameter is read from the checkpoint.
     model.to_empty(device=device)
     # Whole tensors by name: a checkpoint is the same whatever layout wrote it.
     stored = read_tensors(newest.path, _PREFIX)
@@ -164,7 +166,8 @@ def forecast_split(
     device = next(loaded.model.parameters()).device
     comparison = Comparison(reader, climatologies, device)
     chosen = [spread_rows(source.windows, starts, len(reader.sources)) for source in reader.sources]
-    shown = _Shown(reader, list(mapped) or _usual_maps(reader.outputs), list(steps), chosen)
+    usual = [name for name in _MAPPED if name in reader.outputs]
+    shown = _Shown(reader, list(mapped) or usual or list(reader.outputs[:_MAPS]), list(steps), chosen)
     total, done = sum(map(len, chosen)), 0
     for index, rows in enumerate(chosen):
         for first in range(0, len(rows), _BATCH):
@@ -202,10 +205,6 @@ def _list_numbers(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _usual_maps(outputs: Sequence[str]) -> list[str]:
-    return [name for name in _MAPPED if name in outputs] or list(outputs[:_MAPS])
-
-
 def spread_rows(windows: Windows, count: int | None, sources: int) -> Int64Array:
     """Return rows of `windows`, evenly spread: the share of one of `sources` sources in `count`; all where that is None."""
     rows = len(windows.starts)
@@ -229,6 +228,7 @@ def forecasts_of(
     for column, parts in enumerate(steps.values()):
         lead = torch.full((len(rows),), float(parts[-1]), device=device)
         predicted = model.forecast(states[parts[:-1]], lead)
+        # A step can only follow where everything that is read was predicted or stays as it is.
         if set(model.config.output_names) <= set(model.config.input_names):
             states[parts] = model.next_inputs(inputs, predicted)
         known = np.flatnonzero(targets[:, column] >= 0)
@@ -256,6 +256,7 @@ class _Shown:
         sources = np.repeat(np.arange(len(windows)), [len(rows) for rows in chosen])
         starts = np.concatenate([one.starts[rows] for one, rows in zip(windows, chosen, strict=True)])
         targets = np.concatenate([one.targets[rows] for one, rows in zip(windows, chosen, strict=True)])
+        # One start for all lead times shown, so that maps show one forecast growing older.
         best = int(np.argmax((targets[:, columns] >= 0).sum(axis=1)))
         self._source, self._start = int(sources[best]), int(starts[best])
 

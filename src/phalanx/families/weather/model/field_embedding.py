@@ -1,4 +1,12 @@
-"""From fields on a grid to tokens: patch and variable embedding, aggregation, place and lead time."""
+"""From fields on a grid to tokens: patch and variable embedding, aggregation of variables, place and lead time.
+
+ClimaX makes a token of each variable at each location, P x + c with the patch embedding P of that variable, and attends to
+these with queries that are parameters. Since the queries do not depend on the fields, scores and values are linear in the
+patch x before and after the softmax: q.W_k(P x + c) = (P^T W_k^T q).x + const, and the same for W_v. Multiplying the
+weights first gives the same function without the V tokens of width D at each location, which are most of the memory and
+the work of the published form: with P points a patch it holds V*(P+1) numbers a head and location in place of V*D for all
+heads together, and as many for keys and for values; and it needs D/(P+1) times fewer operations for these.
+"""
 
 from __future__ import annotations
 
@@ -77,6 +85,7 @@ class FieldEmbedding(nn.Module):
         x_BSD = self.tokens(fields_BVHW, self.needed_rows(positions))
         rows_S = positions.rows_S
         x_BSD = x_BSD + self.places(rows_S // self.config.aggregation_queries)
+        # The same for every location: how far ahead the whole field is predicted.
         x_BSD = x_BSD + self.lead(self._lead_features(lead_hours_B))[:, None]
         dropped: Tensor = self.dropout(x_BSD, dropout)
         return dropped
@@ -89,7 +98,7 @@ class FieldEmbedding(nn.Module):
         """Return aggregated tokens [B, S, D] of these rows, without place and lead time."""
         config = self.config
         patches_BLVP = patches_of(fields_BVHW.to(self.dtype), config.patch_size)
-        # Where ranks share out the tokens, only their own locations are aggregated.
+        # Where tokens are sharded over ranks, only their own locations are aggregated.
         if len(rows_S) != config.n_tokens:
             locations = rows_S[:: config.aggregation_queries] // config.aggregation_queries
             patches_BLVP = patches_BLVP.index_select(1, locations)
@@ -126,6 +135,7 @@ class FieldEmbedding(nn.Module):
 
 def _level_features(names: list[str], device: torch.device) -> Tensor:
     """Return waves of each variable's pressure, [V, 2 * FEATURES]; zeros for variables of the surface."""
+    # Variables of the surface have no pressure: zeros say so, and the table still tells them apart.
     levels = [pressure_level(name) for name in names]
     pressure_V = torch.tensor([level or 0 for level in levels], dtype=torch.float64, device=device)
     on_level_V = torch.tensor([level is not None for level in levels], device=device)
@@ -216,6 +226,7 @@ class HierarchicalAggregation(nn.Module):
 
     def __init__(self, config: WeatherModel) -> None:
         super().__init__()
+        # Consecutive variables form a group; whole groups are what ranks share.
         self.sizes = group_sizes(len(config.input_names), config.aggregation_groups)
         self.groups = PatchAggregation(config, config.aggregation_groups)
         self.final = TokenAggregation(config, config.aggregation_queries)

@@ -1,4 +1,7 @@
-"""From tokens to fields: final norm, hidden layers, projection to patches, and the loss."""
+"""From tokens to fields: final norm, hidden layers, projection to patches, and the loss.
+
+The loss is the squared error weighted by area, as a sum with a count of targets, so that uneven batches average right.
+"""
 
 from __future__ import annotations
 
@@ -69,47 +72,44 @@ class FieldHead(nn.Module):
         targets_BLVP = self._located(patches_of(targets_BVHW, size), rows_S, 1)
         row_H = row_weights(self.config, x_BSD.device)
         weight_HW = row_H[:, None].expand(-1, self.config.n_lon)
+        # Weights are patched as targets are, so that each point keeps its own.
         weight_LP = self._located(patches_of(weight_HW[None, None], size)[0, :, 0], rows_S, 0)
-        return squared_error_sum(predicted_BLVP, targets_BLVP, weight_LP, self._loss_weights(x_BSD.device))
+        weights = self.config.loss_weights
+        weight_V = None if weights is None else torch.tensor(weights, device=x_BSD.device)
+        return squared_error_sum(predicted_BLVP, targets_BLVP, weight_LP, weight_V)
 
     def patches(self, x_BSD: Tensor) -> Tensor:
         """Return the head's own output for each location, [B, L, V, P] in the activation format."""
         x_BSD = self.norm(x_BSD)
         for layer in self.layers:
             x_BSD = F.gelu(layer(x_BSD))
+        # A location's tokens together: each alone knows only a part of its variables.
         per_location = x_BSD.unflatten(1, (-1, self.config.aggregation_queries)).flatten(2)
         out: Tensor = self.output(per_location)
         return out
 
     def states(self, x_BSD: Tensor, rows_S: Tensor | None = None, *, fields_BVHW: Tensor | None = None) -> Tensor:
         """Return predicted fields of each location, [B, L, V, P] in at least float32; arguments as of `forward`."""
+        # In at least float32: a small change of a large field survives no bfloat16 sum.
         patches_BLVP = self.patches(x_BSD)
-        if self.config.prediction == "change":
-            return self._added(patches_BLVP, fields_BVHW, rows_S)
-        return patches_BLVP.to(torch.promote_types(patches_BLVP.dtype, torch.float32))
-
-    def _added(self, change_BLVP: Tensor, fields_BVHW: Tensor | None, rows_S: Tensor | None) -> Tensor:
-        """Add scale * change to the input fields, in at least float32: a small change of a large field survives no
-        bfloat16 sum."""
+        patches_BLVP = patches_BLVP.to(torch.promote_types(patches_BLVP.dtype, torch.float32))
+        if self.config.prediction != "change":
+            return patches_BLVP
         assert fields_BVHW is not None, "prediction=change needs the input fields"
-        dtype = torch.promote_types(change_BLVP.dtype, torch.float32)
-        change_BLVP = change_BLVP.to(dtype)
         if self.config.change_scales is not None:
-            scale_V = torch.tensor(self.config.change_scales, dtype=dtype, device=change_BLVP.device)
-            change_BLVP = change_BLVP * scale_V[:, None]
-        before = take_places(fields_BVHW, outputs_among_inputs(self.config), 1)
-        return self._located(patches_of(before, self.config.patch_size), rows_S, 1).to(dtype) + change_BLVP
+            scale_V = torch.tensor(self.config.change_scales, dtype=patches_BLVP.dtype, device=patches_BLVP.device)
+            patches_BLVP = patches_BLVP * scale_V[:, None]
+        before_BVHW = take_places(fields_BVHW, outputs_among_inputs(self.config), 1)
+        before_BLVP = self._located(patches_of(before_BVHW, self.config.patch_size), rows_S, 1)
+        return before_BLVP.to(patches_BLVP.dtype) + patches_BLVP
 
     def _located(self, patches: Tensor, rows_S: Tensor | None, dim: int) -> Tensor:
         """Return the patches of these rows' locations along `dim`."""
+        # All rows in order: indexing would only copy.
         if rows_S is None or len(rows_S) == self.config.n_tokens:
             return patches
         tokens = self.config.aggregation_queries
         return patches.index_select(dim, rows_S[::tokens] // tokens)
-
-    def _loss_weights(self, device: torch.device) -> Tensor | None:
-        weights = self.config.loss_weights
-        return None if weights is None else torch.tensor(weights, device=device)
 
 
 def squared_error_sum(

@@ -1,4 +1,7 @@
-"""The forecaster: fields in, fields out. Plain PyTorch for one device; knows no mesh, rank or layout."""
+"""The forecaster: fields in, fields out, through blocks of a Vision Transformer whose branches a sample may skip.
+
+Plain PyTorch for one device; knows no mesh, rank or layout.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,11 @@ from phalanx.nn.blocks import NumberedBlocks
 from phalanx.nn.layers import Linear, Norm
 from phalanx.nn.positions import Positions
 from phalanx.nn.splits import ModelChunk
+
+AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The signature of `attend_whole`."""
+_PATHS = 0x5851F42D4C957F2D
+"""Separates the bits of skipped branches from those of dropped elements."""
 
 
 class Forecaster(nn.Module):
@@ -111,10 +119,6 @@ class Forecaster(nn.Module):
         return Positions(rows_S, rows_S)
 
 
-AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The signature of `nn.attention.attend_whole`."""
-
-
 class Attention(nn.Module):
     """Self-attention of all tokens with all.
 
@@ -137,6 +141,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Map activations [B, S, D] to [B, S, D]."""
+        # One matmul for all three; rows grouped by head let tensor parallelism cut it.
         query, key, value = self.qkv(x_BSD).unflatten(-1, (-1, 3, self.head_size)).unbind(-2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -201,7 +206,3 @@ def path_factors(config: WeatherModel, layer: int, dropout: DropoutContext | Non
     bits_2B = mix(mix(dropout.key + _PATHS) + dropout.sample_indices_B * 2 + branches)
     kept_2B = (bits_2B >> 33) & 0x7FFFFFFF >= int(chance * 2**31)
     return kept_2B.to(torch.float64) / (1.0 - chance)
-
-
-_PATHS = 0x5851F42D4C957F2D
-"""Separates the bits of skipped branches from those of dropped elements."""

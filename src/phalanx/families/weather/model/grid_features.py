@@ -1,4 +1,7 @@
-"""The grid: fields as patches and back, latitudes, and how much of the sphere each point stands for."""
+"""What does not depend on data: patches of a grid, numbers of variables, areas of points, and numbers as waves.
+
+Waves are the initial tables of sines and cosines, and the features of lead time, pressure and place.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ from torch import Tensor
 from phalanx.families.weather.field_names import split_level
 from phalanx.families.weather.model_config import WeatherModel
 from phalanx.families.weather.sizes import FEATURES
+
+_HALF_PI_HIGH = math.floor(math.pi / 2 * 2**32) / 2**32
+_HALF_PI_LOW = math.pi / 2 - _HALF_PI_HIGH
 
 
 def patches_of(fields_BVHW: Tensor, patch_size: int) -> Tensor:
@@ -156,6 +162,7 @@ def exact_sine(angle: Tensor, quarter_turns: Tensor) -> Tensor:
     By additions and multiplications alone, which all devices and all vector widths round alike: a value then does not
     depend on which part of a table is computed where.
     """
+    # Reduced to an eighth of a turn on either side of zero, where short series are exact enough.
     turns = (angle * (2.0 / math.pi)).round()
     # pi/2 in two parts: the first has few enough bits that its product with `turns` is exact.
     rest = (angle - turns * _HALF_PI_HIGH) - turns * _HALF_PI_LOW
@@ -165,10 +172,6 @@ def exact_sine(angle: Tensor, quarter_turns: Tensor) -> Tensor:
     quadrant = (turns.to(torch.int64) + quarter_turns) % 4
     value = torch.where(quadrant % 2 == 0, sines, cosines)
     return torch.where(quadrant < 2, value, -value)
-
-
-_HALF_PI_HIGH = math.floor(math.pi / 2 * 2**32) / 2**32
-_HALF_PI_LOW = math.pi / 2 - _HALF_PI_HIGH
 
 
 def _horner_sum(x: Tensor, coefficients: list[float]) -> Tensor:

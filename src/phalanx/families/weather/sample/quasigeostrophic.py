@@ -1,4 +1,4 @@
-"""A global quasi-geostrophic atmosphere of three levels, after Marshall and Molteni (1993).
+"""A global quasi-geostrophic atmosphere of three levels, after Marshall and Molteni (1993), on spherical harmonics.
 
     dq_i/dt = -J(psi_i, q_i) + forcing - dissipation        at 200, 500 and 800 hPa
     q = laplacian(psi) + S psi + f (+ f h / H0 at 800 hPa)
@@ -6,6 +6,10 @@
 S couples neighbouring levels by their Rossby radii of deformation. The published model takes its forcing from analyses;
 here temperature relaxes to a state with a westerly jet in both hemispheres, the same all year, whose
 baroclinic instability makes the weather. Without forcing and dissipation, energy and each level's potential enstrophy stay.
+
+A real field is sum over m and n of c[m, n] P_n^m(mu) exp(i m lambda), for m >= 0 with the conjugate added, where mu is the
+sine of latitude and P are the associated Legendre functions with a mean square of 1 over mu. Coefficients are complex
+[..., M, N] with zeros where n < m. On the Gaussian grid, products of two such fields are analysed without aliasing.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ _RADII = (700e3, 450e3)
 """Rossby radii of deformation between neighbouring levels, in m (Marshall and Molteni 1993)."""
 _SCALE_HEIGHT = 9e3
 """What orography is measured by, in m."""
+Float64Array = npt.NDArray[np.float64]
+ComplexArray = npt.NDArray[np.complex128]
 
 
 @dataclass(frozen=True)
@@ -91,10 +97,6 @@ class Atmosphere:
         winds = np.array([upper + lower, lower, 0.0])[:, None] * jets
         return self.stream_function_of(winds)
 
-    @cached_property
-    def _relaxation(self) -> float:
-        return 1 / (self.physics.relaxation * DAY)
-
     def stream_function_of(self, winds: Float64Array) -> ComplexArray:
         """Return the stream function [3, M, N] of westerly winds [3, H] in m/s that depend on latitude alone."""
         cosines = np.sqrt(1 - self.harmonics.sines**2)
@@ -127,7 +129,9 @@ class Atmosphere:
         jacobian = eastward[0] * northward[1] - northward[0] * eastward[1]
         area = RADIUS**2 * (1 - self.harmonics.sines[:, None] ** 2)
         change: ComplexArray = -self.harmonics.analyze(jacobian / area)
-        change -= self._relaxation * np.tensordot(self._coupling, stream - self.equilibrium, 1)
+        relaxation = 1 / (self.physics.relaxation * DAY)
+        change -= relaxation * np.tensordot(self._coupling, stream - self.equilibrium, 1)
+        # Friction of the ground acts on the lowest level alone.
         change[2] -= self.harmonics.laplacian / RADIUS**2 * stream[2] / (self.physics.friction * DAY)
         # A high power of the Laplacian damps the smallest waves, where enstrophy gathers, and leaves weather alone.
         scale = (self.harmonics.laplacian / self.harmonics.laplacian[-1]) ** 4
@@ -165,10 +169,6 @@ class Atmosphere:
         vorticity = self.harmonics.synthesize(self.harmonics.laplacian / RADIUS**2 * stream)
         slope = self.harmonics.synthesize_slope(stream)
         return self._inverse_laplacian(self.harmonics.analyze(planetary * vorticity + 2 * ROTATION / RADIUS**2 * slope))
-
-
-Float64Array = npt.NDArray[np.float64]
-ComplexArray = npt.NDArray[np.complex128]
 
 
 @dataclass(frozen=True)
@@ -223,6 +223,7 @@ class Harmonics:
     def analyze(self, fields: Float64Array) -> ComplexArray:
         """Return the coefficients [..., M, N] of fields [..., H, W] on the Gaussian grid."""
         waves = np.fft.rfft(fields, axis=-1, norm="forward")[..., : self.truncation + 1]
+        # Gaussian quadrature over latitude is exact for products of two truncated fields.
         weighted = 0.5 * self._legendre[0] * self._quadrature[1]
         # [M, ..., H] times [M, H, N]
         found = np.matmul(np.moveaxis(waves, -1, 0).reshape(len(weighted), -1, self.rows), weighted.transpose(0, 2, 1))

@@ -66,6 +66,7 @@ def write_weather(
     path = folder / FILE
     if path.exists():
         raise DataError(f"{path} is already there; remove it or name another folder")
+    # Nothing is written before the simulation is done: an interrupted one leaves no file.
     dataset = simulate_weather(days, seed, spin_up_days, progress)
     halves = path.with_name(TEMPORARY + path.name)
     try:

@@ -1,0 +1,91 @@
+"""What the pipeline ranks of a layout hold of the model, and which of them may need most memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.layout.pipeline.stage_assignment import stages_of_rank
+from phalanx.layout.spec import ZERO_BUBBLE, ResolvedLayout
+from phalanx.planner.layouts.candidates import SCHEDULES, Candidates
+from phalanx.planner.layouts.stage_layers import split
+from phalanx.planner.memory.parts import distinct
+from phalanx.planner.schedule.table import table_of
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """Parts of the model on pipeline ranks; arrays, one entry for each rank or candidate."""
+
+    layers: FloatArray
+    stage_layers: FloatArray
+    """Of its largest stage."""
+    embedding: FloatArray
+    """1 for a rank with the embedding."""
+    head: FloatArray
+
+
+@cache
+def rank_parts(schedule: str, pp: int, stages_per_rank: int, n_layers: int, costs: tuple[float, float]) -> RankParts:
+    """Return what every pipeline rank holds, arrays of [ranks].
+
+    costs: what the embedding and the head cost beside one block, see `layout.pipeline.stage_assignment.split_layers`.
+    """
+    layout = ResolvedLayout(global_batch=1, pp=pp, schedule=schedule, stages_per_rank=stages_per_rank)
+    layers = np.asarray(split(n_layers, layout.n_stages, *costs), np.float64)
+    stage = np.asarray([stages_of_rank(layout, rank) for rank in range(pp)])
+    held = layers[stage]
+    first, last = (stage == 0).any(1), (stage == layout.n_stages - 1).any(1)
+    return RankParts(held.sum(1), held.max(1), first.astype(np.float64), last.astype(np.float64))
+
+
+def parts_at(
+    candidates: Candidates, ranks: npt.NDArray[np.int64], n_layers: int, costs: tuple[float, float]
+) -> RankParts:
+    """Return what one rank of each candidate holds. ranks: which. costs: see `rank_parts`."""
+    columns = [candidates.schedule, candidates.pp, candidates.stages_per_rank, ranks]
+    first, inverse = distinct(columns)
+    rows = []
+    for name, pp, stages_per_rank, rank in np.stack(columns, axis=1)[first].tolist():
+        every = rank_parts(SCHEDULES[name], pp, stages_per_rank, n_layers, costs)
+        rows.append([getattr(every, field.name)[rank] for field in fields(RankParts)])
+    return RankParts(*np.asarray(rows)[inverse].T)
+
+
+@cache
+def first_rank_blocks(
+    schedule: str, pp: int, stages_per_rank: int, n_layers: int, costs: tuple[float, float]
+) -> tuple[int, int]:
+    """Return the blocks of the first pipeline rank, and of the smallest of its stages."""
+    layout = ResolvedLayout(global_batch=1, pp=pp, schedule=schedule, stages_per_rank=stages_per_rank)
+    layers = split(n_layers, layout.n_stages, *costs)
+    held = [layers[stage] for stage in stages_of_rank(layout, 0)]
+    return sum(held), min(held)
+
+
+@cache
+def ranks_that_may_be_worst(
+    schedule: str, pp: int, stages_per_rank: int, n_layers: int, costs: tuple[float, float]
+) -> list[int]:
+    """Return the pipeline ranks of which one needs most memory.
+
+    Of two ranks with stages of as many layers and the same ends of the model the earlier one has more micro-batches in
+    flight. Where gradients of weights come later than those of inputs, a later rank may hold more: all ranks are looked at.
+    """
+    if schedule in ZERO_BUBBLE:
+        return list(range(pp))
+    stage = np.arange(pp * stages_per_rank).reshape(stages_per_rank, pp)
+    layers = np.asarray(split(n_layers, pp * stages_per_rank, *costs))[stage]
+    ends = np.stack([stage == 0, stage == stage.max()]).any(axis=1)
+    _, first = np.unique(np.concatenate([layers, ends]), axis=1, return_index=True)
+    return [int(rank) for rank in np.sort(first)]
+
+
+def blocks_in_flight(layout: ResolvedLayout, n_layers: int, costs: tuple[float, float]) -> FloatArray:
+    """Return the most blocks whose activations each pipeline rank holds at a time, each micro-batch counted, [ranks]."""
+    return table_of(layout).peak_activations(split(n_layers, layout.n_stages, *costs))

@@ -1,0 +1,86 @@
+"""What a trial's processes are given and what they leave behind in the trial's folder, and why they failed.
+
+FOLDER/run.yaml      the run file that the ranks train
+FOLDER/part.json     the run directory and the last step, where they train a part of a longer run
+FOLDER/log           what the processes wrote to stdout and stderr
+FOLDER/rank-N.json   what rank N measured, or why it failed
+FOLDER/run           the run directory, where part.json names no other
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.files import write_atomically
+from phalanx.hardware.host import KILLED_FOR_MEMORY
+from phalanx.study.processes.process import Ended
+from phalanx.study.trial import INTERRUPTED, Outcome
+
+RUN_FILE, PART_FILE, LOG, TRAINED = "run.yaml", "part.json", "log", "run"
+MEMORY_LIMIT = "PHALANX_TRIAL_MEMORY"
+"""Environment variable: bytes of host memory that a rank may allocate."""
+CORES = "PHALANX_TRIAL_CORES"
+"""Environment variable: numbers of the CPU cores that a rank may use, separated by commas."""
+
+_CAUSES = ("refused", "out_of_memory", "non_finite", "crash")
+"""Causes that a rank reports, those that explain the failures of other ranks first."""
+_SHOWN_LINES = 12
+_KILLED = (-9, 137)
+_KILLED_BY_SLURM = ("oom_kill", "oom-kill", "oom killed")
+"""What Slurm writes into the log of a step whose process the kernel killed because memory ran out."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a run, trained from its newest checkpoint up to a step."""
+
+    run_dir: str
+    until: int
+    """Optimizer step to stop after."""
+
+    def write(self, folder: Path) -> None:
+        """Write the part into a trial's folder, for its ranks to read."""
+        write_atomically(folder / PART_FILE, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Part | None:
+        """Read what `write` wrote; None where a trial trains a whole run."""
+        file = folder / PART_FILE
+        return cls(**json.loads(file.read_text())) if file.exists() else None
+
+
+def read_rank_reports(folder: Path, ranks: int) -> list[dict[str, Any] | None]:
+    """Read what each rank left in a trial's folder; None for ranks that left nothing."""
+    files = [folder / f"rank-{rank}.json" for rank in range(ranks)]
+    return [json.loads(file.read_text()) if file.exists() else None for file in files]
+
+
+def read_log_tail(folder: Path) -> str:
+    """Return the last lines of a trial's log."""
+    return "\n".join((folder / LOG).read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
+
+
+def explain_failure(reports: Sequence[dict[str, Any]], ended: Ended, log: str) -> Outcome:
+    """Return the outcome of a trial whose processes failed: the cause that explains the failures of all ranks.
+
+    reports: what the ranks left that left something. ended: how the command ended. log: the end of the trial's log.
+    """
+    if ended.timed_out:
+        return Outcome("hang", seconds=ended.seconds, words=f"after {ended.seconds:.0f} s: {log}")
+    failed = sorted((one for one in reports if one["cause"] in _CAUSES), key=lambda one: _CAUSES.index(one["cause"]))
+    if ended.code in _KILLED and not (failed and failed[0]["cause"] == "out_of_memory"):
+        # A killed rank leaves no report, and what the other ranks report, such as a closed connection, follows from it.
+        if ended.memory_ran_out or any(said in log.lower() for said in _KILLED_BY_SLURM):
+            words = f"a process was {KILLED_FOR_MEMORY} (signal 9)"
+            return Outcome("out_of_memory", seconds=ended.seconds, words=words)
+        return Outcome(INTERRUPTED, seconds=ended.seconds, words="a process was killed from outside (signal 9)")
+    if failed:
+        return Outcome(failed[0]["cause"], seconds=ended.seconds, words=str(failed[0]["words"])[-1000:])
+    stopped = next((one for one in reports if one["cause"] == INTERRUPTED), None)
+    if stopped is not None:
+        return Outcome(INTERRUPTED, seconds=ended.seconds, words=str(stopped["words"]))
+    return Outcome("crash", seconds=ended.seconds, words=f"exit code {ended.code}: {log}")

@@ -1,0 +1,277 @@
+"""Where trials run: all ranks of one trial on this machine or on Slurm nodes, or many trials on single devices of either.
+
+A launcher says how the ranks of a trial are started. A slot provider that shares devices among trials of one rank needs to
+know the device's memory as well: that is a `DeviceSlot`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.hardware.device import device_facts
+from phalanx.hardware.host import available_cores
+from phalanx.hardware.machine import Machine
+from phalanx.launch.job_script import srun_command
+from phalanx.study.processes.process import guarded_command
+from phalanx.study.processes.reports import CORES
+
+MODULE = (sys.executable, "-m", "phalanx.study.processes")
+_SLURM_GRACE_S = 60
+"""Seconds past a trial's time limit after which Slurm ends its step even if this process cannot."""
+# Below the ports that Linux hands out by itself, as for whole jobs.
+_FIRST_PORT, _PORTS = 10_000, 20_000
+_AUTO_SHARING = {True: 4, False: 2}
+"""Trials that share a device where nobody says how many: on an accelerator, on CPU cores."""
+_USABLE_MEMORY = 0.92
+"""Share of a device's memory for trials: the driver and the allocator's blocks need the rest."""
+
+
+class Launcher(Protocol):
+    """How the ranks of a trial are started."""
+
+    def command(self, folder: Path, limit_s: float) -> list[str]:
+        """Return the command that starts all ranks of the trial whose files are in `folder`, and ends when they have."""
+
+    def env(self, number: int) -> Mapping[str, str]:
+        """Return the environment variables that ranks of trial `number` need beside those of this process."""
+
+
+class DeviceSlot(Launcher, Protocol):
+    """One device on which trials of one rank run."""
+
+    @property
+    def name(self) -> str:
+        """Host and device."""
+
+    @property
+    def memory(self) -> float:
+        """Bytes for all trials on the device."""
+
+    @property
+    def accelerator(self) -> bool:
+        """Whether the device is no CPU."""
+
+
+@dataclass(frozen=True)
+class LocalRanks:
+    """Ranks on this machine, each on a device of its own."""
+
+    ranks: int
+
+    def command(self, folder: Path, limit_s: float) -> list[str]:
+        """Return the local launcher's command; a single rank needs no launcher."""
+        if self.ranks == 1:
+            return [*MODULE, "rank", str(folder)]
+        return [*MODULE, "launch", str(folder), str(self.ranks)]
+
+    def env(self, number: int) -> Mapping[str, str]:
+        """Return nothing: the launcher sets what ranks need."""
+        return {}
+
+
+@dataclass(frozen=True)
+class SlurmNodes:
+    """Ranks on whole nodes of the Slurm allocation that this process runs in, as a step of it."""
+
+    machine: Machine
+    nodes: int
+
+    def command(self, folder: Path, limit_s: float) -> list[str]:
+        """Return the srun command, under a guard: srun passes the guard's SIGQUIT on to its ranks."""
+        limit = int(limit_s) + _SLURM_GRACE_S
+        return guarded_command(srun_command(self.machine, self.nodes, [*MODULE, "rank", str(folder)], limit))
+
+    def env(self, number: int) -> Mapping[str, str]:
+        """Return where the ranks meet, and what the machine's description sets for jobs."""
+        hosts = allocated_hosts()
+        # Trials that run at once or follow each other closely must not meet at the same port.
+        port = _FIRST_PORT + (int(os.environ["SLURM_JOB_ID"]) * 31 + number) % _PORTS
+        return {
+            **_machine_env(self.machine, self.nodes),
+            "MASTER_ADDR": hosts[0],
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": secrets.token_hex(16),
+        }
+
+
+def whole_nodes(machine: Machine, devices: int) -> SlurmNodes:
+    """Return a launcher on the nodes that have so many devices. Raises ConfigError where that is no whole number."""
+    nodes, rest = divmod(devices, machine.node.devices)
+    if rest:
+        raise ConfigError(
+            f"--where slurm takes whole nodes: --devices {devices} is no multiple of the "
+            f"{machine.node.devices} devices of a node of {machine.name}"
+        )
+    return SlurmNodes(machine, nodes)
+
+
+@dataclass(frozen=True)
+class LocalDevice:
+    """A device of this machine: an accelerator, or some CPU cores."""
+
+    kind: str
+    """Device type, as PyTorch calls it."""
+    index: int
+    memory: float
+    cores: tuple[int, ...] = ()
+    """Numbers of the cores of a CPU device."""
+    threads: int = 1
+
+    @property
+    def name(self) -> str:
+        """Host, device type and number."""
+        return f"{socket.gethostname()} {self.kind} {self.index}"
+
+    @property
+    def accelerator(self) -> bool:
+        """Whether the device is no CPU."""
+        return self.kind != "cpu"
+
+    def command(self, folder: Path, limit_s: float) -> list[str]:
+        """Return the command of one rank."""
+        return [*MODULE, "rank", str(folder)]
+
+    def env(self, number: int) -> Mapping[str, str]:
+        """Return which device the rank takes: a rank takes the accelerator of its local rank's number."""
+        found = {**_single_rank(self.index if self.accelerator else 0), "OMP_NUM_THREADS": str(self.threads)}
+        return found | ({CORES: ",".join(map(str, self.cores))} if self.cores else {})
+
+
+@dataclass(frozen=True)
+class SlurmDevice:
+    """A device of a node of the Slurm allocation that this process runs in; a trial there is a step of one task."""
+
+    machine: Machine
+    host: str
+    index: int
+    memory: float
+
+    @property
+    def name(self) -> str:
+        """Host, device and number."""
+        return f"{self.host} {self.machine.node.device} {self.index}"
+
+    @property
+    def accelerator(self) -> bool:
+        """Whether the device is no CPU: descriptions of nodes count accelerators."""
+        return True
+
+    def command(self, folder: Path, limit_s: float) -> list[str]:
+        """Return an srun command that shares the node with other steps."""
+        node = self.machine.node
+        bound = f"mask_cpu:{node.cpu_masks[self.index]}" if node.cpu_masks else "cores"
+        # The step sees all devices of the node and the rank takes one: Slurm would give a device to one step alone.
+        given = [one.option for one in self.machine.job_slurm.srun if not one.option.startswith("--gpu")]
+        step = [
+            *("srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={self.host}", "--overlap"),
+            *(f"--gpus-per-node={node.devices}", "--gpu-bind=none"),
+            *(f"--cpus-per-task={node.cores_per_task}", f"--cpu-bind={bound}", *given),
+            *("--kill-on-bad-exit=1", f"--time={-(-(int(limit_s) + _SLURM_GRACE_S) // 60)}"),
+        ]
+        return guarded_command([*step, *MODULE, "rank", str(folder)])
+
+    def env(self, number: int) -> Mapping[str, str]:
+        """Return what the machine's description sets for jobs on one node, and which device the rank takes."""
+        return {**_machine_env(self.machine, 1), **_single_rank(self.index)}
+
+
+def find_devices(where: str, device: str, devices: int | None, machine: Machine | None) -> list[DeviceSlot]:
+    """Return the devices that trials of one rank may have.
+
+    where: local or slurm. device: `cluster.device` of the run file. devices: how many; None takes all accelerators, or two
+    CPU cores a device. machine: description of a Slurm allocation. Raises ConfigError where there are not so many.
+    """
+    if where == "slurm":
+        return _find_slurm_devices(devices, machine)
+    if where != "local":
+        raise ConfigError(f"--where {where} is not known; give one of local, slurm")
+    found: dict[str, Any] = {"kind": "cpu"} if device == "cpu" else _query_devices(device)
+    if found["kind"] == "cpu":
+        return _split_cpu(devices)
+    memories = found["memory"]
+    count = len(memories) if devices is None else devices
+    if count > len(memories):
+        raise ConfigError(
+            f"--devices {count}: this machine shows {len(memories)} of type {found['kind']}; ask for fewer"
+        )
+    threads = max(1, available_cores() // (2 * count))
+    return [LocalDevice(found["kind"], index, _USABLE_MEMORY * memories[index], (), threads) for index in range(count)]
+
+
+def automatic_sharing(devices: list[DeviceSlot]) -> int:
+    """Return how many trials may share a device where nobody says."""
+    return _AUTO_SHARING[devices[0].accelerator]
+
+
+def _split_cpu(devices: int | None) -> list[DeviceSlot]:
+    """Share the cores that this process may use among so many devices, two cores each by default."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(available_cores()))
+    count = devices or max(1, len(cores) // 2)
+    if count > len(cores):
+        raise ConfigError(f"--devices {count}: a device needs a core of its own, and there are {len(cores)}")
+    memory = _USABLE_MEMORY * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / count
+    each = len(cores) // count
+    return [
+        LocalDevice("cpu", index, memory, tuple(cores[index * each : (index + 1) * each]), each)
+        for index in range(count)
+    ]
+
+
+def _find_slurm_devices(devices: int | None, machine: Machine | None) -> list[DeviceSlot]:
+    if machine is None:
+        raise ConfigError("--where slurm needs --cluster NAME, which says how steps are started there")
+    hosts = allocated_hosts()
+    each = machine.node.devices
+    count = len(hosts) * each if devices is None else devices
+    if count > len(hosts) * each:
+        raise ConfigError(
+            f"--devices {count}: the allocation has {len(hosts)} nodes with {each} devices each; ask for fewer"
+        )
+    facts = device_facts(machine.node.device).memory_bytes
+    memory = float("inf") if facts is None else _USABLE_MEMORY * facts
+    # The first device of every node before the second of any: few trials on many nodes then share less of a node.
+    found = [SlurmDevice(machine, host, index, memory) for index in range(each) for host in hosts]
+    return list(found[:count])
+
+
+def allocated_hosts() -> list[str]:
+    """Return the hosts of the Slurm allocation that this process runs in. Raises ConfigError where there is none."""
+    node_list = os.environ.get("SLURM_JOB_NODELIST")
+    if node_list is None or "SLURM_JOB_ID" not in os.environ:
+        raise ConfigError(
+            "--where slurm needs an allocation (SLURM_JOB_ID is not set); start it under salloc or sbatch"
+        )
+    command = ["scontrol", "show", "hostnames", node_list]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise PhalanxError(f"scontrol does not name the hosts of this allocation: {error}") from error
+
+
+def _machine_env(machine: Machine, nodes: int) -> dict[str, str]:
+    """Return what the machine's description sets for jobs on this number of nodes."""
+    count = "one" if nodes == 1 else "several"
+    return {one.name: os.path.expandvars(one.value) for one in machine.environment if one.nodes in ("any", count)}
+
+
+def _single_rank(index: int) -> dict[str, str]:
+    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": str(index), "LOCAL_WORLD_SIZE": "1"}
+
+
+def _query_devices(device: str) -> dict[str, Any]:
+    """Ask another process for the devices: a process that looks at an accelerator keeps some of its memory for good."""
+    done = subprocess.run([*MODULE, "devices", device], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PhalanxError(f"the devices of this machine cannot be found out: {done.stderr.strip().splitlines()[-1:]}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found

@@ -1,0 +1,256 @@
+"""The store of a study: an Optuna journal of every trial as it starts and ends, shared by processes on any number of nodes.
+
+The journal's order decides who measures what: a choice belongs to the first trial that names it. Nothing is held in memory
+that is not in the file, so a killed study resumes where it was. Optuna's own tools read the file as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.files import write_atomically
+from phalanx.study.processes.process import Worker
+from phalanx.study.trial import ASKED, ATTEMPTS, INTERRUPTED, OK, Outcome, Trial
+
+_OTHER_HOST_S = 120.0
+"""Seconds past its time limit after which a trial of another host counts as abandoned: clocks of a cluster differ less."""
+
+
+_DUPLICATE = "duplicate"
+
+
+class StudyError(PhalanxError):
+    """The study's file cannot be used."""
+
+
+class StudyStore:
+    """The trials of one study, on disk.
+
+    about: what the trials have in common, as plain values; a file that was begun for something else is refused with
+    ConfigError. None only reads. folder: where trials keep their files, by default beside the file. option: of the command
+    line, which names another file.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        about: Mapping[str, Any] | None,
+        *,
+        folder: Path | None = None,
+        option: str = "--storage FILE",
+    ) -> None:
+        self.path = path
+        self.folder = folder or path.with_name(f"{path.name}.trials")
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # A reader changes nothing: the line may still be being written.
+            if about is not None:
+                mend_torn_line(path)
+            self._storage = JournalStorage(JournalFileBackend(str(path)))
+            with suppress(DuplicatedStudyError):
+                # Of two processes that begin at once the second finds the study made.
+                if name not in [study.study_name for study in self._storage.get_all_studies()]:
+                    self._storage.create_new_study([StudyDirection.MINIMIZE], name)
+            self._id = self._storage.get_study_id_from_name(name)
+        except (OSError, ValueError, KeyError) as error:
+            raise StudyError(f"{path} cannot be used as a study: {error}; give another {option}") from error
+        found = self._storage.get_study_user_attrs(self._id).get("about")
+        wanted = found if about is None else json.loads(json.dumps(dict(about)))
+        if found is None and wanted is not None:
+            self._storage.set_study_user_attr(self._id, "about", wanted)
+        elif found is not None and wanted is not None and found != wanted:
+            differs = [key for key in {*found, *wanted} if found.get(key) != wanted.get(key)]
+            raise ConfigError(f"{path} holds a study of another {', '.join(sorted(differs))}; give another {option}")
+        self.about: dict[str, Any] = wanted or {}
+        if about is not None:
+            self.recover()
+
+    def trials(self) -> list[Trial]:
+        """Return the trials in the order in which they began, without those whose choice another process claimed first."""
+        found = [_read_trial(frozen) for frozen in self._frozen()]
+        owner: dict[str, int] = {}
+        for trial in found:
+            if not _is_interrupted(trial):
+                owner.setdefault(trial.key, trial.number)
+        return [trial for trial in found if _is_interrupted(trial) or owner[trial.key] == trial.number]
+
+    def taken(self) -> set[str]:
+        """Return keys that are not to be tried (again): they run, are known, or were interrupted too often."""
+        attempts: dict[str, int] = {}
+        keys = set()
+        for trial in self.trials():
+            if _is_interrupted(trial):
+                # That a study's process was asked to stop says nothing against its trials.
+                if trial.outcome is not None and trial.outcome.more.get(ASKED):
+                    continue
+                attempts[trial.key] = attempts.get(trial.key, 0) + 1
+            else:
+                keys.add(trial.key)
+        return keys | {key for key, count in attempts.items() if count >= ATTEMPTS}
+
+    def claim(
+        self,
+        key: str,
+        values: Mapping[str, Any],
+        ranges: Mapping[str, BaseDistribution],
+        *,
+        engine: str,
+        limit_s: float,
+        note: Mapping[str, Any] | None = None,
+    ) -> Trial | None:
+        """Return a trial that begins now; None where another process was first.
+
+        ranges: what each of `values` might have been. engine: name of the sampler. limit_s: seconds after which processes on
+        other hosts take the trial for abandoned. note: what is expected of it.
+        """
+        # A look saves most races a line in the journal; the check below decides.
+        if key in self.taken():
+            return None
+        # The trial and its owner become known in one line of the journal: there is no moment to be killed in between.
+        frozen = create_trial(
+            state=TrialState.RUNNING,
+            params=dict(values),
+            distributions={name: ranges[name] for name in values},
+            user_attrs={
+                "key": key,
+                "engine": engine,
+                "note": dict(note or {}),
+                "worker": Worker.this_process().as_dict(),
+                "deadline": time.time() + limit_s,
+            },
+        )
+        number = self._storage.get_trial(self._storage.create_new_trial(self._id, frozen)).number
+        mine = next((trial for trial in self.trials() if trial.number == number), None)
+        if mine is None:
+            self._end(self._trial_id(number), Outcome(_DUPLICATE))
+        return mine
+
+    def withdraw(self, trial: Trial) -> None:
+        """Take back a trial that was claimed and not begun."""
+        self._end(self._trial_id(trial.number), Outcome(_DUPLICATE))
+
+    def finish(self, trial: Trial, outcome: Outcome) -> None:
+        """Record the outcome of a trial."""
+        try:
+            self._end(self._trial_id(trial.number), outcome)
+        except UpdateFinishedTrialError:
+            # Another process gave it up for lost; its outcome is worth keeping all the same.
+            self._storage.create_new_trial(self._id, _late_trial(trial, outcome))
+
+    def report(self, trial: Trial, step: int, value: float) -> None:
+        """Record an intermediate value of a running trial at a step, for Optuna's tools."""
+        self._storage.set_trial_intermediate_value(self._trial_id(trial.number), step, value)
+
+    def recover(self) -> list[int]:
+        """End running trials whose process is gone, with the outcome they left or as interrupted; return their numbers."""
+        ended = []
+        for frozen in self._frozen():
+            if frozen.state != TrialState.RUNNING or _is_alive(frozen):
+                continue
+            left = frozen.user_attrs.get("outcome") or _read_outcome(self.folder / str(frozen.number))
+            # That its process died says nothing against a trial: it is no failed attempt.
+            gone = Outcome(INTERRUPTED, words="the search ended first", more={ASKED: True})
+            outcome = gone if left is None else Outcome.from_dict(left)
+            with suppress(UpdateFinishedTrialError):
+                self._end(self._trial_id(frozen.number), outcome)
+                ended.append(frozen.number)
+        return ended
+
+    def _end(self, trial_id: int, outcome: Outcome) -> None:
+        good = outcome.cause == OK
+        self._storage.set_trial_user_attr(trial_id, "outcome", outcome.as_dict())
+        values = [outcome.value] if good and outcome.value is not None else None
+        self._storage.set_trial_state_values(trial_id, TrialState.COMPLETE if good else TrialState.FAIL, values)
+
+    def _frozen(self) -> list[FrozenTrial]:
+        trials = self._storage.get_all_trials(self._id, deepcopy=False)
+        return [one for one in trials if "key" in one.user_attrs and _cause_of(one) != _DUPLICATE]
+
+    def _trial_id(self, number: int) -> int:
+        return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
+
+
+def mend_torn_line(path: Path) -> None:
+    """Drop the last line of a journal where it is torn: its writer's machine stopped in the middle of it."""
+    if not path.exists():
+        return
+    lock = JournalFileSymlinkLock(str(path))
+    lock.acquire()
+    try:
+        with path.open("rb+") as file:
+            content = file.read()
+            whole = content.rfind(b"\n") + 1
+            if whole != len(content):
+                file.truncate(whole)
+    finally:
+        lock.release()
+
+
+def save_outcome(folder: Path, outcome: Outcome) -> None:
+    """Write an outcome into the trial's folder, for whoever finds the trial without its process."""
+    write_atomically(folder / "outcome.json", json.dumps(outcome.as_dict()))
+
+
+def _read_outcome(folder: Path) -> dict[str, Any] | None:
+    file = folder / "outcome.json"
+    found: dict[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
+    return found
+
+
+def _is_alive(frozen: FrozenTrial) -> bool:
+    worker = Worker(**frozen.user_attrs["worker"])
+    if worker.host == socket.gethostname():
+        return worker.alive()
+    return bool(time.time() < frozen.user_attrs["deadline"] + _OTHER_HOST_S)
+
+
+def _read_trial(frozen: FrozenTrial) -> Trial:
+    attributes = frozen.user_attrs
+    # The attribute is written before the state: with the one alone a process was killed in between.
+    ended = frozen.state.is_finished() and "outcome" in attributes
+    outcome = Outcome.from_dict(attributes["outcome"]) if ended else None
+    return Trial(
+        frozen.number, attributes["key"], dict(frozen.params), attributes["engine"], outcome, attributes.get("note", {})
+    )
+
+
+def _late_trial(trial: Trial, outcome: Outcome) -> FrozenTrial:
+    good = outcome.cause == OK
+    return create_trial(
+        state=TrialState.COMPLETE if good else TrialState.FAIL,
+        value=outcome.value if good else None,
+        params=dict(trial.values),
+        distributions={name: CategoricalDistribution((value,)) for name, value in trial.values.items()},
+        user_attrs={
+            "key": trial.key,
+            "engine": trial.engine,
+            "note": dict(trial.note),
+            "outcome": outcome.as_dict(),
+        },
+    )
+
+
+def _cause_of(frozen: FrozenTrial) -> str | None:
+    outcome = frozen.user_attrs.get("outcome")
+    return None if outcome is None else str(outcome["cause"])
+
+
+def _is_interrupted(trial: Trial) -> bool:
+    return trial.outcome is not None and trial.outcome.cause == INTERRUPTED

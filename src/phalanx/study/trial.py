@@ -1,0 +1,106 @@
+"""Trials and their outcomes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+OK = "ok"
+FAILURES = {
+    "out_of_memory": "out of memory",
+    "hang": "not done within the time limit",
+    "crash": "a process failed",
+    "refused": "the run file does not allow it",
+    "non_finite": "the loss is not finite",
+    "wrong_loss": "another loss or gradient norm than the first good trial",
+}
+"""Causes for which a trial is never repeated, with the words that are shown for them."""
+INTERRUPTED = "interrupted"
+"""The search or a process was killed from outside: nothing was found out, and the trial may be repeated."""
+ASKED = "asked"
+"""Mark in `Outcome.more` of an interrupted trial that its own search asked to stop or left behind: no failed attempt."""
+ATTEMPTS = 3
+"""Interrupted attempts after which a choice is not tried again: it may be what brings the machine down."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a trial."""
+
+    cause: str
+    """OK, one of FAILURES, or INTERRUPTED."""
+    value: float | None = None
+    """What is minimised: the median seconds of a step, or a held-out error; None unless the cause is OK."""
+    losses: tuple[float, ...] = ()
+    """Loss of each step."""
+    memory_bytes: float | None = None
+    """Peak bytes of live tensors on the worst rank; None where the device does not tell."""
+    seconds: float = 0.0
+    """Seconds of the whole trial, start of its processes included."""
+    words: str = ""
+    """What a failed trial wrote last."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further figures, as plain values."""
+
+    def as_failure(self, cause: str, words: str) -> Outcome:
+        """Return the same outcome as a failure of that cause, which gives no value."""
+        return replace(self, cause=cause, value=None, words=words)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        return asdict(self) | {"losses": list(self.losses), "more": dict(self.more)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Outcome:
+        """Return the outcome that `as_dict` gave."""
+        return cls(**{**values, "losses": tuple(values.get("losses", ()))})
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One attempt at one choice."""
+
+    number: int
+    key: str
+    """Name of the choice by `key_of`; of a choice that is trained in parts, with the part's rung."""
+    values: Mapping[str, Any]
+    engine: str
+    """Name of the sampler that proposed the choice."""
+    outcome: Outcome | None = None
+    """None while it runs."""
+    note: Mapping[str, Any] = field(default_factory=dict)
+    """What the sampler expected, as plain values."""
+
+    @property
+    def good(self) -> bool:
+        """Whether the trial gave a value."""
+        return self.outcome is not None and self.outcome.cause == OK
+
+    @property
+    def failed(self) -> bool:
+        """Whether the trial ended in a way that is not to be repeated."""
+        return self.outcome is not None and self.outcome.cause in FAILURES
+
+    @property
+    def value(self) -> float:
+        """What is minimised, of a good trial."""
+        assert self.outcome is not None and self.outcome.value is not None
+        return self.outcome.value
+
+
+def count_failures(trials: Iterable[Trial]) -> dict[str, int]:
+    """Return how many trials ended in each way other than a value, by cause."""
+    causes = [trial.outcome.cause for trial in trials if trial.outcome is not None and not trial.good]
+    return {cause: causes.count(cause) for cause in sorted(set(causes))}
+
+
+def key_of(values: Mapping[str, Any]) -> str:
+    """Return the name of a choice: its values in the order of their names."""
+    return json.dumps({name: values[name] for name in sorted(values)}, separators=(",", ":"))
+
+
+def best_trial(trials: list[Trial]) -> Trial | None:
+    """Return the good trial of least value; None where no trial is good."""
+    return min((trial for trial in trials if trial.good), key=lambda trial: trial.value, default=None)

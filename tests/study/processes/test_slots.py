@@ -1,0 +1,59 @@
+"""Where trials run: what a step of a Slurm allocation looks like, which device a rank takes, and parts of a CPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import ConfigError
+from phalanx.hardware.machine import load_machine
+from phalanx.layout.mesh import ranks_from_environment
+from phalanx.study.processes.reports import CORES
+from phalanx.study.processes.slots import LocalDevice, find_devices
+
+
+def test_parts_of_a_cpu() -> None:
+    cores = len(os.sched_getaffinity(0))
+    places = find_devices("local", "cpu", cores, None)
+    assert len({place.name for place in places}) == cores and not places[0].accelerator
+    taken = [place.env(0)[CORES] for place in places]
+    assert sorted(taken, key=int) == sorted(map(str, os.sched_getaffinity(0)), key=int)
+    assert places[0].memory < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / cores
+    with pytest.raises(ConfigError, match="a device needs a core of its own"):
+        find_devices("local", "cpu", cores + 1, None)
+
+
+def test_a_rank_takes_the_device_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in LocalDevice("cuda", 3, 1e9).env(0).items():
+        monkeypatch.setenv(name, value)
+    ranks = ranks_from_environment()
+    assert (ranks.rank, ranks.world_size, ranks.local_rank) == (0, 1, 3)
+
+
+def test_steps_of_an_allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "scontrol").write_text("#!/bin/sh\necho node-7\necho node-8\n")
+    (folder / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "4123456")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node-[7-8]")
+    machine = load_machine("frontier")
+    places = find_devices("slurm", "auto", None, machine)
+    assert len(places) == 16 and len({place.name for place in places}) == 16
+    # Trials that are fewer than devices are spread over nodes.
+    assert [place.name.split()[0] for place in places[:3]] == ["node-7", "node-8", "node-7"]
+    place = places[5]
+    command = place.command(Path("jobs/9"), 600.0)
+    step = command[command.index("srun") :]
+    assert {"--nodes=1", "--ntasks=1", "--nodelist=node-8", "--overlap", "--gpus-per-node=8", "--time=11"} <= set(step)
+    assert "--cpu-bind=mask_cpu:0x0000000000fe0000" in step and "--gpus-per-task=1" not in step
+    assert step[-4:] == ["-m", "phalanx.study.processes", "rank", "jobs/9"]
+    assert place.env(0)["LOCAL_RANK"] == "2" and 50e9 < place.memory < 64e9 * 1.08
+    with pytest.raises(ConfigError, match="2 nodes with 8 devices each"):
+        find_devices("slurm", "auto", 17, machine)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    with pytest.raises(ConfigError, match="needs an allocation"):
+        find_devices("slurm", "auto", None, machine)
