@@ -52,8 +52,8 @@ from phalanx.layout.mesh import (
 from phalanx.layout.place import place_of
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.streamed_weights.copy_engine_ring import CopyRing
-from phalanx.layout.streamed_weights.ring_transport import Ring
+from phalanx.layout.streamed_weights.copy_engine_ring import CopyEngineRing
+from phalanx.layout.streamed_weights.ring_transport import WeightRing
 from phalanx.layout.streamed_weights.sharding import StreamedSharding
 from phalanx.layout.streamed_weights.stream_pairs import Streamed
 from phalanx.planner.trace.family import TracedModel
@@ -254,16 +254,16 @@ def gathered_weights(applied: ParallelModel, device: torch.device, handed_out: l
     assert isinstance(applied.sharding, StreamedSharding)
     ring = applied.sharding.stream.ring
     chains = [module for stage in applied.stages for module in stage.modules() if isinstance(module, Streamed)]
-    largest = max(chains, key=lambda module: module.chain.plan.largest_chunk)
+    largest = max(chains, key=lambda module: module.pair.plan.largest_chunk)
     width = largest.matrices()[0].shape[1]
     token = torch.zeros((1, applied.mesh.tp.size, width), dtype=applied.stages[0].part.dtype, device=device)
-    growth = _growth(lambda: largest.chain.value(largest, token, ()), largest.matrices(), device)
+    growth = _growth(lambda: largest.pair.value(largest, token, ()), largest.matrices(), device)
     # The ring counts what it gives out, but the copies' ring has a pool beneath that, and only the pool sees it all.
-    buffers = ring._weights.bytes if isinstance(ring, CopyRing) else 0
+    buffers = ring._weights.bytes if isinstance(ring, CopyEngineRing) else 0
     if buffers and device.type == "cpu":
         growth = 0  # buffers of ranks on the CPU are files, whose views would count as new memory
     return {
-        "handed_out": None if isinstance(ring, CopyRing) else handed_out[0],
+        "handed_out": None if isinstance(ring, CopyEngineRing) else handed_out[0],
         "growth": growth,
         "buffers": buffers,
         "measured": growth + buffers,
@@ -290,7 +290,7 @@ def _growth(run: Callable[[], Any], there: Iterable[torch.Tensor], device: torch
         return torch.accelerator.max_memory_allocated() - before
 
 
-def _watch_weights(ring: Ring) -> list[int]:
+def _watch_weights(ring: WeightRing) -> list[int]:
     """Most bytes of streamed weights that the ring has given out at a time, in a list of one entry that grows."""
     most, alive = [0], [0]
     hand_out: Callable[[int, torch.Tensor], torch.Tensor] = ring.weights

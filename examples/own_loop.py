@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from phalanx.config.schema import Layout
-from phalanx.layout.parallelize import parallelize
+from phalanx import Layout, parallelize
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 256, 64, 4, 32, 8
 

@@ -28,7 +28,7 @@ from phalanx.layout.place import TensorSplits
 from phalanx.layout.recompute import recompute_block
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
-from phalanx.layout.streamed_weights.ring_transport import Ring
+from phalanx.layout.streamed_weights.ring_transport import WeightRing
 from phalanx.layout.streamed_weights.sharding import StreamedSharding
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
 from phalanx.nn.initial import InitRule
@@ -121,7 +121,7 @@ def lay_out(
     chunks: int | None = None,
     recompute: Any = "none",
     dtype: torch.dtype = torch.float64,
-    ring: Callable[[Axis], Ring] = Ring,
+    ring: Callable[[Axis], WeightRing] = WeightRing,
 ) -> Laid:
     """`model` in `layout` on this rank, with the initial values of every layout, and none of them all equal."""
     mesh = ONE_RANK if layout.world_size == 1 else build_mesh(layout, CPU, made)
@@ -177,7 +177,7 @@ def counted_messages() -> Iterator[dict[str, int]]:
 # --- what is held ----------------------------------------------------------------------------------------------------
 
 
-class WatchedRing(Ring):
+class WatchedRing(WeightRing):
     """Knows how many bytes of weights are held, by the life of the memory behind each buffer."""
 
     held = 0

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.config.model import LanguageModel
-from phalanx.families.language.model.cross_entropy import IGNORED
 from phalanx.nn.attention import AttentionKernel, attend, attention_context
+from phalanx.nn.cross_entropy import IGNORED
 from phalanx.torch_compat import common as compat
 from small_models import FAMILIES, LLAMA, MPT, random_decoder, random_tokens
 

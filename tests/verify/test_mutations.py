@@ -116,7 +116,9 @@ def shift_the_vocabulary_part() -> Any:
 
 
 def gather_in_the_wrong_order() -> Any:
-    return patch.object(collectives, "_join", lambda parts, dim: parts.flip(0).movedim(0, dim).flatten(dim, dim + 1))
+    return patch.object(
+        collectives, "_join_parts", lambda parts, dim: parts.flip(0).movedim(0, dim).flatten(dim, dim + 1)
+    )
 
 
 def start_from_other_weights() -> Any:

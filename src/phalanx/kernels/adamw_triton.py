@@ -80,7 +80,7 @@ def run_adamw(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """One AdamW update in place (Loshchilov & Hutter 2019, algorithm 2), of contiguous float32 tensors of one device.
+    """Update once by AdamW, in place (Loshchilov & Hutter 2019, algorithm 2), contiguous float32 tensors of one device.
 
     rounded: takes the parameter in its own format, where there is such a copy. corrections: [2], 1 - beta1^t and
     sqrt(1 - beta2^t) of the update's number t. divisor: 0-dim, of the gradient. skip: 0-dim, nothing is changed unless it

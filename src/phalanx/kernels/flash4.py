@@ -27,7 +27,7 @@ class Flash4(NamedTuple):
 
 @cache
 def flash4() -> Flash4:
-    """The package's kernels, found by importing them."""
+    """Import the package's kernels."""
     try:
         from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd  # noqa: PLC0415
     # A compiler library that does not fit the driver or the package fails in ways of its own while it is imported.
@@ -37,7 +37,7 @@ def flash4() -> Flash4:
 
 
 def why_not_flash4(device: torch.device) -> str | None:
-    """Why FlashAttention-4 cannot run on `device`, with the fix where there is one; None where it can."""
+    """Return why FlashAttention-4 cannot run on `device`, with the fix where there is one; None where it can."""
     if device.type != "cuda" or torch.version.hip is not None:
         return "it needs an NVIDIA device of compute capability 9.0 or above"
     capability = torch.cuda.get_device_capability(device)
@@ -55,7 +55,7 @@ def flash4_attention(query_BHSE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor) -
 
 @torch.library.custom_op("phalanx::flash4_forward", mutates_args=(), device_types="cuda")
 def flash4_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention [B, H, S, E] (in memory [B, S, H, E]) and its log-partitions, float32 [B, H, S].
+    """Return attention [B, H, S, E] (in memory [B, S, H, E]) and its log-partitions, float32 [B, H, S].
 
     query: [B, H, S, E]; key, value: [B, K, S, E] with K dividing H; bfloat16 or float16. causal: no key behind its query.
     """
@@ -79,7 +79,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, 
 def flash4_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_z: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, each of its shape and in memory [B, S, heads, E].
+    """Return gradients of query, key and value, each of its shape and in memory [B, S, heads, E].
 
     grad: of `out`, the result of `flash4_forward` whose inputs and log-partitions are given with it.
     """
@@ -109,7 +109,7 @@ def _(
 
 
 def _rows_first(x: Tensor) -> Tensor:
-    """An uninitialised tensor of the shape of x [B, H, S, E] that lies in memory as [B, S, H, E]."""
+    """Return an uninitialised tensor of the shape of x [B, H, S, E] that lies in memory as [B, S, H, E]."""
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 

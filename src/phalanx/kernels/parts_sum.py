@@ -23,8 +23,8 @@ def sum_parts(parts: Tensor, total: Tensor, *, add: bool = False) -> None:
         kernel.run_sum_parts(parts, total, add=add)
 
 
-def added_up(gradient: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`total` with `gradient`, of the same shape, added to it in place; a new tensor of `dtype`, at least as wide as
+def add_gradient(gradient: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return `total` with `gradient`, of the same shape, added to it in place; a new tensor of `dtype`, at least as wide as
     `gradient`'s format, where there is none yet.
 
     PyTorch's own kernels move tensors of two formats at half the speed of memory.

@@ -45,7 +45,7 @@ def sum_parts_kernel(
 
 
 def run_sum_parts(parts: Tensor, total: Tensor, *, add: bool) -> None:
-    """As `kernels.parts_sum.sum_parts`, for tensors of a CUDA or ROCm device and a float32 sum."""
+    """Do as `kernels.parts_sum.sum_parts`, for tensors of a CUDA or ROCm device and a float32 sum."""
     ranks, n = parts.shape
     with torch.cuda.device(total.device):
         sum_parts_kernel[(triton.cdiv(n, TILE),)](

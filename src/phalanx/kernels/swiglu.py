@@ -26,7 +26,7 @@ def swiglu(gate_up: Tensor, block: int) -> Tensor:
 
 
 def gated_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
-    """swiglu(gate_up) W^T + b; keeps `gate_up` and `weight` for the backward pass, and no product of theirs.
+    """Return swiglu(gate_up) W^T + b; keeps `gate_up` and `weight` for the backward pass, and no product of theirs.
 
     The gradients of input and weight come from one node: asking for one of them alone costs as much as both.
     gate_up: [..., 2F] as in `swiglu`; weight: [D, F]; bias: [D]; all of one format. Returns [..., D].
@@ -74,7 +74,7 @@ class _Value(torch.autograd.Function):
 
 @torch.library.custom_op("phalanx::swiglu_backward", mutates_args=())
 def swiglu_backward(grad_hidden: Tensor, gate_up: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Gradient of `gate_up`, and `swiglu(gate_up)` itself, from the gradient of the latter.
+    """Return the gradient of `gate_up`, and `swiglu(gate_up)` itself, from the gradient of the latter.
 
     grad_hidden: [..., F]; gate_up: [..., 2F] as in `swiglu`, of the same format. Returns ([..., 2F], [..., F]), contiguous,
     in that format: computed in at least float32 and rounded once.
@@ -107,7 +107,7 @@ def _fits(gate_up: Tensor, block: int) -> bool:
 
 
 def swiglu_backward_reference(grad_hidden: Tensor, gate_up: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """`swiglu_backward` in plain PyTorch, for every device and format."""
+    """Do as `swiglu_backward` in plain PyTorch, for every device and format."""
     wide = torch.promote_types(gate_up.dtype, torch.float32)
     gate, up = gate_up.to(wide).unflatten(-1, (-1, 2, block)).unbind(-2)
     grad = grad_hidden.to(wide).unflatten(-1, (-1, block))

@@ -58,12 +58,12 @@ def swiglu_backward_kernel(
 
 
 def tile_groups(block: int, itemsize: int) -> int:
-    """Groups a program takes, for groups of `block` values of `itemsize` bytes."""
+    """Return groups a program takes, for groups of `block` values of `itemsize` bytes."""
     return max(1, TILE_BYTES // (block * itemsize))
 
 
 def run_swiglu_backward(grad_hidden: Tensor, gate_up: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """As `kernels.swiglu.swiglu_backward_reference`, for contiguous tensors of a CUDA or ROCm device."""
+    """Do as `kernels.swiglu.swiglu_backward_reference`, for contiguous tensors of a CUDA or ROCm device."""
     grad_gate_up, hidden = torch.empty_like(gate_up), torch.empty_like(grad_hidden)
     groups = grad_hidden.numel() // block
     tile = tile_groups(block, gate_up.element_size())

@@ -13,7 +13,7 @@ LARGE = 1 << 20
 
 @cache
 def triton_module(name: str) -> ModuleType | None:
-    """`phalanx.kernels.<name>`, or None where Triton is not installed."""
+    """Return `phalanx.kernels.<name>`, or None where Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module(f"phalanx.kernels.{name}")

@@ -52,7 +52,7 @@ def fill(tensor: Tensor, name: str, rule: InitRule, seed: int, split: TensorSpli
         local.fill_(rule.value)
         return
     assert local.is_contiguous(), name
-    draw = _draw(rule, stream_key("initial values", seed, name), shape)
+    draw = _draw_values(rule, stream_key("initial values", seed, name), shape)
     # Detached, since the worker threads below have gradients on: the mode belongs to a thread.
     flat = local.detach().view(-1)
 
@@ -63,13 +63,13 @@ def fill(tensor: Tensor, name: str, rule: InitRule, seed: int, split: TensorSpli
 
     if flat.device.type == "cpu":
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            list(pool.map(fill_chunk, _chunks(flat.numel(), _CHUNK_CPU)))
+            list(pool.map(fill_chunk, _split_chunks(flat.numel(), _CHUNK_CPU)))
     else:
-        for chunk in _chunks(flat.numel(), _CHUNK_ELSEWHERE):
+        for chunk in _split_chunks(flat.numel(), _CHUNK_ELSEWHERE):
             fill_chunk(chunk)
 
 
-def _draw(rule: InitRule, key: int, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+def _draw_values(rule: InitRule, key: int, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
     """Values of elements by their row-major indices in the whole parameter."""
     if rule.kind == "normal":
         return lambda index: normal_values(key, index).mul_(rule.value)
@@ -78,7 +78,7 @@ def _draw(rule: InitRule, key: int, shape: tuple[int, ...]) -> Callable[[Tensor]
     return lambda index: table(index, shape)
 
 
-def _chunks(count: int, size: int) -> list[range]:
+def _split_chunks(count: int, size: int) -> list[range]:
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 

@@ -56,19 +56,21 @@ def ranks_from_environment() -> Ranks:
         )
     if found:
         on_node = os.environ.get("LOCAL_WORLD_SIZE")
-        rank, world, local = (_number(name) for name in names)
-        return _checked(Ranks(rank, world, local, None if on_node is None else _number("LOCAL_WORLD_SIZE")), *names[:2])
+        rank, world, local = (_read_number(name) for name in names)
+        return _check_rank(
+            Ranks(rank, world, local, None if on_node is None else _read_number("LOCAL_WORLD_SIZE")), *names[:2]
+        )
     # The step's own count: a step may be smaller than its job, whose SLURM_NTASKS `srun --preserve-env` hands on.
     size = "SLURM_STEP_NUM_TASKS"
-    if size in os.environ and _number(size) > 1:
-        rank, world, local = (_number(name) for name in ("SLURM_PROCID", size, "SLURM_LOCALID"))
+    if size in os.environ and _read_number(size) > 1:
+        rank, world, local = (_read_number(name) for name in ("SLURM_PROCID", size, "SLURM_LOCALID"))
         on_node = os.environ.get("SLURM_NTASKS_PER_NODE")
         ranks = Ranks(rank, world, local, int(on_node) if on_node and on_node.isdecimal() else None)
-        return _checked(ranks, "SLURM_PROCID", size)
+        return _check_rank(ranks, "SLURM_PROCID", size)
     return Ranks()
 
 
-def _number(name: str) -> int:
+def _read_number(name: str) -> int:
     """A variable that the launcher sets. Raises ConfigError where it is missing or no whole number."""
     text = os.environ.get(name)
     if text is None or not (text.isascii() and text.isdecimal()):
@@ -77,7 +79,7 @@ def _number(name: str) -> int:
     return int(text)
 
 
-def _checked(ranks: Ranks, name: str, size: str) -> Ranks:
+def _check_rank(ranks: Ranks, name: str, size: str) -> Ranks:
     """`ranks`, whose number and count these variables hold. Raises ConfigError where there is no such rank."""
     if ranks.rank >= ranks.world_size:
         raise ConfigError(f"{name}={ranks.rank} is not below {size}={ranks.world_size}; ranks count from 0")
@@ -104,7 +106,7 @@ def join_process_group(
     backend = "gloo"
     if device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    with _meeting(ranks):
+    with _explain_meeting(ranks):
         # No device is bound to the group: with one, a new group has to be made by all ranks of the run, not by its members.
         dist.init_process_group(
             backend,
@@ -127,11 +129,11 @@ def meet(ranks: Ranks, *, timeout_s: float) -> dist.Store:
         raise ConfigError(
             "MASTER_ADDR and MASTER_PORT are not set; torchrun sets them, under srun export them in the job"
         )
-    if not 0 < _number("MASTER_PORT") < 2**16:
+    if not 0 < _read_number("MASTER_PORT") < 2**16:
         raise ConfigError(f"MASTER_PORT={port} is no port; take one between 1 and {2**16 - 1}")
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     timeout = timedelta(seconds=timeout_s)
-    with _meeting(ranks):
+    with _explain_meeting(ranks):
         if ranks.first and not agent_store:
             one_machine = ranks.ranks_per_node == ranks.world_size
             listener = listening_socket(address, int(port), one_machine=one_machine)
@@ -168,7 +170,7 @@ def listening_socket(address: str, port: int, *, one_machine: bool) -> int | Non
 
 
 @contextmanager
-def _meeting(ranks: Ranks) -> Iterator[None]:
+def _explain_meeting(ranks: Ranks) -> Iterator[None]:
     """Raises PhalanxError for ranks that do not come together in here."""
     try:
         yield
@@ -205,7 +207,7 @@ class Axis:
     group_name: str = ""
     """The name by which compiled code finds the group."""
     links: tuple[dist.ProcessGroup, ...] = ()
-    """Further groups of the same ranks, each with its own order of messages; see `_links`."""
+    """Further groups of the same ranks, each with its own order of messages; see `_make_links`."""
 
 
 @dataclass(frozen=True)
@@ -219,9 +221,9 @@ class Mesh:
     tp: Axis
     shards: Axis
     """Ranks that share one copy of parameters, gradients or optimizer state: `dp_shard` and `cp` together, or one rank
-    where nothing is shared out."""
+    where nothing is sharded."""
     replicas: Axis
-    """Ranks that hold the same share: `dp_replicate`, with `dp_shard` and `cp` too where nothing is shared out."""
+    """Ranks that hold the same share: `dp_replicate`, with `dp_shard` and `cp` too where nothing is sharded."""
     tie: Axis
     """First and last stage, for a parameter that both hold."""
     branch: Axis = Axis("branch")
@@ -281,7 +283,7 @@ def build_mesh(layout: ResolvedLayout, device: torch.device, made: Groups | None
 
     axes = {name: axis(name, name) for name in _ORDER}
     if layout.pp > 1 and layout.schedule not in SINGLE_STAGE:
-        axes["pp"] = replace(axes["pp"], links=_links(axes["pp"], device, made))
+        axes["pp"] = replace(axes["pp"], links=_make_links(axes["pp"], device, made))
     shared = ("dp_shard", "cp") if layout.zero else ()
     kept = ("dp_replicate",) if layout.zero else ("dp_replicate", "dp_shard", "cp")
     shards, replicas = axis("shards", *shared), axis("replicas", *kept)
@@ -314,7 +316,7 @@ def _make_axis(name: str, ranks: list[int], made: Groups) -> Axis:
     place = ranks.index(dist.get_rank())
     if len(ranks) == 1:
         return Axis(name, place, ranks=tuple(ranks))
-    group = _group(ranks, made)
+    group = _find_group(ranks, made)
     return Axis(name, place, len(ranks), group, tuple(ranks), group.group_name)
 
 
@@ -326,13 +328,13 @@ def _data_mesh(
     if replicas.group is None:
         assert shards.group is not None
         return DeviceMesh.from_group(shards.group, device.type, mesh_dim_names=("shards",))
-    alone = shards.group or _group([dist.get_rank()], made)
+    alone = shards.group or _find_group([dist.get_rank()], made)
     return DeviceMesh.from_group(
         [replicas.group, alone], device.type, mesh=members, mesh_dim_names=("replicas", "shards")
     )
 
 
-def _links(pp: Axis, device: torch.device, made: Groups) -> tuple[dist.ProcessGroup, ...]:
+def _make_links(pp: Axis, device: torch.device, made: Groups) -> tuple[dist.ProcessGroup, ...]:
     """Groups for activations and for gradients, those sent by even and by odd ranks.
 
     The messages of one group go in order: a rank that waits for its neighbour to take what it sends could not receive
@@ -344,11 +346,11 @@ def _links(pp: Axis, device: torch.device, made: Groups) -> tuple[dist.ProcessGr
     names = [f"pp {what} of {who} ranks" for what in ("activations", "gradients") for who in ("even", "odd")]
     fresh = [name for name in names if (pp.ranks, name) not in made]
     for name in fresh:
-        dist.all_reduce(torch.zeros(1, device=device), group=_group(list(pp.ranks), made, link=name))
+        dist.all_reduce(torch.zeros(1, device=device), group=_find_group(list(pp.ranks), made, link=name))
     return tuple(made[pp.ranks, name] for name in names)
 
 
-def _group(ranks: list[int], made: Groups, link: str = "") -> dist.ProcessGroup:
+def _find_group(ranks: list[int], made: Groups, link: str = "") -> dist.ProcessGroup:
     """The group of `ranks`. Axes with the same ranks share one: each costs connections and buffers."""
     key = (tuple(ranks), link)
     if key not in made:

@@ -125,7 +125,7 @@ def parallelize(
     device = choose_device("auto", ranks.local_rank) if device is None else device
     join_process_group(ranks, device)
     precision = PRECISIONS[layout.precision]
-    mesh = _build_mesh(_resolve(layout, dist.get_world_size() if dist.is_initialized() else 1), device)
+    mesh = _build_mesh(_resolve_layout(layout, dist.get_world_size() if dist.is_initialized() else 1), device)
     if mesh.data is None and precision.copies_parameters:
         raise PhalanxError(
             f"layout.precision={layout.precision} casts parameters as they are gathered over data-parallel ranks, of which "
@@ -174,7 +174,7 @@ def _build_mesh(layout: ResolvedLayout, device: torch.device) -> Mesh:
     return build_mesh(layout, device, None if world is None else _GROUPS.setdefault(world, {}))
 
 
-def _resolve(layout: Layout, world_size: int) -> ResolvedLayout:
+def _resolve_layout(layout: Layout, world_size: int) -> ResolvedLayout:
     """Return `layout` with its degrees decided for so many ranks. Raises PhalanxError where it cannot be."""
     for name, reason in _REFUSED.items():
         if getattr(layout, name) not in (1, "auto", "layer", "off"):

@@ -45,7 +45,7 @@ def recompute_block(block: nn.Module, mode: Recompute) -> None:
     if mode != "none":
         # A class for all blocks, not a method of each: equal blocks then share one compiled program.
         kind: Any = type(block)
-        block.__class__ = _recomputed(kind, mode)
+        block.__class__ = _recomputed_class(kind, mode)
 
 
 def recompute_policy(mode: Recompute) -> Callable[[Any, Sequence[Any]], CheckpointPolicy] | None:
@@ -53,15 +53,15 @@ def recompute_policy(mode: Recompute) -> Callable[[Any, Sequence[Any]], Checkpoi
     if mode == "none":
         return None
     if mode == "selective":
-        return lambda operation, arguments: _policy(None, operation, *arguments)
+        return lambda operation, arguments: _choose_policy(None, operation, *arguments)
     return lambda _operation, _arguments: CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @cache
-def _recomputed(kind: Any, mode: Recompute) -> Any:
+def _recomputed_class(kind: Any, mode: Recompute) -> Any:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _choose_policy)
 
     def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
         return checkpoint(kind.forward, self, *args, **options, **named)
@@ -69,7 +69,7 @@ def _recomputed(kind: Any, mode: Recompute) -> Any:
     return type(f"Recomputed{kind.__name__}", (kind,), {"forward": forward})
 
 
-def _policy(_context: Any, operation: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+def _choose_policy(_context: Any, operation: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
     if operation in _ATTENTION:
         return CheckpointPolicy.MUST_SAVE
     if operation in _MATMUL:

@@ -95,7 +95,7 @@ def attention_context(
     past: int = 0,
     heads: slice = slice(None),
 ) -> AttentionContext:
-    """Positions and masks for one forward pass.
+    """Return positions and masks for one forward pass.
 
     positions_S: int64 [S], the global positions of the queries. document_ids_BS: [B, S], attention stays within equal ids.
     past: number of cached positions before the first query (generation only; the keys are then positions 0 .. past+S-1).
@@ -116,6 +116,22 @@ def attention_context(
     return AttentionContext(rope, bias, None, None, repeated=kernel == "efficient")
 
 
+class ContextBuilder(Protocol):
+    """The signature of `attention_context`."""
+
+    def __call__(
+        self,
+        config: LanguageModel,
+        positions_S: Tensor,
+        dtype: torch.dtype,
+        *,
+        kernel: AttentionKernel = "sdpa",
+        document_ids_BS: Tensor | None = None,
+        past: int = 0,
+    ) -> RotaryContext:
+        """Return positions and masks for one forward pass."""
+
+
 def dense_bias(
     slopes_H: Tensor | None,
     queries_Q: Tensor,
@@ -123,7 +139,7 @@ def dense_bias(
     dtype: torch.dtype,
     documents: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Additive bias [B or 1, H or 1, Q, S] for queries and keys at these global positions, -inf where forbidden.
+    """Return additive bias [B or 1, H or 1, Q, S] for queries and keys at these global positions, -inf where forbidden.
 
     slopes_H: ALiBi slopes. documents: ids of the queries' and of the keys' documents, [B, Q] and [B, S].
     """
@@ -152,7 +168,7 @@ def _flex_mask(positions_S: Tensor, document_ids_BS: Tensor | None) -> BlockMask
 
 @cache
 def causal_block_mask(length: int, device: torch.device) -> BlockMask:
-    """FlexAttention's causal mask of `length` positions, made once for each length and device."""
+    """Return FlexAttention's causal mask of `length` positions, made once for each length and device."""
 
     def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
@@ -198,7 +214,7 @@ def _attend_one_query(query_BH1E: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, 
 
 
 def _heads_can_share(query: Tensor, bias: Tensor | None) -> bool:
-    """Whether one of SDPA's fused kernels takes keys and values that several query heads share.
+    """Return whether one of SDPA's fused kernels takes keys and values that several query heads share.
 
     On accelerators flash attention and cuDNN's do, both of 16-bit numbers alone, and with a bias only cuDNN's. Of others
     SDPA would write all scores, where the memory-efficient kernel needs no more than keys and values for every head.
@@ -214,6 +230,11 @@ def repeat_heads(x_BKSE: Tensor, heads: int) -> Tensor:
     if kv_heads == heads:
         return x_BKSE
     return x_BKSE.unsqueeze(2).expand(-1, -1, heads // kv_heads, -1, -1).flatten(1, 2)
+
+
+def attend_whole(query_BHSE: Tensor, key_BHSE: Tensor, value_BHSE: Tensor) -> Tensor:
+    """Return softmax(q k^T / sqrt(E)) v over all tokens, [B, H, S, E]: nothing is masked."""
+    return F.scaled_dot_product_attention(query_BHSE, key_BHSE, value_BHSE)
 
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
@@ -282,7 +303,7 @@ class Attention(nn.Module):
         return out
 
     def _project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, S, H, E], keys and values [B, S, K, E]."""
+        """Return queries [B, S, H, E], keys and values [B, S, K, E]."""
         qkv = self.qkv(x_BSD)
         if self.clip_qkv is not None:
             qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)

@@ -26,6 +26,6 @@ class NumberedBlocks(nn.Module, Generic[Block]):
         return (self[number] for number in self.numbers)
 
     def __getitem__(self, number: int) -> Block:
-        """The block with this number in the whole model."""
+        """Return the block with this number in the whole model."""
         block: Block = self._modules[str(number)]  # type: ignore[assignment]
         return block

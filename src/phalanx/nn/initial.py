@@ -10,7 +10,7 @@ from torch import Tensor
 
 Table = Callable[[Tensor, tuple[int, ...]], Tensor]
 """Values of some elements of a parameter: a pure function of their row-major indices in the whole parameter (int64) and
-its shape. Float64, of the shape of the indices; the same however the elements are shared out, and on every device."""
+its shape. Float64, of the shape of the indices; the same however the elements are sharded, and on every device."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,17 @@ class InitRule:
 
     @classmethod
     def normal(cls, std: float) -> InitRule:
-        """Normal values with mean 0."""
+        """Return a rule for normal values with mean 0 and standard deviation `std`."""
         return cls("normal", std)
 
     @classmethod
     def constant(cls, value: float) -> InitRule:
-        """One value for all elements."""
+        """Return a rule that gives all elements one value."""
         return cls("constant", value)
 
     @classmethod
     def of_index(cls, table: Table) -> InitRule:
-        """The values `table` gives."""
+        """Return a rule that takes its values from `table`."""
         return cls("table", 1.0, table)
 
 

@@ -1,7 +1,7 @@
 """Layers without attention: linear, normalisation, MLP. Plain PyTorch for one device.
 
-Parameters are kept in their own (master) format and cast to the format of the activations where they are used, so the same
-code runs with float32 masters and bfloat16 activations, or with parameters that somebody else has already cast.
+Parameters are kept in their own (main) format and cast to the format of the activations where they are used, so the same
+code runs with float32 main parameters and bfloat16 activations, or with parameters that somebody else has already cast.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Norm(nn.Module):
 
 
 def gate_block(d_ff: int) -> int:
-    """Rows of `gate_up` that alternate between gate and up projection.
+    """Return rows of `gate_up` that alternate between gate and up projection.
 
     One matrix holds both projections in alternating groups of this many rows, so that a contiguous part of its rows holds
     matching gate and up rows (a tensor-parallel shard is then a plain slice), while a group is still long enough for
@@ -126,5 +126,10 @@ class SwigluMLP(nn.Module):
 
 
 def build_mlp(config: LanguageModel) -> GeluMLP | SwigluMLP:
-    """The MLP `config.mlp` asks for."""
+    """Return the MLP `config.mlp` asks for."""
     return SwigluMLP(config) if config.mlp == "swiglu" else GeluMLP(config)
+
+
+def build_norm(config: LanguageModel) -> Norm:
+    """Return a norm of the kind that `config` asks for, of the residual stream's width."""
+    return Norm(config.d_model, kind=config.norm, eps=config.norm_eps, bias=config.bias)

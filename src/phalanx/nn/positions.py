@@ -21,7 +21,7 @@ class Positions(NamedTuple):
 
 
 def rope_frequencies(config: LanguageModel, device: torch.device) -> Tensor:
-    """Rotary frequencies in radians a position, float32 [E/2] (Su et al. 2021, section 3.2.2).
+    """Return rotary frequencies in radians a position, float32 [E/2] (Su et al. 2021, section 3.2.2).
 
     With `rope_scaling`, frequencies whose wavelength exceeds the pre-training context are divided by `factor`, short ones
     kept, and those between blended linearly (Llama 3.1).
@@ -40,7 +40,7 @@ def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rope_tables(config: LanguageModel, positions_S: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles at integer `positions_S`: two float32 [S, E/2]."""
+    """Return cos and sin of the rotary angles at integer `positions_S`: two float32 [S, E/2]."""
     angles = positions_S.to(torch.float32)[:, None] * rope_frequencies(config, positions_S.device)
     return angles.cos(), angles.sin()
 
@@ -54,7 +54,7 @@ def rotate(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
 
 
 def alibi_slopes(config: LanguageModel, device: torch.device) -> Tensor:
-    """Slope of each head, float32 [H]: bias = slope * (key position - query position) (Press et al. 2022).
+    """Return the slope of each head, float32 [H]: bias = slope * (key position - query position) (Press et al. 2022).
 
     Head counts that are no power of two take every second slope of the next power of two first, as MPT does.
     """

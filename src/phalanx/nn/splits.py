@@ -14,7 +14,7 @@ SplitKind = Literal["column", "part", "row", "lookup", "logits", "attention"]
 
 @dataclass(frozen=True)
 class Split:
-    """How a module's parameters are shared out, and what flows in and out of it.
+    """How a module's parameters are split, and what flows in and out of it.
 
     column: a `Linear` that keeps some of its output features; its input must be whole.
     part: as column, where every rank has the whole input without being sent it.

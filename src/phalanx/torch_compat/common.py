@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + a @ b in the wider `dtype`, in place where `total` is given: float32 sums of bfloat16 products, say.
+    """Return total + a @ b in the wider `dtype`, in place where `total` is given: float32 sums of bfloat16 products, say.
 
     Where the device's matmul can add into a wider matrix the sum costs no pass of its own and no extra rounding.
     """
@@ -41,7 +41,7 @@ def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -
 
 @cache
 def _wide_matmul(device: torch.device, narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Whether `device` adds products of `narrow` matrices into a `wide` one; tried out once, on a small case.
+    """Return whether `device` adds products of `narrow` matrices into a `wide` one; tried out once, on a small case.
 
     Meta tensors stand for those of an accelerator.
     """
@@ -80,7 +80,7 @@ def _cpu_kernels(x: Tensor) -> bool:
 
 
 def compile_options(dtype: torch.dtype) -> dict[str, Any] | None:
-    """Options of `torch.compile` for what computes in `dtype`; None: PyTorch's own."""
+    """Return options of `torch.compile` for what computes in `dtype`; None: PyTorch's own."""
     # Since 2.10 Inductor sums along rows and along columns in one kernel, whose sums over columns are float32 whatever is
     # added up: of 64-bit numbers Triton refuses to compile it.
     option = "triton.mix_order_reduction"
@@ -90,29 +90,30 @@ def compile_options(dtype: torch.dtype) -> dict[str, Any] | None:
 
 
 def keep_float32_products() -> None:
-    """Products of 32-bit numbers are of all their bits, by choice: the compiler's advice to round them is not shown."""
+    """Hide the compiler's advice to round products of 32-bit numbers: they are of all their bits, by choice."""
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores for float32 matrix multiplication available")
 
 
 def storage_key(tensor: Tensor) -> int:
-    """A number of the memory behind a tensor, which no other memory has while this one is there."""
+    """Return a number of the memory behind a tensor, which no other memory has while this one is there."""
+    # `data_ptr` is 0 for every fake or meta tensor; the address of the storage object tells them apart.
     return int(tensor.untyped_storage()._cdata)
 
 
 def is_rocm() -> bool:
-    """Whether this PyTorch was built for AMD devices."""
+    """Return whether this PyTorch was built for AMD devices."""
     return torch.version.hip is not None
 
 
 def device_address(device: torch.device) -> str:
-    """The PCI address of an accelerator as Linux writes it, `0000:c1:00.0`; empty where PyTorch does not say."""
+    """Return the PCI address of an accelerator as Linux writes it, `0000:c1:00.0`; empty where PyTorch does not say."""
     facts = torch.get_device_module(device).get_device_properties(device)
     domain, bus, slot = (getattr(facts, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id"))
     return "" if bus is None or slot is None else f"{domain or 0:04x}:{bus:02x}:{slot:02x}.0"
 
 
 def full_name(name: str) -> str:
-    """A parameter's name without the parts that torch.compile and checkpoint wrappers put into it."""
+    """Return a parameter's name without the parts that torch.compile and checkpoint wrappers put into it."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
@@ -138,17 +139,19 @@ def record_memory_history(device: torch.device) -> None:
 
 def dump_memory_history(device: torch.device, path: Path) -> None:
     """Write the recorded history to `path`, in the format of PyTorch's memory viewer, and stop recording."""
+    # Private, and the same on CUDA and ROCm: PyTorch's own guide to memory snapshots uses these names.
     memory = torch.get_device_module(device).memory
     memory._dump_snapshot(str(path))
     memory._record_memory_history(enabled=None)
 
 
 def update_scaled(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
-    """One update of a fused optimizer with every gradient divided by `divisor`, or none at all where `skip` is 1.
+    """Update once by a fused optimizer with every gradient divided by `divisor`, or not at all where `skip` is 1.
 
     divisor, skip: 0-dim float32 tensors on the parameters' device. Both are read by the fused kernel itself, which saves
     a pass over all gradients and a wait for the device; GradScaler talks to fused optimizers through the same attributes.
     """
+    # Not documented, but what GradScaler itself sets: fused kernels read both on the device.
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     try:
@@ -158,14 +161,16 @@ def update_scaled(optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tenso
 
 
 def all_gather(x: Tensor, group: str, size: int) -> Tensor:
-    """Every rank's `x` of the named group of `size` ranks, [size, *x.shape]; traceable by the compiler, no gradient."""
+    """Return every rank's `x` of the named group of `size` ranks, [size, *x.shape]; traceable, no gradient."""
+    # The functional operations behind torch.distributed: torch.compile keeps them in the graph, where `dist.all_gather`
+    # would break it.
     functional = torch.ops._c10d_functional
     gathered: Tensor = functional.wait_tensor(functional.all_gather_into_tensor(x.contiguous(), size, group))
     return gathered.unflatten(0, (size, x.shape[0])) if x.dim() else gathered.view(size)
 
 
 def reduce_scatter(parts: Tensor, group: str, size: int) -> Tensor:
-    """The sum over ranks of their `parts[i]` on rank i; contiguous [size, ...] -> [...]; traceable, no gradient."""
+    """Return the sum over ranks of their `parts[i]` on rank i; contiguous [size, ...] -> [...]; traceable, no gradient."""
     functional = torch.ops._c10d_functional
     flat = parts.flatten(0, 1)
     result: Tensor = functional.wait_tensor(functional.reduce_scatter_tensor(flat, "sum", size, group))
@@ -173,7 +178,7 @@ def reduce_scatter(parts: Tensor, group: str, size: int) -> Tensor:
 
 
 def all_reduce(x: Tensor, group: str) -> Tensor:
-    """The sum of every rank's `x` over the named group; traceable by the compiler, no gradient."""
+    """Return the sum of every rank's `x` over the named group; traceable by the compiler, no gradient."""
     functional = torch.ops._c10d_functional
     total: Tensor = functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
     return total
@@ -188,19 +193,19 @@ def all_to_all(parts: Tensor, group: str, size: int) -> Tensor:
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """The process group of this name, as compiled code refers to it."""
+    """Return the process group of this name, as compiled code refers to it."""
     group = _resolve_process_group(cast(Any, name))
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 def has_attention_kernel(query: Tensor) -> bool:
-    """Whether `attention_kernel` covers this format on this device."""
+    """Return whether `attention_kernel` covers this format on this device."""
     return _cpu_kernels(query) or query.dtype in (torch.bfloat16, torch.float16)
 
 
 def attention_kernel(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention [B, H, Q, E] and its log-partitions [B, H, Q], for H query heads and K key/value heads, K dividing H."""
+    """Compute attention [B, H, Q, E] and its log-partitions [B, H, Q], of H query and K key/value heads, K dividing H."""
     aten = torch.ops.aten
     if _cpu_kernels(query):
         group = query.shape[1] // key.shape[1]
@@ -214,7 +219,7 @@ def attention_kernel(query: Tensor, key: Tensor, value: Tensor, causal: bool) ->
 
 
 def prefers_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
-    """Whether cuDNN's attention covers these tensors and is preferred to PyTorch's own flash attention."""
+    """Return whether cuDNN's attention covers these tensors and is preferred to PyTorch's own flash attention."""
     if query.device.type != "cuda" or is_rocm():
         return False
     cudnn, flash = (int(backend.value) for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION))
@@ -229,7 +234,7 @@ def prefers_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bo
 def attention_kernel_gradients(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_z: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, from the result and the log-partitions over all keys, not these alone."""
+    """Return gradients of query, key and value, from the result and the log-partitions over all keys, not these alone."""
     aten = torch.ops.aten
     if _cpu_kernels(query):
         heads = key.shape[1]
@@ -297,7 +302,7 @@ class SymmetricBuffer:
         SymmetricBuffer.allocated -= size
 
     def of(self, rank: int) -> Tensor:
-        """The buffer of the group's rank `rank`, uint8 [size]."""
+        """Return the buffer of the group's rank `rank`, uint8 [size]."""
         buffer: Tensor = self._handle.get_buffer(rank, (self.size,), torch.uint8)
         return buffer
 
@@ -307,7 +312,7 @@ class SymmetricBuffer:
 
 
 def share_overflow(scaler: GradScaler, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
-    """After `scaler.unscale_`: let every rank know of an overflow on any, so that all skip the same updates."""
+    """Let every rank know, after `scaler.unscale_`, of an overflow on any, so that all skip the same updates."""
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     for value in found.values():
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
@@ -316,7 +321,7 @@ def share_overflow(scaler: GradScaler, optimizer: torch.optim.Optimizer, group: 
 def schedule_actions(
     schedule: type[Any], pp: int, stages_per_rank: int, microbatches: int
 ) -> list[list[tuple[str, int, int]]]:
-    """What each rank of one of PyTorch's schedules with several stages a rank computes, in order.
+    """Return what each rank of one of PyTorch's schedules with several stages a rank computes, in order.
 
     schedule: the class. Returns (letter, stage, micro-batch) by rank; letters: F forward, B backward, I and W gradients of
     inputs and of weights apart.

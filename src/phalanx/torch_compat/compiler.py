@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 
 def joint_graph(function: Callable[..., Any], tensors: Sequence[Tensor]) -> JointGraph:
-    """The forward and backward graph of `function`, as the compiler sees it before it divides it into the two.
+    """Return the forward and backward graph of `function`, as the compiler sees it before it divides it into the two.
 
     Nothing is compiled or run. Raises whatever tracing raises.
     """
@@ -78,7 +78,7 @@ class JointGraph:
 
 
 def forward_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Operations of a joint graph that do not depend on gradients of results."""
+    """Return operations of a joint graph that do not depend on gradients of results."""
     after = {node for node in graph.nodes if node.op == "placeholder" and "tangents" in str(node.target)}
     found = []
     for node in graph.nodes:
@@ -134,7 +134,7 @@ _NEVER_EQUAL = get_CSE_banned_ops() | {torch.ops.aten.empty}
 
 @contextlib.contextmanager
 def _unwritten() -> Iterator[None]:
-    """Graphs made in here are not written out as Python code, a third of the time that dividing one takes: none is run."""
+    """Write no graph that is made in here out as Python code, a third of the time that dividing one takes: none is run."""
     kind: Any = fx.GraphModule
     original = kind.recompile
     # Some are made by modules that have not been told to write them when they first run.
@@ -147,7 +147,7 @@ def _unwritten() -> Iterator[None]:
 
 
 def plain_graph(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.Graph:
-    """The graph of a function without a backward pass, in the operations the compiler works with."""
+    """Return the graph of a function without a backward pass, in the operations the compiler works with."""
     with _unwritten():
         return make_fx(function, decomposition_table=_inductor_decompositions(), tracing_mode="fake")(*tensors).graph
 
@@ -158,7 +158,7 @@ unseen = _disable_current_modes
 
 @cache
 def load_compiler() -> None:
-    """Import all of it now, while the garbage collector rests."""
+    """Import all of the compiler now, while the garbage collector rests."""
     collects = gc.isenabled()
     # It stays for good: the collector would look through it again and again.
     gc.disable()

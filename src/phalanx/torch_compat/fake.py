@@ -42,7 +42,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def silent_neighbours() -> Iterator[None]:
-    """Stages of a pipeline ask their neighbours nothing before the first step."""
+    """Let stages of a pipeline ask their neighbours nothing before the first step."""
     with contextlib.ExitStack() as stack:
         if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
             stack.enter_context(patch.object(schedules._PipelineSchedule, "_warmup_p2p", _take_stated_shapes))
@@ -54,7 +54,7 @@ def silent_neighbours() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_tensors_everywhere(most_sent: int | None = None) -> Iterator[FakeTensorMode]:
-    """Every tensor made is fake, in PyTorch's parallel code too, which by itself trips over that in three places.
+    """Make every tensor fake, in PyTorch's parallel code too, which by itself trips over that in three places.
 
     most_sent: messages that a group's transport holds at a time; None: until they are waited for.
     """
@@ -130,7 +130,7 @@ class _FakeButMeta(FakeTensorMode):
 
 @contextlib.contextmanager
 def unseen_propagation() -> Iterator[None]:
-    """DTensor works out shapes on whole tensors; neither modes nor ledgers see those."""
+    """Hide from modes and ledgers the whole tensors on which DTensor works out shapes."""
     name = "_propagate_tensor_meta_non_cached"
     original = getattr(ShardingPropagator, name, None)
     if original is None:
@@ -147,7 +147,7 @@ def unseen_propagation() -> Iterator[None]:
 
 
 def _real(method: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A device mesh holds real tensors of ranks, which fake ones must not meet."""
+    """Keep the tensors of ranks in a device mesh real: fake ones must not meet them."""
     assert method is not None
 
     @functools.wraps(method)
@@ -163,7 +163,7 @@ def _real_method(method: Any) -> Any:
 
 
 def _take_stated_shapes(_schedule: Any, stages: Any, *_rest: Any) -> None:
-    """Stages say their shapes, so all ranks agree to take them; the vote on it would read what was never received."""
+    """Let stages take the shapes that they are told; the vote of all ranks on it would read what was never received."""
     for stage in stages:
         stage._inference_mode = pipelining_stage.InferenceMode.STATIC
 
@@ -183,12 +183,12 @@ def watch_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[N
 
 
 def in_backward() -> bool:
-    """Whether the autograd engine is calling."""
+    """Return whether the autograd engine is calling."""
     return torch._C._current_autograd_node() is not None
 
 
 def group_name(argument: Any) -> str | None:
-    """The name of the process group that an argument of a collective stands for, or None."""
+    """Return the name of the process group that an argument of a collective stands for, or None."""
     if isinstance(argument, str):
         return argument
     if isinstance(argument, dist.ProcessGroup):

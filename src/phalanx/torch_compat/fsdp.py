@@ -52,7 +52,7 @@ class AddUp(Protocol):
 
 def accumulate_by(modules: Iterable[FSDPModule], add_up: AddUp) -> None:
     """Let `modules` sum up gradients over micro-batches by `add_up`, wherever FSDP2 sums them in a wider format."""
-    for group in _groups(modules):
+    for group in _parameter_groups(modules):
         for parameter in group.fsdp_params:
             parameter.__class__ = _Accumulated
             cast(_Accumulated, parameter).add_up = add_up
@@ -66,7 +66,7 @@ def exchange_in_place(
     gathers: called with the elements of shards, padding counts and the same on every rank, for each parameter of each unit
     that is gathered together. Gives what gathers each of these units.
     """
-    groups = _groups(modules)
+    groups = _parameter_groups(modules)
     sizes = [[p.padded_sharded_param_size.numel() for p in group.fsdp_params] for group in groups]
     for group, gather in zip(groups, gathers(sizes), strict=True):
         assert all(p.fsdp_placement.dim == 0 and not p.offload_to_cpu for p in group.fsdp_params)
@@ -76,7 +76,7 @@ def exchange_in_place(
         group._reduce_scatter_comm = cast(Any, _ReducedFromPlace(reduce))
 
 
-def _groups(modules: Iterable[FSDPModule]) -> list[FSDPParamGroup]:
+def _parameter_groups(modules: Iterable[FSDPModule]) -> list[FSDPParamGroup]:
     """Modules that are sharded together have one group; the root may have no parameters of its own."""
     found = [module._get_fsdp_state()._fsdp_param_group for module in modules]
     return [group for group in dict.fromkeys(found) if group is not None]
@@ -113,7 +113,7 @@ class _ReducedFromPlace:
         self._inputs_asked = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP2 asks for the input, then for the output."""
+        """Give FSDP2 a tensor: it asks for the input, then for the output."""
         self._inputs_asked ^= 1
         return _Gradients() if self._inputs_asked else torch.empty(size, dtype=dtype, device=device)
 
@@ -131,8 +131,8 @@ class _Gradients(Tensor):
     found: list[Tensor]
 
 
-def _note(unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
-    """Stands where FSDP2 looks for its copy of gradients, which others still get."""
+def _note_gradients(unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
+    """Note the gradients, where FSDP2 looks for its copy of them, which other tensors still get."""
     if isinstance(reduce_scatter_input, _Gradients):
         reduce_scatter_input.found = list(unsharded_grads)
     else:
@@ -140,7 +140,7 @@ def _note(unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_siz
 
 
 _copy_in = _fsdp_collectives.foreach_reduce_scatter_copy_in
-_fsdp_collectives.foreach_reduce_scatter_copy_in = _note
+_fsdp_collectives.foreach_reduce_scatter_copy_in = _note_gradients
 
 
 class _GatheredInPlace(FSDPParamGroup):

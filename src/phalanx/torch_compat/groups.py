@@ -38,7 +38,7 @@ _made = _Made()
 
 
 def new_group(ranks: list[int], name: str) -> dist.ProcessGroup:
-    """A group of `ranks`, global ranks, each of which calls this in the same order as the others of the group.
+    """Make a group of `ranks`, global ranks, each of which calls this in the same order as the others of the group.
 
     Its ranks wait for each other as long as those of the default group do: PyTorch would let gloo wait for 30 minutes.
     """

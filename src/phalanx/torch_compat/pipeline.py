@@ -36,14 +36,14 @@ class LeanStage(PipelineStage):
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_forward_infra(1, *args, **kwargs)
-        _repeat(self.args_recv_info, num_microbatches)
+        _repeat_notes(self.args_recv_info, num_microbatches)
         return result
 
     def _prepare_backward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_backward_infra(1, *args, **kwargs)
         self.chunks = num_microbatches
         if self.grad_recv_info:
-            _repeat(self.grad_recv_info, num_microbatches)
+            _repeat_notes(self.grad_recv_info, num_microbatches)
         return result
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
@@ -52,12 +52,12 @@ class LeanStage(PipelineStage):
         return [] if self.link_of is not None else super()._get_init_p2p_neighbors_ops()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receives of a micro-batch's activations, into fresh buffers."""
-        _renew(self.args_recv_info, fwd_chunk_id)
+        """Return the receives of a micro-batch's activations, into fresh buffers."""
+        _renew_buffers(self.args_recv_info, fwd_chunk_id)
         return self._over_link(super().get_fwd_recv_ops(fwd_chunk_id), self.stage_index - 1, "activations")
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends of a micro-batch's activations."""
+        """Return sends of a micro-batch's activations."""
         operations = super().get_fwd_send_ops(fwd_chunk_id)
         for operation in operations:
             # A transport may hold what it sent for long. Up to PyTorch 2.11 that had a graph, which keeps the stage's input.
@@ -65,13 +65,13 @@ class LeanStage(PipelineStage):
         return self._over_link(operations, self.stage_index, "activations")
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receives of a micro-batch's gradients, into fresh buffers."""
+        """Return receives of a micro-batch's gradients, into fresh buffers."""
         if self.has_backward and not self.is_last:
-            _renew(self.grad_recv_info, bwd_chunk_id)
+            _renew_buffers(self.grad_recv_info, bwd_chunk_id)
         return self._over_link(super().get_bwd_recv_ops(bwd_chunk_id), self.stage_index + 1, "gradients")
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends of a micro-batch's gradients."""
+        """Return sends of a micro-batch's gradients."""
         return self._over_link(super().get_bwd_send_ops(bwd_chunk_id), self.stage_index, "gradients")
 
     def _over_link(self, operations: list[dist.P2POp], sender: int, kind: str) -> list[dist.P2POp]:
@@ -82,10 +82,10 @@ class LeanStage(PipelineStage):
         return operations
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """The backward pass of a micro-batch; what it received is dropped, and what its loss was computed from."""
+        """Run the backward pass of a micro-batch; drop what it received, and what its loss was computed from."""
         result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         for received in (self.args_recv_info, self.grad_recv_info):
-            _drop(received, bwd_chunk_id)
+            _drop_buffers(received, bwd_chunk_id)
         loss = kwargs.get("loss")
         if loss is not None and kwargs.get("full_backward", True):
             # The schedule keeps the losses of all micro-batches to the end of a step, and they their graphs.
@@ -95,7 +95,7 @@ class LeanStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """A whole backward pass as PyTorch does it, or one of its two parts, `compat_split_backward`'s."""
+        """Run a whole backward pass as PyTorch does it, or one of its two parts, by `torch_compat.split_backward`."""
         if backward_type == "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if isinstance(self.submod, FSDPModule):
@@ -112,7 +112,7 @@ class LeanStage(PipelineStage):
     @cached_property
     def _takes_gradients(self) -> Callable[[Sequence[Tensor]], None]:
         """What is done with gradients that are set without hooks. Sharded parameters have been gathered when it is asked."""
-        return _adding_up(self.submod) if isinstance(self.submod, FSDPModule) else self.collect or _leave
+        return _adding_up(self.submod) if isinstance(self.submod, FSDPModule) else self.collect or _leave_gradients
 
 
 def gather_stages_once(schedule: PipelineScheduleMulti) -> None:
@@ -138,12 +138,12 @@ def _gathered_once(actions: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _leave(_parameters: Sequence[Tensor]) -> None:
-    """Gradients that are in the right format stay where they are."""
+def _leave_gradients(_parameters: Sequence[Tensor]) -> None:
+    """Leave gradients where they are: they are in the right format."""
 
 
 def _adding_up(module: nn.Module) -> Callable[[Sequence[Tensor]], None]:
-    """Adds gradients of parameters of a sharded `module` to their sums in the wider format.
+    """Return what adds gradients of parameters of a sharded `module` to their sums in the wider format.
 
     FSDP2 does so in hooks of a backward pass. Without one they would wait for the next in the format they are computed in,
     and those of further micro-batches would be added to them in that.
@@ -159,22 +159,22 @@ def _adding_up(module: nn.Module) -> Callable[[Sequence[Tensor]], None]:
     return add_up
 
 
-def _repeat(received: Received, microbatches: int) -> None:
-    """The notes of the first micro-batch for all of them, which share its buffers until they get their own."""
+def _repeat_notes(received: Received, microbatches: int) -> None:
+    """Copy the notes of the first micro-batch for all of them, which share its buffers until they get their own."""
     for info in received[0]:
         info.buffer_template = getattr(info, "buffer", None)
     for microbatch in range(1, microbatches):
         received[microbatch] = tuple(copy.copy(info) for info in received[0])
 
 
-def _renew(received: Received, microbatch: int) -> None:
+def _renew_buffers(received: Received, microbatch: int) -> None:
     for info in received[microbatch]:
         if info.buffer_template is not None:
             template = info.buffer_template
             info.buffer = torch.empty_like(template).requires_grad_(template.requires_grad)
 
 
-def _drop(received: Received, microbatch: int) -> None:
+def _drop_buffers(received: Received, microbatch: int) -> None:
     for info in received.get(microbatch, ()):
         if info.buffer_template is not None:
             info.buffer = info.buffer_template

@@ -43,7 +43,7 @@ class SizedProgram:
                 assert sizes[dimension] > 1, "a size of 0 or 1 is taken to be fixed"
                 # One symbol a name: sizes of different names are told apart where they happen to be equal in the example.
                 if name not in self._symbols:
-                    self._symbols[name] = _symbol(shapes, name, sizes[dimension])
+                    self._symbols[name] = _make_symbol(shapes, name, sizes[dimension])
                 sizes[dimension] = self._symbols[name]
             with mode:
                 self._examples.append(torch.empty(sizes, dtype=argument.dtype, device=argument.device))
@@ -64,7 +64,7 @@ class SizedProgram:
         return self
 
     def holds_for(self, sizes: Mapping[str, int]) -> bool:
-        """Whether what was assumed of the sizes, to trace and to compile, is so for these."""
+        """Return whether what was assumed of the sizes, to trace and to compile, is so for these."""
         known = {symbol.node.expr: sizes[name] for name, symbol in self._symbols.items()}
         return all(bool(condition.expr.xreplace(known)) for condition in self._conditions)
 
@@ -73,8 +73,8 @@ class SizedProgram:
         return self._program(*arguments)
 
 
-def _symbol(shapes: ShapeEnv, name: str, example: int) -> Any:
-    """A size of its own."""
+def _make_symbol(shapes: ShapeEnv, name: str, example: int) -> Any:
+    """Return a size of its own."""
     source = ConstantSource(name)
     symbol = shapes.create_symbol(example, source=source, dynamic_dim=DimDynamic.DYNAMIC)
     return shapes.create_symintnode(symbol, hint=example, source=source)

@@ -11,14 +11,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of `tensor`, and where it begins in the whole, by dim; of a plain tensor, all of it."""
+    """Return this rank's part of `tensor`, and where it begins in the whole, by dim; of a plain tensor, all of it."""
     if isinstance(tensor, DTensor):
         return tensor.to_local(), shard_offsets(tensor)
     return tensor, (0,) * tensor.dim()
 
 
 def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
-    """Where this rank's part of `tensor`, one contiguous box, begins in the whole, by dim.
+    """Return where this rank's part of `tensor`, one contiguous box, begins in the whole, by dim.
 
     PyTorch's own answer (`__create_chunk_list__`) is wrong for some uneven sizes split twice along one dim.
     """

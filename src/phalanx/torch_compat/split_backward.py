@@ -52,7 +52,7 @@ class WeightPass:
 
             return note
 
-        return _before({node: noting(node) for group in self._groups for node in group.junctions})
+        return _call_before({node: noting(node) for group in self._groups for node in group.junctions})
 
     def run(self, collect: Callable[[Sequence[Tensor]], None]) -> None:
         """Add the gradients of parameters to their `grad`, those next to the inputs first. To be called once.
@@ -79,7 +79,7 @@ class WeightPass:
         if not starts:
             return
         # What arrives at a junction holds what came from the ones above it: it must not come once more.
-        with _before({node: self._held(node) for node in group.junctions if several}):
+        with _call_before({node: self._held(node) for node in group.junctions if several}):
             found: Gradients = torch.autograd.grad(
                 [edge for edge, _ in starts],
                 [get_gradient_edge(self._parameters[number]) for number in group.parameters],
@@ -102,7 +102,7 @@ def input_gradients(
     inputs: Sequence[Any],
     parameters: Sequence[Tensor],
 ) -> tuple[Gradients, WeightPass]:
-    """The first part: gradients of `inputs`, None for what has none, and the part that is left.
+    """Return the first part: gradients of `inputs`, None for what has none, and the part that is left.
 
     gradients: of the outputs; None for ones. The outputs are taken off the graph.
     """
@@ -110,7 +110,7 @@ def input_gradients(
     reached = [outputs[place] for place in places]
     wanted = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    left = WeightPass(reached, trained, _groups(reached, wanted, trained))
+    left = WeightPass(reached, trained, _group_parameters(reached, wanted, trained))
     with left.listening():
         found = torch.autograd.grad(
             reached,
@@ -127,7 +127,7 @@ def input_gradients(
 
 
 @contextmanager
-def _before(hooks: Mapping[Node, Hook]) -> Iterator[None]:
+def _call_before(hooks: Mapping[Node, Hook]) -> Iterator[None]:
     """Call these hooks of nodes in here, each before its node."""
     handles = [node.register_prehook(hook) for node, hook in hooks.items()]
     try:
@@ -137,7 +137,7 @@ def _before(hooks: Mapping[Node, Hook]) -> Iterator[None]:
             handle.remove()
 
 
-def _groups(outputs: list[Tensor], inputs: list[Tensor], parameters: list[Tensor]) -> list[_Group]:
+def _group_parameters(outputs: list[Tensor], inputs: list[Tensor], parameters: list[Tensor]) -> list[_Group]:
     """Junctions of the graph behind `outputs`, with the parameters that are reached from each."""
     ends = {get_gradient_edge(x).node for x in inputs}
     numbers = {get_gradient_edge(parameter).node: number for number, parameter in enumerate(parameters)}
@@ -155,11 +155,11 @@ def _groups(outputs: list[Tensor], inputs: list[Tensor], parameters: list[Tensor
                 groups.append(_Group(sorted(reached), [node]))
         else:
             beside[node] = reached | ({numbers[node]} if node in numbers else set())
-    return _joined(groups)
+    return _join_groups(groups)
 
 
-def _joined(groups: list[_Group]) -> list[_Group]:
-    """Groups with a parameter in common made one."""
+def _join_groups(groups: list[_Group]) -> list[_Group]:
+    """Return groups with a parameter in common made one."""
     of_parameter: dict[int, _Group] = {}
     for group in groups:
         met = {id(found): found for number in group.parameters if (found := of_parameter.get(number)) is not None}
@@ -173,7 +173,7 @@ def _joined(groups: list[_Group]) -> list[_Group]:
 
 
 def _children_first(roots: list[Node]) -> list[Node]:
-    """All nodes that are reached from `roots`, each behind those that it leads to."""
+    """Return all nodes that are reached from `roots`, each behind those that it leads to."""
     order: list[Node] = []
     seen: set[Node] = set()
     waiting = [(root, False) for root in roots]

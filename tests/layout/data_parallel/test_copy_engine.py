@@ -19,7 +19,7 @@ from phalanx.errors import ConfigError
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.copy_engine import exchanges as peer_copies
-from phalanx.layout.data_parallel.copy_engine.all_gather import PublishedShards, _starts
+from phalanx.layout.data_parallel.copy_engine.all_gather import PublishedShards, _place_shards
 from phalanx.layout.data_parallel.copy_engine.buffer_pool import BufferPool
 from phalanx.layout.data_parallel.copy_engine.exchanges import choose_copy_engine
 from phalanx.layout.data_parallel.copy_engine.reduce_scatter import CopyEngineReduceScatter
@@ -170,7 +170,7 @@ def test_what_is_gathered_is_what_was_published_last() -> None:
 
 
 def test_large_shards_begin_on_even_boundaries() -> None:
-    assert _starts([128, 3, 64, 70, 256]) == [0, 448, 128, 451, 192]
+    assert _place_shards([128, 3, 64, 70, 256]) == [0, 448, 128, 451, 192]
 
 
 def chosen_without_memory(wanted: bool | str) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distributed_ranks import run_ranks
 from layout_runs import run_with
-from phalanx.kernels.parts_sum import added_up
+from phalanx.kernels.parts_sum import add_gradient
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Groups, build_mesh
@@ -29,13 +29,13 @@ def gradients(words: dict[str, object]) -> tuple[dict[str, dict[str, Tensor]], l
 
     def noted(gradient: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
         sums.append((total is None, gradient.dtype))
-        return added_up(gradient, total, dtype)
+        return add_gradient(gradient, total, dtype)
 
     for way in WAYS:
         accumulate = (lambda modules, add_up: None) if way == WAYS[0] else compat_fsdp.accumulate_by
         with (
             patch.object(compat_fsdp, "accumulate_by", accumulate),
-            patch("phalanx.layout.data_parallel.fully_sharded.added_up", noted),
+            patch("phalanx.layout.data_parallel.fully_sharded.add_gradient", noted),
             patch("phalanx.kernels.parts_sum.LARGE", 1 if way == "large" else 1 << 20),
         ):
             run = run_with({}, **{"precision": "bf16", "global_batch": 8, "microbatch": 1, **words})

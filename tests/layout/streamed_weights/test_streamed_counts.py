@@ -21,7 +21,7 @@ from distributed_ranks import run_ranks
 from phalanx.config.model import LanguageModel
 from phalanx.layout.mesh import Groups
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.streamed_weights.copy_engine_ring import CopyRing
+from phalanx.layout.streamed_weights.copy_engine_ring import CopyEngineRing
 from phalanx.layout.streamed_weights.stream_pairs import Streamed
 from phalanx.torch_compat import common as compat
 from streamed_runs import GPT, LENGTH, LLAMA, WatchedRing, counted_messages, lay_out, samples_of
@@ -96,7 +96,7 @@ def count(name: str, made: Groups) -> dict[str, Any]:
             loss.backward()
             assert laid.stream is not None
             laid.stream.finish()
-    chains = {key: module.chain.plan for key, module in laid.stage.named_modules() if isinstance(module, Streamed)}
+    chains = {key: module.pair.plan for key, module in laid.stage.named_modules() if isinstance(module, Streamed)}
     shards = laid.mesh.shards.rank
     return {
         "forward": forward,
@@ -113,10 +113,10 @@ def count(name: str, made: Groups) -> dict[str, Any]:
 
 def copied(made: Groups) -> int:
     """Bytes of the buffers that copies go through, after two steps."""
-    laid = lay_out(EVEN, ResolvedLayout(8, dp_shard=4, microbatch=2), made, ring=partial(CopyRing, device=CPU))
+    laid = lay_out(EVEN, ResolvedLayout(8, dp_shard=4, microbatch=2), made, ring=partial(CopyEngineRing, device=CPU))
     laid.step()
     laid.step()
-    assert laid.stream is not None and isinstance(laid.stream.ring, CopyRing)
+    assert laid.stream is not None and isinstance(laid.stream.ring, CopyEngineRing)
     return laid.stream.ring.bytes
 
 

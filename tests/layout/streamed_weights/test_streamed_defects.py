@@ -22,7 +22,7 @@ from phalanx.counter_random import DropoutContext
 from phalanx.layout.mesh import Groups
 from phalanx.layout.place import TensorSplit
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.streamed_weights.projection_pair import Chain
+from phalanx.layout.streamed_weights.projection_pair import ProjectionPair
 from phalanx.layout.streamed_weights.ring_transport import Arrivals
 from streamed_runs import GPT, LLAMA, lay_out
 from whole_model import joined, values_of
@@ -31,12 +31,12 @@ GRID = ResolvedLayout(8, tp=2, dp_shard=2, microbatch=4)
 
 
 def bias_on_every_rank_and_chunk() -> Any:
-    right = Chain.__init__
+    right = ProjectionPair.__init__
 
-    def wrong(self: Chain, *arguments: Any) -> None:
+    def wrong(self: ProjectionPair, *arguments: Any) -> None:
         right(self, *arguments[:-1], ())
 
-    return patch.object(Chain, "__init__", wrong)
+    return patch.object(ProjectionPair, "__init__", wrong)
 
 
 def head_norms_not_summed_over_tp() -> Any:
@@ -49,13 +49,13 @@ def head_norms_not_summed_over_tp() -> Any:
 
 
 def head_norms_of_the_last_chunk() -> Any:
-    right = Chain.gradients
+    right = ProjectionPair.gradients
 
-    def wrong(self: Chain, *arguments: Any) -> Any:
+    def wrong(self: ProjectionPair, *arguments: Any) -> Any:
         grad_x, grads = right(self, *arguments)
         return grad_x, [grad / self.plan.chunks for grad in grads]
 
-    return patch.object(Chain, "gradients", wrong)
+    return patch.object(ProjectionPair, "gradients", wrong)
 
 
 def equal_masks_on_all_ranks() -> Any:

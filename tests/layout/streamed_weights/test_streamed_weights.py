@@ -15,16 +15,16 @@ from phalanx.families.language.declare import tensor_splits
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.mesh import Axis, Groups
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.streamed_weights.chunk_plan import ChainPlan, Matrix, chunk_count
-from phalanx.layout.streamed_weights.copy_engine_ring import CopyRing
-from phalanx.layout.streamed_weights.stream_pairs import find_chains, stream_matrices, streamed_parameters
+from phalanx.layout.streamed_weights.chunk_plan import ChunkPlan, Matrix, chunk_count
+from phalanx.layout.streamed_weights.copy_engine_ring import CopyEngineRing
+from phalanx.layout.streamed_weights.stream_pairs import find_projection_pairs, stream_matrices, streamed_parameters
 from streamed_runs import LLAMA, MODELS, lay_out
 from whole_model import CPU, joined
 
 BOUND = 1e-11
 """Largest relative error of any gradient in float64."""
 
-COPIES = partial(CopyRing, device=CPU)
+COPIES = partial(CopyEngineRing, device=CPU)
 CASES: dict[int, dict[str, tuple[str, ResolvedLayout, dict[str, Any]]]] = {
     2: {
         f"{model} over 2 shards, recompute={recompute}": (
@@ -118,7 +118,7 @@ PLANS = [(units, ranks, chunks) for units in (1, 5, 8, 13) for ranks in (2, 4, 6
 @pytest.mark.parametrize(("units", "ranks", "chunks"), [(u, r, k) for u, r, k in PLANS if r % k == 0 and k <= u])
 def test_pieces_tile_chunks_and_chunks_tile_the_chain(units: int, ranks: int, chunks: int) -> None:
     matrices = (Matrix("a.weight", 0, 3, 7), Matrix("a.bias", 0, 3, 1), Matrix("b.weight", 1, 2, 5))
-    plan = ChainPlan(matrices, units, ranks, chunks)
+    plan = ChunkPlan(matrices, units, ranks, chunks)
     for matrix in matrices:
         rows = [row for rank in range(ranks) for row in plan.piece(matrix, rank)]
         assert rows == list(range(units * matrix.unit))
@@ -149,7 +149,7 @@ def test_chains_are_found_by_what_a_family_declares() -> None:
     for model in MODELS.values():
         with torch.device("meta"):
             decoder = Decoder(model)
-        found = dict(find_chains(decoder, tensor_splits(model)))
+        found = dict(find_projection_pairs(decoder, tensor_splits(model)))
         assert list(found) == [f"blocks.{n}.{chain}" for n in range(2) for chain in ("attention", "mlp")]
         assert [member.units for member in found["blocks.0.attention"]] == [model.kv_heads] * 2
 

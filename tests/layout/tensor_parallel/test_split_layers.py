@@ -14,12 +14,12 @@ from torch import Tensor
 from distributed_ranks import run_ranks
 from phalanx.config.model import LanguageModel
 from phalanx.families.language.declare import tensor_splits
-from phalanx.families.language.model.cross_entropy import IGNORED, chunk_loss
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.mesh import Axis, build_mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.tensor_parallel.collectives import exchange, gather, gather_values, scatter_sum
 from phalanx.layout.tensor_parallel.split_layers import ColumnLinear, RowLinear, split_tensors, vocabulary_chunk_loss
+from phalanx.nn.cross_entropy import IGNORED, chunk_loss
 from small_models import FAMILIES
 
 BOUND = {"rtol": 1e-12, "atol": 1e-12}

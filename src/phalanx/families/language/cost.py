@@ -192,7 +192,7 @@ def _with_one_bias(part: Decoder) -> None:
 def _with_slopes_of_chunks(part: Decoder) -> None:
     """As many slopes for a ring as the heads of all chunks, of which a chain that is traced has its own number."""
     build = part.attention_context
-    chain = next(m.chain for m in part.modules() if isinstance(m, Streamed) and isinstance(m, Attention))
+    chain = next(m.pair for m in part.modules() if isinstance(m, Streamed) and isinstance(m, Attention))
     each = part.config.n_heads // part.config.kv_heads
 
     def context(*arguments: Any, **keywords: Any) -> Any:

@@ -12,7 +12,7 @@ from phalanx.config.model import LanguageModel
 from phalanx.counter_random import random_bits, stream_key
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.token_batches import TokenBatch
-from phalanx.families.language.model.cross_entropy import IGNORED
+from phalanx.nn.cross_entropy import IGNORED
 from phalanx.verify.family import VerifiableModel, most_stages
 
 _LONGEST_DOCUMENT = 16

@@ -9,7 +9,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from phalanx.families.weather.model.forecaster import attend_whole
 from phalanx.hardware.calibrate.clock import Clock
 from phalanx.hardware.calibrate.shapes import Product, Shapes, model_of
 from phalanx.layout.context_parallel.kernel_choice import (
@@ -18,7 +17,7 @@ from phalanx.layout.context_parallel.kernel_choice import (
     choose_attention,
     choose_whole_attention,
 )
-from phalanx.nn.attention import attend, attention_context
+from phalanx.nn.attention import attend, attend_whole, attention_context
 from phalanx.optimizers.adamw import AdamW
 from phalanx.planner.time.timed_operations import Kind, TimedOperation
 from phalanx.planner.trace.operations import Attention

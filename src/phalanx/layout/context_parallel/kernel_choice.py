@@ -21,11 +21,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.config.model import LanguageModel
 from phalanx.errors import ConfigError
-from phalanx.families.weather.model.forecaster import attend_whole
 from phalanx.files import user_cache, write_atomically
 from phalanx.hardware.device import device_name, synchronize
 from phalanx.kernels.flash4 import why_not_flash4
-from phalanx.nn.attention import AttentionCore, AttentionKernel, attend, attention_context
+from phalanx.nn.attention import AttentionCore, AttentionKernel, attend, attend_whole, attention_context
 from phalanx.torch_compat import common as compat
 
 _BACKENDS = {
@@ -96,7 +95,7 @@ def check_attention(requested: str, device: torch.device) -> None:
 def choose_attention(
     requested: str, model: LanguageModel, shape: AttentionShape, device: torch.device
 ) -> AttentionChoice:
-    """The kernel named in the run file or, for `auto`, the fastest of those that can run this shape on this device."""
+    """Return the kernel that the run file names or, for `auto`, the fastest that can run this shape on this device."""
     if requested != "auto":
         return AttentionChoice(requested)
     if device.type == "cpu" or compat.is_rocm():
@@ -109,7 +108,7 @@ def choose_attention(
 def choose_whole_attention(
     shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
 ) -> AttentionChoice:
-    """The fastest kernel for queries, keys and values of `shape`, [B, S, A, E], of which none is masked."""
+    """Return the fastest kernel for queries, keys and values of `shape`, [B, S, A, E], of which none is masked."""
     if device.type == "cpu" or compat.is_rocm():
         return AttentionChoice("sdpa")
     if dtype == torch.float64:
@@ -132,7 +131,7 @@ def _measure_whole(shape: tuple[int, int, int, int], dtype: torch.dtype, device:
 
 
 def fastest(key: str, measure: Callable[[], dict[str, float]]) -> AttentionChoice:
-    """The kernel that `measure` finds fastest, by milliseconds; what it found is kept under `key` for the next start."""
+    """Return the kernel that `measure` finds fastest, by milliseconds; its times are kept under `key` for the next start."""
     cached = _read_cache().get(key)
     if cached is None:
         cached = measure()
@@ -150,12 +149,12 @@ def _measure_all(model: LanguageModel, shape: AttentionShape, device: torch.devi
         # A kernel refuses shapes it does not cover with a RuntimeError: that is the answer, not a failure. FlashAttention-4,
         # compiled here and now, has errors of its own, some of its compiler's.
         with contextlib.suppress(Exception if name == "flash4" else RuntimeError):
-            milliseconds[name] = _measure(name, model, shape, device)
+            milliseconds[name] = _measure_kernel(name, model, shape, device)
     return milliseconds or {"math": 0.0}
 
 
-def _measure(name: str, model: LanguageModel, shape: AttentionShape, device: torch.device) -> float:
-    """Median milliseconds of one forward and backward pass."""
+def _measure_kernel(name: str, model: LanguageModel, shape: AttentionShape, device: torch.device) -> float:
+    """Return median milliseconds of one forward and backward pass."""
     positions = torch.arange(shape.length, device=device)
     documents = torch.zeros(shape.samples, shape.length, dtype=torch.int32, device=device) if shape.documents else None
     context = attention_context(model, positions, shape.dtype, kernel=_code_path(name), document_ids_BS=documents)
@@ -169,7 +168,7 @@ def _measure(name: str, model: LanguageModel, shape: AttentionShape, device: tor
 
 
 def milliseconds_of(name: str, attention: Callable[[], torch.Tensor], grad: torch.Tensor) -> float:
-    """Median milliseconds of one forward and backward pass of `attention` by the kernel `name` alone.
+    """Return median milliseconds of one forward and backward pass of `attention` by the kernel `name` alone.
 
     Raises RuntimeError for a shape that the kernel does not cover. grad: of what `attention` gives.
     """

@@ -26,21 +26,21 @@ class Part(NamedTuple):
 
 
 def attend_part(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, bias: Tensor | None) -> Part:
-    """Attention to these keys alone. causal: queries and keys stand at the same ascending positions.
+    """Return attention to these keys alone. causal: queries and keys stand at the same ascending positions.
 
     bias: [B or 1, H or 1, Q, S], -inf where forbidden; with it `causal` must be False.
     """
     if bias is None and compat.has_attention_kernel(query):
         return Part(*compat.attention_kernel(query, key, value, causal))
-    key, value = _expand(key, query), _expand(value, query)
-    scores = _scores(query, key, causal, bias)
+    key, value = _repeat_groups(key, query), _repeat_groups(value, query)
+    scores = _compute_scores(query, key, causal, bias)
     log_z = torch.logsumexp(scores, dim=-1)
     probability = (scores - log_z.masked_fill(log_z == -torch.inf, 0.0)[..., None]).exp()
     return Part((probability @ value.to(scores.dtype)), log_z)
 
 
 def join(total: Part | None, part: Part, queries: slice = slice(None)) -> Part:
-    """Attention to the keys of both.
+    """Join attention to a part of the keys to `total`, attention to others.
 
     part: of these queries; of all of them where there is no `total` yet. Both may be changed in place.
     """
@@ -59,14 +59,14 @@ def join(total: Part | None, part: Part, queries: slice = slice(None)) -> Part:
 def part_gradients(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, joint: Part, *, causal: bool, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values that come from this part of the keys.
+    """Return gradients of queries, keys and values that come from this part of the keys.
 
     joint: the result over all keys of these queries, `out` in the format of the queries.
     """
     if bias is None and compat.has_attention_kernel(query):
         return compat.attention_kernel_gradients(grad_out, query, key, value, joint.out, joint.log_z, causal)
-    whole_key, whole_value = _expand(key, query), _expand(value, query)
-    scores = _scores(query, whole_key, causal, bias)
+    whole_key, whole_value = _repeat_groups(key, query), _repeat_groups(value, query)
+    scores = _compute_scores(query, whole_key, causal, bias)
     wide = scores.dtype
     grad_out = grad_out.to(wide)
     probability = (scores - joint.log_z[..., None]).exp()
@@ -75,10 +75,10 @@ def part_gradients(
     grad_scores = probability * (grad_out @ whole_value.to(wide).mT - inner) * query.shape[-1] ** -0.5
     grad_query = grad_scores @ whole_key.to(wide)
     grad_key = grad_scores.mT @ query.to(wide)
-    return grad_query, _fold(grad_key, key), _fold(grad_value, key)
+    return grad_query, _sum_groups(grad_key, key), _sum_groups(grad_value, key)
 
 
-def _scores(query: Tensor, key: Tensor, causal: bool, bias: Tensor | None) -> Tensor:
+def _compute_scores(query: Tensor, key: Tensor, causal: bool, bias: Tensor | None) -> Tensor:
     wide = torch.promote_types(query.dtype, torch.float32)
     scores: Tensor = query.to(wide) @ key.to(wide).mT * query.shape[-1] ** -0.5
     if bias is not None:
@@ -89,13 +89,13 @@ def _scores(query: Tensor, key: Tensor, causal: bool, bias: Tensor | None) -> Te
     return scores
 
 
-def _expand(x_BKSE: Tensor, query: Tensor) -> Tensor:
-    """Keys or values repeated for every query head of their group."""
+def _repeat_groups(x_BKSE: Tensor, query: Tensor) -> Tensor:
+    """Return keys or values repeated for every query head of their group."""
     repeated: Tensor = x_BKSE.repeat_interleave(query.shape[1] // x_BKSE.shape[1], dim=1)
     return repeated
 
 
-def _fold(grad_BHSE: Tensor, like_BKSE: Tensor) -> Tensor:
-    """The adjoint of `_expand`."""
+def _sum_groups(grad_BHSE: Tensor, like_BKSE: Tensor) -> Tensor:
+    """Sum gradients of repeated heads over each group: the adjoint of `_repeat_groups`."""
     folded: Tensor = grad_BHSE.unflatten(1, (like_BKSE.shape[1], -1)).sum(2)
     return folded

@@ -19,7 +19,7 @@ from phalanx.torch_compat import common as compat
 
 
 def ring_positions(rank: int, size: int, length: int, device: torch.device) -> Tensor:
-    """Global positions of the `length` tokens that `rank` of `size` holds: an early run and the late one facing it."""
+    """Return global positions of the `length` tokens that `rank` of `size` holds: an early and a late run."""
     run = torch.arange(length // 2, device=device)
     return torch.cat((run + rank * (length // 2), run + (2 * size - 1 - rank) * (length // 2)))
 
@@ -35,7 +35,7 @@ def ring_attention(
     rank: int,
     size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of this rank's queries to all ranks' keys.
+    """Return causal attention of this rank's queries to all ranks' keys.
 
     query: [B, H, S, E]; key, value: [B, K, S, E], at `ring_positions`. slopes_H: ALiBi slopes. document_ids_BS: of whole
     samples. group: name of the process group of `size` ranks. Returns [B, H, S, E] in the format of the query and the
@@ -47,10 +47,10 @@ def ring_attention(
 def attend_along(
     ring: Ring, query: Tensor, key: Tensor, value: Tensor, slopes_H: Tensor | None, document_ids_BS: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What stands behind `ring_attention`, step by step."""
+    """Run `ring_attention` step by step."""
     total: Part | None = None
     for source, travelling in ring.tour(torch.stack((key, value))):
-        for task in _tasks(ring, source, query, slopes_H, document_ids_BS):
+        for task in _list_tasks(ring, source, query, slopes_H, document_ids_BS):
             part = attend_part(
                 query[:, :, task.queries],
                 travelling[0, :, :, task.keys],
@@ -97,7 +97,7 @@ def _ring_gradients(
     rank: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
+    """Return gradients of query, key and value."""
     ring = Ring(rank, size, compat.process_group(group))
     return gradients_along(ring, grad_out, query, key, value, out, log_z, slopes_H, document_ids_BS)
 
@@ -113,13 +113,13 @@ def gradients_along(
     slopes_H: Tensor | None,
     document_ids_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What stands behind the gradients: those of keys and values travel one step behind them, and so reach home."""
+    """Run the backward pass: gradients of keys and values travel one step behind them, and so reach home."""
     wide = torch.promote_types(query.dtype, torch.float32)
     grad_query = query.new_zeros(query.shape, dtype=wide)
     grads: Tensor | None = None
     for source, travelling in ring.tour(torch.stack((key, value))):
         mine = travelling.new_zeros(travelling.shape, dtype=wide)
-        for task in _tasks(ring, source, query, slopes_H, document_ids_BS):
+        for task in _list_tasks(ring, source, query, slopes_H, document_ids_BS):
             queries, keys = task.queries, task.keys
             grad_q, grad_k, grad_v = part_gradients(
                 grad_out[:, :, queries],
@@ -156,20 +156,20 @@ def _(
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_tensors(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, group, rank, size = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.place = group, rank, size
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad_out: Tensor, _grad_log_z: Tensor) -> tuple[Tensor | None, ...]:
+def _ring_backward(ctx: Any, grad_out: Tensor, _grad_log_z: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, slopes_H, document_ids_BS, out, log_z = ctx.saved_tensors
     grads = _ring_gradients(grad_out.contiguous(), query, key, value, out, log_z, slopes_H, document_ids_BS, *ctx.place)
     return (*grads, None, None, None, None, None)
 
 
-ring_attention.register_autograd(_backward, setup_context=_save)
+ring_attention.register_autograd(_ring_backward, setup_context=_save_tensors)
 
 RING_GRADIENTS = torch.ops.phalanx.ring_attention_gradients.default
 """The backward pass as an operation, as cost models see it."""
@@ -188,10 +188,10 @@ class _Task:
 _ALL = slice(None)
 
 
-def _tasks(
+def _list_tasks(
     ring: Ring, source: int, query: Tensor, slopes_H: Tensor | None, document_ids_BS: Tensor | None
 ) -> list[_Task]:
-    """What this rank's queries have to do with the keys of `source`."""
+    """Return what this rank's queries have to do with the keys of `source`."""
     rank, size, length = ring.rank, ring.size, query.shape[2]
     if slopes_H is not None or document_ids_BS is not None:
         queries_Q, keys_S = (ring_positions(r, size, length, query.device) for r in (rank, source))
@@ -217,7 +217,7 @@ class Ring:
         self.size = size
 
     def tour(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Every rank's tensor with its rank, this rank's first; the next one comes in while the caller computes."""
+        """Yield every rank's tensor with its rank, this rank's first; the next one comes in while the caller computes."""
         present = own
         for step in range(self.size):
             waiting = self.start(present) if step + 1 < self.size else None
@@ -228,7 +228,7 @@ class Ring:
                     work.wait()
 
     def pass_on(self, x: Tensor) -> Tensor:
-        """What the rank before sends, for `x` sent to the next."""
+        """Send `x` to the next rank and return what the rank before sends."""
         works, received = self.start(x)
         for work in works:
             work.wait()

@@ -22,7 +22,7 @@ class SequenceShare:
     """ring or all_to_all."""
 
     def positions(self, length: int, device: torch.device) -> Positions:
-        """Global positions of this rank's tokens, and of the rows of its residual stream."""
+        """Return global positions of this rank's tokens, and of the rows of its residual stream."""
         tokens_S = self._tokens(length, device)
         return Positions(tokens_S, tokens_S.chunk(self.tp.size)[self.tp.rank])
 

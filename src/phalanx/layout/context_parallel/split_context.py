@@ -7,14 +7,14 @@ all_to_all: for attention ranks exchange positions for heads, each then has some
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.config.model import LanguageModel
-from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.context_parallel.ring_attention import ring_attention
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.mesh import Axis
@@ -24,10 +24,21 @@ from phalanx.nn.attention import (
     AttentionContext,
     AttentionCore,
     AttentionKernel,
+    ContextBuilder,
     attend,
     attention_context,
 )
 from phalanx.nn.positions import alibi_slopes, rope_tables
+
+
+class ContextModel(Protocol):
+    """A model whose attentions get what they have in common from one builder."""
+
+    config: LanguageModel
+    attention_context: ContextBuilder
+
+    def modules(self) -> Iterator[nn.Module]:
+        """See `nn.Module`."""
 
 
 class RingContext(NamedTuple):
@@ -40,7 +51,7 @@ class RingContext(NamedTuple):
     """Of whole samples."""
 
 
-def split_context(model: Decoder, share: SequenceShare, attend: AttentionCore = attend) -> None:
+def split_context(model: ContextModel, share: SequenceShare, attend: AttentionCore = attend) -> None:
     """Let every attention of `model` reach the positions that other ranks hold; and know which heads are its own.
 
     attend: attention of whole samples by some heads, as the exchange leaves them.
@@ -54,12 +65,12 @@ def split_context(model: Decoder, share: SequenceShare, attend: AttentionCore = 
         core = attend
     elif share.context == "ring":
         model.attention_context = partial(_ring_context, slice(first, first + heads))
-        core = partial(_ring, cp)
+        core = partial(_attend_by_ring, cp)
     else:
         each = heads // cp.size
         mine = slice(first + cp.rank * each, first + (cp.rank + 1) * each)
         model.attention_context = partial(_exchanged_context, cp, mine)
-        core = partial(_exchanged, cp, attend)
+        core = partial(_attend_by_exchange, cp, attend)
     for module in model.modules():
         if isinstance(module, Attention):
             module.attend = core
@@ -83,7 +94,7 @@ def _ring_context(
     )
 
 
-def _ring(cp: Axis, query: Tensor, key: Tensor, value: Tensor, context: RingContext) -> Tensor:
+def _attend_by_ring(cp: Axis, query: Tensor, key: Tensor, value: Tensor, context: RingContext) -> Tensor:
     out: Tensor = ring_attention(
         query, key, value, context.slopes_H, context.document_ids_BS, cp.group_name, cp.rank, cp.size
     )[0]
@@ -101,14 +112,14 @@ def _exchanged_context(
     document_ids_BS: Tensor | None = None,
     past: int = 0,
 ) -> AttentionContext:
-    """The mask of whole samples for this rank's heads; rotary angles of this rank's positions, which come first."""
+    """Return the mask of whole samples for this rank's heads; rotary angles of this rank's positions, which come first."""
     assert past == 0, "cached generation runs on one rank"
     whole_S = torch.arange(len(positions_S) * cp.size, device=positions_S.device)
     context = attention_context(config, whole_S, dtype, kernel=kernel, document_ids_BS=document_ids_BS, heads=heads)
     return context._replace(rope=rope_tables(config, positions_S) if config.positions == "rope" else None)
 
 
-def _exchanged(
+def _attend_by_exchange(
     cp: Axis, attend: AttentionCore, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
 ) -> Tensor:
     query, key, value = (exchange(x, cp, split=1, join=2) for x in (query, key, value))

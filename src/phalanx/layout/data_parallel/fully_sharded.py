@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from phalanx.kernels.parts_sum import added_up
+from phalanx.kernels.parts_sum import add_gradient
 from phalanx.layout.data_parallel.copy_engine.exchanges import CopyEngine
 from phalanx.layout.data_parallel.sharding import WholeParameters
 from phalanx.layout.stage import Stage
@@ -106,8 +106,8 @@ class FullySharded(WholeParameters):
         self._shard([root], apart, reshard_after_forward=False)
         sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
         choose_exchanges(sharded, self.copy_engine)
-        compat_fsdp.accumulate_by(sharded, added_up)
-        _set_prefetching(_fsdp(first), _fsdp([unit[0] for unit in units]), _fsdp(last), options.prefetch_depth)
+        compat_fsdp.accumulate_by(sharded, add_gradient)
+        _set_prefetching(_as_fsdp(first), _as_fsdp([unit[0] for unit in units]), _as_fsdp(last), options.prefetch_depth)
 
     def _shard(self, modules: list[nn.Module], apart: Collection[nn.Parameter], *, reshard_after_forward: bool) -> None:
         """Make `modules` one unit of FSDP2, except their parameters in `apart`."""
@@ -181,7 +181,7 @@ def _set_prefetching(
         unit.set_modules_to_backward_prefetch(list(blocks[-1:] or first or [unit]))
 
 
-def _fsdp(modules: Sequence[nn.Module]) -> list[FSDPModule]:
+def _as_fsdp(modules: Sequence[nn.Module]) -> list[FSDPModule]:
     """Return `modules`, which `fully_shard` has made FSDP modules, as what they are now."""
     found: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
     assert len(found) == len(modules)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor, nn
 
-from phalanx.kernels.parts_sum import added_up
+from phalanx.kernels.parts_sum import add_gradient
 
 
 class LowPrecisionParameters:
@@ -56,5 +56,5 @@ class LowPrecisionParameters:
     def _move_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         main = self._main_of[id(parameter)]
-        main.grad = added_up(parameter.grad, main.grad, main.dtype)
+        main.grad = add_gradient(parameter.grad, main.grad, main.dtype)
         parameter.grad = None

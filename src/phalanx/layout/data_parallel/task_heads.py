@@ -33,12 +33,12 @@ def branch_sizes(run: Run, data_ranks: int) -> tuple[int, ...]:
 
 
 def branch_groups(layout: ResolvedLayout) -> BranchGroups | None:
-    """The sub-groups of a legal layout; None where it has none."""
+    """Return the sub-groups of a legal layout; None where it has none."""
     return BranchGroups(layout.branch_groups) if layout.branch_groups else None
 
 
 def refusals(run: Run, layout: ResolvedLayout) -> Iterator[str]:
-    """Why the sub-groups that `run` asks for cannot be."""
+    """Yield why the sub-groups that `run` asks for cannot be."""
     if run.layout.branch_groups == "off" and not layout.branch_groups:
         return
     branches, sizes = bind(run).branches(), layout.branch_groups

@@ -82,7 +82,7 @@ class Pipeline:
 
     @torch.no_grad()
     def infer(self, x: Tensor, inputs: dict[str, Any], sample_indices_B: Tensor) -> Tensor | None:
-        """What the last stage gives for one micro-batch, None on ranks without it; forward alone."""
+        """Run one micro-batch forward alone and return what the last stage gives, None on ranks without it."""
         mine = {stage.index: stage for stage in self.stages}
         for index in range(self.layout.n_stages):
             here, before = rank_of_stage(self.layout, index), rank_of_stage(self.layout, max(0, index - 1))
@@ -125,5 +125,5 @@ class Pipeline:
         return lean
 
     def _link(self, sender: int, kind: str) -> dist.ProcessGroup:
-        """The group over which stage `sender` sends its activations or gradients."""
+        """Return the group over which stage `sender` sends its activations or gradients."""
         return self.pp.links[2 * (kind == "gradients") + rank_of_stage(self.layout, sender) % 2]

@@ -18,7 +18,7 @@ TORCH_SCHEDULES = {
 
 
 def split_layers(n_layers: int, n_stages: int, first_cost: float, last_cost: float) -> list[range]:
-    """Consecutive layers for each stage such that the costliest stage costs least; at least one layer each.
+    """Return consecutive layers for each stage such that the costliest stage costs least; at least one layer each.
 
     first_cost, last_cost: what the first and the last stage compute besides, in layers.
     """
@@ -37,7 +37,7 @@ def split_layers(n_layers: int, n_stages: int, first_cost: float, last_cost: flo
             return cost, cost * cost, (n_layers,)
         choices = []
         # What goes beyond the limit is costlier than the best split as a whole.
-        furthest = min(n_layers - (n_stages - 1 - stage), start + _room(limit, extra[stage]))
+        furthest = min(n_layers - (n_stages - 1 - stage), start + _layers_within(limit, extra[stage]))
         for end in range(start + 1, furthest + 1):
             worst, squares, ends = best(stage + 1, end)
             cost = end - start + extra[stage]
@@ -46,7 +46,7 @@ def split_layers(n_layers: int, n_stages: int, first_cost: float, last_cost: flo
         # micro-batches' activations.
         return min(choices)
 
-    ends = _filled(n_layers, limit, extra) if n_layers > _EXACT else best(0, 0)[2]
+    ends = _fill_stages(n_layers, limit, extra) if n_layers > _EXACT else best(0, 0)[2]
     return [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
 
 
@@ -57,9 +57,9 @@ _ROUNDING = 1e-9
 
 
 def _least_limit(n_layers: int, n_stages: int, extra: list[float]) -> float:
-    """What the costliest stage costs at least: the smallest limit that filling the stages one after another keeps."""
+    """Return what the costliest stage costs at least: the smallest limit that filling the stages one after another keeps."""
     for limit in sorted({layers + more for layers in range(1, n_layers + 1) for more in extra}):
-        ends = _filled(n_layers, limit, extra)
+        ends = _fill_stages(n_layers, limit, extra)
         starts = (0, *ends)
         if ends[-1] >= n_layers and all(
             b - a + more <= limit + _ROUNDING for a, b, more in zip(starts, ends, extra, strict=False)
@@ -68,29 +68,32 @@ def _least_limit(n_layers: int, n_stages: int, extra: list[float]) -> float:
     raise AssertionError("the largest limit holds everything")
 
 
-def _filled(n_layers: int, limit: float, extra: list[float]) -> tuple[int, ...]:
-    """The layer at which each stage ends where stages are filled one after another, at least one layer each."""
+def _fill_stages(n_layers: int, limit: float, extra: list[float]) -> tuple[int, ...]:
+    """Return the layer at which each stage ends where stages are filled one after another, at least one layer each."""
     ends, end = [], 0
     for stage, more in enumerate(extra):
-        end += min(_room(limit, more), n_layers - end - (len(extra) - 1 - stage))
+        end += min(_layers_within(limit, more), n_layers - end - (len(extra) - 1 - stage))
         ends.append(end)
     return tuple(ends)
 
 
-def _room(limit: float, more: float) -> int:
-    """Layers of a stage that computes `more` besides. Rounding must not cost it the layer that the limit was made for."""
+def _layers_within(limit: float, more: float) -> int:
+    """Return the layers that a stage has room for if it computes `more` besides.
+
+    Rounding must not cost it the layer that the limit was made for.
+    """
     return max(1, int(limit - more + _ROUNDING))
 
 
 def stages_of_rank(layout: ResolvedLayout, rank: int) -> list[int]:
-    """Indices of the stages that pipeline rank `rank` holds: every pp-th one, or there and back again for `zbv`."""
+    """Return indices of the stages that pipeline rank `rank` holds: every pp-th one, or there and back again for `zbv`."""
     if layout.schedule == "zbv" and layout.pp > 1:
         return [rank, 2 * layout.pp - 1 - rank]
     return [rank + turn * layout.pp for turn in range(layout.stages_per_rank)]
 
 
 def from_other_ranks(layout: ResolvedLayout, rank: int, way: int) -> list[bool]:
-    """Of each stage of `rank`, whether the one before it (`way` -1) or behind it (1) is on another rank.
+    """Return of each stage of `rank`, whether the one before it (`way` -1) or behind it (1) is on another rank.
 
     A stage whose neighbour is on the same rank hands its result over as it is.
     """
@@ -99,13 +102,13 @@ def from_other_ranks(layout: ResolvedLayout, rank: int, way: int) -> list[bool]:
 
 
 def rank_of_stage(layout: ResolvedLayout, stage: int) -> int:
-    """The pipeline rank that holds `stage`."""
+    """Return the pipeline rank that holds `stage`."""
     turn, place = divmod(stage, layout.pp)
     return layout.pp - 1 - place if layout.schedule == "zbv" and turn == 1 else place
 
 
 def model_chunks(layout: ResolvedLayout, rank: int, n_layers: int, costs: tuple[float, float]) -> dict[int, ModelChunk]:
-    """The parts of a model that pipeline rank `rank` holds, by stage. costs: see `split_layers`."""
+    """Return the parts of a model that pipeline rank `rank` holds, by stage. costs: see `split_layers`."""
     ranges = split_layers(n_layers, layout.n_stages, *costs)
     last = layout.n_stages - 1
     return {

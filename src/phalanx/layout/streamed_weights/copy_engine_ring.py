@@ -1,4 +1,4 @@
-"""The exchanges of streamed chains as copies between the devices of one machine: no compute unit is taken from the matmuls.
+"""The exchanges of streamed pairs as copies between the devices of one machine: no compute unit is taken from the matmuls.
 
 The same ring as `ring_transport`, through buffers that the ranks can read of each other (`data_parallel.copy_engine`). All
 of it runs on a stream of its own, in which barriers wait for the slowest rank while this rank's matmuls go on.
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from phalanx.layout.data_parallel.copy_engine.buffer_pool import BufferPool
 from phalanx.layout.mesh import Axis
-from phalanx.layout.streamed_weights.chunk_plan import ChainPlan
-from phalanx.layout.streamed_weights.ring_transport import Arrivals, Ring, Transfer, parts_of
+from phalanx.layout.streamed_weights.chunk_plan import ChunkPlan
+from phalanx.layout.streamed_weights.ring_transport import Arrivals, Transfer, WeightRing, parts_of
 
 
-class CopyRing(Ring):
-    """See `Ring`. Ranks must ask for buffers of the same size: all are as large as the largest chunk of any chain."""
+class CopyEngineRing(WeightRing):
+    """See `WeightRing`. Ranks must ask for buffers of the same size: all are as large as the largest chunk of any pair."""
 
     def __init__(self, shards: Axis, device: torch.device) -> None:
         super().__init__(shards)
@@ -34,15 +34,15 @@ class CopyRing(Ring):
         return self._weights.bytes + self._gradients.bytes
 
     def weights(self, count: int, like: Tensor) -> Tensor:
-        """See `Ring`."""
+        """See `WeightRing`."""
         return self._weights.take(self.largest, like.dtype)
 
     def gradients(self, count: int, like: Tensor) -> Tensor:
-        """See `Ring`."""
+        """See `WeightRing`."""
         return self._gradients.take(self.largest, like.dtype)
 
-    def chunks(self, plan: ChainPlan, piece: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """See `Ring`."""
+    def chunks(self, plan: ChunkPlan, piece: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """See `WeightRing`."""
         own, rank = self.shards.rank // plan.group, self.shards.rank
         present = self._own_chunk(plan, piece)
         del piece
@@ -62,8 +62,8 @@ class CopyRing(Ring):
                 arrived.wait()
                 present = following
 
-    def reduce(self, plan: ChainPlan, step: int, number: int, gradients: Tensor, add: Callable[[Tensor], None]) -> None:
-        """See `Ring`. `gradients` come from `gradients`."""
+    def reduce(self, plan: ChunkPlan, step: int, number: int, gradients: Tensor, add: Callable[[Tensor], None]) -> None:
+        """See `WeightRing`. `gradients` come from `gradients`."""
         assert self._unfinished is None
         rank = self.shards.rank
         size = plan.piece_size(rank)
@@ -79,7 +79,7 @@ class CopyRing(Ring):
         self._add_own(plan, number, gradients, add)
         self._unfinished = Arrivals(done, received, add)
 
-    def _own_chunk(self, plan: ChainPlan, piece: Tensor) -> Tensor:
+    def _own_chunk(self, plan: ChunkPlan, piece: Tensor) -> Tensor:
         if plan.group == 1:
             return piece
         number = self.shards.rank // plan.group

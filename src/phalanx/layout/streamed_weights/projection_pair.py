@@ -1,4 +1,4 @@
-"""One streamed chain as a step of autograd: y = sum over chunks k of act(x A_k) B_k, forward and backward.
+"""One streamed pair as a step of autograd: y = sum over chunks k of act(x A_k) B_k, forward and backward.
 
 Forward keeps x alone. Backward streams the chunks again, computes the hidden features of each once more with autograd on,
 and takes the gradients chunk by chunk: what is computed inside is the module's own forward, with a chunk in place of its
@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.layout.streamed_weights.chunk_plan import ChainPlan, Matrix
-from phalanx.layout.streamed_weights.ring_transport import Ring
+from phalanx.layout.streamed_weights.chunk_plan import ChunkPlan, Matrix
+from phalanx.layout.streamed_weights.ring_transport import WeightRing
 
 Forward = Callable[..., Tensor]
 """The forward of the module as its family wrote it: (module, x, *arguments) -> y."""
 
 
-class Chain:
+class ProjectionPair:
     """Runs the forward of one module chunk by chunk, over the ranks that share its matrices."""
 
-    def __init__(self, forward: Forward, plan: ChainPlan, ring: Ring, late: tuple[str, ...]) -> None:
+    def __init__(self, forward: Forward, plan: ChunkPlan, ring: WeightRing, late: tuple[str, ...]) -> None:
         """late: parameters of the module that are added to the sum of chunks, and therefore in none of them."""
         self.plan = plan
         self.ring = ring
@@ -47,13 +47,13 @@ class Chain:
         return next(matrix.width for matrix in self.plan.matrices if matrix.dim == 1)
 
     def value(self, module: nn.Module, x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-        """Forward, no gradients. Sums are in at least float32."""
+        """Run forward without gradients. Sums are in at least float32."""
         total: Tensor | None = None
         for _, number, chunk in self.ring.chunks(self.plan, self._piece(module, x)):
             held = self._weights(module, self._leaves(chunk, number)) | dict.fromkeys(self._late)
-            with _holding(module, held):
+            with _with_parameters(module, held):
                 part = self._forward(module, x, *self._arguments(arguments, number))
-            total = _add(total, part)
+            total = _add_part(total, part)
             # The ring lets this chunk go before it makes room for the one after the next.
             del chunk, held, part
         assert total is not None
@@ -74,11 +74,11 @@ class Chain:
                     | dict(zip(names, shared[1:], strict=True))
                     | dict.fromkeys(self._late)
                 )
-                with _holding(module, held):
+                with _with_parameters(module, held):
                     part = self._forward(module, shared[0], *self._arguments(arguments, number))
                 found = list(torch.autograd.grad(part, [*shared, *leaves], grad))
             del chunk, part, leaves, held
-            totals = [_add(total, new) for total, new in zip(totals, found[: len(shared)], strict=True)]
+            totals = [_add_part(total, new) for total, new in zip(totals, found[: len(shared)], strict=True)]
             del found[: len(shared)]
             self.ring.finish()
             self.ring.reduce(self.plan, step, number, self._flat(found), partial(self._add_to_parameters, module))
@@ -88,40 +88,42 @@ class Chain:
         return first, rest
 
     def _riders(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Parameters of the module that every chunk reads whole."""
+        """Return parameters of the module that every chunk reads whole."""
         streamed = {matrix.name for matrix in self.plan.matrices} | set(self._late)
         return {name: p for name, p in module.named_parameters() if name not in streamed}
 
     def _arguments(self, arguments: tuple[Any, ...], chunk: int) -> list[Any]:
-        return [of_units(argument, self.plan.units_of(chunk), self.plan.units) for argument in arguments]
+        return [select_units(argument, self.plan.units_of(chunk), self.plan.units) for argument in arguments]
 
     @torch.no_grad()
     def _piece(self, module: nn.Module, x: Tensor) -> Tensor:
-        """This rank's piece, flat, in the format of x."""
+        """Return this rank's piece, flat, in the format of x."""
         piece = self.ring.weights(self.plan.piece_size(self.ring.shards.rank), x)
         for matrix, rows in zip(self.plan.matrices, self._piece_rows(piece), strict=True):
-            rows.copy_(_rows(module.get_parameter(matrix.name), matrix))
+            rows.copy_(_as_rows(module.get_parameter(matrix.name), matrix))
         return piece
 
     def _piece_rows(self, piece: Tensor) -> list[Tensor]:
-        """The rows of each matrix in a flat piece."""
+        """Return the rows of each matrix in a flat piece."""
         rank = self.ring.shards.rank
-        return _cut(piece, [(len(self.plan.piece(matrix, rank)), matrix.width) for matrix in self.plan.matrices])
+        return _cut_matrices(
+            piece, [(len(self.plan.piece(matrix, rank)), matrix.width) for matrix in self.plan.matrices]
+        )
 
     def _leaves(self, chunk: Tensor, number: int) -> list[Tensor]:
-        """The rows of each matrix in a flat chunk."""
+        """Return the rows of each matrix in a flat chunk."""
         sizes = [(self.plan.rows(matrix, number), matrix.width) for matrix in self.plan.matrices]
-        return [rows.detach() for rows in _cut(chunk, sizes)]
+        return [rows.detach() for rows in _cut_matrices(chunk, sizes)]
 
     def _weights(self, module: nn.Module, leaves: list[Tensor]) -> dict[str, Tensor | None]:
-        """Rows in the shape that the module knows its parameters by."""
+        """Return rows in the shape that the module knows its parameters by."""
         pairs = zip(self.plan.matrices, leaves, strict=True)
-        return {matrix.name: _shaped(rows, matrix, module.get_parameter(matrix.name)) for matrix, rows in pairs}
+        return {matrix.name: _like_parameter(rows, matrix, module.get_parameter(matrix.name)) for matrix, rows in pairs}
 
     def _flat(self, gradients: list[Tensor]) -> Tensor:
         """Gradients of a chunk's rows, one after another. Empties the list: each is let go as soon as it is copied."""
         flat = self.ring.gradients(sum(gradient.numel() for gradient in gradients), gradients[0])
-        for rows in _cut(flat, [(gradient.shape[0], gradient.shape[1]) for gradient in gradients]):
+        for rows in _cut_matrices(flat, [(gradient.shape[0], gradient.shape[1]) for gradient in gradients]):
             rows.copy_(gradients.pop(0))
         return flat
 
@@ -132,48 +134,48 @@ class Chain:
             parameter = module.get_parameter(matrix.name)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.add_(_shaped(rows, matrix, parameter))
+            parameter.grad.add_(_like_parameter(rows, matrix, parameter))
 
 
 class _Gradient(torch.autograd.Function):
-    """The backward pass of a chain. Its result has the shape of the value and no elements worth reading.
+    """The backward pass of a pair. Its result has the shape of the value and no elements worth reading.
 
     The value has a node of its own, behind this one: a block that is recomputed ends with the last tensor that is kept, and
-    a chain keeps its input alone, so the last chain of a block is not streamed once more for a value that nobody reads.
+    a pair keeps its input alone, so the last pair of a block is not streamed once more for a value that nobody reads.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, chain: Chain, module: nn.Module, arguments: tuple[Any, ...], x: Tensor, *parameters: Tensor
+        ctx: Any, pair: ProjectionPair, module: nn.Module, arguments: tuple[Any, ...], x: Tensor, *parameters: Tensor
     ) -> Tensor:
-        riders = parameters[: len(parameters) - len(chain.plan.matrices)]
+        riders = parameters[: len(parameters) - len(pair.plan.matrices)]
         ctx.save_for_backward(x, *riders)
-        ctx.chain, ctx.module, ctx.arguments, ctx.count = chain, module, arguments, len(parameters)
-        return x.new_empty(1).expand(*x.shape[:-1], chain.width)
+        ctx.pair, ctx.module, ctx.arguments, ctx.count = pair, module, arguments, len(parameters)
+        return x.new_empty(1).expand(*x.shape[:-1], pair.width)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *riders = ctx.saved_tensors
-        grad_x, grad_riders = ctx.chain.gradients(ctx.module, x, riders, ctx.arguments, grads[0])
+        grad_x, grad_riders = ctx.pair.gradients(ctx.module, x, riders, ctx.arguments, grads[0])
         return None, None, None, grad_x, *grad_riders, *([None] * (ctx.count - len(riders)))
 
 
 class _Value(torch.autograd.Function):
-    """The value of a chain; hands its gradient on to `_Gradient` through `promise`."""
+    """The value of a pair; hands its gradient on to `_Gradient` through `promise`."""
 
     @staticmethod
     def forward(
-        ctx: Any, promise: Tensor, chain: Chain, module: nn.Module, arguments: tuple[Any, ...], x: Tensor
+        ctx: Any, promise: Tensor, pair: ProjectionPair, module: nn.Module, arguments: tuple[Any, ...], x: Tensor
     ) -> Tensor:
-        return chain.value(module, x, arguments)
+        return pair.value(module, x, arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None, None, None, None
 
 
-def of_units(argument: Any, units: range, count: int) -> Any:
-    """What these of `count` units need of an argument of the module: of an attention context, the biases of their heads."""
+def select_units(argument: Any, units: range, count: int) -> Any:
+    """Return what these of `count` units need of an argument of the module: of attention, the biases of their heads."""
     changes = {}
     for name, dim in _HEAD_DIMS.items():
         tensor = getattr(argument, name, None)
@@ -188,7 +190,7 @@ _HEAD_DIMS = {"slopes_H": 0, "bias": 1}
 
 
 @contextmanager
-def _holding(module: nn.Module, tensors: dict[str, Tensor | None]) -> Iterator[None]:
+def _with_parameters(module: nn.Module, tensors: dict[str, Tensor | None]) -> Iterator[None]:
     """Let `module` find these tensors where its parameters are, by name."""
     places = []
     for name, tensor in tensors.items():
@@ -203,25 +205,25 @@ def _holding(module: nn.Module, tensors: dict[str, Tensor | None]) -> Iterator[N
             owner[leaf] = parameter
 
 
-def _rows(parameter: Tensor, matrix: Matrix) -> Tensor:
-    """A parameter as [rows, width]."""
+def _as_rows(parameter: Tensor, matrix: Matrix) -> Tensor:
+    """Return a parameter as [rows, width]."""
     return parameter.t() if matrix.dim == 1 else parameter.view(-1, matrix.width)
 
 
-def _shaped(rows: Tensor, matrix: Matrix, like: Tensor) -> Tensor:
+def _like_parameter(rows: Tensor, matrix: Matrix, like: Tensor) -> Tensor:
     """[rows, width] as a parameter with the dims of `like`."""
     if matrix.dim == 1:
         return rows.t()
     return rows if like.dim() == 2 else rows.flatten()
 
 
-def _cut(flat: Tensor, sizes: list[tuple[int, int]]) -> list[Tensor]:
-    """Consecutive matrices [rows, width] at the beginning of a flat buffer."""
+def _cut_matrices(flat: Tensor, sizes: list[tuple[int, int]]) -> list[Tensor]:
+    """Return consecutive matrices [rows, width] at the beginning of a flat buffer."""
     lengths = [rows * width for rows, width in sizes]
     parts = flat[: sum(lengths)].split(lengths)
     return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
 
 
-def _add(total: Tensor | None, part: Tensor) -> Tensor:
-    """The sum so far, in at least float32."""
+def _add_part(total: Tensor | None, part: Tensor) -> Tensor:
+    """Return the sum so far, in at least float32."""
     return part.to(torch.promote_types(part.dtype, torch.float32)) if total is None else total.add_(part)

@@ -1,4 +1,4 @@
-"""How the chunks of streamed chains travel, and how their gradients come home: point to point, nobody waits for an owner.
+"""How the chunks of streamed pairs travel, and how their gradients come home: point to point, nobody waits for an owner.
 
 Weights go round a ring. Every rank begins with its own chunk, so nothing has to arrive before the first product; while it
 computes with chunk k it sends k to the rank behind it and receives k + 1 from the rank ahead, and holds no third. Gradients
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.layout.mesh import Axis
-from phalanx.layout.streamed_weights.chunk_plan import ChainPlan, Span
+from phalanx.layout.streamed_weights.chunk_plan import ChunkPlan, Span
 
 
 @dataclass
@@ -50,13 +50,13 @@ class Arrivals:
             self.add(piece)
 
 
-class Ring:
-    """Exchanges among the ranks that share chains."""
+class WeightRing:
+    """Exchanges among the ranks that share pairs."""
 
     def __init__(self, shards: Axis) -> None:
         self.shards = shards
         self.largest = 0
-        """Elements of the largest chunk of any chain."""
+        """Elements of the largest chunk of any pair."""
         self._unfinished: Arrivals | None = None
 
     @property
@@ -64,20 +64,20 @@ class Ring:
         """Bytes of buffers beside the allocator's memory."""
         return 0
 
-    def expect(self, plan: ChainPlan) -> None:
-        """There will be this chain as well."""
+    def expect(self, plan: ChunkPlan) -> None:
+        """Make room for the chunks of one more pair."""
         self.largest = max(self.largest, plan.largest_chunk)
 
     def weights(self, count: int, like: Tensor) -> Tensor:
-        """A buffer for `count` elements of weights, or more. Every gathered weight lies in one of these."""
+        """Return a buffer for `count` elements of weights, or more. Every gathered weight lies in one of these."""
         return torch.empty(count, dtype=like.dtype, device=like.device)
 
     def gradients(self, count: int, like: Tensor) -> Tensor:
         """The same for gradients of a chunk."""
         return torch.empty(count, dtype=like.dtype, device=like.device)
 
-    def chunks(self, plan: ChainPlan, piece: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """All chunks of a chain from this rank's own on: step, number, and elements. `piece`, flat, is this rank's.
+    def chunks(self, plan: ChunkPlan, piece: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield all chunks of a pair from this rank's own on: step, number, and elements. `piece`, flat, is this rank's.
 
         What is yielded is this rank's until it asks for the next.
         """
@@ -96,7 +96,7 @@ class Ring:
             if following is not None:
                 present = following
 
-    def reduce(self, plan: ChainPlan, step: int, number: int, gradients: Tensor, add: Callable[[Tensor], None]) -> None:
+    def reduce(self, plan: ChunkPlan, step: int, number: int, gradients: Tensor, add: Callable[[Tensor], None]) -> None:
         """Send the gradients of chunk `number`, flat, to those who hold its pieces; add what comes for this rank's.
 
         add: takes gradients of this rank's piece, flat. What arrives is added by `finish`, to be called before the next.
@@ -123,20 +123,20 @@ class Ring:
             self._unfinished.wait()
             self._unfinished = None
 
-    def _computing(self, plan: ChainPlan, step: int) -> list[int]:
-        """The other ranks that have this rank's own chunk in this step."""
+    def _computing(self, plan: ChunkPlan, step: int) -> list[int]:
+        """Return the other ranks that have this rank's own chunk in this step."""
         first = (self.shards.rank // plan.group - step) % plan.chunks * plan.group
         return [rank for rank in range(first, first + plan.group) if rank != self.shards.rank]
 
-    def _add_own(self, plan: ChainPlan, number: int, gradients: Tensor, add: Callable[[Tensor], None]) -> None:
+    def _add_own(self, plan: ChunkPlan, number: int, gradients: Tensor, add: Callable[[Tensor], None]) -> None:
         """Add what a chunk's gradients hold of this rank's piece."""
         rank = self.shards.rank
         if rank // plan.group == number:
             mine = parts_of(gradients, plan.spans_in_chunk(rank))
             add(mine[0] if len(mine) == 1 else torch.cat([*mine, gradients[:0]]))
 
-    def _own_chunk(self, plan: ChainPlan, piece: Tensor) -> Tensor:
-        """The chunk that this rank holds a piece of, from all that do."""
+    def _own_chunk(self, plan: ChunkPlan, piece: Tensor) -> Tensor:
+        """Return the chunk that this rank holds a piece of, from all that do."""
         rank = self.shards.rank
         if plan.group == 1:
             return piece
@@ -167,5 +167,5 @@ class Ring:
 
 
 def parts_of(flat: Tensor, spans: list[Span]) -> list[Tensor]:
-    """Views of these spans."""
+    """Return views of these spans."""
     return [flat[start : start + length] for start, length in spans]

@@ -10,8 +10,8 @@ from phalanx.layout.data_parallel.fully_sharded import FullySharded, ShardingOpt
 from phalanx.layout.mesh import Axis, Mesh
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.stage import Stage
-from phalanx.layout.streamed_weights.copy_engine_ring import CopyRing
-from phalanx.layout.streamed_weights.ring_transport import Ring
+from phalanx.layout.streamed_weights.copy_engine_ring import CopyEngineRing
+from phalanx.layout.streamed_weights.ring_transport import WeightRing
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices, streamed_parameters
 from phalanx.nn.splits import Splits
 
@@ -24,7 +24,7 @@ class StreamedSharding(FullySharded):
     ) -> None:
         assert mesh.data is not None
         super().__init__(mesh.data, options, copy_engine)
-        ring = Ring(mesh.shards) if copy_engine is None else CopyRing(mesh.shards, device)
+        ring = WeightRing(mesh.shards) if copy_engine is None else CopyEngineRing(mesh.shards, device)
         self.stream = Stream(mesh.shards, mesh.replicas, mesh.cp, ring)
 
     def split_parameters(self, model: nn.Module, splits: Splits, tp: Axis) -> TensorSplits:

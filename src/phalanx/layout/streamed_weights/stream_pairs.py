@@ -1,14 +1,14 @@
-"""Hybrid-STOP's matrix chain as a layout for any transformer (Wang et al. 2024, arXiv 2404.14712).
+"""Hybrid-STOP's projection pair as a layout for any transformer (Wang et al. 2024, arXiv 2404.14712).
 
-Attention and MLP are chains y = act(x A) B: A keeps some output features, B the matching input features, and since what
+Attention and MLP are pairs y = act(x A) B: A keeps some output features, B the matching input features, and since what
 stands between acts on each head or feature alone, y = sum over k of act(x A_k) B_k. Tensor parallelism is that sum over the
 ranks of `tp`. Streaming is the same sum over the ranks of `dp_shard`, one chunk after another in time: no rank ever holds
-more than two chunks of a chain, the one it computes with and the next one on its way.
+more than two chunks of a pair, the one it computes with and the next one on its way.
 
     layout.gather=layer    a rank gathers its whole tensor-parallel part of a block (FSDP2)
     layout.gather=stream   it sees that part chunk by chunk
 
-Which modules are chains follows from what a family declares for tensor parallelism: a module of a block whose children are
+Which modules are pairs follows from what a family declares for tensor parallelism: a module of a block whose children are
 `column` matrices and one `row` matrix is one. Everything else (norms, q/k norms, biases behind the sum, embedding, head)
 is sharded as always.
 """
@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplit, TensorSplits
-from phalanx.layout.streamed_weights.chunk_plan import ChainPlan, Matrix, chunk_count
-from phalanx.layout.streamed_weights.projection_pair import Chain
-from phalanx.layout.streamed_weights.ring_transport import Ring
+from phalanx.layout.streamed_weights.chunk_plan import ChunkPlan, Matrix, chunk_count
+from phalanx.layout.streamed_weights.projection_pair import ProjectionPair
+from phalanx.layout.streamed_weights.ring_transport import WeightRing
 from phalanx.layout.tensor_parallel.collectives import gather, scatter_sum
 from phalanx.layout.tensor_parallel.split_layers import SEQUENCE, split_tensors
 from phalanx.nn.layers import Linear
@@ -36,20 +36,20 @@ from phalanx.nn.splits import Split, Splits
 
 
 class Stream:
-    """What all streamed chains of a rank have in common. Every rank of `shards` runs the same chains in the same order."""
+    """What all streamed pairs of a rank have in common. Every rank of `shards` runs the same pairs in the same order."""
 
-    def __init__(self, shards: Axis, replicas: Axis, cp: Axis, ring: Ring | None = None) -> None:
-        """shards: ranks that share each chain, those of `cp` next to each other. replicas: ranks with the same pieces."""
+    def __init__(self, shards: Axis, replicas: Axis, cp: Axis, ring: WeightRing | None = None) -> None:
+        """shards: ranks that share each pair, those of `cp` next to each other. replicas: ranks with the same pieces."""
         assert shards.size > 1 and shards.size % cp.size == 0
         self.shards = shards
         self.replicas = replicas
         self.places = shards.size // cp.size
         """Chunks there can be at most: ranks of `cp` attend together, so they must have the same heads at the same time."""
-        self.ring = ring or Ring(shards)
+        self.ring = ring or WeightRing(shards)
         self._modules: list[Streamed] = []
 
     def finish(self) -> None:
-        """After the last micro-batch of a step: all gradients arrive, and replicas add theirs up, once."""
+        """Complete the gradients after the last micro-batch of a step: all arrive, and replicas add theirs up, once."""
         self.ring.finish()
         if self.replicas.group is None:
             return
@@ -62,36 +62,36 @@ class Stream:
     def add(self, module: Streamed) -> None:
         """Take care of a module's gradients."""
         self._modules.append(module)
-        self.ring.expect(module.chain.plan)
+        self.ring.expect(module.pair.plan)
 
 
 class Streamed(nn.Module):
     """Mixed into the class of a module whose matrices are streamed."""
 
-    chain: Chain
+    pair: ProjectionPair
     tp: Axis
     row: str
-    """Name of the matrix that ends the chain."""
+    """Name of the matrix that ends the pair."""
 
     def forward(self, x_BsD: Tensor, *arguments: Any) -> Tensor:
         """[B, S/tp, D] -> [B, S/tp, D]: positions are gathered and scattered once, however many chunks there are."""
-        y_BSD = self.chain(self, gather(x_BsD, self.tp, SEQUENCE), arguments)
+        y_BSD = self.pair(self, gather(x_BsD, self.tp, SEQUENCE), arguments)
         y_BsD = scatter_sum(y_BSD, self.tp, SEQUENCE)
         bias = cast(Linear, self.get_submodule(self.row)).bias
         # Once, behind all sums: not in every chunk, and not on every rank.
         return y_BsD if bias is None else y_BsD + bias.to(y_BsD.dtype)
 
     def matrices(self) -> list[nn.Parameter]:
-        """This rank's pieces."""
-        return [self.get_parameter(matrix.name) for matrix in self.chain.plan.matrices]
+        """Return this rank's pieces."""
+        return [self.get_parameter(matrix.name) for matrix in self.pair.plan.matrices]
 
 
 @dataclass(frozen=True)
 class _Member:
-    """One matrix of a chain, as declared."""
+    """One matrix of a pair, as declared."""
 
     name: str
-    """Of the `Linear` within the chain's module."""
+    """Of the `Linear` within the pair's module."""
     linear: Linear
     split: Split
 
@@ -100,7 +100,7 @@ class _Member:
         return self.linear.weight.shape[0 if self.split.kind == "column" else 1] // self.split.unit
 
     def matrices(self) -> list[Matrix]:
-        """Its parameters that are streamed."""
+        """Return its parameters that are streamed."""
         weight = self.linear.weight
         if self.split.kind == "row":
             return [Matrix(f"{self.name}.weight", 1, self.split.unit, weight.shape[0])]
@@ -111,9 +111,9 @@ class _Member:
 def stream_matrices(
     model: nn.Module, splits: Splits, tp: Axis, stream: Stream | None, *, chunks: int | None = None
 ) -> TensorSplits:
-    """As `split_tensors`, but chains keep this rank's piece over `tp` and the stream's shards; None streams nothing.
+    """Do as `split_tensors`, but keep of pairs this rank's piece over `tp` and the shards; `stream` None streams nothing.
 
-    `model` is on the meta device still. chunks: of each chain, at most; the rest of the shards then join in groups that hold
+    `model` is on the meta device still. chunks: of each pair, at most; the rest of the shards then join in groups that hold
     a chunk together. Returns which part of which parameter this rank keeps.
     """
     if stream is None:
@@ -123,16 +123,16 @@ def stream_matrices(
     if isinstance(head := getattr(model, "head", None), nn.Module):
         # The last gradients of the micro-batch before have arrived by now, and the head needs the room they take.
         head.register_forward_pre_hook(lambda *_: stream.ring.finish())
-    for name, members in find_chains(model, splits):
-        for parameter, part in _stream(model.get_submodule(name), members, tp, stream, chunks).items():
+    for name, members in find_projection_pairs(model, splits):
+        for parameter, part in _stream_pair(model.get_submodule(name), members, tp, stream, chunks).items():
             kept[f"{name}.{parameter}"] = part
         # A kind that is split by others leaves its module alone here.
         taken += [(f"{name}.{member.name}", Split("attention")) for member in members]
     return kept | split_tensors(model, [*taken, *splits], tp)
 
 
-def find_chains(model: nn.Module, splits: Splits) -> Iterable[tuple[str, list[_Member]]]:
-    """Modules inside blocks whose children are column matrices and, behind them, one row matrix of as many units."""
+def find_projection_pairs(model: nn.Module, splits: Splits) -> Iterable[tuple[str, list[_Member]]]:
+    """Yield modules inside blocks whose children are column matrices and, behind them, one row matrix of as many units."""
     for name, module in model.named_modules():
         if not name.startswith("blocks."):
             continue
@@ -147,37 +147,39 @@ def find_chains(model: nn.Module, splits: Splits) -> Iterable[tuple[str, list[_M
             yield name, members
 
 
-def _stream(module: nn.Module, members: list[_Member], tp: Axis, stream: Stream, chunks: int | None) -> TensorSplits:
+def _stream_pair(
+    module: nn.Module, members: list[_Member], tp: Axis, stream: Stream, chunks: int | None
+) -> TensorSplits:
     """Keep this rank's piece of the module's matrices, in place."""
     units, uneven = divmod(members[0].units, tp.size)
-    assert not uneven, "tensor parallelism splits chains evenly"
+    assert not uneven, "tensor parallelism splits pairs evenly"
     shards, at_most = stream.shards, min(units, chunks or units)
     matrices = tuple(matrix for member in members for matrix in member.matrices())
-    plan = ChainPlan(matrices, units, shards.size, chunk_count(at_most, stream.places))
+    plan = ChunkPlan(matrices, units, shards.size, chunk_count(at_most, stream.places))
     kept: TensorSplits = {}
     for matrix in matrices:
         rows = plan.piece(matrix, shards.rank)
         start = tp.rank * units * matrix.unit + rows.start
         kept[matrix.name] = TensorSplit(matrix.dim, start, units * matrix.unit * tp.size)
-        _keep(module, matrix, start, len(rows))
+        _keep_piece(module, matrix, start, len(rows))
     (row,) = (member for member in members if member.split.kind == "row")
     late = () if row.linear.bias is None else (f"{row.name}.bias",)
     kind: Any = type(module)
     # A class for all modules of a kind, as `layout.recompute` does for blocks.
-    module.__class__ = _streamed(kind)
+    module.__class__ = _streamed_class(kind)
     assert isinstance(module, Streamed)
-    module.chain = Chain(kind.forward, plan, stream.ring, late)
+    module.pair = ProjectionPair(kind.forward, plan, stream.ring, late)
     module.tp, module.row = tp, row.name
     stream.add(module)
     return kept
 
 
 @cache
-def _streamed(kind: Any) -> Any:
+def _streamed_class(kind: Any) -> Any:
     return type(f"Streamed{kind.__name__}", (Streamed, kind), {})
 
 
-def _keep(module: nn.Module, matrix: Matrix, start: int, count: int) -> None:
+def _keep_piece(module: nn.Module, matrix: Matrix, start: int, count: int) -> None:
     path, _, name = matrix.name.rpartition(".")
     linear = module.get_submodule(path)
     parameter = linear.get_parameter(name)
@@ -187,5 +189,5 @@ def _keep(module: nn.Module, matrix: Matrix, start: int, count: int) -> None:
 
 
 def streamed_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """Parameters that are streamed, and therefore nobody else's to shard."""
+    """Return parameters that are streamed, and therefore nobody else's to shard."""
     return {p for child in module.modules() if isinstance(child, Streamed) for p in child.matrices()}

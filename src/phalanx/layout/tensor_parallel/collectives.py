@@ -15,7 +15,7 @@ from phalanx.torch_compat import common as compat
 
 
 def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """All ranks' parts joined along `dim`; backward sums the ranks' gradients and keeps this rank's part."""
+    """Return all ranks' parts joined along `dim`; backward sums the ranks' gradients and keeps this rank's part."""
     if axis.size == 1:
         return x
     result = _Gather.apply(x, axis.group_name, axis.size, dim)
@@ -24,7 +24,7 @@ def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def scatter_sum(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The sum of all ranks' `x`, of which this rank keeps its part along `dim`; backward gathers the parts' gradients."""
+    """Sum all ranks' `x` and keep this rank's part along `dim`; backward gathers the parts' gradients."""
     if axis.size == 1:
         return x
     result = _ScatterSum.apply(x, axis.group_name, axis.size, dim)
@@ -42,7 +42,7 @@ def exchange(x: Tensor, axis: Axis, *, split: int, join: int) -> Tensor:
 
 
 def gather_values(x: Tensor, axis: Axis) -> Tensor:
-    """All ranks' `x` in a new first dim, [ranks, *x.shape]; no gradient."""
+    """Return all ranks' `x` in a new first dim, [ranks, *x.shape]; no gradient."""
     if axis.size == 1:
         return x[None]
     return compat.all_gather(x, axis.group_name, axis.size)
@@ -52,44 +52,50 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, dim: int) -> Tensor:
         ctx.place = group, size, dim
-        return _join(compat.all_gather(x, group, size), dim)
+        return _join_parts(compat.all_gather(x, group, size), dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         group, size, dim = ctx.place
-        return compat.reduce_scatter(_part(grads[0], size, dim), group, size), None, None, None
+        return compat.reduce_scatter(_split_parts(grads[0], size, dim), group, size), None, None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, dim: int) -> Tensor:
         ctx.place = group, size, dim
-        return compat.reduce_scatter(_part(x, size, dim), group, size)
+        return compat.reduce_scatter(_split_parts(x, size, dim), group, size)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         group, size, dim = ctx.place
-        return _join(compat.all_gather(grads[0], group, size), dim), None, None, None
+        return _join_parts(compat.all_gather(grads[0], group, size), dim), None, None, None
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, split: int, join: int) -> Tensor:
         ctx.place = group, size, split, join
-        return _join(compat.all_to_all(_part(x, size, split), group, size), join)
+        return _join_parts(compat.all_to_all(_split_parts(x, size, split), group, size), join)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         group, size, split, join = ctx.place
-        return _join(compat.all_to_all(_part(grads[0], size, join), group, size), split), None, None, None, None
+        return (
+            _join_parts(compat.all_to_all(_split_parts(grads[0], size, join), group, size), split),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
-def _join(parts: Tensor, dim: int) -> Tensor:
+def _join_parts(parts: Tensor, dim: int) -> Tensor:
     """[ranks, ..., n, ...] -> [..., ranks * n, ...] along `dim`: a view where nothing longer than 1 stands before it."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _part(x: Tensor, size: int, dim: int) -> Tensor:
+def _split_parts(x: Tensor, size: int, dim: int) -> Tensor:
     """[..., ranks * n, ...] -> contiguous [ranks, ..., n, ...]."""
     parts: Tensor = x.unflatten(dim, (size, x.shape[dim] // size))
     return parts.movedim(dim, 0).contiguous()

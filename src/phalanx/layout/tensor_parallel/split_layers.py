@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.families.language.model.cross_entropy import IGNORED
-from phalanx.families.language.model.decoder import OutputHead, TokenEmbedding
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplit, TensorSplits
 from phalanx.layout.tensor_parallel.collectives import gather, gather_values, scatter_sum
+from phalanx.nn.cross_entropy import IGNORED
 from phalanx.nn.layers import GatedLinear, Linear, Norm
 from phalanx.nn.splits import Split, Splits
+from phalanx.nn.vocabulary import OutputHead, TokenEmbedding
 
 SEQUENCE = 1
 """The dim of positions in [B, S, D]."""
@@ -49,45 +49,45 @@ def _split_module(module: nn.Module, split: Split, tp: Axis) -> TensorSplits:
     if split.kind in ("column", "part"):
         assert isinstance(module, Linear)
         if split.kind == "column":
-            _become(module, ColumnLinear, tp)
+            _change_class(module, ColumnLinear, tp)
         names = ["weight"] if module.bias is None else ["weight", "bias"]
-        return {name: _keep(module, name, 0, split.unit, tp) for name in names}
+        return {name: _keep_part(module, name, 0, split.unit, tp) for name in names}
     if split.kind == "row":
         assert isinstance(module, Linear)
-        _become(module, GatedRowLinear if isinstance(module, GatedLinear) else RowLinear, tp)
-        return {"weight": _keep(module, "weight", 1, split.unit, tp)}
+        _change_class(module, GatedRowLinear if isinstance(module, GatedLinear) else RowLinear, tp)
+        return {"weight": _keep_part(module, "weight", 1, split.unit, tp)}
     if split.kind == "lookup":
         assert isinstance(module, TokenEmbedding)
-        _become(module, SplitEmbedding, tp)
-        part = _keep(module, "weight", 0, 1, tp)
+        _change_class(module, SplitEmbedding, tp)
+        part = _keep_part(module, "weight", 0, 1, tp)
         module.first_row = part.start  # type: ignore[assignment]
         return {"weight": part}
     assert isinstance(module, OutputHead) and split.kind == "logits"
-    _become(module.norm, GatheredNorm, tp)
-    start = _units(module.vocab_size, tp)[0]
+    _change_class(module.norm, GatheredNorm, tp)
+    start = _own_units(module.vocab_size, tp)[0]
     module.loss_kernel = partial(vocabulary_chunk_loss, tp, start)
-    return {} if module.weight is None else {"weight": _keep(module, "weight", 0, 1, tp)}
+    return {} if module.weight is None else {"weight": _keep_part(module, "weight", 0, 1, tp)}
 
 
-def _become(module: nn.Module, kind: type[nn.Module], tp: Axis) -> None:
+def _change_class(module: nn.Module, kind: type[nn.Module], tp: Axis) -> None:
     assert issubclass(kind, type(module))
     module.__class__ = kind
     module.tp = tp  # type: ignore[assignment]
 
 
-def _units(count: int, tp: Axis) -> tuple[int, int]:
-    """First of this rank's units and how many; the last ranks have fewer where the count does not divide."""
+def _own_units(count: int, tp: Axis) -> tuple[int, int]:
+    """Return the first of this rank's units and how many; the last ranks have fewer where the count does not divide."""
     each = -(-count // tp.size)
     start = min(tp.rank * each, count)
     return start, min(each, count - start)
 
 
-def _keep(module: nn.Module, name: str, dim: int, unit: int, tp: Axis) -> TensorSplit:
+def _keep_part(module: nn.Module, name: str, dim: int, unit: int, tp: Axis) -> TensorSplit:
     """Cut a parameter down to this rank's units along `dim`."""
     parameter = getattr(module, name)
     whole = parameter.shape[dim]
     assert whole % unit == 0 and parameter.device.type == "meta"
-    start, count = _units(whole // unit, tp)
+    start, count = _own_units(whole // unit, tp)
     setattr(module, name, nn.Parameter(parameter.detach().narrow(dim, 0, count * unit).contiguous()))
     return TensorSplit(dim, start * unit, whole)
 
@@ -144,7 +144,7 @@ class SplitEmbedding(TokenEmbedding):
 def vocabulary_chunk_loss(
     tp: Axis, start: int, logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """As `families.language.model.cross_entropy.chunk_loss`, for logits of the vocabulary's rows from `start` on: ranks
+    """As `nn.cross_entropy.chunk_loss`, for logits of the vocabulary's rows from `start` on: ranks
     exchange two numbers a token, the log-partition of their part and the target's logit."""
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     kept_N = targets_N != IGNORED

@@ -45,14 +45,14 @@ def split_plain_modules(module: nn.Module, splits: Mapping[str, PlainSplit | Spl
         unused.discard(pattern)
         split = splits[pattern]
         kind, unit = (split.kind, split.unit) if isinstance(split, Split) else (split, 1)
-        for parameter, part in _split(found, name, kind, unit, tp).items():
+        for parameter, part in _split_one(found, name, kind, unit, tp).items():
             kept[f"{name}.{parameter}"] = part
     if unused:
         raise PhalanxError(f"splits: no module is named {', '.join(sorted(unused))}; patterns are those of fnmatch")
     return kept
 
 
-def _split(module: nn.Module, name: str, kind: str, unit: int, tp: Axis) -> TensorSplits:
+def _split_one(module: nn.Module, name: str, kind: str, unit: int, tp: Axis) -> TensorSplits:
     """Split one module as `kind` says."""
     parallel = _PARALLEL.get((kind, nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear))
     if parallel is None or not isinstance(module, (nn.Embedding, nn.Linear)) or type(module) not in _PLAIN:

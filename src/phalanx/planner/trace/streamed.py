@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from phalanx.layout.mesh import Axis
 from phalanx.layout.stage import Stage
-from phalanx.layout.streamed_weights.chunk_plan import ChainPlan, Matrix
-from phalanx.layout.streamed_weights.ring_transport import Ring, Transfer
+from phalanx.layout.streamed_weights.chunk_plan import ChunkPlan, Matrix
+from phalanx.layout.streamed_weights.ring_transport import Transfer, WeightRing
 from phalanx.layout.streamed_weights.stream_pairs import Stream, Streamed
 from phalanx.planner.schedule.timeline import Costs, Timeline
 from phalanx.planner.trace.family import Setting, build_stage
@@ -43,7 +43,7 @@ Shown = tuple[int, int]
 class ChainSize:
     """One chain of a block on one rank."""
 
-    plan: ChainPlan
+    plan: ChunkPlan
     names: tuple[str, ...]
     """Its parameters, as in the whole model with block number 0."""
 
@@ -79,7 +79,7 @@ def _chain_sizes(setting: Setting) -> tuple[ChainSize, ...]:
     found = []
     for name, module in stage.part.named_modules():
         if isinstance(module, Streamed):
-            plan = module.chain.plan
+            plan = module.pair.plan
             found.append(ChainSize(plan, tuple(f"{name}.{matrix.name}" for matrix in plan.matrices)))
     return tuple(found)
 
@@ -88,7 +88,7 @@ Middle = tuple[bool, int, int, int]
 """Steps of the chunk in the middle of a chain: (of the backward pass, chain, first step, step behind the last)."""
 
 
-class SilentRing(Ring):
+class SilentRing(WeightRing):
     """Sends nothing. Notes which recorded steps belong to the chunk in the middle of a chain."""
 
     def __init__(self, shards: Axis, *, beside: bool) -> None:
@@ -101,15 +101,15 @@ class SilentRing(Ring):
         """Number of each chain, by the identity of its plan."""
 
     def weights(self, count: int, like: Tensor) -> Tensor:
-        """See `Ring`."""
+        """See `WeightRing`."""
         return self._held(super().weights(count, like))
 
     def gradients(self, count: int, like: Tensor) -> Tensor:
-        """See `Ring`."""
+        """See `WeightRing`."""
         return self._held(super().gradients(count, like))
 
-    def chunks(self, plan: ChainPlan, piece: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """See `Ring`."""
+    def chunks(self, plan: ChunkPlan, piece: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """See `WeightRing`."""
         inner = iter(super().chunks(plan, piece))
         del piece
         for step in range(plan.chunks):
@@ -164,10 +164,10 @@ def traced_stage(setting: Setting, shown: tuple[Shown, ...], samples: int) -> tu
         if isinstance(module, Streamed):
             chunks, group = shown[len(units)]
             units.append(next(primes))
-            plan = module.chain.plan
+            plan = module.pair.plan
             ranks = chunks * group
-            module.chain.plan = ChainPlan(plan.matrices, ranks * units[-1], ranks, chunks)
-            ring.order[id(module.chain.plan)] = len(units) - 1
+            module.pair.plan = ChunkPlan(plan.matrices, ranks * units[-1], ranks, chunks)
+            ring.order[id(module.pair.plan)] = len(units) - 1
             for matrix in plan.matrices:
                 _resize(module, matrix, units[-1] * matrix.unit, setting.precision)
     return stage, ring, tuple(units)

@@ -22,7 +22,7 @@ from phalanx.data.batch_stream import ReadAheadStream, TensorBatch
 from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Mixture, stable_key
 from phalanx.errors import DataError
 from phalanx.families.language.data.token_source import Int64Array, TokenSource
-from phalanx.families.language.model.cross_entropy import IGNORED
+from phalanx.nn.cross_entropy import IGNORED
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from phalanx.families.language.data.token_shards import Split
 from phalanx.families.language.data.token_source import TokenSource
 from phalanx.families.language.evaluation.load_weights import LoadedModel
 from phalanx.families.language.evaluation.text_tokenizer import TextTokenizer
-from phalanx.families.language.model.cross_entropy import IGNORED, LossSum
 from phalanx.families.language.model.decoder import Decoder
+from phalanx.nn.cross_entropy import IGNORED, LossSum
 
 DEFAULT_LENGTH = 2048
 """Tokens a sample for a model without a run, unless it has fewer positions."""

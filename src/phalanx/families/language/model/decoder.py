@@ -2,73 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.model import LanguageModel
 from phalanx.counter_random import CounterDropout, DropoutContext
-from phalanx.families.language.model.cross_entropy import ChunkLoss, LossSum, chunk_loss, linear_cross_entropy
 from phalanx.nn.attention import (
     Attention,
     AttentionKernel,
+    ContextBuilder,
     KeyValueCache,
     RotaryContext,
     attention_context,
 )
 from phalanx.nn.blocks import NumberedBlocks
-from phalanx.nn.layers import Norm, build_mlp
+from phalanx.nn.cross_entropy import LossSum
+from phalanx.nn.layers import build_mlp, build_norm
 from phalanx.nn.positions import Positions
 from phalanx.nn.splits import ModelChunk
-
-
-class ContextBuilder(Protocol):
-    """The signature of `attention_context`."""
-
-    def __call__(
-        self,
-        config: LanguageModel,
-        positions_S: Tensor,
-        dtype: torch.dtype,
-        *,
-        kernel: AttentionKernel = "sdpa",
-        document_ids_BS: Tensor | None = None,
-        past: int = 0,
-    ) -> RotaryContext:
-        """Return positions and masks for one forward pass."""
-
-
-class TokenEmbedding(nn.Module):
-    """Rows of the vocabulary table, plus learned positions where the model has them."""
-
-    positions: nn.Parameter | None
-
-    def __init__(self, config: LanguageModel, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
-        if config.positions == "learned":
-            self.positions = nn.Parameter(torch.empty(config.max_positions, config.d_model))
-        else:
-            self.register_parameter("positions", None)
-        self.dropout = CounterDropout(config.dropout, site=0)
-
-    def forward(self, tokens_BS: Tensor, positions_S: Tensor, dropout: DropoutContext | None = None) -> Tensor:
-        """Embed token ids [B, S] as activations [B, S, D] in the model's activation format.
-
-        positions_S: global positions of the rows that come out.
-        """
-        x_BSD = self.lookup(tokens_BS)
-        if self.positions is not None:
-            x_BSD = x_BSD + F.embedding(positions_S, self.positions).to(self.dtype)
-        dropped: Tensor = self.dropout(x_BSD, dropout)
-        return dropped
-
-    def lookup(self, tokens_BS: Tensor) -> Tensor:
-        """Return rows of the token table [B, S, D], in the model's activation format."""
-        return F.embedding(tokens_BS, self.weight).to(self.dtype)
+from phalanx.nn.vocabulary import OutputHead, TokenEmbedding
 
 
 class Block(nn.Module):
@@ -76,9 +28,9 @@ class Block(nn.Module):
 
     def __init__(self, config: LanguageModel) -> None:
         super().__init__()
-        self.attention_norm = _build_norm(config)
+        self.attention_norm = build_norm(config)
         self.attention = Attention(config)
-        self.mlp_norm = _build_norm(config)
+        self.mlp_norm = build_norm(config)
         self.mlp = build_mlp(config)
         self.attention_dropout = CounterDropout(config.dropout, site=0)
         self.mlp_dropout = CounterDropout(config.dropout, site=1)
@@ -96,50 +48,6 @@ class Block(nn.Module):
         x_BSD = x_BSD + self.attention_dropout(mixed, dropout)
         hidden: Tensor = self.mlp_dropout(self.mlp(self.mlp_norm(x_BSD)), dropout)
         return x_BSD + hidden
-
-
-class OutputHead(nn.Module):
-    """Final norm and the projection to the vocabulary.
-
-    A tied head beside the embedding owns no weight: it is given the table. In another part it owns a copy of the table.
-    """
-
-    weight: nn.Parameter | None
-
-    def __init__(self, config: LanguageModel, *, chunk_tokens: int, z_loss: float, owns_weight: bool) -> None:
-        super().__init__()
-        self.norm = _build_norm(config)
-        if owns_weight:
-            self.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
-        else:
-            # None rather than no attribute, so that code may ask for it in either case.
-            self.register_parameter("weight", None)
-        self.vocab_size = config.vocab_size
-        self.chunk_tokens = chunk_tokens
-        self.z_loss = z_loss
-        # An attribute, so that a compiled or a vocabulary-parallel form can take its place.
-        self.loss_kernel: ChunkLoss = chunk_loss
-
-    def forward(self, x_BSD: Tensor, targets_BS: Tensor, tied_weight_VD: Tensor | None = None) -> LossSum:
-        """Return summed loss of the targets, [B, S] int64, under the logits of [B, S, D]; z-loss only in training mode."""
-        return linear_cross_entropy(
-            self.norm(x_BSD).flatten(0, 1),
-            self._weight(tied_weight_VD),
-            targets_BS.flatten(),
-            chunk_tokens=self.chunk_tokens,
-            # A regulariser, no part of the held-out loss.
-            z_loss=self.z_loss if self.training else 0.0,
-            kernel=self.loss_kernel,
-        )
-
-    def logits(self, x_BSD: Tensor, tied_weight_VD: Tensor | None = None) -> Tensor:
-        """Return logits [B, S, V] in the activation format."""
-        return F.linear(self.norm(x_BSD), self._weight(tied_weight_VD).to(x_BSD.dtype))
-
-    def _weight(self, tied_weight_VD: Tensor | None) -> Tensor:
-        weight = self.weight if tied_weight_VD is None else tied_weight_VD
-        assert weight is not None
-        return weight
 
 
 class Decoder(nn.Module):
@@ -242,7 +150,3 @@ class Decoder(nn.Module):
     def new_caches(self) -> list[KeyValueCache]:
         """Return empty key/value caches, one a layer."""
         return [KeyValueCache() for _ in self.blocks]
-
-
-def _build_norm(config: LanguageModel) -> Norm:
-    return Norm(config.d_model, kind=config.norm, eps=config.norm_eps, bias=config.bias)

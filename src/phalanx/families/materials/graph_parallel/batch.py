@@ -57,15 +57,15 @@ class GraphShare:
     sample_indices: Tensor
 
     def to(self, device: torch.device) -> GraphShare:
-        """The share on `device`, copied without waiting when it lies in pinned memory."""
-        return _mapped(self, lambda tensor: tensor.to(device, non_blocking=True))
+        """Return the share on `device`, copied without waiting when it lies in pinned memory."""
+        return _map_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> GraphShare:
-        """A copy in pinned memory."""
-        return _mapped(self, Tensor.pin_memory)
+        """Return a copy in pinned memory."""
+        return _map_tensors(self, Tensor.pin_memory)
 
     def split(self, parts: int) -> Iterator[GraphShare]:
-        """The micro-batches that it was cut from."""
+        """Return the micro-batches that it was cut from."""
         for part in self.parts:
             yield GraphShare((part,), part.counts, part.sample_indices)
 
@@ -93,13 +93,13 @@ class SharePart:
 
 
 def cut_batch(batch: GraphBatch, microbatches: int, how: Cutting) -> GraphShare:
-    """The share of rank `how.rank`. microbatches: as for `GraphBatch.split`."""
+    """Return the share of rank `how.rank`. microbatches: as for `GraphBatch.split`."""
     parts = tuple(cut_microbatch(part, how) for part in batch.split(microbatches))
     return GraphShare(parts, batch.target_counts(), batch.sample_indices)
 
 
 def cut_microbatch(batch: GraphBatch, how: Cutting) -> SharePart:
-    """The same of one micro-batch."""
+    """Return the share of one micro-batch."""
     cut = _Cut.of(batch, how)
     species_N, named = batch.inputs()
     halo, edges_E = cut.halo(how), cut.edges(how.rank)
@@ -155,7 +155,7 @@ class _Cut(NamedTuple):
         cost_A = how.node_cost + how.edge_cost * arriving_A
         if how.triplet_cost:
             cost_A += how.triplet_cost * np.bincount(ends_2E[1], weights=arriving_A[ends_2E[0]], minlength=atoms)
-        rank_A = _ranks(cost_A, how.size)
+        rank_A = _assign_ranks(cost_A, how.size)
         # A row of flags for each rank: cheaper than sorting edges, which are many times as many.
         wanted = np.zeros((how.size, atoms), dtype=bool)
         wanted[rank_A[ends_2E[1]], ends_2E[0]] = True
@@ -175,22 +175,22 @@ class _Cut(NamedTuple):
         )
 
     def atoms(self, rank: int) -> slice:
-        """Places of a rank."""
+        """Return places of a rank."""
         return slice(self.first_R[rank], self.first_R[rank + 1])
 
     def foreign(self, rank: int) -> Int64Array:
-        """Places of a rank's halo, ordered, and so by rank."""
+        """Return places of a rank's halo, ordered, and so by rank."""
         places: Int64Array = self.wants_P2[self.wants_P2[:, 0] == rank, 1]
         return places
 
     def edges(self, rank: int) -> Int64Array:
-        """Edges that end at a rank's atoms, ordered."""
+        """Return edges that end at a rank's atoms, ordered."""
         first, last = self.first_edge_A[self.first_R[rank : rank + 2]].tolist()
         mine: Int64Array = self.edge_E[first:last]
         return mine
 
     def local_ends(self, rank: int, edges_E: Int64Array) -> Int64Array:
-        """Their source and target among the rank's atoms and its halo."""
+        """Return their source and target among the rank's atoms and its halo."""
         own, foreign = self.atoms(rank), self.foreign(rank)
         local_A = np.full(len(self.order_A), -1, dtype=np.int64)
         local_A[own] = np.arange(own.stop - own.start)
@@ -205,7 +205,7 @@ class _Cut(NamedTuple):
         count, graphs = int(held_R[how.rank]), len(self.keeper_G)
         held_G = np.bincount(self.graph_A[own], minlength=graphs)
         halo = Halo(
-            atoms=_plan(how, self.wants_P2[:, 0], self.wants_P2[:, 1], self.rank_A, self.first_R),
+            atoms=_plan_exchange(how, self.wants_P2[:, 0], self.wants_P2[:, 1], self.rank_A, self.first_R),
             own=count,
             senders=count + len(foreign),
             atoms_G=torch.from_numpy(np.bincount(self.graph_A, minlength=graphs)),
@@ -227,20 +227,20 @@ class _Cut(NamedTuple):
         ranks = np.repeat(self.wants_P2[:, 0], arriving_A[place_P])
         rank_E = self.rank_A[self.ends_2E[1]]
         targets = np.repeat(count + np.arange(len(foreign)), arriving_A[foreign])
-        plan = _plan(how, ranks, edges, rank_E, self.first_edge_A[self.first_R])
+        plan = _plan_exchange(how, ranks, edges, rank_E, self.first_edge_A[self.first_R])
         return {"edges": plan, "edge_targets": torch.from_numpy(targets)}
 
 
-def _ranks(cost_A: npt.NDArray[np.floating], size: int) -> Int64Array:
-    """The rank of each place, such that each rank's places cost about the same."""
+def _assign_ranks(cost_A: npt.NDArray[np.floating], size: int) -> Int64Array:
+    """Return the rank of each place, such that each rank's places cost about the same."""
     total = float(cost_A.sum())
     middles = np.cumsum(cost_A) - cost_A / 2
     ranks: Int64Array = np.minimum((middles * (size / total) if total else middles).astype(np.int64), size - 1)
     return ranks
 
 
-def _plan(how: Cutting, ranks: Int64Array, rows: Int64Array, holder: Int64Array, first_R: Int64Array) -> Plan:
-    """How rows numbered through all ranks come to the ranks that want them: pairs of both, ordered.
+def _plan_exchange(how: Cutting, ranks: Int64Array, rows: Int64Array, holder: Int64Array, first_R: Int64Array) -> Plan:
+    """Return how rows numbered through all ranks come to the ranks that want them: pairs of both, ordered.
 
     holder: the rank of each row. first_R: first row of each rank, then the number of rows.
     """
@@ -263,15 +263,17 @@ def _gathering(rows: Int64Array, holder: Int64Array, first_R: Int64Array) -> Gat
     return Gathering(widest, torch.from_numpy(holder[rows] * widest + rows - first_R[holder[rows]]))
 
 
-def _mapped(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
-    """`value` with every tensor in it moved."""
+def _map_tensors(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
+    """Return `value` with every tensor in it moved."""
     moved: Any = value
     if isinstance(value, Tensor):
         moved = move(value)
     elif isinstance(value, dict):
-        moved = {name: _mapped(item, move) for name, item in value.items()}
+        moved = {name: _map_tensors(item, move) for name, item in value.items()}
     elif isinstance(value, tuple):
-        moved = tuple(_mapped(item, move) for item in value)
+        moved = tuple(_map_tensors(item, move) for item in value)
     elif is_dataclass(value) and not isinstance(value, type):
-        moved = replace(value, **{field.name: _mapped(getattr(value, field.name), move) for field in fields(value)})
+        moved = replace(
+            value, **{field.name: _map_tensors(getattr(value, field.name), move) for field in fields(value)}
+        )
     return moved  # type: ignore[no-any-return]

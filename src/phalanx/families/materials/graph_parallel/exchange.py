@@ -145,7 +145,7 @@ class _Extend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: int, plan: Gathering | Sending, axis: Axis) -> Tensor:
         ctx.how = rows, plan, axis
-        return torch.cat((x, _fetch(x, plan, axis)))
+        return torch.cat((x, _fetch_rows(x, plan, axis)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -158,7 +158,7 @@ class _Fold(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: int, plan: Gathering | Sending, axis: Axis) -> Tensor:
         ctx.how = rows, plan, axis
-        return _deliver(x[rows:], plan, axis, x[:rows])
+        return _deliver_rows(x[rows:], plan, axis, x[:rows])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -171,7 +171,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: int, plan: Gathering, axis: Axis) -> Tensor:
         ctx.how = rows, plan, axis
-        return _fetch(x, plan, axis)
+        return _fetch_rows(x, plan, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -184,7 +184,7 @@ class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: int, plan: Gathering, axis: Axis) -> Tensor:
         ctx.how = rows, plan, axis
-        return _deliver(x, plan, axis, x.new_zeros((rows, *x.shape[1:])))
+        return _deliver_rows(x, plan, axis, x.new_zeros((rows, *x.shape[1:])))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -206,8 +206,8 @@ class _Total(torch.autograd.Function):
         return _Total.apply(grads[0], ctx.axis), None
 
 
-def _fetch(x: Tensor, plan: Gathering | Sending, axis: Axis) -> Tensor:
-    """Rows of other ranks, for this rank's rows `x`."""
+def _fetch_rows(x: Tensor, plan: Gathering | Sending, axis: Axis) -> Tensor:
+    """Return rows of other ranks, for this rank's rows `x`."""
     if isinstance(plan, Gathering):
         padded = x.new_zeros((plan.widest, *x.shape[1:]))
         padded[: len(x)] = x
@@ -215,8 +215,8 @@ def _fetch(x: Tensor, plan: Gathering | Sending, axis: Axis) -> Tensor:
     return _exchanged(x.index_select(0, plan.sent), plan.sends, plan.receives, axis)
 
 
-def _deliver(y: Tensor, plan: Gathering | Sending, axis: Axis, own: Tensor) -> Tensor:
-    """`own` with what other ranks' `y` add to it: the adjoint of `_fetch`."""
+def _deliver_rows(y: Tensor, plan: Gathering | Sending, axis: Axis, own: Tensor) -> Tensor:
+    """Return `own` with what other ranks' `y` add to it: the adjoint of `_fetch_rows`."""
     if isinstance(plan, Gathering):
         places = y.new_zeros((axis.size * plan.widest, *y.shape[1:])).index_copy_(0, plan.taken, y)
         parts = places.unflatten(0, (axis.size, plan.widest))

@@ -20,14 +20,14 @@ _BITS = 12
 
 
 def spatial_order(positions_N3: npt.NDArray[Any], cells_G33: npt.NDArray[Any], graph_N: Int64Array) -> Int64Array:
-    """Atoms [N] in the order of their structures, and within each along a Hilbert curve.
+    """Return atoms [N] in the order of their structures, and within each along a Hilbert curve.
 
     positions_N3: in any unit of length, inside their cells or not. cells_G33: lattice vectors as rows, in that unit; a
     structure whose cell has no volume is taken as it lies. graph_N: the structure of each atom, ascending.
     """
     if not len(graph_N):
         return np.zeros(0, dtype=np.int64)
-    places = _inside(positions_N3.astype(np.float64), cells_G33.astype(np.float64), graph_N)
+    places = _move_inside(positions_N3.astype(np.float64), cells_G33.astype(np.float64), graph_N)
     first_G = np.flatnonzero(np.diff(graph_N, prepend=-1))
     dense_N = np.cumsum(np.diff(graph_N, prepend=graph_N[0]) != 0)
     low = np.minimum.reduceat(places, first_G)
@@ -36,8 +36,8 @@ def spatial_order(positions_N3: npt.NDArray[Any], cells_G33: npt.NDArray[Any], g
     return np.lexsort((hilbert_numbers(steps, _BITS), graph_N)).astype(np.int64)
 
 
-def _inside(positions_N3: Floats, cells_G33: Floats, graph_N: Int64Array) -> Floats:
-    """Positions moved into their cells, along the lattice vectors at right angles to each other."""
+def _move_inside(positions_N3: Floats, cells_G33: Floats, graph_N: Int64Array) -> Floats:
+    """Return positions moved into their cells, along the lattice vectors at right angles to each other."""
     normals = np.stack([_cross(cells_G33[:, i - 2], cells_G33[:, i - 1]) for i in range(3)], axis=1)
     volumes = _dot(cells_G33[:, 0], normals[:, 0])
     lengths = np.sqrt(_dot(cells_G33, cells_G33))
@@ -58,7 +58,7 @@ def _dot(a: Floats, b: Floats) -> Floats:
 
 
 def hilbert_numbers(steps_N3: Int64Array, bits: int) -> Int64Array:
-    """Place of each point of a cube of 2^bits points a side along its Hilbert curve (Skilling 2004), int64 [N].
+    """Return the place of each point of a cube of 2^bits points a side along its Hilbert curve (Skilling 2004), int64 [N].
 
     Points that follow each other on the curve are neighbours in the cube. steps_N3: 0 to 2^bits - 1. bits: at most 21.
     """

@@ -23,13 +23,13 @@ class ShareStream(SteppedStream[GraphShare]):
         self._pin_memory = pin_memory
 
     def batch(self, step: int) -> GraphShare:
-        """This rank's share of optimizer step `step`, counted from 1."""
+        """Return this rank's share of optimizer step `step`, counted from 1."""
         share = cut_batch(self._graphs.batch(step), self._microbatches, self._how)
         return share.pinned() if self._pin_memory else share
 
 
 def cutting_of(run: MaterialsRun, cp: Axis) -> Cutting:
-    """How a run's micro-batches are cut over `cp`, by the costs that it declares.
+    """Return how a run's micro-batches are cut over `cp`, by the costs that it declares.
 
     A triplet costs as much of an edge as its matrices give numbers beside those of an edge.
     """

@@ -16,6 +16,7 @@ from phalanx.families.weather.model.field_embedding import FieldEmbedding
 from phalanx.families.weather.model.field_head import FieldHead
 from phalanx.families.weather.model.grid_features import fields_of, outputs_among_inputs
 from phalanx.families.weather.model_config import WeatherModel
+from phalanx.nn.attention import attend_whole
 from phalanx.nn.blocks import NumberedBlocks
 from phalanx.nn.layers import Linear, Norm
 from phalanx.nn.positions import Positions
@@ -116,11 +117,6 @@ class Forecaster(nn.Module):
         """Return all tokens of a sample."""
         rows_S = torch.arange(self.config.n_tokens, device=device)
         return Positions(rows_S, rows_S)
-
-
-def attend_whole(query_BASE: Tensor, key_BASE: Tensor, value_BASE: Tensor) -> Tensor:
-    """Return softmax(q k^T / sqrt(E)) v over all tokens, [B, A, S, E]."""
-    return F.scaled_dot_product_attention(query_BASE, key_BASE, value_BASE)
 
 
 class Attention(nn.Module):

@@ -86,7 +86,7 @@ class PublishedShards:
         counts = [count for unit in units for count in unit]
         self._buffer = make_peer_buffer_at_rest(align_size(sum(counts) * dtype.itemsize), device, group)
         of_ranks = [self._buffer.of(rank).view(dtype) for rank in range(group.size())]
-        starts = iter(_starts(counts))
+        starts = iter(_place_shards(counts))
         self.gathers: list[CopyEngineAllGather] = []
         """For each of the units."""
         for unit in units:
@@ -114,7 +114,7 @@ class PublishedShards:
         self._buffer.barrier()
 
 
-def _starts(counts: Sequence[int]) -> list[int]:
+def _place_shards(counts: Sequence[int]) -> list[int]:
     """Return where shards of so many elements begin in a buffer without gaps.
 
     Those that would shift others off the boundaries that copies run fast between come last.

@@ -35,7 +35,7 @@ class PeerBuffer(Protocol):
     """Bytes on each rank."""
 
     def of(self, rank: int) -> Tensor:
-        """The buffer of the group's rank `rank`, uint8 [size]."""
+        """Return the buffer of the group's rank `rank`, uint8 [size]."""
 
     def barrier(self) -> None:
         """Wait, on the current stream, until every rank of the group is here."""
@@ -119,7 +119,7 @@ def make_peer_buffer_at_rest(size: int, device: torch.device, group: dist.Proces
 def reaches_peers(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Return whether all ranks of `group` can read each other's memory: tried out, and the same answer on all of them."""
     machines: list[str] = [""] * group.size()
-    dist.all_gather_object(machines, _machine(), group=group)
+    dist.all_gather_object(machines, _name_machine(), group=group)
     if len(set(machines)) > 1:
         return False
     try:
@@ -144,7 +144,7 @@ def _tries_out(device: torch.device, group: dist.ProcessGroup) -> bool:
 _TRIED_BYTES = 4096
 
 
-def _machine() -> str:
-    """A name that only ranks of this machine, since it was last started, have."""
+def _name_machine() -> str:
+    """Return a name that only ranks of this machine, since it was last started, have."""
     started = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {started.read_text().strip() if started.exists() else ''}"

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from phalanx.families.language.model.cross_entropy import IGNORED, linear_cross_entropy
+from phalanx.nn.cross_entropy import IGNORED, linear_cross_entropy
 
 N, D, V = 23, 8, 31
 
