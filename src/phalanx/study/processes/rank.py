@@ -23,6 +23,7 @@ from phalanx.errors import ConfigError, Interrupted, PhalanxError
 from phalanx.files import write_atomically
 from phalanx.hardware.device import choose_device
 from phalanx.layout.mesh import ranks_from_environment
+from phalanx.printable import write_stderr
 from phalanx.study.processes.reports import CORES, MEMORY_LIMIT, RUN_FILE, TRAINED, Part
 from phalanx.torch_compat import common as compat
 from phalanx.train.start import train
@@ -59,8 +60,7 @@ def run_rank(folder_name: str) -> int:
         report(cause=classify_error(error), words=f"rank {ranks.rank}: {error}")
         if not isinstance(error, PhalanxError):
             traceback.print_exc()
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        sys.stderr.flush()
+        write_stderr(f"{type(error).__name__}: {error}")
         # An orderly exit would destroy process groups, which may wait forever for a collective that was left in the middle.
         os._exit(1)
     return 0
