@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from phalanx.families.blocks.config import BlockRun
     from phalanx.families.blocks.network import BlockNetwork
     from phalanx.layout.parallelize import parallelize
+    from phalanx.train.callbacks import Callback
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ _PLACES = {
     "BlockRun": "phalanx.families.blocks.config",
     "BlockNetwork": "phalanx.families.blocks.network",
     "parallelize": "phalanx.layout.parallelize",
+    "Callback": "phalanx.train.callbacks",
 }
 """Module of each name."""
 _ROOMS = ("train", "verify")
@@ -46,6 +48,7 @@ __all__ = [
     "BlockNetwork",
     "BlockRun",
     "BoundBlocks",
+    "Callback",
     "DataSource",
     "Family",
     "Layout",

@@ -33,6 +33,7 @@ from phalanx.planner.rank.judge import Planner, Task
 from phalanx.planner.rank.plan import Plan, Wishes, make_plan
 from phalanx.planner.time.profile import choose_profile
 from phalanx.planner.trace.family import require_planned
+from phalanx.train.callbacks import CALLBACKS, Callback
 from phalanx.train.inputs import Finding, TrainableModel
 from phalanx.train.resume import load_weights
 from phalanx.train.start import train as train_run
@@ -41,20 +42,22 @@ from phalanx.verify.reduced_run import one_rank_run
 from phalanx.verify.verify_run import Options, Outcome, verify_run
 
 
-def register(item: Family | type[DataSource], name: str | None = None) -> None:
-    """Make a family or a data source known to this process, as an entry point of an installed package does to every one.
+def register(item: Family | type[DataSource] | type[Callback], name: str | None = None) -> None:
+    """Make a family, a data source or a callback known to this process, as an entry point does to every process.
 
     Ranks and trials that are started as processes of their own know an item only where they import what registers it.
 
-    item: a `Family`, or a subclass of `DataSource`. name: what run files call it; by default the family's name, or the
-    class's. Raises PhalanxError for a name that is taken.
+    item: a `Family`, or a subclass of `DataSource` or `Callback`. name: what run files call it; by default the family's
+    name, or the class's. Raises PhalanxError for a name that is taken.
     """
     if isinstance(item, Family):
         FAMILIES.register(name or item.name, item)
     elif isinstance(item, type) and issubclass(item, DataSource):
         DATA_SOURCES.register(name or item.__name__, item)
+    elif isinstance(item, type) and issubclass(item, Callback):
+        CALLBACKS.register(name or item.__name__, item)
     else:
-        raise PhalanxError(f"phalanx.register takes a Family or a subclass of DataSource, not {item!r}")
+        raise PhalanxError(f"phalanx.register takes a Family, or a subclass of DataSource or Callback, not {item!r}")
 
 
 def plan(run: Run, cluster: str, devices: int, *, profile: str | None = None, least_probability: float = 0.9) -> Plan:
