@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from phalanx.config.schema import Run
+from phalanx.families.family import BoundModel
 from phalanx.families.registry import bind
 from phalanx.layout.data_parallel import task_heads
 from phalanx.layout.spec import DEGREES, SINGLE_STAGE, ResolvedLayout
@@ -33,13 +34,14 @@ class Reason:
 
 def reasons(run: Run, layout: ResolvedLayout, world_size: int, devices_per_node: int | None = None) -> list[Reason]:
     """Every reason why `layout` cannot be used for `run` on `world_size` ranks; empty for a legal one."""
+    model = bind(run)
     found = list(_world(layout, world_size))
-    found += _axes(run, layout)
+    found += _axes(model, layout)
     # The other rules would only repeat what wrong degrees lead to.
     if found:
         return found
     rules = (_zero, _gather, _branch_groups, _tensor, _sequence, _context, _stages, _zero_bubble, _batch, _microbatches)
-    found = [reason for rule in rules for reason in rule(run, layout)]
+    found = [reason for rule in rules for reason in rule(model, layout)]
     return found + list(_node(run, layout, run.cluster.devices_per_node or devices_per_node))
 
 
@@ -50,17 +52,17 @@ def _world(layout: ResolvedLayout, world_size: int) -> Iterator[Reason]:
         yield Reason(f"{product} = {layout.world_size} ranks, but {world_size} were started")
 
 
-def _axes(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
-    legal = bind(run).axes
+def _axes(model: BoundModel, layout: ResolvedLayout) -> Iterator[Reason]:
+    legal = model.axes
     for name in DEGREES:
         if getattr(layout, name) > 1 and name not in legal:
             yield Reason(
-                f"layout.{name}={getattr(layout, name)}: models of family {run.model.family} are spread over "
+                f"layout.{name}={getattr(layout, name)}: models of family {model.run.model.family} are spread over "
                 f"{', '.join(degree for degree in DEGREES if degree in legal)} alone"
             )
 
 
-def _zero(_run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+def _zero(_model: BoundModel, layout: ResolvedLayout) -> Iterator[Reason]:
     if layout.zero == 0 and layout.dp_shard > 1:
         yield Reason(
             f"layout.zero=0 keeps everything on every rank, so layout.dp_shard={layout.dp_shard} has nothing to share out",
@@ -73,20 +75,20 @@ def _zero(_run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
         )
 
 
-def _gather(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+def _gather(model: BoundModel, layout: ResolvedLayout) -> Iterator[Reason]:
     if layout.gather != "stream":
         return
     whole: Fix = {"layout.gather": "layer"}
-    if not bind(run).streams_weights:
+    if not model.streams_weights:
         yield Reason(
-            f"layout.gather=stream: models of family {run.model.family} have no matrix chains to stream", (whole,)
+            f"layout.gather=stream: models of family {model.run.model.family} have no matrix chains to stream", (whole,)
         )
     if layout.zero != 3:
         yield Reason(
             f"layout.gather=stream keeps no gathered parameters between passes, which layout.zero={layout.zero} does",
             ({"layout.zero": 3}, whole),
         )
-    if run.layout.recompute == "selective":
+    if model.run.layout.recompute == "selective":
         yield Reason(
             "layout.gather=stream computes hidden features again anyway, and layout.recompute=selective would keep them",
             ({"layout.recompute": "none"}, {"layout.recompute": "full"}, whole),
@@ -103,26 +105,25 @@ def _gather(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
             "asks for them apart",
             ({"layout.schedule": "interleaved_1f1b"}, whole),
         )
-    if PRECISIONS[run.layout.precision].scales_loss:
+    if PRECISIONS[model.run.layout.precision].scales_loss:
         yield Reason(
             "layout.gather=stream leaves some gradients plain and some sharded, which the loss scaling of "
-            f"layout.precision={run.layout.precision} cannot undo together",
+            f"layout.precision={model.run.layout.precision} cannot undo together",
             ({"layout.precision": "bf16"}, whole),
         )
-    if run.training.compile is True:
+    if model.run.training.compile is True:
         yield Reason(
             "layout.gather=stream sends messages inside blocks, which training.compile=true cannot compile",
             ({"training.compile": "auto"}, whole),
         )
 
 
-def _branch_groups(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
-    for text in task_heads.refusals(run, layout):
+def _branch_groups(model: BoundModel, layout: ResolvedLayout) -> Iterator[Reason]:
+    for text in task_heads.refusals(model.run, layout):
         yield Reason(text, ({"layout.branch_groups": "off"},))
 
 
-def _tensor(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
-    model = bind(run)
+def _tensor(model: BoundModel, layout: ResolvedLayout) -> Iterator[Reason]:
     for split in model.split_counts():
         if split.count % layout.tp:
             parts = f"{split.count} parts"
@@ -134,10 +135,10 @@ def _tensor(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
         yield Reason(f"layout.tp={layout.tp} leaves some ranks without a row of {rows.field}={rows.count}")
 
 
-def _sequence(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+def _sequence(model: BoundModel, layout: ResolvedLayout) -> Iterator[Reason]:
     if layout.cuts_structures:
         return
-    positions = bind(run).positions()
+    positions = model.positions()
     stated = f"{positions.field}={positions.count}"
     ring = layout.cp > 1 and layout.context == "ring"
     unit = 2 * layout.cp if ring else layout.cp
@@ -151,16 +152,16 @@ def _sequence(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
         )
 
 
-def _context(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
-    if layout.cp > 1 and layout.cuts_structures and run.layout.context != "auto":
+def _context(model: BoundModel, layout: ResolvedLayout) -> Iterator[Reason]:
+    if layout.cp > 1 and layout.cuts_structures and model.run.layout.context != "auto":
         yield Reason(
-            f"layout.context={run.layout.context} joins positions of samples, but over layout.cp={layout.cp} ranks "
-            f"models of family {run.model.family} share out the atoms of structures",
+            f"layout.context={model.run.layout.context} joins positions of samples, but over layout.cp={layout.cp} ranks "
+            f"models of family {model.run.model.family} share out the atoms of structures",
             ({"layout.context": "auto"},),
         )
     if layout.cp == 1 or layout.context != "all_to_all":
         return
-    heads = bind(run).context_heads()
+    heads = model.context_heads()
     if heads.count % layout.tp == 0 and heads.count // layout.tp % layout.cp:
         yield Reason(
             f"layout.context=all_to_all gives each rank whole heads, but layout.cp={layout.cp} does not divide "
@@ -169,7 +170,7 @@ def _context(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
         )
 
 
-def _stages(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+def _stages(model: BoundModel, layout: ResolvedLayout) -> Iterator[Reason]:
     if layout.pp == 1:
         return
     per_rank = layout.stages_per_rank
@@ -186,14 +187,14 @@ def _stages(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
             f"layout.schedule={layout.schedule} needs at least two stages on each rank, not {stated}",
             ({"layout.stages_per_rank": 2}, {"layout.schedule": "1f1b"}),
         )
-    if layout.n_stages > run.model.n_layers:
+    if layout.n_stages > model.run.model.n_layers:
         yield Reason(
             f"layout.pp={layout.pp} x {stated} = {layout.n_stages} stages, "
-            f"more than the model.n_layers={run.model.n_layers} layers they would hold"
+            f"more than the model.n_layers={model.run.model.n_layers} layers they would hold"
         )
 
 
-def _zero_bubble(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+def _zero_bubble(model: BoundModel, layout: ResolvedLayout) -> Iterator[Reason]:
     if not layout.splits_backward:
         return
     name = f"layout.schedule={layout.schedule}"
@@ -203,17 +204,18 @@ def _zero_bubble(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
             f"of inputs are freed before those of weights are computed",
             ({"layout.reshard_after_forward": "auto"},),
         )
-    if run.layout.recompute != "none":
+    recompute = model.run.layout.recompute
+    if recompute != "none":
         yield Reason(
-            f"{name} reads activations twice, which recomputed ones (layout.recompute={run.layout.recompute}) cannot be",
+            f"{name} reads activations twice, which recomputed ones (layout.recompute={recompute}) cannot be",
             ({"layout.recompute": "none"}, {"layout.schedule": "interleaved_1f1b"}),
         )
-    if run.training.compile is True:
+    if model.run.training.compile is True:
         yield Reason(
             f"{name} splits the backward pass of a stage, which compiled blocks do not allow",
             ({"training.compile": "auto"}, {"layout.schedule": "interleaved_1f1b"}),
         )
-    if layout.schedule == "zbv" and bind(run).tied():
+    if layout.schedule == "zbv" and model.tied():
         yield Reason(
             f"{name} has the first and the last stage on one rank, where a tied head would be sharded twice",
             ({"layout.schedule": "interleaved_zero_bubble"}, {"layout.schedule": "interleaved_1f1b"}),
@@ -230,12 +232,12 @@ def suits_schedule(layout: ResolvedLayout) -> bool:
     return not (_too_few(layout) or _uneven_rounds(layout))
 
 
-def _batch(run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+def _batch(model: BoundModel, layout: ResolvedLayout) -> Iterator[Reason]:
     if divides_batch(layout):
         return
     ranks, unit = layout.data_ranks, layout.data_ranks * layout.microbatch
     stated = f"layout.global_batch={layout.global_batch} samples is not a multiple of"
-    if run.layout.microbatch == "auto":
+    if model.run.layout.microbatch == "auto":
         text = f"{stated} {ranks} data-parallel ranks"
     else:
         text = f"{stated} layout.microbatch={layout.microbatch} x {ranks} data-parallel ranks = {unit}"
@@ -273,7 +275,7 @@ def _rounds(layout: ResolvedLayout) -> int:
     return max(1, layout.accumulation // layout.pp)
 
 
-def _microbatches(_run: Run, layout: ResolvedLayout) -> Iterator[Reason]:
+def _microbatches(_model: BoundModel, layout: ResolvedLayout) -> Iterator[Reason]:
     if not divides_batch(layout):
         return
     count = layout.accumulation
