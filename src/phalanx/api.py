@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
-from phalanx.optimizers import OPTIMIZERS, OptimizerKind
+from phalanx.optimizers.registry import OPTIMIZERS, OptimizerKind
 from phalanx.planner.dryrun.report import RankReport
 from phalanx.planner.dryrun.run import dry_run
 from phalanx.planner.rank.cost_models import CostModels
@@ -44,11 +43,11 @@ from phalanx.verify.verify_run import Options, Outcome, verify_run
 
 
 def register(item: Family | type[DataSource] | type[Callback] | OptimizerKind, name: str | None = None) -> None:
-    """Make an extension known to this process, as an entry point of an installed package does to every one.
+    """Make a family, a data source, a callback or an optimizer known to this process, as entry points do to every one.
 
     Ranks and trials that are started as processes of their own know an item only where they import what registers it.
 
-    item: a `Family`, a subclass of `DataSource` or of `Callback`, or an `OptimizerKind`. name: what run files call it; by
+    item: a `Family`, a subclass of `DataSource` or `Callback`, or an `OptimizerKind`. name: what run files call it; by
     default the family's name, or the class's. Raises PhalanxError for a name that is taken.
     """
     if isinstance(item, Family):
@@ -119,7 +118,7 @@ def load_model(path: Path, *, device: str = "cpu") -> nn.Module:
     Any layout may have written it. The module's forward pass is that of its family. Raises CheckpointError where there is
     no whole checkpoint.
     """
-    model = _load_on_one_rank(path, choose_device(device), ())
+    _, model = _load_on_one_rank(path, choose_device(device), ())
     module: nn.Module = model.stages[0].part
     return module.eval().requires_grad_(False)
 
@@ -131,8 +130,7 @@ def evaluate(path: Path, overrides: Sequence[str] = (), *, device: str = "cpu") 
     CheckpointError where there is no whole checkpoint, DataError for data that are not there.
     """
     chosen = choose_device(device)
-    model = _load_on_one_rank(path, chosen, overrides)
-    run = _run_of(path, overrides)
+    run, model = _load_on_one_rank(path, chosen, overrides)
     inputs = bind(run, TrainableModel).open_inputs(model.layout, ONE_RANK, chosen, first=True)
     try:
         return inputs.evaluator.evaluate(Executor(model))
@@ -147,18 +145,14 @@ def _build_whole_step(run: Run, model: ParallelModel, device: torch.device) -> T
     return step
 
 
-def _run_of(path: Path, overrides: Sequence[str]) -> Run:
-    """Return the run that wrote the newest checkpoint at `path`, laid out on one rank."""
+def _load_on_one_rank(path: Path, device: torch.device, overrides: Sequence[str]) -> tuple[Run, ParallelModel]:
+    """Return the run that wrote the newest checkpoint at `path`, laid out on one rank, and its model with those weights."""
     newest = open_checkpoints(path).newest()
     if newest is None:
         raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
-    state: dict[str, Any] = read_state(newest.path)
-    return one_rank_run(parse_run(str(state.get("run")), f"{newest.path}/state.json: run", overrides))
-
-
-def _load_on_one_rank(path: Path, device: torch.device, overrides: Sequence[str]) -> ParallelModel:
-    run = _run_of(path, overrides)
+    written = parse_run(str(read_state(newest.path).get("run")), f"{newest.path}/state.json: run", overrides)
+    run = one_rank_run(written)
     model = apply_layout(run, resolve_layout(run, 1), ONE_RANK, device, AttentionChoice("sdpa"), fill=False)
     load_weights(path, model)
     model.refresh()
-    return model
+    return run, model

@@ -1,1 +1,0 @@
-"""A model that is in none of Phalanx's families, with data of its own, found by entry points."""

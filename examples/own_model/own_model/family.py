@@ -1,4 +1,4 @@
-"""What the family is called and what its run files hold. Needs no torch."""
+"""What the family is called and what its run files hold. Imports no torch."""
 
 from typing import Literal
 
@@ -7,8 +7,6 @@ from phalanx.config.bounds import Width
 
 
 class GatedConvModel(BlockModel):
-    """The shape of one model."""
-
     family: Literal["gated_conv"] = "gated_conv"
     """Model family."""
     hidden: Width
@@ -18,9 +16,7 @@ class GatedConvModel(BlockModel):
 
 
 class GatedConvRun(BlockRun):
-    """A run that trains such a model."""
-
     model: GatedConvModel
 
 
-FAMILY = Family("gated_conv", GatedConvRun, bound="own_model.network:BoundGatedConv")
+FAMILY = Family("gated_conv", GatedConvRun, bound="own_model.model:BoundGatedConv")

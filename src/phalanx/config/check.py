@@ -17,7 +17,7 @@ from phalanx.config.schema import Run
 
 def check_run(run: Run) -> list[Problem]:
     """Everything that does not fit together in `run`; empty for a sound one."""
-    rules = (_batch, _schedule, _windows, _checkpoints, _resume)
+    rules = (_check_batch, _check_schedule, _check_windows, _check_checkpoints, _check_resume)
     found = [problem for rule in rules for problem in rule(run)]
     return [*run.find_problems(), *found]
 
@@ -37,7 +37,7 @@ def global_batch_samples(run: Run) -> int:
     return amount // run.sample_tokens
 
 
-def _batch(run: Run) -> Iterator[Problem]:
+def _check_batch(run: Run) -> Iterator[Problem]:
     problems = list(_batch_in_tokens(run))
     if problems:
         yield from problems
@@ -78,7 +78,7 @@ def _batch_in_tokens(run: Run) -> Iterator[Problem]:
         )
 
 
-def _schedule(run: Run) -> Iterator[Problem]:
+def _check_schedule(run: Run) -> Iterator[Problem]:
     optimizer, steps = run.optimizer, run.training.steps
     path: FieldPath = ("optimizer", "warmup_steps")
     stated = f"optimizer.warmup_steps={optimizer.warmup_steps}"
@@ -96,7 +96,7 @@ def _schedule(run: Run) -> Iterator[Problem]:
             )
 
 
-def _windows(run: Run) -> Iterator[Problem]:
+def _check_windows(run: Run) -> Iterator[Problem]:
     for name in ("profile", "memory_snapshot"):
         window = getattr(run.training, name)
         if window is not None and window.last > run.training.steps:
@@ -106,7 +106,7 @@ def _windows(run: Run) -> Iterator[Problem]:
             )
 
 
-def _checkpoints(run: Run) -> Iterator[Problem]:
+def _check_checkpoints(run: Run) -> Iterator[Problem]:
     every, keep = run.checkpoint.every, run.checkpoint.keep_every
     if keep is None:
         return
@@ -121,7 +121,7 @@ def _checkpoints(run: Run) -> Iterator[Problem]:
         )
 
 
-def _resume(run: Run) -> Iterator[Problem]:
+def _check_resume(run: Run) -> Iterator[Problem]:
     resume = run.training.resume
     words = ("auto", "must", "never")
     if resume in words or any(character in resume for character in "/\\."):

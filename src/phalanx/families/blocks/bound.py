@@ -88,6 +88,7 @@ class BoundBlocks(TracedModel, TrainableModel, VerifiableModel):
 
     def __init__(self, run: BlockRun) -> None:
         super().__init__(run)
+        # Without a split all ranks of `tp` would compute the same. Nothing joins positions over `cp`.
         split = {"tp"} if self.network.splits(run.model) else set()
         self.axes = frozenset({"dp_replicate", "dp_shard", "pp", *split})
 
@@ -185,6 +186,7 @@ class BoundBlocks(TracedModel, TrainableModel, VerifiableModel):
             pin_memory=device.type != "cpu",
         )
         evaluator = HeldOutEvaluator(reader, self.run.evaluation.samples, device)
+        # A source has no checksums of its own that could be compared: it is trusted as it is.
         return Inputs(stream, evaluator, Verification([]), in_words=reader.source.describe())
 
     def check_inputs(self) -> str:
@@ -244,6 +246,7 @@ def split_counts_of(model: BlockModel) -> list[SplitCount]:
 @cache
 def part_flops(model: BlockModel, positions: int) -> tuple[int, int, int]:
     """Return the FLOPs of one sample in the embedding, a block and the head, forward and backward, by PyTorch's count."""
+    # Blocks are alike: one stands for all. On meta, operations have shapes and so a count, and take no time.
     kind, meta = bound_class(model.family, BoundBlocks).network, torch.device("meta")
     with meta:
         network = kind(model.model_copy(update={"n_layers": 1}))
@@ -259,6 +262,7 @@ def part_flops(model: BlockModel, positions: int) -> tuple[int, int, int]:
 def relative_flops(model: BlockModel, positions: int) -> tuple[float, float]:
     """Return what the embedding and the head cost beside one block, in blocks."""
     embedding, block, head = part_flops(model, positions)
+    # A block without any matmul counts nothing.
     return embedding / max(block, 1), head / max(block, 1)
 
 

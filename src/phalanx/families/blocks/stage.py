@@ -28,6 +28,7 @@ class BlockStage(Stage):
         """See `Stage`. x: samples [B, S, ...] in the first stage. inputs: targets [B, S, ...]; without them the last stage
         gives predictions of this rank's positions."""
         rows_S = self.share.positions(self.length, x.device).rows_S
+        # Batches are whole samples: each rank of `tp` takes its positions of inputs and of targets.
         if self.part.part.first:
             x = self.part.embedding(x[:, rows_S], rows_S).to(self.part.dtype)
         for block in self.part.blocks:

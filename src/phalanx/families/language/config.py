@@ -69,7 +69,7 @@ class LanguageRun(Run):
 
     def find_problems(self) -> Iterator[Problem]:
         """See `Run`."""
-        for rule in (_sequence, _attention, _evaluation):
+        for rule in (_check_sequence, _check_attention, _check_evaluation):
             yield from rule(self)
 
     @property
@@ -83,7 +83,7 @@ class LanguageRun(Run):
         return [source.path for source in self.data.sources]
 
 
-def _sequence(run: LanguageRun) -> Iterator[Problem]:
+def _check_sequence(run: LanguageRun) -> Iterator[Problem]:
     length, longest = run.data.sequence_length, run.model.max_positions
     if length > longest:
         yield Problem(
@@ -93,7 +93,7 @@ def _sequence(run: LanguageRun) -> Iterator[Problem]:
         )
 
 
-def _attention(run: LanguageRun) -> Iterator[Problem]:
+def _check_attention(run: LanguageRun) -> Iterator[Problem]:
     """Kernels that do not give way to another: FlashAttention-4 has no bias, no mask but the causal one, and two formats;
     FlexAttention adds up in 32 bits."""
     kernel, precision = run.training.attention, run.layout.precision
@@ -114,7 +114,7 @@ def _attention(run: LanguageRun) -> Iterator[Problem]:
             )
 
 
-def _evaluation(run: LanguageRun) -> Iterator[Problem]:
+def _check_evaluation(run: LanguageRun) -> Iterator[Problem]:
     evaluation, longest = run.evaluation, run.model.max_positions
     if evaluation.prompt is not None and evaluation.prompt_tokens >= longest:
         yield Problem(

@@ -19,7 +19,7 @@ class MaterialsRun(Run):
 
     def find_problems(self) -> Iterator[Problem]:
         """See `Run`."""
-        for rule in (_cutoff, _branches, _labels, _training):
+        for rule in (_check_cutoff, _check_branches, _check_labels, _check_training):
             yield from rule(self)
 
     @property
@@ -46,7 +46,7 @@ def learned(model: MaterialsModel) -> dict[str, str]:
     return found
 
 
-def _cutoff(run: MaterialsRun) -> Iterator[Problem]:
+def _check_cutoff(run: MaterialsRun) -> Iterator[Problem]:
     data, model = run.data.cutoff, run.model.cutoff
     if data != model:
         yield Problem(
@@ -57,7 +57,7 @@ def _cutoff(run: MaterialsRun) -> Iterator[Problem]:
         )
 
 
-def _branches(run: MaterialsRun) -> Iterator[Problem]:
+def _check_branches(run: MaterialsRun) -> Iterator[Problem]:
     """One branch takes all sources; several are the sources by name and order."""
     branches, sources = ([one.name for one in part] for part in (run.model.branches, run.data.sources))
     if len(branches) > 1 and branches != sources:
@@ -69,7 +69,7 @@ def _branches(run: MaterialsRun) -> Iterator[Problem]:
         )
 
 
-def _labels(run: MaterialsRun) -> Iterator[Problem]:
+def _check_labels(run: MaterialsRun) -> Iterator[Problem]:
     wanted = learned(run.model)
     for name, field in wanted.items():
         if not any(name in _labels_of(source, field) for source in run.data.sources):
@@ -87,7 +87,7 @@ def _labels(run: MaterialsRun) -> Iterator[Problem]:
             )
 
 
-def _training(run: MaterialsRun) -> Iterator[Problem]:
+def _check_training(run: MaterialsRun) -> Iterator[Problem]:
     if run.layout.recompute == "selective":
         yield Problem(
             ("layout", "recompute"),

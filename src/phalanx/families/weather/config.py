@@ -19,7 +19,7 @@ class WeatherRun(Run):
 
     def find_problems(self) -> Iterator[Problem]:
         """See `Run`."""
-        for rule in (_fields, _rollout, _attention):
+        for rule in (_check_fields, _check_rollout, _check_attention):
             yield from rule(self)
 
     @property
@@ -28,7 +28,7 @@ class WeatherRun(Run):
         return [source.path for source in self.data.sources]
 
 
-def _fields(run: WeatherRun) -> Iterator[Problem]:
+def _check_fields(run: WeatherRun) -> Iterator[Problem]:
     """Data and model name the same variables in the same order."""
     model, data = run.model, run.data
     pairs = (
@@ -51,7 +51,7 @@ def _fields(run: WeatherRun) -> Iterator[Problem]:
         )
 
 
-def _rollout(run: WeatherRun) -> Iterator[Problem]:
+def _check_rollout(run: WeatherRun) -> Iterator[Problem]:
     """Steps that add up, one after another."""
     data, step = run.data, run.data.rollout_hours
     if step is None:
@@ -74,7 +74,7 @@ def _rollout(run: WeatherRun) -> Iterator[Problem]:
         )
 
 
-def _attention(run: WeatherRun) -> Iterator[Problem]:
+def _check_attention(run: WeatherRun) -> Iterator[Problem]:
     if run.training.attention in ("flex", "flash4"):
         yield Problem(
             ("training", "attention"),

@@ -1,0 +1,123 @@
+"""The package of `examples/own_model`, installed beside Phalanx: a family, a data source and a callback of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from command_line import Call
+
+ROOT = Path(__file__).parents[2]
+RUN = ROOT / "examples" / "own_model" / "run.yaml"
+_MOST_LINES = 120
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Install a copy of the package, since building leaves files behind, and return an environment that has it."""
+    folder = tmp_path_factory.mktemp("environment")
+    source, copy = RUN.parent, folder / "own_model"
+    (copy / "own_model").mkdir(parents=True)
+    for file in (source / "pyproject.toml", *(source / "own_model").glob("*.py")):
+        (copy / file.relative_to(source)).write_bytes(file.read_bytes())
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(folder / "site")]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(copy)], check=True)
+    paths = [str(folder / "site"), str(ROOT / "src")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+_MANY = """
+import contextlib, io, json, sys
+from phalanx.cli.main import run
+done = []
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = run(words)
+    done.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(done))
+"""
+
+
+def _run(environment: dict[str, str], *commands: Sequence[str], code: int = 0) -> list[tuple[str, str]]:
+    """Run commands one after another in one process that knows the package; what each wrote to stdout and to stderr."""
+    command = [sys.executable, "-c", _MANY, json.dumps(commands)]
+    done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = [(out, err) for got, out, err in json.loads(done.stdout.splitlines()[-1]) if got == code]
+    assert len(found) == len(commands), done.stdout
+    return found
+
+
+def test_it_is_short() -> None:
+    files = list((RUN.parent / "own_model").rglob("*.py"))
+    assert len(files) > 2
+    assert sum(len(file.read_text().splitlines()) for file in files) <= _MOST_LINES
+
+
+def test_check_plan_and_dry_run(environment: dict[str, str]) -> None:
+    width, hidden, kernel = 32, 64, 4
+    block = width + 2 * width * hidden + hidden * kernel + hidden * width + width
+    run, four = str(RUN), ["--rank", "0", "tp=2", "pp=2", "microbatch=2"]
+    found = _run(
+        environment,
+        ["config", "check", run, "--json"],
+        ["plan", run, "--cluster", "dgx-h100", "--devices", "8", "--json"],
+        ["dryrun", run, "--devices", "4", *four, "--json"],
+    )
+    facts, plan, dry = (json.loads(out) for out, _ in found)
+    assert facts["parameters"] == 4 * block + 2 * width
+    assert facts["data"] == "512 samples"
+    degrees = {(row["tp"], row["pp"]) for row in plan["layouts"]}
+    assert {(1, 1), (2, 1), (1, 2)} <= degrees
+    assert {row["axis"] for row in dry["ranks"][0]["traffic"]} >= {"tp", "pp"}
+
+
+def test_every_layout_of_four_ranks_computes_what_one_does(environment: dict[str, str]) -> None:
+    words = ["model.n_layers=2", "data.sequence_length=8", "model.d_model=8", "model.hidden=16"]
+    ((out, _),) = _run(environment, ["verify", str(RUN), "--all", "4", "--steps", "1", "--json", *words])
+    found = json.loads(out)
+    layouts = [row["layout"] for row in found["layouts"]]
+    assert found["passed"] and len(layouts) > 20
+    assert any("tp=2" in name and "pp=2" in name for name in layouts)
+
+
+def test_training_resumes_in_another_layout(environment: dict[str, str], tmp_path: Path) -> None:
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    _run(
+        environment,
+        ["train", str(RUN), "--run-dir", str(folder), "--nproc", "4", "tp=2", "pp=2", "microbatch=2"],
+        ["train", str(folder), "tp=1", "pp=1", "microbatch=auto", "training.steps=24"],
+        ["train", str(RUN), "--run-dir", str(whole), "training.steps=24"],
+        ["report", str(folder)],
+    )
+    # One rank, from the start: the same samples, and losses that differ by rounding alone.
+    losses = [
+        [json.loads(line)["loss"] for line in (each / "metrics.jsonl").read_text().splitlines()]
+        for each in (folder, whole)
+    ]
+    assert len(losses[0]) == 24 and losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[1][-1] < 0.9 * losses[1][0]
+    gaps = [json.loads(line) for line in (folder / "gaps.jsonl").read_text().splitlines()]
+    # A process knows no step before its own first one.
+    assert [gap["step"] for gap in gaps] == [*range(2, 21), *range(22, 25)]
+    assert gaps[0]["gap"] == pytest.approx(losses[0][0] - losses[0][1])
+    assert "data chirps" in (folder / "report.html").read_text()
+
+
+def test_what_is_wrong_is_told(environment: dict[str, str]) -> None:
+    """An unknown name says which there are, a wrong option whose it is."""
+    wrong = (["data.options={colour: 3}"], ["data.source=chirp"])
+    (_, option), (_, name) = _run(environment, *(["config", "check", str(RUN), *words] for words in wrong), code=2)
+    assert "data source chirps" in option and "colour" in option
+    assert "did you mean chirps" in name
+
+
+def test_without_the_package_its_family_is_unknown(call: Call) -> None:
+    told = call("config", "check", str(RUN)).err
+    assert "model.family=gated_conv is not a model family (language, materials, weather)" in told
