@@ -60,7 +60,7 @@ test-gpu: $(TEST_NEEDS)
 # With another PyTorch, such as TORCH=torch==2.11.0, on the CPU: what meets the most of its private and moving parts.
 test-torch:
 	$(MAKE) --no-print-directory units VENV=.venv-$(subst ==,-,$(TORCH)) INTERPRETER= \
-		TESTS="tests/verify tests/checkpoint tests/torch_compat tests/test_counter_random.py"
+		TESTS="tests/verification tests/checkpoint tests/torch_compat tests/test_counter_random.py"
 
 install: $(VENV)/installed
 

@@ -34,7 +34,7 @@ from phalanx.layout.mesh import build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.trace.family import TracedModel
 from phalanx.torch_compat.fake import fake_process_group
-from phalanx.train.step import build_step
+from phalanx.training.step import build_step
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")

@@ -253,7 +253,7 @@ def walk_plan(_folder: Path, printed: tuple[str, str]) -> Walk:
 
 
 WALKS: dict[str, tuple[Callable[[Path, tuple[str, str]], Walk], tuple[str, str]]] = {
-    "train": (walk_train, ("phalanx.train.trainer", "Trainer.train")),
+    "train": (walk_train, ("phalanx.training.trainer", "Trainer.train")),
     "plan": (walk_plan, ("phalanx.cli.planning.plan_text", "write_plan_lines")),
 }
 

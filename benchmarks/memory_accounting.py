@@ -29,7 +29,7 @@ from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.memory.model import Kernels, memory
-from phalanx.train.step import build_step
+from phalanx.training.step import build_step
 
 GIB = 2**30
 

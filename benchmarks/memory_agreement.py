@@ -30,7 +30,7 @@ from phalanx.layout.spec import LayoutTable
 from phalanx.planner.dryrun.run import dry_run
 from phalanx.planner.layouts.enumerate import Limits, enumerate_layouts
 from phalanx.planner.memory.model import Kernels, rank_memory
-from phalanx.train.step import TrainStep, build_step
+from phalanx.training.step import TrainStep, build_step
 
 WORLD = 8
 RUN: dict[str, Any] = {

@@ -33,7 +33,7 @@ from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.trace.family import TracedModel
 from phalanx.precision import PRECISIONS
 from phalanx.torch_compat.fake import fake_process_group, silent_neighbours
-from phalanx.train.step import build_step
+from phalanx.training.step import build_step
 
 GIB = 2**30
 

@@ -59,7 +59,7 @@ from phalanx.layout.streamed_weights.stream_pairs import Streamed
 from phalanx.planner.trace.family import TracedModel
 from phalanx.planner.trace.memory_trace import StepTrace
 from phalanx.torch_compat import common as compat
-from phalanx.train.step import TrainStep, build_step
+from phalanx.training.step import TrainStep, build_step
 
 GIB = 2**30
 LEFT_OVER_GIB = 16.0

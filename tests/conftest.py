@@ -18,15 +18,15 @@ from pathlib import Path
 import pytest
 
 _LONGEST_FIRST = (
-    "verify/test_parity.py",
+    "verification/test_parity.py",
     "weather/test_weather_parity.py",
     "cli/test_search.py",
     "published/test_check.py",
     "cli/test_tune.py",
     "dryrun/test_dryrun.py",
     "cli/test_train.py",
-    "verify/test_streamed_parity.py",
-    "train/test_layout_resume.py",
+    "verification/test_streamed_parity.py",
+    "training/test_layout_resume.py",
     "materials/test_materials_parity.py",
     "dryrun/test_dryrun_weather.py",
 )

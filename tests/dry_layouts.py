@@ -19,7 +19,7 @@ from phalanx.planner.dryrun.report import group_axes
 from phalanx.planner.dryrun.run import WatchedExecutor, measured_step
 from phalanx.planner.trace.family import TracedModel
 from phalanx.planner.trace.memory_trace import StepTrace
-from phalanx.train.step import TrainStep, build_step
+from phalanx.training.step import TrainStep, build_step
 
 WORLD = 4
 _LARGER = {"model.d_model": 64, "model.d_ff": 192, "model.vocab_size": 509, "training.loss_chunk_tokens": 32}

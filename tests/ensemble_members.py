@@ -9,7 +9,7 @@ from materials_runs import write_materials_run
 from phalanx.config.load import load_run
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
-from phalanx.train.start import train
+from phalanx.training.start import train
 
 MEMBERS = (
     ["training.seed=1"],

@@ -13,7 +13,7 @@ from phalanx.config.schema import Optimizer
 from phalanx.errors import PhalanxError
 from phalanx.optimizers import OPTIMIZERS
 from phalanx.optimizers.registry import Group
-from phalanx.train.callbacks import CALLBACKS
+from phalanx.training.callbacks import CALLBACKS
 
 
 class Silent(phalanx.Callback):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from phalanx.families.blocks.network import BlockNetwork
     from phalanx.layout.parallelize import parallelize
     from phalanx.optimizers import OptimizerKind
-    from phalanx.train.callbacks import Callback
+    from phalanx.training.callbacks import Callback
 
 __version__ = "0.1.0"
 
@@ -39,12 +39,9 @@ _PLACES = {
     "BlockNetwork": "phalanx.families.blocks.network",
     "parallelize": "phalanx.layout.parallelize",
     "OptimizerKind": "phalanx.optimizers",
-    "Callback": "phalanx.train.callbacks",
+    "Callback": "phalanx.training.callbacks",
 }
 """Module of each name."""
-_ROOMS = ("train", "verify")
-"""Functions whose names are packages too, which importing anything in them binds: these packages can be called."""
-
 __all__ = [
     "BlockModel",
     "BlockNetwork",
@@ -73,8 +70,6 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for."""
     if name not in _PLACES:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
-    if name in _ROOMS:
-        return import_module(f"phalanx.{name}")
     return getattr(import_module(_PLACES[name]), name)
 
 

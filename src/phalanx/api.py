@@ -33,13 +33,13 @@ from phalanx.planner.rank.plan import Plan, Wishes, make_plan
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import choose_profile
 from phalanx.planner.trace.family import require_planned
-from phalanx.train.callbacks import CALLBACKS, Callback
-from phalanx.train.inputs import Finding, TrainableModel
-from phalanx.train.resume import load_weights
-from phalanx.train.start import train as train_run
-from phalanx.train.step import TrainStep, build_step
-from phalanx.verify.reduced_run import one_rank_run
-from phalanx.verify.verify_run import Options, Outcome, verify_run
+from phalanx.training.callbacks import CALLBACKS, Callback
+from phalanx.training.inputs import Finding, TrainableModel
+from phalanx.training.resume import load_weights
+from phalanx.training.start import train as train_run
+from phalanx.training.step import TrainStep, build_step
+from phalanx.verification.reduced_run import one_rank_run
+from phalanx.verification.verify_run import Options, Outcome, verify_run
 
 
 def register(item: Family | type[DataSource] | type[Callback] | OptimizerKind, name: str | None = None) -> None:

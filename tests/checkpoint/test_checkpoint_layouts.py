@@ -18,7 +18,7 @@ from phalanx.layout.mesh import Groups
 from phalanx.layout.place import Place
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.optimizers import build_optimizer, find_optimizer
-from phalanx.train.step import clip_or_skip
+from phalanx.training.step import clip_or_skip
 from saved_states import assert_same_bits
 from whole_model import GPT, Box, backward, box, joined, laid_out, whole_run
 

@@ -12,7 +12,7 @@ import pytest
 from materials_runs import write_materials_run
 from phalanx.config.load import load_run
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
-from phalanx.train.start import train
+from phalanx.training.start import train
 
 if TYPE_CHECKING:
     from command_line import Call

@@ -13,7 +13,7 @@ from command_line import Call
 from phalanx.cli.main import SUBCOMMANDS
 from phalanx.config.load import load_run
 from phalanx.layout.resolve import resolve_layout
-from phalanx.verify import verifier
+from phalanx.verification import verifier
 
 RUN_FILE = """
 model: {n_layers: 3, d_model: 32, n_heads: 8, n_kv_heads: 4, d_ff: 64, vocab_size: 61, max_positions: 32, dropout: 0.1}

@@ -18,7 +18,7 @@ from phalanx.families.language.ensemble import build_language
 from phalanx.families.language.evaluation.held_out import score_model
 from phalanx.families.language.evaluation.load_weights import load_for_inference
 from phalanx.report.ensemble_page import render_ensemble
-from phalanx.train.start import train
+from phalanx.training.start import train
 from token_data import write_run_file, write_token_folder
 
 CPU = torch.device("cpu")

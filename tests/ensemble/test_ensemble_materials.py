@@ -29,7 +29,7 @@ from phalanx.families.materials.ensemble.member_errors import member_residuals, 
 from phalanx.families.materials.evaluation.network_predictions import split_errors
 from phalanx.families.materials.inputs import columns_of
 from phalanx.launch.fork_server import run_ranks
-from phalanx.train.start import train
+from phalanx.training.start import train
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from phalanx.families.weather import ensemble as weather
 from phalanx.families.weather.ensemble import build_forecasts
 from phalanx.families.weather.evaluation.forecast_split import forecast_split, load_forecaster
 from phalanx.report.ensemble_page import render_ensemble
-from phalanx.train.start import train
+from phalanx.training.start import train
 from weather_runs import write_weather_run
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from phalanx.launch.job_script import (
     launch_script,
     parse_walltime,
 )
-from phalanx.train.stopping import StopRequest
+from phalanx.training.stopping import StopRequest
 
 MACHINE = """\
 name: small

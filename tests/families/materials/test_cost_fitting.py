@@ -27,7 +27,7 @@ from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK, build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.stage import TrainingPass
-from phalanx.train.metrics import RankTimes
+from phalanx.training.metrics import RankTimes
 
 CPU = torch.device("cpu")
 EVERY = 5

@@ -20,9 +20,9 @@ from phalanx.families.registry import bind
 from phalanx.launch.fork_server import RanksFailed
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import every_layout, resolve_layout
-from phalanx.train.step import TrainStep
-from phalanx.verify.family import VerifiableModel
-from phalanx.verify.verifier import Verdict, Verifier
+from phalanx.training.step import TrainStep
+from phalanx.verification.family import VerifiableModel
+from phalanx.verification.verifier import Verdict, Verifier
 
 LIMITS = {"fp64": 1e-10, "fp32": 1e-4}
 """Largest relative error of any gradient."""

@@ -15,7 +15,7 @@ from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.registry import bind
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
-from phalanx.train.inputs import TrainableModel
+from phalanx.training.inputs import TrainableModel
 from phalanx_processes import Trained, train
 
 LAYOUTS = [(2, "layout.dp_shard=2"), (1,), (2, "layout.dp_replicate=2", "layout.dp_shard=1", "layout.zero=0")]

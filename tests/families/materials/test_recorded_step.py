@@ -21,7 +21,7 @@ from phalanx.layout.family import BuildContext, LayoutModel
 from phalanx.layout.initial_values import initialise_parameters
 from phalanx.layout.mesh import Axis
 from phalanx.torch_compat.program import SizedProgram
-from phalanx.verify.family import VerifiableModel
+from phalanx.verification.family import VerifiableModel
 
 BODIES = ("gin", "pna", "gatv2", "cgcnn", "schnet", "egnn", "painn", "mace")
 

@@ -13,7 +13,7 @@ import yaml
 from field_files import REAL
 from phalanx.config.load import load_run
 from phalanx.families.weather.evaluation.forecast_split import forecast_split, load_forecaster
-from phalanx.train.start import train
+from phalanx.training.start import train
 from weather_runs import SECTIONS
 
 STORM = REAL / "storm_jan1996_6h_64steps_north_america.nc"

@@ -35,10 +35,10 @@ from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Axis, Groups, build_mesh
 from phalanx.layout.resolve import every_layout, resolve_layout
-from phalanx.train.step import TrainStep, build_step
-from phalanx.verify.family import VerifiableModel
-from phalanx.verify.reduced_run import reduced_run
-from phalanx.verify.verifier import Verdict, Verifier
+from phalanx.training.step import TrainStep, build_step
+from phalanx.verification.family import VerifiableModel
+from phalanx.verification.reduced_run import reduced_run
+from phalanx.verification.verifier import Verdict, Verifier
 
 CPU = torch.device("cpu")
 MODEL: dict[str, Any] = {

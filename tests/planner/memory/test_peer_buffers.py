@@ -21,7 +21,7 @@ from phalanx.layout.spec import LayoutTable
 from phalanx.planner.memory.model import Kernels, memory
 from phalanx.planner.memory.probability import GIB
 from phalanx.planner.trace.family import TracedModel
-from phalanx.train.step import build_step
+from phalanx.training.step import build_step
 from whole_model import CPU
 
 ROOT = Path(__file__).parents[3]

@@ -22,8 +22,8 @@ from phalanx.study.hyperparameters.metric import (
     read_metrics,
     step_problem,
 )
-from phalanx.train.inputs import ExpectedEvaluation, TrainableModel
-from phalanx.train.start import train
+from phalanx.training.inputs import ExpectedEvaluation, TrainableModel
+from phalanx.training.start import train
 from token_data import write_run_file, write_token_folder
 from weather_runs import write_weather_run
 

@@ -38,7 +38,7 @@ from phalanx.study.hyperparameters.summary import summarize_study
 from phalanx.study.hyperparameters.tuner import Settings, Tuner
 from phalanx.study.samplers import make_sampler
 from phalanx.study.trial import Trial
-from phalanx.train.start import train
+from phalanx.training.start import train
 from token_data import write_run_file, write_token_folder
 
 STORES = Path(__file__).parents[1] / "stores"

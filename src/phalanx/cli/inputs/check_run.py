@@ -11,8 +11,8 @@ from phalanx.families.registry import bind
 from phalanx.layout.resolve import can_run, resolve_layout, stated_ranks
 from phalanx.layout.spec import DEGREES, ResolvedLayout
 from phalanx.optimizers import find_optimizer
-from phalanx.train.callbacks import build_callbacks
-from phalanx.train.inputs import TrainableModel
+from phalanx.training.callbacks import build_callbacks
+from phalanx.training.inputs import TrainableModel
 
 _TRIED = 64
 """Multiples of the least number of ranks that are tried where no number is given: a batch may only divide over some."""

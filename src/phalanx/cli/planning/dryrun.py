@@ -26,7 +26,7 @@ from phalanx.planner.trace.memory_trace import CATEGORIES, Moment
 from phalanx.printable import write_stderr
 from phalanx.report.formatting import format_gibibytes
 from phalanx.report.table import Column
-from phalanx.train.step import TrainStep, build_step
+from phalanx.training.step import TrainStep, build_step
 
 _SILENCE_S = 10.0
 """Seconds after which it is said how far the step is."""

@@ -9,7 +9,7 @@ from phalanx.config.load import load_run
 from phalanx.config.override import parse_overrides
 from phalanx.config.schema import Run
 from phalanx.layout.resolve import resolve_layout
-from phalanx.train.start import train
+from phalanx.training.start import train
 
 
 def run_train(

@@ -30,8 +30,8 @@ from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.splits import ModelChunk, SplitCount
 from phalanx.planner.trace.family import MODEL_PARTS, Kernel, PartName, PartTracer, Setting, TracedModel
 from phalanx.precision import PRECISIONS
-from phalanx.train.inputs import ExpectedEvaluation, Inputs, TrainableModel, Verification
-from phalanx.verify.family import VerifiableModel, most_stages
+from phalanx.training.inputs import ExpectedEvaluation, Inputs, TrainableModel, Verification
+from phalanx.verification.family import VerifiableModel, most_stages
 
 
 class BlockParts(PartTracer):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from phalanx.data.sources import SourceReader
 from phalanx.layout.execute import Executor
-from phalanx.train.inputs import Finding
+from phalanx.training.inputs import Finding
 
 
 def evaluation_fields(loss: float, samples: int) -> dict[str, float]:

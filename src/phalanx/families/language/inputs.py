@@ -27,7 +27,7 @@ from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.report.formatting import shorten_blank_lines
-from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, TrainableModel, Verification
+from phalanx.training.inputs import ExpectedEvaluation, Finding, Inputs, TrainableModel, Verification
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class TextInputs(Inputs):
 
 
 class LanguageInputs(TrainableModel):
-    """See `train.inputs.TrainableModel`."""
+    """See `training.inputs.TrainableModel`."""
 
     run: LanguageRun
 

@@ -13,14 +13,14 @@ from phalanx.counter_random import random_bits, stream_key
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.token_batches import TokenBatch
 from phalanx.nn.cross_entropy import IGNORED
-from phalanx.verify.family import VerifiableModel, most_stages
+from phalanx.verification.family import VerifiableModel, most_stages
 
 _LONGEST_DOCUMENT = 16
 _HEAD_SIZE = 8
 
 
 class LanguageVerification(VerifiableModel):
-    """See `verify.family.VerifiableModel`."""
+    """See `verification.family.VerifiableModel`."""
 
     run: LanguageRun
 

@@ -22,12 +22,12 @@ from phalanx.families.materials.data.structure_cost import SUMS, CostFit, CostMo
 from phalanx.hardware.device import HostCopy
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.stage import Stage
-from phalanx.train.metrics import RankTimes
+from phalanx.training.metrics import RankTimes
 
 _WARM_UP = 3
 """Steps of a process whose times are not taken: allocators and kernels settle."""
 _LAUNCHED = 1
-"""Steps that may have been launched since the one whose results are there (`train.asynchronous_steps`)."""
+"""Steps that may have been launched since the one whose results are there (`training.asynchronous_steps`)."""
 _MEMORY = 0.7
 """Weight of earlier fits beside a new one: what was measured three fits ago counts a third."""
 

@@ -18,7 +18,7 @@ from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.families.materials.sizes import in_words
 from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.verify.family import VerifiableModel
+from phalanx.verification.family import VerifiableModel
 
 _LARGEST = 9
 """Atoms of the largest structure."""
@@ -32,7 +32,7 @@ _HEADS = 2
 
 
 class MaterialsVerification(VerifiableModel):
-    """See `verify.family.VerifiableModel`."""
+    """See `verification.family.VerifiableModel`."""
 
     run: MaterialsRun
 

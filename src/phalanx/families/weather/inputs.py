@@ -31,7 +31,7 @@ from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.printable import write_stderr
-from phalanx.train.inputs import ExpectedEvaluation, Finding, Inputs, TrainableModel, Verification
+from phalanx.training.inputs import ExpectedEvaluation, Finding, Inputs, TrainableModel, Verification
 
 STATISTICS = "statistics.json"
 """File of a run directory with what its fields are normalised by."""
@@ -54,7 +54,7 @@ class FieldInputs(Inputs):
 
 
 class WeatherInputs(TrainableModel):
-    """See `train.inputs.TrainableModel`."""
+    """See `training.inputs.TrainableModel`."""
 
     run: WeatherRun
 

@@ -13,7 +13,7 @@ from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.field_samples import FieldBatch
 from phalanx.families.weather.model_config import WeatherModel
 from phalanx.families.weather.sizes import in_words
-from phalanx.verify.family import VerifiableModel, most_stages
+from phalanx.verification.family import VerifiableModel, most_stages
 
 _HEAD_SIZE = 8
 _LEAD_UNIT = 6
@@ -23,7 +23,7 @@ _LONGEST_LEAD = 28
 
 
 class WeatherVerification(VerifiableModel):
-    """See `verify.family.VerifiableModel`."""
+    """See `verification.family.VerifiableModel`."""
 
     run: WeatherRun
 

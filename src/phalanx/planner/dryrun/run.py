@@ -35,7 +35,7 @@ from phalanx.planner.trace.memory_trace import Moment, StepTrace
 
 
 class Step(Protocol):
-    """A training step, as `train.step` has it."""
+    """A training step, as `training.step` has it."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

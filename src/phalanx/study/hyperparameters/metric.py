@@ -11,7 +11,7 @@ from phalanx.config.fields import nearest_names
 from phalanx.config.problems import Problem, config_error
 from phalanx.errors import ConfigError
 from phalanx.json_lines import read_json_lines, require_step
-from phalanx.train.inputs import ExpectedEvaluation
+from phalanx.training.inputs import ExpectedEvaluation
 
 _LOG = {"kind", "step", "time"}
 _UNIT = "unit"
@@ -51,7 +51,7 @@ def step_problem(record: dict[str, Any]) -> str | None:
 def check_metric(name: str, expected: ExpectedEvaluation | None) -> None:
     """Refuse a metric that evaluations of a run will not have, or of which less is not better, before anything trains.
 
-    expected: of the run; see `train.inputs.TrainableModel`. Raises ConfigError with the metrics there will be, those
+    expected: of the run; see `training.inputs.TrainableModel`. Raises ConfigError with the metrics there will be, those
     that look most like `name` first.
     """
     if expected is None:

@@ -26,7 +26,7 @@ from phalanx.study.hyperparameters.tuner import Settings, Tuner
 from phalanx.study.processes.slots import automatic_sharing, find_devices
 from phalanx.study.samplers import make_sampler
 from phalanx.study.trial import Trial
-from phalanx.train.inputs import TrainableModel
+from phalanx.training.inputs import TrainableModel
 
 _GIB = 2**30
 _FREE = {"tune", "search", "cluster", "checkpoint"}

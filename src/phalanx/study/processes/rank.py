@@ -26,8 +26,8 @@ from phalanx.layout.mesh import ranks_from_environment
 from phalanx.printable import write_stderr
 from phalanx.study.processes.reports import CORES, MEMORY_LIMIT, RUN_FILE, TRAINED, Part
 from phalanx.torch_compat import common as compat
-from phalanx.train.start import train
-from phalanx.train.stopping import ran_out_of_memory
+from phalanx.training.start import train
+from phalanx.training.stopping import ran_out_of_memory
 
 
 def run_rank(folder_name: str) -> int:

@@ -13,7 +13,7 @@ from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.open_tokens import check_same_tokenizer
 from phalanx.families.language.data.token_shards import read_token_manifest
 from phalanx.families.language.data.tokenizer import load_tokenizer
-from phalanx.train.start import train
+from phalanx.training.start import train
 from token_data import write_run_file, write_token_folder
 
 

@@ -22,7 +22,7 @@ from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.materials.data.trained_elements import trained_elements
 from phalanx.families.materials.inputs import columns_of
 from phalanx.families.materials.model.losses import Predictions
-from phalanx.train.start import train
+from phalanx.training.start import train
 
 ase = pytest.importorskip("ase")
 from ase.calculators.calculator import PropertyNotImplementedError  # noqa: E402

@@ -24,7 +24,7 @@ from phalanx.families.materials.model_config import GlobalAttention
 from phalanx.families.registry import bind
 from phalanx.layout.mesh import ONE_RANK, Axis
 from phalanx.layout.resolve import resolve_layout
-from phalanx.train.inputs import TrainableModel
+from phalanx.training.inputs import TrainableModel
 from small_networks import small_model
 
 STRUCTURES = [random_structure(3, 7), crystal(40), random_structure(4, 1), crystal(20, seed=2)]

@@ -17,8 +17,8 @@ from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK, Groups, build_mesh
 from phalanx.layout.resolve import every_layout, resolve_layout
-from phalanx.verify.family import VerifiableModel
-from phalanx.verify.verifier import Verdict, Verifier
+from phalanx.verification.family import VerifiableModel
+from phalanx.verification.verifier import Verdict, Verifier
 
 MODELS: dict[str, dict[str, Any]] = {
     "painn": {

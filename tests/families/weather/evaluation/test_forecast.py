@@ -23,7 +23,7 @@ from phalanx.families.weather.evaluation.forecast_split import (
 )
 from phalanx.families.weather.inputs import spread_cases
 from phalanx.families.weather.model.forecaster import Forecaster
-from phalanx.train.start import train
+from phalanx.training.start import train
 from weather_runs import write_weather_run
 
 CPU = torch.device("cpu")

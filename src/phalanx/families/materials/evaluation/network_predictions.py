@@ -23,7 +23,7 @@ from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
 from phalanx.precision import PRECISIONS
-from phalanx.train.resume import load_weights
+from phalanx.training.resume import load_weights
 
 _PREFIX = "model."
 

@@ -1,0 +1,1 @@
+"""Training: the loop, the step, callbacks, metrics and the run directory."""

@@ -1,0 +1,158 @@
+"""What a run reads: the training stream of this rank, the held-out samples, and what of its data a run keeps.
+
+A bound model opens them: training asks `TrainableModel`, below.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from phalanx.config.schema import Run
+from phalanx.data.batch_stream import BatchStream
+from phalanx.errors import DataError
+from phalanx.layout.apply import ParallelModel
+from phalanx.layout.execute import Executor
+from phalanx.layout.family import LayoutModel
+from phalanx.layout.mesh import Mesh
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.training.metrics import RankTimes
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that an evaluation found."""
+
+    kind: str
+    """Of the event in the run's log: evaluation, sample."""
+    fields: dict[str, Any]
+    """Of the event, ready for JSON."""
+    words: str
+    """The same for a person."""
+
+
+@dataclass(frozen=True)
+class ExpectedEvaluation:
+    """What the evaluations of a run will give, known before there is one."""
+
+    fields: dict[str, Any]
+    """Of the event, as the code that evaluates forms them, with a number of no meaning for everything measured."""
+    less_is_better: frozenset[str]
+    """Names of the numbers there that are smaller for a better model."""
+
+
+class Evaluator(Protocol):
+    """Evaluates one model again and again, the same way each time."""
+
+    def evaluate(self, executor: Executor) -> list[Finding]:
+        """What the model gives now. Every rank calls it."""
+
+
+class Verifiable(Protocol):
+    """A source of data that can tell whether its files are as they were written."""
+
+    def verify(self) -> None:
+        """Read everything and compare checksums. Raises DataError for an altered file."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Opened data of a run."""
+
+    stream: BatchStream
+    evaluator: Evaluator
+    verification: Verification
+    """Checks the training data's checksums while training begins."""
+    saved: dict[str, Any] = field(default_factory=dict)
+    """What of the data goes into every checkpoint."""
+    in_words: str = ""
+    """How much there is to train on, for a person."""
+
+    def write(self, run_dir: Path) -> None:
+        """Put beside the run what using the model will need of its data; by default nothing."""
+
+    def watch(self, applied: ParallelModel) -> None:
+        """Learn from what is about to run how to share out samples; by default nothing."""
+
+    def after(self, step: int) -> Callable[[], RankTimes] | None:
+        """How evenly ranks computed in `step`, whose results are there; by default nothing is known.
+
+        Every rank calls it. What it gives waits for other ranks, and for steps that were launched by the time of this call.
+        """
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """What of the data changes as training goes on, for every checkpoint beside `saved`."""
+        return {}
+
+    def check(self, state: dict[str, Any], where: str) -> None:
+        """Refuse a checkpoint's state that such inputs cannot have saved. where: the file. Raises CheckpointDamaged."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state; by default nothing changes."""
+
+
+class Verification:
+    """Reads all of some sources in the background and compares checksums, so that training need not wait for it."""
+
+    def __init__(self, sources: Sequence[Verifiable]) -> None:
+        self._sources = sources
+        self._error: DataError | None = None
+        if sources:
+            threading.Thread(target=self._run, name="verify-data", daemon=True).start()
+
+    def raise_if_failed(self) -> None:
+        """Raise the DataError of the first altered file found so far, if any."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            for source in self._sources:
+                source.verify()
+        except DataError as error:
+            self._error = error
+
+
+class TrainableModel(LayoutModel):
+    """A bound model that can be trained: it opens its data and evaluates itself."""
+
+    absent: ClassVar[str] = (
+        "model.family={family} cannot be trained: its class is no phalanx.training.inputs.TrainableModel"
+    )
+
+    def settle(self, run_dir: Path) -> Run:
+        """Return the run with what its file leaves to the data or to the checkpoint it resumes; by default as it is.
+
+        Every rank calls it, and all get the same.
+        """
+        return self.run
+
+    def how_to_import(self, path: Path) -> str:
+        """Return the command that makes a checkpoint of `path`, as the rest of an error message; by default nothing."""
+        return ""
+
+    @abstractmethod
+    def open_inputs(self, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
+        """Open every source of the run file. first: whether this rank does what is done once.
+
+        Raises DataError for missing, truncated or unsuitable data."""
+
+    @abstractmethod
+    def check_inputs(self) -> str:
+        """Look for every source of the run file, without reading it, and return in words how much there is to train on.
+
+        Raises DataError, or ConfigError, for what training would refuse of what can be seen so.
+        """
+
+    def expected_evaluation(self) -> ExpectedEvaluation | None:
+        """What evaluations in training will give; None where the run holds nothing out to evaluate on.
+
+        Raises DataError for data that are not there or not prepared."""
+        return None

@@ -1,0 +1,283 @@
+"""What a run says while it trains: the logs of its run directory, the terminal, and optional trackers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from phalanx.config.schema import Run
+from phalanx.errors import ConfigError
+from phalanx.families.registry import bind
+from phalanx.files import write_atomically
+from phalanx.printable import plain_console, write_stderr
+from phalanx.training.metrics import StepMetrics
+from phalanx.training.run_dir import RunDirectory
+
+TRACKERS = "trackers.json"
+"""File of a run directory: the run's identity in each tracker it was logged to."""
+
+
+class Sink(Protocol):
+    """Something that takes each step's metrics."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Take one step's metrics."""
+
+    def note(self, text: str) -> None:
+        """Take one line about something that is no step."""
+
+    def close(self) -> None:
+        """Finish."""
+
+
+class RunLog:
+    """Everything that a run says while it trains; only the first rank's says anything."""
+
+    def __init__(self, directory: RunDirectory, sinks: Sequence[Sink], *, first: bool) -> None:
+        self._directory = directory
+        self._sinks = sinks
+        self._first = first
+
+    def log_step(self, metrics: StepMetrics) -> None:
+        """Write one step's line to metrics.jsonl, and hand it to the terminal and the trackers."""
+        if not self._first:
+            return
+        log = self._directory.metrics
+        before = log.failure
+        log.append(metrics.as_dict())
+        if log.failure is not None and before is None:
+            reason = log.failure.strerror
+            self.note(f"warning: {log.path} cannot be written ({reason}); its lines wait in memory, training goes on")
+        for sink in self._sinks:
+            sink.step(metrics)
+
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        """Write one line to events.jsonl."""
+        if self._first:
+            self._directory.event(kind, step, **fields)
+
+    def note(self, text: str) -> None:
+        """Print one line."""
+        for sink in self._sinks:
+            sink.note(text)
+
+    def close(self) -> None:
+        """Finish on the terminal and in the trackers."""
+        for sink in self._sinks:
+            sink.close()
+
+
+class ConsoleSink:
+    """A progress bar on a terminal, plain lines elsewhere; everything on stderr."""
+
+    def __init__(self, *, total_steps: int, first_step: int, every: int, unit: str = "tok") -> None:
+        """unit: what `StepMetrics.tokens` counts."""
+        self.unit = unit
+        self.console = plain_console(stderr=True)
+        self.total_steps = total_steps
+        self.every = every
+        self.first_step = first_step
+        self._seconds: float | None = None
+        self._progress: Progress | None = None
+        if self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[line]}"),
+                console=self.console,
+            )
+            self._task = self._progress.add_task("train", total=total_steps, completed=first_step, line="")
+            self._progress.start()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show one step."""
+        # An average that forgets: the first step (compilation, warm-up) must not spoil the ETA for long.
+        last = metrics.step_seconds
+        self._seconds = last if self._seconds is None else 0.8 * self._seconds + 0.2 * last
+        eta = format_duration(self._seconds * (self.total_steps - metrics.step))
+        if self._progress is not None:
+            rate = f"{metrics.tokens_per_second:,.0f} {self.unit}/s"
+            self._progress.update(
+                self._task, completed=metrics.step, line=f"loss {metrics.loss:.3f}  {rate}  ETA {eta}"
+            )
+        # The first step's line says within a moment that the run goes well, however rare the others are.
+        if metrics.step % self.every == 0 or metrics.step in (self.first_step + 1, self.total_steps):
+            line = f"step {metrics.step}/{self.total_steps}  {_describe_step(metrics, self.unit)}  ETA {eta}"
+            if self._progress is None or self.every > 1:
+                self.note(line)
+
+    def note(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def _describe_step(m: StepMetrics, unit: str) -> str:
+    parts = [f"loss {m.loss:.4f}", f"grad {m.grad_norm:.3g}", f"lr {m.lr:.2e}", f"{m.tokens_per_second:,.0f} {unit}/s"]
+    parts.append(f"{m.model_tflops:.3g} TFLOP/s")
+    shares = [
+        f"{m.mfu:.1%} of nominal" if m.mfu is not None else "",
+        f"{m.mfu_measured:.1%} of measured" if m.mfu_measured else "",
+    ]
+    if any(shares):
+        parts.append("MFU " + ", ".join(s for s in shares if s))
+    if m.memory_peak_gib is not None:
+        parts.append(f"mem {m.memory_now_gib:.1f} peak {m.memory_peak_gib:.1f} GiB")
+    if m.memory_retries:
+        parts.append(f"full {m.memory_retries} times")
+    parts.append(f"data wait {m.data_wait_seconds / m.step_seconds:.1%}")
+    if m.ranks is not None:
+        parts.append(f"ranks wait {m.ranks.rank_wait_seconds / m.step_seconds:.1%}")
+    if not m.updated:
+        parts.append("NOT UPDATED: gradient not finite")
+    return "  ".join(parts)
+
+
+def format_duration(seconds: float) -> str:
+    """Return seconds as h:mm:ss."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+class TensorBoardSink:
+    """TensorBoard event files in the run directory."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        # Imported on use: it takes seconds that a run without TensorBoard need not spend.
+        writer_class = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        self._writer = writer_class(str(folder), purge_step=first_step + 1)
+        self._failed = False
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Write every number of the step."""
+        if self._failed:
+            return
+        try:
+            for name, value in metrics.as_dict().items():
+                if isinstance(value, int | float) and name != "step":
+                    self._writer.add_scalar(f"train/{name}", value, metrics.step)
+        except OSError as error:
+            # A full disk ends TensorBoard's writer for good; metrics.jsonl has all of it, and training is worth more.
+            self._failed = True
+            write_stderr(f"warning: TensorBoard files end at step {metrics.step}: {error.strerror}")
+
+    def note(self, text: str) -> None:
+        """Notes are for people at a terminal."""
+
+    def close(self) -> None:
+        """Flush to disk."""
+        if not self._failed:
+            with contextlib.suppress(OSError):
+                self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases; WANDB_MODE=offline works without a network."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        wandb = _import_tracker("wandb", run)
+        self._run = wandb.init(
+            project=run.training.wandb,
+            dir=str(folder),
+            name=folder.name,
+            id=_tracker_identity(folder, "wandb", lambda: uuid.uuid4().hex[:16]),
+            resume="allow",
+            config=run.model_dump(mode="json"),
+        )
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Log the step."""
+        self._run.log(metrics.as_dict(), step=metrics.step)
+
+    def note(self, text: str) -> None:
+        """Notes are for people at a terminal."""
+
+    def close(self) -> None:
+        """Finish the W&B run."""
+        self._run.finish()
+
+
+class MlflowSink:
+    """MLflow; the tracking place is MLflow's own setting."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        self._mlflow = _import_tracker("mlflow", run)
+        experiment = self._mlflow.set_experiment(run.training.mlflow)
+        client = self._mlflow.MlflowClient()
+        known = _tracker_identity(
+            folder, "mlflow", lambda: client.create_run(experiment.experiment_id, run_name=folder.name).info.run_id
+        )
+        self._mlflow.start_run(run_id=known)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Log the step's numbers."""
+        values = {k: float(v) for k, v in metrics.as_dict().items() if isinstance(v, int | float)}
+        self._mlflow.log_metrics(values, step=metrics.step)
+
+    def note(self, text: str) -> None:
+        """Notes are for people at a terminal."""
+
+    def close(self) -> None:
+        """Finish the MLflow run."""
+        self._mlflow.end_run()
+
+
+def _tracker_identity(folder: Path, tracker: str, make: Callable[[], str]) -> str:
+    """Return what a tracker knows this run directory by; made once, so that a resumed run continues the same record."""
+    path = folder / TRACKERS
+    known: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if tracker not in known:
+        known[tracker] = make()
+        write_atomically(path, json.dumps(known) + "\n")
+    return known[tracker]
+
+
+def check_trackers(run: Run) -> None:
+    """Raise ConfigError where the run file asks for a tracker whose package is not installed. Imports nothing."""
+    for name in ("wandb", "mlflow"):
+        if getattr(run.training, name) is not None and name not in sys.modules and find_spec(name) is None:
+            raise _missing_tracker(name, run)
+
+
+def _import_tracker(tracker: str, run: Run) -> Any:
+    try:
+        return importlib.import_module(tracker)
+    except ImportError as error:
+        raise _missing_tracker(tracker, run) from error
+
+
+def _missing_tracker(tracker: str, run: Run) -> ConfigError:
+    return ConfigError(
+        f"training.{tracker}={getattr(run.training, tracker)} needs the package {tracker}; install the extra: "
+        f"pip install 'phalanx-train[{tracker}]'"
+    )
+
+
+def open_sinks(run: Run, folder: Path, first_step: int) -> list[Sink]:
+    """Return the sinks that the run file asks for, for a run that continues after `first_step`."""
+    training = run.training
+    sinks: list[Sink] = []
+    if training.tensorboard:
+        sinks.append(TensorBoardSink(folder / "tensorboard", first_step))
+    if training.wandb is not None:
+        sinks.append(WandbSink(run, folder))
+    if training.mlflow is not None:
+        sinks.append(MlflowSink(run, folder))
+    # The terminal last: its progress bar starts only when nothing can fail any more.
+    unit = bind(run).position_unit
+    sinks.append(ConsoleSink(total_steps=training.steps, first_step=first_step, every=training.log_every, unit=unit))
+    return sinks

@@ -1,0 +1,158 @@
+"""What a step is measured by, and the figures derived from it. A figure always goes with what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from phalanx.config.schema import Run
+from phalanx.families.registry import bind
+from phalanx.hardware.device import device_name, find_facts, measure_matmul_tflops
+from phalanx.torch_compat import common as compat
+from phalanx.training.step import StepResult
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """How evenly ranks computed in one step, where their shares are uneven."""
+
+    compute_seconds: float
+    """Forward and backward passes of a rank, as measured, without what it waits for others: mean over ranks."""
+    rank_wait_seconds: float
+    """What a rank waits for the slowest, as measured: mean over ranks."""
+    imbalance: float
+    """The slowest rank's time over the mean, as measured: 1 is perfect."""
+    imbalance_expected: float
+    """Cost of the heaviest rank over the mean, by the costs that the step was shared out by."""
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of metrics.jsonl. None where the device does not tell, or the table has no peak for it."""
+
+    step: int
+    loss: float
+    """Mean training loss per target over the global batch, nats."""
+    grad_norm: float
+    """2-norm of the gradient before clipping."""
+    lr: float
+    tokens: int
+    """Tokens (positions of the samples) trained on since the start of the run, this step included. Of materials:
+    structures, by the mean size of a global batch where batches are cut at equal cost."""
+    step_seconds: float
+    """Wall time of the step with all its waiting: for data, and for the checkpoint taken since the step before."""
+    tokens_per_second: float
+    """Over all ranks."""
+    model_tflops: float
+    """Model TFLOP/s of one device, by the convention of `training.flops`."""
+    mfu: float | None
+    """model_tflops over the nominal peak."""
+    mfu_measured: float | None
+    """model_tflops over the matmul rate measured on this device at the start, or over the highest rate of a step so far
+    where that is more; never above 1."""
+    memory_now_gib: float | None
+    memory_peak_gib: float | None
+    data_wait_seconds: float
+    """Part of step_seconds spent waiting for the batch."""
+    checkpoint_stall_seconds: float
+    """Part of step_seconds spent waiting for a checkpoint."""
+    updated: bool
+    """False when the step left the parameters alone because the gradient was not finite."""
+    memory_retries: int | None = None
+    """Times so far that the allocator of rank 0 found its device full and gave back what it kept, which takes long."""
+    ranks: RankTimes | None = None
+    """None where all ranks have equal shares."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON."""
+        values = asdict(self)
+        return values | (values.pop("ranks") or {})
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Matmul peaks of one device at the run's precision, TFLOP/s."""
+
+    nominal: float | None
+    """Vendor's dense figure (or `cluster.peak_tflops`); None for a device the table does not know."""
+    measured: float | None
+    """A large square matmul on this device, now."""
+
+
+def find_peaks(run: Run, device: torch.device, dtype: torch.dtype) -> Peaks:
+    """Return the nominal peak from the run file or the device table, and the measured one."""
+    # A device that the table does not know has no nominal peak, and metrics then no MFU: better none than a wrong one.
+    facts = find_facts(device_name(device))
+    nominal = run.cluster.peak_tflops or (facts.peak_tflops.get(run.layout.precision) if facts else None)
+    return Peaks(nominal, measure_matmul_tflops(device, dtype))
+
+
+class StepMeter:
+    """Turns what the step gave and how long it took into `StepMetrics`."""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        global_batch: int,
+        world_size: int,
+        device: torch.device,
+        peaks: Peaks,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Measure steps of `run`. note: told, once, that the peak measured at the start was too low."""
+        model = bind(run)
+        self.tokens_per_step = global_batch * model.positions().count
+        self.flops_per_token = model.flops_per_sample() / model.positions().count
+        self.world_size = world_size
+        self.device = device
+        self.peaks = peaks
+        self._note = note
+        self._told_of_peak = False
+
+    def measure(
+        self,
+        *,
+        step: int,
+        result: StepResult,
+        lr: float,
+        seconds: float,
+        data_wait: float,
+        checkpoint_stall: float,
+    ) -> StepMetrics:
+        """Return the metrics of one step that took `seconds`, those spent waiting for data and checkpoint included."""
+        rate = self.tokens_per_step / seconds
+        tflops = rate * self.flops_per_token / self.world_size / 1e12
+        if self.peaks.measured is not None and tflops > self.peaks.measured:
+            # A device that reaches this rate in a step can reach it: what was measured at the start was too low.
+            if not self._told_of_peak:
+                self._told_of_peak = True
+                self._note(
+                    f"the matmul rate measured at the start, {self.peaks.measured:.3g} TFLOP/s, was too low (was the "
+                    f"machine busy?): a step reached {tflops:.3g}; MFU of measured now counts from the fastest step"
+                )
+            self.peaks = replace(self.peaks, measured=tflops)
+        memory = compat.memory_statistics(self.device)
+        return StepMetrics(
+            step=step,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            tokens=step * self.tokens_per_step,
+            step_seconds=seconds,
+            tokens_per_second=rate,
+            model_tflops=tflops,
+            mfu=tflops / self.peaks.nominal if self.peaks.nominal else None,
+            mfu_measured=tflops / self.peaks.measured if self.peaks.measured else None,
+            memory_now_gib=memory["now"] / GIB if memory else None,
+            memory_peak_gib=memory["peak"] / GIB if memory else None,
+            data_wait_seconds=data_wait,
+            checkpoint_stall_seconds=checkpoint_stall,
+            updated=result.updated,
+            memory_retries=memory["retries"] if memory else None,
+        )

@@ -1,0 +1,215 @@
+"""Where a run begins: at step 0, with other weights, or from a checkpoint that was found sound and its own.
+
+What a checkpoint of a run says beside its tensors is declared here, and one that no run can have written is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from phalanx.checkpoint import (
+    Checkpoint,
+    CheckpointDamaged,
+    CheckpointStore,
+    RngState,
+    materialise_optimizer_state,
+    open_checkpoints,
+    placed_tensors,
+    set_rng_state,
+)
+from phalanx.config.document import Value, parse_document, show_value
+from phalanx.config.load import dump_run
+from phalanx.config.schema import Run
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.families.registry import bind
+from phalanx.layout.apply import ParallelModel
+from phalanx.training.divergence import all_finite
+from phalanx.training.inputs import Inputs, TrainableModel
+from phalanx.training.step import TrainStep
+
+CHOOSE_SAMPLES = ("training.seed", "layout.global_batch")
+"""Fields outside of `data` that decide which samples a step reads."""
+CHOOSE_NO_SAMPLES = ("data.prefetch", "data.verify", "data.cache_mb", "data.fit_cost_every")
+"""Fields of `data` that do not."""
+
+_Number = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+class ScalerState(BaseModel):
+    """What `torch.amp.GradScaler` keeps."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    scale: _Number
+    growth_factor: _Number
+    backoff_factor: _Number
+    growth_interval: Annotated[int, Field(ge=1)]
+    growth_tracker: Annotated[_Count, Field(alias="_growth_tracker")]
+
+
+class TrainingState(BaseModel):
+    """Fields of state.json that every run writes; its family may add more."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    step: _Count
+    """Optimizer steps done."""
+    data_fingerprint: Annotated[str, Field(min_length=1)]
+    """Of the samples that the run reads."""
+    scaler: ScalerState | None
+    """The loss scale of a run in fp16."""
+    rng: RngState
+    run: Annotated[str, Field(min_length=1)]
+    """The resolved run file."""
+
+
+def require_checkpoint(run: Run, run_dir: Path) -> None:
+    """Refuse a run that is to begin from a checkpoint that is not there, before its run directory is made."""
+    training = run.training
+    if training.resume in ("auto", "never") and training.init_from is None:
+        return
+    if open_checkpoints(run_dir).newest() is not None:
+        return
+    if training.resume not in ("auto", "must", "never"):
+        if open_checkpoints(Path(training.resume)).newest() is None:
+            raise _nothing_to_resume(run, training.resume, Path(training.resume))
+    elif training.resume == "must":
+        raise _nothing_to_resume(run, training.resume, run_dir / "checkpoints")
+    elif training.init_from is not None and open_checkpoints(Path(training.init_from)).newest() is None:
+        raise _no_weights(Path(training.init_from), bind(run, TrainableModel).how_to_import)
+
+
+def restore_run(run: Run, store: CheckpointStore, step: TrainStep, inputs: Inputs, device: torch.device) -> int:
+    """Load the checkpoint the run resumes from, if any; return the last step already done.
+
+    Raises CheckpointError where there is none but `training.resume` asks for one, or where none is usable, and ConfigError
+    where the checkpoint's run read other samples.
+    """
+    resume, applied = run.training.resume, step.applied
+    present = store.newest() is not None
+    if resume == "never" and present:
+        raise CheckpointError(
+            f"training.resume=never, but {store.root} holds checkpoints; choose another --run-dir or training.resume=auto"
+        )
+    # A run that was begun from another folder's checkpoint resumes from its own, as soon as it has one.
+    elsewhere = resume not in ("auto", "must", "never") and not present
+    source = open_checkpoints(Path(resume)) if elsewhere else store
+    # Most optimizers make their state in the first step; a checkpoint needs a place to load it into.
+    materialise_optimizer_state(step.optimizer)
+    tensors = placed_tensors(applied.parameters, applied.splits, step.optimizer)
+    if run.checkpoint.asynchronous and run.checkpoint.every is not None:
+        store.reserve(tensors)
+
+    # Called for each checkpoint in turn, newest first, until one is sound: a damaged one is passed over with a warning.
+    def check(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+        check_state(checkpoint, state)
+        inputs.check(state, f"{checkpoint.path}/state.json")
+        if not all_finite(tensors.values(), device):
+            raise CheckpointDamaged(f"{checkpoint.path}: weights or optimizer state are not finite")
+
+    loaded = source.load_newest_usable(tensors, check=check)
+    if loaded is None:
+        if elsewhere or resume == "must":
+            raise _nothing_to_resume(run, resume, Path(resume) if elsewhere else store.root)
+        if run.training.init_from is not None:
+            load_weights(Path(run.training.init_from), applied, bind(run, TrainableModel).how_to_import)
+        return 0
+    checkpoint, fields = loaded
+    # Only now: a checkpoint of other samples is sound, so an older one must not be tried in its place.
+    state = check_state(checkpoint, fields)
+    _check_same_run(run, state, inputs.stream.fingerprint, str(checkpoint.path))
+    inputs.restore(fields)
+    if step.scaler is not None and state.scaler is not None:
+        step.scaler.load_state_dict(state.scaler.model_dump(by_alias=True))
+    set_rng_state(fields["rng"])
+    return state.step
+
+
+def load_weights(path: Path, applied: ParallelModel, how_to_import: Callable[[Path], str] = lambda _: "") -> None:
+    """Fill the model's parameters with those of the newest checkpoint at `path`, whatever else it holds.
+
+    how_to_import: see `TrainableModel`. Raises CheckpointError where there is none.
+    """
+    store = open_checkpoints(path)
+    newest = store.newest()
+    if newest is None:
+        raise _no_weights(path, how_to_import)
+    store.load(newest, placed_tensors(applied.parameters, applied.splits), prefix="model.")
+
+
+def check_state(checkpoint: Checkpoint, state: dict[str, Any]) -> TrainingState:
+    """Return the state of `checkpoint`, checked. Raises CheckpointDamaged naming the first field that is wrong."""
+    where = f"{checkpoint.path}/state.json"
+    try:
+        found = TrainingState.model_validate(state)
+    except ValidationError as error:
+        raise damaged_field(where, error) from error
+    if found.step != checkpoint.step:
+        raise CheckpointDamaged(f"{where}: step={found.step} in the checkpoint of step {checkpoint.step}")
+    return found
+
+
+def damaged_field(where: str, error: ValidationError) -> CheckpointDamaged:
+    """Return the error that says which field of a state is wrong, and how."""
+    problem = error.errors(include_url=False, include_context=False)[0]
+    name = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "missing":
+        return CheckpointDamaged(f"{where}: {name} is missing")
+    return CheckpointDamaged(f"{where}: {name}={str(problem['input'])[:80]!r}: {problem['msg']}")
+
+
+def _check_same_run(run: Run, state: TrainingState, data_fingerprint: str, where: str) -> None:
+    """Refuse to resume with other samples than the run began with: the steps done would no longer mean anything."""
+    if state.data_fingerprint != data_fingerprint:
+        raise ConfigError(
+            f"{where} was trained on other samples: {_differences(run, state.run)}; put that back, or start a new run with "
+            f"training.init_from={where}"
+        )
+    if state.step > run.training.steps:
+        raise ConfigError(
+            f"{where} is at step {state.step}, past training.steps={run.training.steps}; raise training.steps"
+        )
+
+
+def _differences(run: Run, before: str) -> str:
+    """Return, in words, the fields that choose samples and differ from a run file written `before`, with both values."""
+    was, now = (_flat(parse_document(text, "run").value) for text in (before, dump_run(run)))
+    changed = [
+        f"{name} was {show_value(was.get(name))}, now {show_value(now.get(name))}"
+        for name in {**was, **now}
+        if was.get(name) != now.get(name) and _chooses_samples(name)
+    ]
+    paths = [str(value) for name, value in now.items() if _chooses_samples(name) and name.endswith("path")]
+    return ", ".join(changed) or f"the run file asks for the same, but the data in {' and '.join(paths)} changed"
+
+
+def _chooses_samples(name: str) -> bool:
+    return name in CHOOSE_SAMPLES or (name.startswith("data.") and name not in CHOOSE_NO_SAMPLES)
+
+
+def _flat(value: Value, name: str = "") -> dict[str, Value]:
+    """Return every scalar of a document by its dotted name."""
+    if isinstance(value, dict):
+        parts = [(f"{name}.{key}" if name else key, item) for key, item in value.items()]
+    elif isinstance(value, list):
+        parts = [(f"{name}.{number}", item) for number, item in enumerate(value)]
+    else:
+        return {name: value}
+    return {path: scalar for part, item in parts for path, scalar in _flat(item, part).items()}
+
+
+def _nothing_to_resume(run: Run, resume: str, where: Path) -> CheckpointError:
+    hint = bind(run, TrainableModel).how_to_import(where)
+    return CheckpointError(
+        f"training.resume={resume}, but {where} holds no whole checkpoint; use training.resume=auto{hint}"
+    )
+
+
+def _no_weights(path: Path, how_to_import: Callable[[Path], str]) -> CheckpointError:
+    return CheckpointError(f"training.init_from={path}: no whole checkpoint there{how_to_import(path)}")

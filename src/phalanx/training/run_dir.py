@@ -1,0 +1,269 @@
+"""The run directory: one folder that holds everything a run leaves behind.
+
+    run.yaml        resolved run file          metrics.jsonl   one object a step
+    machine.json    where it ran               events.jsonl    starts, resumes, checkpoints, evaluations, samples
+    checkpoints/    see phalanx.checkpoint     tokenizer/      of the data, where it has one
+    tensorboard/  profile/  memory/            when asked for
+    trackers.json   its identity in W&B and MLflow, where it logs to them
+    statistics.json, elements.json, balance.json   what a family says of its data, see `Inputs.write`
+
+A resumed run continues metrics.jsonl without a gap or a repeat: lines past the checkpoint it starts from are dropped.
+Damaged lines move to metrics.jsonl.damaged and events.jsonl.damaged.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx import __version__
+from phalanx.errors import PhalanxError
+from phalanx.files import replacing, require_own
+from phalanx.hardware.device import device_kind, device_name
+from phalanx.hardware.host import available_cores
+from phalanx.json_lines import read_json_lines, require_step
+from phalanx.training.metrics import GIB, Peaks
+
+
+class JsonLines:
+    """A file of one JSON object a line, written line by line.
+
+    A line that the disk has no room for waits in memory and is written before the next one: training is worth more than
+    its log. Any thread may append.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.failure: OSError | None = None
+        """Why lines wait; None while there are none."""
+        self.removed = False
+        """Whether somebody removed the file while it was written: its earlier lines are lost."""
+        self._file: FileIO | None = None
+        self._waiting = b""
+        self._lock = threading.Lock()
+
+    def drop_after(self, step: int) -> str | None:
+        """Drop objects of later steps than `step`, and a last line torn by a kill.
+
+        Damaged lines are moved to a file of their own beside this one. Returns one line that says so, or None.
+        """
+        self.close()
+        if not self.path.exists():
+            return None
+        found = read_json_lines(self.path, require_step)
+        kept = b"".join(line.text + b"\n" for line in found.sound if line.record["step"] <= step)
+        aside = self.path.with_name(f"{self.path.name}.damaged")
+        if found.damaged:
+            require_own(aside, folder=False)
+            with aside.open("ab") as file:
+                file.writelines(line.text + b"\n" for line in found.damaged)
+        # Most runs resume at their last line: nothing is rewritten then.
+        if len(kept) != self.path.stat().st_size:
+            with replacing(self.path) as file:
+                file.write(kept)
+        return f"{found.describe_damage()}; moved to {aside}" if found.damaged else None
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add one object; it has reached the operating system when this returns, unless `failure` says why not."""
+        with self._lock:
+            self._waiting += json.dumps(record).encode() + b"\n"
+            self._write()
+
+    def sync(self) -> None:
+        """Force what was appended onto the disk, so that no checkpoint is newer than its metrics. Raises OSError."""
+        with self._lock:
+            self._write()
+            if self.failure is not None:
+                raise self.failure
+            if self._file is not None:
+                os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._write()
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _write(self) -> None:
+        """Write what waits, as far as it goes."""
+        try:
+            while self._waiting:
+                # A file that was removed can still be written, but nobody would ever read it.
+                if self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0:
+                    self._file.close()
+                    self._file = None
+                    self.removed = True
+                if self._file is None:
+                    # Without a buffer of Python's, which would lose or repeat what it could not write.
+                    self._file = FileIO(self.path, "a", opener=_open_no_link)
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self.failure = None
+        except OSError as error:
+            self.failure = error
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+OWN_FILES = (
+    "run.yaml",
+    "machine.json",
+    "metrics.jsonl",
+    "events.jsonl",
+    "trackers.json",
+    "statistics.json",
+    "elements.json",
+    "balance.json",
+)
+"""Files that a run writes into its folder."""
+OWN_FOLDERS = ("checkpoints", "tokenizer", "tensorboard", "profile", "memory")
+"""Folders that it writes there."""
+
+
+class RunDirectory:
+    """Paths and small files of one run directory. Only the first rank writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._identity: tuple[int, int] | None = None
+        """Device and inode of the folder that was made or found."""
+        self.metrics = JsonLines(path / "metrics.jsonl")
+        self.events = JsonLines(path / "events.jsonl")
+
+    @property
+    def run_file(self) -> Path:
+        """The resolved run file."""
+        return self.path / "run.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The checkpoints' folder."""
+        return self.path / "checkpoints"
+
+    def create(self) -> None:
+        """Make the folder. Raises PhalanxError when it cannot be made or written, and for a link or anything else in the
+        place of what a run writes there."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PhalanxError(
+                f"run directory {self.path} cannot be made: {error.strerror}; choose another --run-dir"
+            ) from error
+        if not os.access(self.path, os.W_OK):
+            raise PhalanxError(f"run directory {self.path} is not writable; choose another --run-dir")
+        for name in OWN_FILES:
+            require_own(self.path / name, folder=False)
+        for name in OWN_FOLDERS:
+            require_own(self.path / name, folder=True)
+        if (self.path / "tokenizer").is_dir():
+            for file in (self.path / "tokenizer").iterdir():
+                require_own(file, folder=False)
+        self._identity = _identify_folder(self.path)
+
+    def is_gone(self) -> bool:
+        """Return whether the folder was removed, renamed or unmounted since `create`."""
+        try:
+            return self._identity is not None and _identify_folder(self.path) != self._identity
+        except OSError as error:
+            # What else may fail, such as a server that does not answer, may pass.
+            return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+
+    def make_again(self) -> bool:
+        """Make a folder that is gone once more, empty; return whether that is possible.
+
+        It is not where something else has its place, or where the new one would lie on another file system.
+        """
+        assert self._identity is not None
+        if self.path.exists():
+            return False
+        # After an unmount the path leads to the disk below, which nobody chose and which may be small.
+        if self._device_above() != self._identity[0]:
+            return False
+        # Open files belong to the folder that is gone.
+        self.close()
+        self.create()
+        return True
+
+    def _device_above(self) -> int:
+        """Return the file system of the nearest folder above that is there."""
+        return next(folder for folder in self.path.absolute().parents if folder.exists()).stat().st_dev
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """Write to the folder in here. Raises PhalanxError for what the system refuses: a full disk, a quota."""
+        try:
+            yield
+        except OSError as error:
+            raise PhalanxError(
+                f"run directory {self.path} cannot be written: {error.strerror}; make room, or choose another --run-dir"
+            ) from error
+
+    def rewind(self, step: int) -> list[str]:
+        """Make the logs end at `step`, that of the checkpoint which the run resumes from; 0 begins them anew.
+
+        Returns what to say of damaged lines that were set aside.
+        """
+        # A new run has no event of step 0 before its own start, not even one that an earlier attempt wrote.
+        said = [log.drop_after(step if step else -1) for log in (self.metrics, self.events)]
+        return [text for text in said if text is not None]
+
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        """Add an event with the present time."""
+        self.events.append(
+            {"kind": kind, "step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), **fields}
+        )
+
+    def close(self) -> None:
+        """Close the log files."""
+        self.metrics.close()
+        self.events.close()
+
+
+def _identify_folder(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
+
+
+def describe_machine(device: torch.device, world_size: int, peaks: Peaks, flops_convention: str) -> dict[str, Any]:
+    """Return what machine.json holds: device, host and versions, and the peaks that MFU figures refer to."""
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "device": _cpu_name() if device.type == "cpu" else device_name(device),
+        "device_type": device.type,
+        "device_kind": device_kind(device_name(device)),
+        "device_count": world_size,
+        "host": platform.node(),
+        "system": platform.platform(),
+        "cpu": _cpu_name(),
+        "cpu_count": available_cores(),
+        "memory_gib": round(pages / GIB, 1),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "phalanx": __version__,
+        "peak_tflops_nominal": peaks.nominal,
+        "peak_tflops_measured": peaks.measured,
+        "flops_convention": flops_convention,
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

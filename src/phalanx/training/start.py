@@ -1,0 +1,277 @@
+"""From a run file to a training loop: joins the ranks, builds the parts of the run on this rank, and trains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.checkpoint import CheckpointStore, RunLock
+from phalanx.config.load import dump_run
+from phalanx.config.schema import Run
+from phalanx.errors import Interrupted
+from phalanx.families.registry import bind
+from phalanx.families.sizes import sizes_of
+from phalanx.files import write_atomically
+from phalanx.hardware.cpu_formats import require_cpu_format
+from phalanx.hardware.device import choose_device, device_name, memory_bytes
+from phalanx.layout.apply import apply_layout
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, check_attention
+from phalanx.layout.family import LayoutModel
+from phalanx.layout.mesh import (
+    Mesh,
+    Ranks,
+    build_mesh,
+    join_process_group,
+    leave_process_group,
+    ranks_from_environment,
+)
+from phalanx.layout.resolve import resolve_layout
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.optimizers import find_optimizer
+from phalanx.planner.layouts.microbatch import memory_fits
+from phalanx.precision import PRECISIONS
+from phalanx.printable import write_stderr
+from phalanx.torch_compat.common import is_rocm
+from phalanx.training.callbacks import Callback, CallbackList, build_callbacks
+from phalanx.training.inputs import Inputs, TrainableModel
+from phalanx.training.logs import RunLog, check_trackers, open_sinks
+from phalanx.training.metrics import StepMeter, find_peaks
+from phalanx.training.profiling import MemoryHistory, ProfilerTrace
+from phalanx.training.resume import require_checkpoint, restore_run
+from phalanx.training.run_dir import RunDirectory, describe_machine
+from phalanx.training.step import build_step
+from phalanx.training.stopping import explain_failures
+from phalanx.training.trainer import RunParts, Trainer
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a run computes: its ranks, their layout and mesh, and the device of this one."""
+
+    ranks: Ranks
+    layout: ResolvedLayout
+    mesh: Mesh
+    device: torch.device
+
+
+def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
+    """Train `run` in `run_dir`, from wherever `training.resume` says, to its last step.
+
+    until: a step to end at before the last one, with an evaluation and a checkpoint as at the last. It changes nothing else
+    (the learning rate falls towards `training.steps`), so that the run can resume from there to what it would have been.
+
+    Raises ConfigError before anything is allocated when the run cannot be laid out on the ranks that were started, or names
+    an optimizer or a callback that is not there, DataError and CheckpointError when what is on disk is not usable,
+    PhalanxError when a callback fails, Interrupted when asked to stop.
+    """
+    ranks = ranks_from_environment()
+    layout = resolve_layout(run, ranks.world_size, ranks.ranks_per_node)
+    device = choose_device(run.cluster.device, ranks.local_rank)
+    require_cpu_format(PRECISIONS[run.layout.precision].compute_dtype, device)
+    check_attention(run.training.attention, device)
+    check_trackers(run)
+    find_optimizer(run.optimizer)
+    callbacks = build_callbacks(run.training.callbacks)
+    if run.training.deterministic:
+        torch.use_deterministic_algorithms(True)
+    join_process_group(ranks, device, timeout_s=run.training.timeout_s)
+    try:
+        layout = _fit_microbatch(run, layout, ranks, device)
+        place = Placement(ranks, layout, build_mesh(layout, device), device)
+        run = bind(run, TrainableModel).settle(run_dir)
+        # Before the run directory is made: missing data then leaves nothing behind.
+        inputs = bind(run, TrainableModel).open_inputs(layout, place.mesh, device, first=ranks.first)
+        try:
+            require_checkpoint(run, run_dir)
+            directory = RunDirectory(run_dir)
+            directory.create()
+            with RunLock(run_dir):
+                _train_in_directory(run, place, directory, inputs, callbacks, until)
+        finally:
+            inputs.stream.close()
+    except Interrupted:
+        # All ranks stop together here; after another failure the group may hang, and the process ends without it.
+        leave_process_group()
+        raise
+    leave_process_group()
+
+
+def _fit_microbatch(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device) -> ResolvedLayout:
+    """Return `layout` with a micro-batch that fits the device, where the run file leaves it to Phalanx."""
+    capacity = memory_bytes(device)
+    if run.layout.microbatch != "auto" or capacity is None:
+        return layout
+    # One rank traces the model for all, so that all have the same.
+    chosen = [layout]
+    if ranks.first:
+        fits = memory_fits(run, capacity, rocm=is_rocm())
+        chosen = [resolve_layout(run, ranks.world_size, ranks.ranks_per_node, fits)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(chosen, src=0)
+    return chosen[0]
+
+
+def _train_in_directory(
+    run: Run,
+    place: Placement,
+    directory: RunDirectory,
+    inputs: Inputs,
+    callbacks: dict[str, Callback],
+    until: int | None,
+) -> None:
+    """Build the parts of the run, load what it resumes from, and train, in a run directory that no other process has."""
+    trainer: Trainer | None = None
+    pp = place.mesh.pp
+    stage = "" if pp.size == 1 else f" (pipeline rank {pp.rank} of {pp.size})"
+
+    def moment() -> str:
+        return "building the model" if trainer is None else f"step {trainer.step + 1}"
+
+    # Closed in the reverse order: the store may still write events while it finishes its last save.
+    with explain_failures(place.ranks, stage, directory.path, moment), ExitStack() as opened:
+        opened.callback(directory.close)
+        attention = _agree_on_attention(run, place)
+        store = opened.enter_context(_open_store(run, directory))
+        applied = apply_layout(run, place.layout, place.mesh, place.device, attention)
+        step = build_step(run, applied, place.device)
+        first_step = restore_run(run, store, step, inputs, place.device)
+        # Loading filled the main parameters; what the model computes with follows them.
+        applied.refresh()
+        peaks = find_peaks(run, place.device, PRECISIONS[run.layout.precision].compute_dtype)
+        machine = describe_machine(place.device, place.ranks.world_size, peaks, run.training.flops)
+        describe = partial(_describe_run, run, machine, directory, inputs)
+        if place.ranks.first:
+            _begin_logs(run, place, directory, attention, first_step, describe)
+        inputs.stream.seek(first_step)
+        inputs.watch(applied)
+        log = _open_log(run, place, directory, attention, inputs, first_step)
+        opened.callback(log.close)
+        recorders = _build_recorders(run, place.device, log)
+        parts = RunParts(
+            run=run,
+            ranks=place.ranks,
+            device=place.device,
+            attention=attention,
+            applied=applied,
+            step=step,
+            inputs=inputs,
+            store=store,
+            directory=directory,
+            describe=describe,
+            meter=StepMeter(
+                run,
+                global_batch=place.layout.global_batch,
+                world_size=place.ranks.world_size,
+                device=place.device,
+                peaks=peaks,
+                note=log.note,
+            ),
+            log=log,
+            callbacks=CallbackList(recorders | callbacks, directory.path, place.ranks.rank),
+        )
+        trainer = Trainer(parts, first_step, until)
+        trainer.train()
+
+
+def _agree_on_attention(run: Run, place: Placement) -> AttentionChoice:
+    """Choose on the first rank and tell the others: all must run the same arithmetic."""
+    choose = bind(run, LayoutModel).choose_attention
+    if not dist.is_initialized():
+        return choose(place.layout, place.device)
+    # Chosen by measuring, which may end differently on each rank.
+    choice = [choose(place.layout, place.device)] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(choice, src=0)
+    assert choice[0] is not None
+    return choice[0]
+
+
+def _open_store(run: Run, directory: RunDirectory) -> CheckpointStore:
+    return CheckpointStore(
+        directory.checkpoints,
+        keep_last=run.checkpoint.keep_last,
+        keep_every=run.checkpoint.keep_every,
+        # Hours of training are worth more than one checkpoint: a failed one is said, and the next is tried.
+        on_failure="warn",
+        timeout_s=run.training.timeout_s,
+        warn=partial(_warn_user, directory),
+    )
+
+
+def _warn_user(directory: RunDirectory, text: str) -> None:
+    """Tell the terminal and the event log; called on the first rank, perhaps from the thread that saves."""
+    write_stderr(f"warning: {text}")
+    directory.event("warning", 0, text=text)
+
+
+def _describe_run(run: Run, machine: dict[str, Any], directory: RunDirectory, inputs: Inputs) -> None:
+    """Write to the run directory what says what this run is: run file, machine, and what of its data it keeps."""
+    with directory.written():
+        write_atomically(directory.run_file, dump_run(run))
+        write_atomically(directory.path / "machine.json", json.dumps(machine, indent=1) + "\n")
+        inputs.write(directory.path)
+
+
+def _begin_logs(
+    run: Run,
+    place: Placement,
+    directory: RunDirectory,
+    attention: AttentionChoice,
+    first_step: int,
+    describe: Callable[[], None],
+) -> None:
+    """Make the logs of the run directory end where the run resumes, and say that it begins; on the first rank."""
+    with directory.written():
+        damages = directory.rewind(first_step)
+    for text in damages:
+        _warn_user(directory, text)
+    describe()
+    words = place.layout.in_words(run.layout.gather_blocks)
+    directory.event("resume" if first_step else "start", first_step, attention=attention.name, layout=words)
+
+
+def _open_log(
+    run: Run, place: Placement, directory: RunDirectory, attention: AttentionChoice, inputs: Inputs, first_step: int
+) -> RunLog:
+    """Open the terminal and the trackers, on the first rank, and say what is about to be trained."""
+    first = place.ranks.first
+    log = RunLog(directory, open_sinks(run, directory.path, first_step) if first else [], first=first)
+    if first_step < run.training.steps:
+        for line in _opening_lines(run, place, attention, inputs, first_step):
+            log.note(line)
+    return log
+
+
+def _opening_lines(
+    run: Run, place: Placement, attention: AttentionChoice, inputs: Inputs, first_step: int
+) -> Iterator[str]:
+    """Yield what is about to be trained, on what and how, for a person who waits for the first step."""
+    model, sizes, layout = bind(run), sizes_of(run.model), place.layout
+    positions, unit = model.positions().count, model.position_unit
+    yield f"model   {sizes.in_words(run.model)}; {sizes.parameter_count(run.model):,} parameters"
+    words = layout.in_words(run.layout.gather_blocks)
+    yield f"layout  {words}; {run.layout.precision}, attention {attention.name}"
+    yield f"device  {layout.world_size} x {device_name(place.device)}"
+    batch = f"{layout.global_batch:,} samples"
+    if positions > 1:
+        batch += f" = {layout.global_batch * positions:,} {unit}"
+    steps = f"steps {first_step + 1:,} to {run.training.steps:,}"
+    yield f"data    {inputs.in_words}; {steps} of {batch} each"
+
+
+def _build_recorders(run: Run, device: torch.device, log: RunLog) -> dict[str, Callback]:
+    """Return the built-in callbacks that the run file asks for: recorders of a window of steps."""
+    found: dict[str, Callback] = {}
+    if run.training.profile is not None:
+        found["training.profile"] = ProfilerTrace(run.training.profile, log.note)
+    # Only accelerators have an allocator that keeps a history.
+    if run.training.memory_snapshot is not None and device.type != "cpu":
+        found["training.memory_snapshot"] = MemoryHistory(run.training.memory_snapshot, log.note)
+    return found

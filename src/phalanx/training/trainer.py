@@ -1,0 +1,344 @@
+"""The training loop: steps, their observations, checkpoints and evaluations, and stopping in good order."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+
+from phalanx import __version__
+from phalanx.checkpoint import CheckpointStore, RankGroup, placed_tensors, rng_state
+from phalanx.config.load import dump_run
+from phalanx.config.schema import Run
+from phalanx.errors import CheckpointError, Interrupted, PhalanxError
+from phalanx.hardware.device import Moment
+from phalanx.layout.apply import ParallelModel
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.mesh import Ranks
+from phalanx.optimizers import LearningRateSchedule, set_learning_rate
+from phalanx.training.asynchronous_steps import AsynchronousSteps, LaunchedStep
+from phalanx.training.callbacks import CallbackList, TrainingContext
+from phalanx.training.divergence import Divergence, DivergenceGuard, all_finite
+from phalanx.training.inputs import Inputs
+from phalanx.training.logs import RunLog, format_duration
+from phalanx.training.metrics import RankTimes, StepMeter, StepMetrics
+from phalanx.training.run_dir import RunDirectory
+from phalanx.training.step import StepResult, TrainStep
+from phalanx.training.stopping import DIRECTORY_GONE, StopRequest
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """Everything a training loop joins, built for one run on this rank."""
+
+    run: Run
+    ranks: Ranks
+    device: torch.device
+    attention: AttentionChoice
+    applied: ParallelModel
+    step: TrainStep
+    inputs: Inputs
+    store: CheckpointStore
+    directory: RunDirectory
+    describe: Callable[[], None]
+    """Writes to the run directory what says what this run is: run file, machine, data."""
+    meter: StepMeter
+    log: RunLog
+    callbacks: CallbackList
+
+
+class Trainer:
+    """Trains from `first_step` (the last step already done) to step `until`, by default the run's last one."""
+
+    def __init__(self, parts: RunParts, first_step: int, until: int | None = None) -> None:
+        self.parts = parts
+        self.run = parts.run
+        self.until = parts.run.training.steps if until is None else min(until, parts.run.training.steps)
+        self.step = first_step
+        """The last step whose observations were read."""
+        self.schedule = LearningRateSchedule(parts.run.optimizer, parts.run.training.steps)
+        scales_loss = parts.step.scaler is not None
+        self.guard = DivergenceGuard(parts.run, parts.store, parts.log, scales_loss=scales_loss, first_step=first_step)
+        self.checkpointer = Checkpointer(parts, self.guard, first_step)
+        self.checkpoint_waits = False
+        """Whether a checkpoint is due, and waits for a step that shows that the weights are good."""
+        self.stop = StopRequest()
+        self.lost: str | None = None
+        """What was lost of the run directory's logs, on the first rank."""
+        self.stall = 0.0
+        """Seconds that training stood still for a checkpoint since the last launch."""
+        self.asynchronous = AsynchronousSteps(parts.device, allowed=parts.device.type != "cpu")
+        self.launched: deque[LaunchedStep] = deque()
+        self.last: LaunchedStep | None = None
+        """The step that was read last, as long as the one behind it was launched before."""
+        self.seconds = math.inf
+        """Of the last step that was read; before that no step is known to be short."""
+        self.unlogged: tuple[StepMetrics, Callable[[], RankTimes]] | None = None
+        """A step whose times on other ranks are still on their way."""
+
+    def train(self) -> None:
+        """Run the remaining steps; always leave a checkpoint of the last step done, unless a step failed.
+
+        Raises Interrupted after a first SIGINT or SIGTERM, and PhalanxError on a non-finite step under
+        `training.on_nonfinite=stop`, after `training.max_skipped_steps` of them in a row, where the weights are not finite,
+        and where a callback fails.
+        """
+        log = self.parts.log
+        if self.step >= self.until:
+            log.note(f"already trained to step {self.step}; raise training.steps to go on")
+            return
+        start = time.perf_counter()
+        with self.stop, self.parts.attention.active(), self._called_back():
+            for step in range(self.step + 1, self.until + 1):
+                self.launched.append(self._launch(step))
+                while len(self.launched) > self._steps_ahead(step):
+                    self._finish(self.launched.popleft())
+                self._stop_if_asked()
+                if not self.launched and step < self.until:
+                    self._save_and_evaluate(step)
+            self._evaluate()
+            # Asked on the first rank for all: another host's view of a shared file system may lag behind.
+            if RankGroup.default().from_first(self.parts.directory.is_gone):
+                self._end_without_directory()
+            if self.run.checkpoint.last:
+                self.checkpointer.save(self.step, final=True)
+        if lost := RankGroup.default().from_first(lambda: self.lost):
+            raise PhalanxError(f"trained to step {self.step}, but {lost}")
+        seconds = time.perf_counter() - start
+        log.event("end", self.step, seconds=seconds)
+        log.note(f"trained to step {self.step} in {format_duration(seconds)}")
+
+    @contextmanager
+    def _called_back(self) -> Iterator[None]:
+        """Tell the callbacks that training starts, and how it ends."""
+        parts = self.parts
+        context = TrainingContext(
+            run=parts.run,
+            run_dir=parts.directory.path,
+            rank=parts.ranks.rank,
+            world_size=parts.ranks.world_size,
+            device=parts.device,
+            parameters=parts.applied.parameters,
+            optimizer=parts.step.optimizer,
+            first_step=self.step + 1,
+            last_step=self.until,
+        )
+        parts.callbacks.on_start(context)
+        try:
+            yield
+        except BaseException as error:
+            parts.callbacks.on_end(error)
+            raise
+        parts.callbacks.on_end(None)
+
+    def _launch(self, step: int) -> LaunchedStep:
+        """Start a step; on an accelerator this does not wait for it."""
+        rate = self.schedule.rate(step)
+        set_learning_rate(self.parts.step.optimizer, rate)
+        self.parts.callbacks.on_step_begin(step)
+        # Before the batch is asked for: a step lasts from here, waiting for data included.
+        began, asked = Moment(self.parts.device), time.perf_counter()
+        batch = self.parts.inputs.stream.next()
+        wait = time.perf_counter() - asked
+        found = self.parts.step.enqueue(step, batch)
+        observations = self.asynchronous.share(found, self.stop.signal_number, self.seconds)
+        stall, self.stall = self.stall, 0.0
+        return LaunchedStep(step, rate, observations, began, wait, stall)
+
+    def _steps_ahead(self, step: int) -> int:
+        """Return how many steps up to `step`, just launched, may be left for the device to finish."""
+        looked_at = (
+            step == self.until
+            or _is_due(step, self.run.checkpoint.every)
+            or _is_due(step, self.run.evaluation.every)
+            or self.parts.callbacks.needs_finished(step)
+        )
+        return int(self.asynchronous.ahead and not looked_at and not self.checkpoint_waits)
+
+    def _finish(self, launched: LaunchedStep) -> None:
+        """Wait for a step, and measure, check and log it."""
+        result = StepResult.from_figures(self.asynchronous.read(launched.observations))
+        # The device goes from step to step, whenever the host comes to read; one launched behind nothing begins at once.
+        before = launched.launched if self.last is None else self.last.observations.made
+        self.seconds = launched.observations.made.seconds_since(before) + launched.stall
+        self.last = launched if self.launched else None
+        metrics = self.parts.meter.measure(
+            step=launched.step,
+            result=result,
+            lr=launched.lr,
+            seconds=self.seconds,
+            data_wait=launched.data_wait,
+            checkpoint_stall=launched.stall,
+        )
+        self.parts.inputs.verification.raise_if_failed()
+        self._log_unlogged()
+        divergence = self.guard.judge_step(metrics)
+        if divergence is not None:
+            self._log(metrics)
+            self.guard.give_up(divergence, self.step)
+        self.step = launched.step
+        self.guard.warn_of_spike(metrics)
+        times = self.parts.inputs.after(launched.step)
+        if times is None:
+            self._log(metrics)
+        else:
+            self.unlogged = (metrics, times)
+        if not self.launched:
+            # The line is on disk before a checkpoint of the same step can be: a resumed run then has no gap.
+            self._log_unlogged()
+
+    def _log_unlogged(self) -> None:
+        """Log the step whose times on other ranks were still on their way."""
+        if self.unlogged is not None:
+            metrics, times = self.unlogged
+            self.unlogged = None
+            self._log(replace(metrics, ranks=times()))
+
+    def _log(self, metrics: StepMetrics) -> None:
+        self.parts.log.log_step(metrics)
+        self.parts.callbacks.on_step_end(metrics)
+        if self.parts.ranks.first:
+            self._watch_directory()
+
+    def _save_and_evaluate(self, step: int) -> None:
+        self.checkpoint_waits |= _is_due(step, self.run.checkpoint.every)
+        # Weights whose step was not finite give the same step again: saved, they would push out checkpoints of good ones.
+        if self.checkpoint_waits and not self.guard.skipped:
+            self.stall = self.checkpointer.save(self.step)
+            self.checkpoint_waits = False
+        if _is_due(step, self.run.evaluation.every):
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        for finding in self.parts.inputs.evaluator.evaluate(self.parts.step.executor):
+            self.parts.log.event(finding.kind, self.step, **finding.fields)
+            is_score = finding.kind == "evaluation"
+            self.parts.log.note(f"step {self.step}  {finding.words}" if is_score else finding.words)
+
+    def _stop_if_asked(self) -> None:
+        """End the run in good order where any rank was asked to stop. Raises Interrupted, on all ranks."""
+        if self.launched:
+            # Asking the other ranks now would wait for the step that is under way: its observations bring their answer.
+            signal_number = self.asynchronous.signal_number
+        else:
+            signal_number = self.stop.agree(self.parts.device)
+        if not signal_number:
+            return
+        while self.launched:
+            self._finish(self.launched.popleft())
+        if signal_number == DIRECTORY_GONE:
+            self._end_without_directory()
+        self.checkpointer.save(self.step, final=True)
+        raise Interrupted(
+            f"stopped by signal {signal_number} after step {self.step}, checkpoint written; "
+            f"the same command goes on from there",
+            signal_number,
+        )
+
+    def _end_without_directory(self) -> NoReturn:
+        """Keep the present step, where the run directory can be made again, and end. Raises PhalanxError."""
+        directory = self.parts.directory
+        lost = f"run directory {directory.path} was removed, renamed or unmounted before the end of step {self.step}"
+        if not RankGroup.default().from_first(directory.make_again):
+            raise PhalanxError(f"{lost}; nothing more can be kept there, so training ends")
+        RankGroup.default().on_first(self.parts.describe)
+        # Whatever was saved of this step went with the directory.
+        self.checkpointer.saved_step = -1
+        self.parts.log.event("warning", self.step, text=lost)
+        self.checkpointer.save(self.step, final=True)
+        raise PhalanxError(
+            f"{lost}, with its metrics and checkpoints. It was made again with the run file and a checkpoint of step "
+            f"{self.step}; the same command resumes from there"
+        )
+
+    def _watch_directory(self) -> None:
+        """Say at once when the run directory is gone, and ask all ranks to stop."""
+        directory, log = self.parts.directory, self.parts.log
+        if self.stop.signal_number != DIRECTORY_GONE and directory.is_gone():
+            log.note(f"warning: run directory {directory.path} is gone: removed, renamed or unmounted; training stops")
+            self.stop.signal_number = DIRECTORY_GONE
+            return
+        for file in (directory.metrics, directory.events):
+            if file.removed:
+                file.removed = False
+                self.lost = f"{file.path} was removed while training; its lines before step {self.step} are lost"
+                log.note(f"warning: {self.lost}")
+                log.event("warning", self.step, text=self.lost)
+                # Whoever removed it may have removed the other files as well.
+                self.parts.describe()
+
+
+class Checkpointer:
+    """Saves the state of a run, once a step."""
+
+    def __init__(self, parts: RunParts, guard: DivergenceGuard, first_step: int) -> None:
+        self._parts = parts
+        self._guard = guard
+        self.saved_step = first_step if first_step else -1
+
+    def save(self, step: int, *, final: bool = False) -> float:
+        """Checkpoint the state after `step`; return the seconds training stood still for it.
+
+        final: whether the run ends here. Only then a failure is raised: hours of training are worth more than a checkpoint.
+        """
+        parts = self._parts
+        # The last step may be due anyway: once is enough, but it has to be on disk before the run ends.
+        if self.saved_step == step:
+            parts.store.wait()
+            return 0.0
+        start = time.perf_counter()
+        tensors = placed_tensors(parts.applied.parameters, parts.applied.splits, parts.step.optimizer)
+        if not all_finite(tensors.values(), parts.device):
+            found = f"step {step}: weights or optimizer state are not finite; they are not saved"
+            self._guard.give_up(Divergence(found, "or with optimizer.grad_clip"), step)
+        try:
+            RankGroup.default().on_first(lambda: self._sync_metrics(step))
+            asynchronous = parts.run.checkpoint.asynchronous and not final
+            handle = parts.store.save(step, tensors, self._collect_state(step), asynchronous=asynchronous)
+        except CheckpointError as error:
+            if final:
+                raise
+            parts.log.note(f"warning: {error}")
+            parts.log.event("warning", step, text=str(error))
+            return time.perf_counter() - start
+        self.saved_step = step
+        stall = time.perf_counter() - start
+        parts.log.event("checkpoint", step, path=str(handle.path), stall_seconds=round(stall, 4))
+        if final:
+            parts.log.note(f"checkpoint {handle.path}")
+        parts.callbacks.on_checkpoint(step, handle.path)
+        return stall
+
+    def _sync_metrics(self, step: int) -> None:
+        """Have the metrics so far on disk. Raises CheckpointError: no checkpoint may be newer than they are."""
+        log = self._parts.directory.metrics
+        try:
+            log.sync()
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint of step {step} was not saved: {log.path} cannot be written ({error.strerror})"
+            ) from error
+
+    def _collect_state(self, step: int) -> dict[str, Any]:
+        parts = self._parts
+        return {
+            "step": step,
+            "data_fingerprint": parts.inputs.stream.fingerprint,
+            "scaler": None if parts.step.scaler is None else parts.step.scaler.state_dict(),
+            "rng": rng_state(),
+            "run": dump_run(parts.run),
+            **parts.inputs.saved,
+            **parts.inputs.state(),
+            "phalanx": __version__,
+            "torch": str(torch.__version__),
+        }
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

@@ -1,0 +1,223 @@
+"""Every rank's record beside the one-rank record that rank 0 holds. Called by all ranks alike.
+
+Whole reference tensors travel from rank 0 in buckets; each rank compares the part it has, and the largest error of any
+rank counts, so that a single wrong replica or shard shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.layout.place import Place
+from phalanx.verification.bound import Bound, layer_of
+from phalanx.verification.record import Record
+
+_BUCKET = 2**22
+"""Elements of small tensors that travel together."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison with its bound."""
+
+    what: str
+    """activations, loss, gradient, gradient norm or parameter."""
+    name: str
+    """Module or parameter; empty for loss and norm."""
+    step: int
+    error: float
+    """2-norm of the difference over the 2-norm of the one-rank value (of gradients that vanish: over that of all gradients
+    of the parameter's module), the largest of any rank's part."""
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the bound; NaN is not."""
+        return self.error <= self.bound
+
+    def __str__(self) -> str:
+        of = f" of {self.name}" if self.name else ""
+        return f"{self.what}{of} in step {self.step} differs by {self.error:.2g} (bound {self.bound:.2g})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values; an error that is no number becomes a word."""
+        error = self.error if math.isfinite(self.error) else str(self.error)
+        return {**asdict(self), "error": error, "passed": self.passed}
+
+
+def compare_records(
+    mine: Record, reference: Record | None, bound: Bound, update_gain: float | None, vanishing: Sequence[str] = ()
+) -> list[Check]:
+    """Return all checks, in the order in which a mistake would first show: forward, loss, then gradients back from the loss.
+
+    reference: on rank 0. update_gain: see `OptimizerKind.update_gain`. vanishing: patterns of the parameters whose gradients
+    are 0 but for rounding.
+    """
+    checks = _compare_activations(mine, reference, bound)
+    # Largest of any step: a branch that one step has no sample of has moved in others.
+    norms: dict[str, float] = {}
+    for number, step in enumerate(mine.steps, 1):
+        wanted = None if reference is None else reference.steps[number - 1]
+        losses = _compare_numbers(
+            [step.loss, step.grad_norm], None if wanted is None else [wanted.loss, wanted.grad_norm]
+        )
+        checks.append(Check("loss", "", number, losses[0], bound.loss))
+        errors = _compare_tensors(step.gradients, None if wanted is None else wanted.gradients)
+        errors = _measure_by_module(errors, vanishing)
+        names = sorted(errors, key=lambda name: -layer_of(name, bound.layers))
+        checks += [Check("gradient", n, number, errors[n].relative, bound.gradient(n)) for n in names]
+        checks.append(Check("gradient norm", "", number, losses[1], bound.gradient("embedding")))
+        norms |= {name: max(error.norm, norms.get(name, 0.0)) for name, error in errors.items()}
+    # How far parameters may differ follows from gradients only where an update is known to be smooth in them.
+    if update_gain is None:
+        return checks
+    errors = _compare_tensors(mine.parameters, None if reference is None else reference.parameters)
+    for name, error in errors.items():
+        # In units of the parameter: how much of it a relative error of its gradient can move in all steps.
+        gain = len(mine.steps) * update_gain * norms[name] / max(error.norm, 1e-30)
+        checks.append(Check("parameter", name, len(mine.steps), error.relative, bound.parameter(name, gain=gain)))
+    return checks
+
+
+@dataclass(frozen=True)
+class _Error:
+    size: float
+    """2-norm of the difference, the largest of any rank's part."""
+    norm: float
+    """What it is measured by: 2-norm of the one-rank tensor, or of a module's."""
+
+    @property
+    def relative(self) -> float:
+        """The one over the other."""
+        return self.size / self.norm if self.norm else (0.0 if self.size == 0.0 else math.inf)
+
+
+def _compare_activations(mine: Record, reference: Record | None, bound: Bound) -> list[Check]:
+    if not from_first(None if reference is None else bool(reference.activations)):
+        return []
+    recorded = {} if reference is None else reference.activations
+    pieces = {name: torch.cat([piece.value_BSD for piece in seen]) for name, seen in recorded.items()}
+    whole = None if reference is None else pieces
+    names = from_first(None if whole is None else sorted(whole, key=lambda name: layer_of(name, bound.layers)))
+
+    def difference(name: str, wanted: Tensor) -> float:
+        parts = mine.activations.get(name, [])
+        squares = [
+            (part.value_BSD.double() - wanted[part.samples_B][:, part.positions_S].double()).square().sum()
+            for part in parts
+        ]
+        return math.sqrt(float(sum(squares)))
+
+    errors = _relative_differences(names, whole, difference)
+    # Activations are followed forward, from the embedding on: the farther from it, the more may have gathered.
+    limit = bound.gradient("embedding")
+    return [Check("activations", name, 1, errors[name].relative, limit) for name in names]
+
+
+def _compare_tensors(mine: dict[str, Place], reference: dict[str, Place] | None) -> dict[str, _Error]:
+    names: list[str] = from_first(None if reference is None else list(reference))
+    whole = None if reference is None else {name: place.local for name, place in reference.items()}
+
+    def difference(name: str, wanted: Tensor) -> float:
+        place = mine.get(name)
+        if place is None:
+            return 0.0
+        # A part that claims another shape, or lies outside the whole, is wrong whatever its values.
+        if place.shape != tuple(wanted.shape):
+            return math.inf
+        box = wanted[tuple(slice(o, o + n) for o, n in zip(place.offsets, place.local.shape, strict=True))]
+        if box.shape != place.local.shape:
+            return math.inf
+        error = float((place.local.double() - box.double()).norm())
+        return error if math.isfinite(error) else math.inf
+
+    errors = _relative_differences(names, whole, difference)
+    held = torch.zeros(len(names), dtype=torch.float64)
+    for index, name in enumerate(names):
+        held[index] = mine[name].local.numel() if name in mine else 0
+    _reduce_over_ranks(held, "sum")
+    # A tensor that no rank holds would otherwise differ nowhere.
+    missing = [name for name, count in zip(names, held.tolist(), strict=True) if not count]
+    return {**errors, **{name: _Error(math.inf, 0.0) for name in missing}}
+
+
+def _relative_differences(
+    names: list[str], whole: dict[str, Tensor] | None, difference: Callable[[str, Tensor], float]
+) -> dict[str, _Error]:
+    """Return, for each name, the largest difference of any rank over the norm of the whole."""
+    errors, norms = torch.zeros(len(names), dtype=torch.float64), torch.zeros(len(names), dtype=torch.float64)
+    for index, (name, wanted) in enumerate(_send_from_first(names, whole)):
+        errors[index] = difference(name, wanted)
+        norms[index] = wanted.double().norm()
+    _reduce_over_ranks(errors, "max")
+    return {name: _Error(error, norm) for name, error, norm in zip(names, errors.tolist(), norms.tolist(), strict=True)}
+
+
+def _measure_by_module(errors: dict[str, _Error], vanishing: Sequence[str]) -> dict[str, _Error]:
+    """Return the same errors, those of vanishing gradients measured by the gradients of all parameters of their module.
+
+    Such gradients are 0 by the laws of the model and consist of rounding errors alone, as that of a bias that is taken off
+    again where charges are made to add up. A module's matrix has the scale of what such sums were made of.
+    """
+    found = dict(errors)
+    for name, error in errors.items():
+        if any(fnmatchcase(name, pattern) for pattern in vanishing):
+            module = name.rpartition(".")[0]
+            beside = [other.norm for key, other in errors.items() if key.rpartition(".")[0] == module]
+            found[name] = _Error(error.size, math.hypot(*beside))
+    return found
+
+
+def _send_from_first(names: list[str], whole: dict[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield rank 0's tensors, in order, on every rank; small ones are sent together."""
+    described = from_first(None if whole is None else [(list(whole[n].shape), whole[n].dtype) for n in names])
+    start = 0
+    while start < len(names):
+        end, size = start, 0
+        while end < len(names) and (end == start or size + math.prod(described[end][0]) <= _BUCKET):
+            size += math.prod(described[end][0])
+            end += 1
+        dtype = described[start][1]
+        # Small tensors travel together: a message for each of thousands of biases would take longer than the step.
+        flat = torch.empty(size, dtype=dtype)
+        if whole is not None:
+            flat = torch.cat([whole[name].flatten() for name in names[start:end]]).to(dtype)
+        if dist.is_initialized():
+            dist.broadcast(flat, src=0)
+        parts = flat.split([math.prod(shape) for shape, _ in described[start:end]])
+        for name, part, (shape, _) in zip(names[start:end], parts, described[start:end], strict=True):
+            yield name, part.view(shape)
+        start = end
+
+
+def _compare_numbers(mine: list[float], reference: list[float] | None) -> list[float]:
+    """Return the largest relative difference of any rank's values from rank 0's reference, for each value."""
+    wanted: list[float] = from_first(reference)
+    errors = torch.tensor(
+        [abs(m - w) / abs(w) if w and math.isfinite(m) else math.inf for m, w in zip(mine, wanted, strict=True)],
+        dtype=torch.float64,
+    )
+    _reduce_over_ranks(errors, "max")
+    return errors.tolist()
+
+
+def from_first(value: Any) -> Any:
+    """Return rank 0's value on every rank."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _reduce_over_ranks(values: Tensor, how: str) -> None:
+    if dist.is_initialized():
+        dist.all_reduce(values, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)

@@ -1,0 +1,153 @@
+"""What a layout computes in a few optimizer steps, as this rank sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.config.schema import Run
+from phalanx.families.registry import bind
+from phalanx.layout.apply import ParallelModel, apply_layout
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.data_parallel.gradients import local_gradient
+from phalanx.layout.initial_values import fill
+from phalanx.layout.mesh import Mesh
+from phalanx.layout.place import Place, place_of
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stage import Stage
+from phalanx.nn.initial import InitRule
+from phalanx.optimizers import build_optimizer
+from phalanx.training.step import TrainStep
+from phalanx.verification.family import VerifiableModel
+
+PERTURBATION = 0.1
+"""Standard deviation added to parameters that all start equal."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Rows of the residual stream behind one module, for some samples and positions."""
+
+    samples_B: Tensor
+    """Numbers of the samples in the global batch."""
+    positions_S: Tensor
+    value_BSD: Tensor
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step."""
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, Place]
+    """This rank's part of every gradient before clipping, on the CPU."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """All steps of a layout."""
+
+    activations: dict[str, list[Activation]]
+    """Behind the embedding and each block in the first step, by module name; empty where they were not asked for, and
+    where blocks do not give rows of samples."""
+    steps: list[StepRecord]
+    parameters: dict[str, Place]
+    """After the last step, on the CPU."""
+
+
+def record_training(
+    run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, steps: int, activations: bool
+) -> Record:
+    """Train `run` for `steps` steps in `layout`, on this rank of `mesh`, with the samples of its family's verification.
+
+    activations: whether to keep those of the first step too.
+    """
+    model = bind(run, VerifiableModel)
+    applied = apply_layout(run, layout, mesh, device, AttentionChoice("sdpa"))
+    _perturb_constants(applied, run)
+    optimizer = build_optimizer(applied.parameters, run.optimizer, model.parameter_kind, applied.compute_parameters)
+    step = RecordedStep(applied, optimizer, run.optimizer, device=device)
+    share = layout.samples_per_rank
+    first = mesh.data_rank * share
+    seen: dict[str, list[Activation]] = {}
+    handles: list[Any] = []
+    if activations:
+        for stage in applied.stages:
+            handles += _watch_activations(stage, seen, first, layout.microbatch)
+    done = []
+    for number in range(1, steps + 1):
+        if layout.branch_groups:
+            batch = model.branch_samples(number, layout, mesh.data_rank)
+        else:
+            batch = model.samples(number, first, share, layout.global_batch)
+        result = step.run(number, batch)
+        done.append(StepRecord(result.loss, result.grad_norm, step.gradients))
+        for handle in handles:
+            handle.remove()
+    parameters = {name: _copy_to_host(place_of(p, applied.splits.get(name))) for name, p in applied.parameters.items()}
+    return Record(seen, done, parameters)
+
+
+@torch.no_grad()
+def _perturb_constants(applied: ParallelModel, run: Run) -> None:
+    """Move the parameters that all start equal (biases at 0, norms at 1): a mistake with them would not show else."""
+    rules = bind(run).initial_rules()
+    for name, parameter in applied.parameters.items():
+        rule = next(rule for pattern, rule in rules if fnmatchcase(name, pattern))
+        if rule.kind == "constant":
+            noise = torch.empty_like(parameter)
+            fill(noise, f"{name} shaken", InitRule.normal(PERTURBATION), run.training.seed, applied.splits.get(name))
+            parameter.add_(noise)
+    applied.refresh()
+
+
+class RecordedStep(TrainStep):
+    """A training step that keeps a copy of the gradients it updates with."""
+
+    gradients: dict[str, Place]
+
+    def update_parameters(self, loss: Tensor) -> Tensor:
+        """Keep the gradients, then update with them."""
+        self.gradients = {}
+        for name, parameter in self.applied.parameters.items():
+            place = place_of(parameter, self.applied.splits.get(name))
+            grad = local_gradient(parameter)
+            local = torch.full_like(place.local, torch.nan) if grad is None else grad
+            self.gradients[name] = _copy_to_host(place._replace(local=local))
+        return super().update_parameters(loss)
+
+
+def _copy_to_host(place: Place) -> Place:
+    return place._replace(local=place.local.detach().to("cpu", copy=True))
+
+
+def _watch_activations(stage: Stage, seen: dict[str, list[Activation]], first: int, microbatch: int) -> list[Any]:
+    part = stage.part
+    if not stage.rows_are_positions:
+        return []
+    watched: dict[str, nn.Module] = {f"blocks.{number}": part.blocks[number] for number in part.blocks.numbers}
+    if part.part.first:
+        watched["embedding"] = part.embedding
+    return [
+        module.register_forward_hook(partial(_keep_activation, stage, seen.setdefault(name, []), first, microbatch))
+        for name, module in watched.items()
+    ]
+
+
+def _keep_activation(
+    stage: Stage, seen: list[Activation], first: int, microbatch: int, _module: nn.Module, _inputs: Any, output: Tensor
+) -> None:
+    if not torch.is_grad_enabled():
+        # A forecast that training starts from, not a part of it.
+        return
+    length = output.shape[1] * stage.share.cp.size * stage.share.tp.size
+    rows = stage.share.positions(length, torch.device("cpu")).rows_S
+    # Micro-batches come in order in every schedule.
+    number = torch.arange(len(output)) + first + len(seen) * microbatch
+    seen.append(Activation(number, rows, output.detach().to("cpu", copy=True)))

@@ -1,0 +1,150 @@
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from phalanx.errors import ConfigError
+from phalanx.families.language.config import LanguageRun
+from phalanx.training.logs import ConsoleSink, TensorBoardSink, format_duration, open_sinks
+from phalanx.training.metrics import StepMetrics
+from phalanx.training.start import train
+
+
+def metrics(step: int = 7, **changes: object) -> StepMetrics:
+    values = {
+        "step": step,
+        "loss": 3.25,
+        "grad_norm": 0.5,
+        "lr": 3e-4,
+        "tokens": 7168,
+        "step_seconds": 0.5,
+        "tokens_per_second": 2048.0,
+        "model_tflops": 1.5,
+        "mfu": 0.25,
+        "mfu_measured": 0.5,
+        "memory_now_gib": None,
+        "memory_peak_gib": None,
+        "data_wait_seconds": 0.01,
+        "checkpoint_stall_seconds": 0.0,
+        "updated": True,
+        **changes,
+    }
+    return StepMetrics(**values)  # type: ignore[arg-type]
+
+
+def tiny_run(**training: object) -> LanguageRun:
+    return LanguageRun.model_validate(
+        {
+            "model": {"n_layers": 1, "d_model": 8, "n_heads": 1, "vocab_size": 16, "max_positions": 8},
+            "data": {"sources": ["somewhere"], "sequence_length": 8},
+            "layout": {"global_batch": 16},
+            "optimizer": {"lr": 0.1},
+            "training": {"steps": 20, "tensorboard": False, **training},
+        }
+    )
+
+
+def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink(total_steps=20, first_step=0, every=1)
+    sink.step(metrics())
+    sink.close()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    line = captured.err.strip()
+    assert "\n" not in line
+    for part in (
+        "step 7/20",
+        "loss 3.2500",
+        "grad 0.5",
+        "lr 3.00e-04",
+        "2,048 tok/s",
+        "25.0% of nominal",
+        "50.0% of measured",
+    ):
+        assert part in line
+    assert "data wait 2.0%" in line
+    assert line.endswith("ETA 0:00:06")
+
+
+def test_a_device_that_was_full_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink(total_steps=20, first_step=0, every=1)
+    for retries in (0, 3):
+        sink.step(metrics(7 + retries, memory_now_gib=1.0, memory_peak_gib=2.0, memory_retries=retries))
+    plain, full = capsys.readouterr().err.splitlines()
+    assert "mem 1.0 peak 2.0 GiB" in plain and "full" not in plain
+    assert "mem 1.0 peak 2.0 GiB  full 3 times" in full
+
+
+@pytest.mark.parametrize(("done", "shown"), [(0, ["1/7", "5/7", "7/7"]), (2, ["3/7", "5/7", "7/7"])])
+def test_log_every_leaves_lines_out_but_not_the_first_and_the_last(
+    done: int, shown: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = ConsoleSink(total_steps=7, first_step=done, every=5)
+    for step in range(done + 1, 8):
+        sink.step(metrics(step))
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == shown
+
+
+def test_a_step_without_update_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    ConsoleSink(total_steps=20, first_step=0, every=1).step(metrics(updated=False))
+    assert "NOT UPDATED: gradient not finite" in capsys.readouterr().err
+
+
+def test_durations() -> None:
+    assert format_duration(2499.6) == "0:41:40"
+    assert format_duration(100 * 3600) == "100:00:00"
+
+
+def test_tensorboard_files_hold_the_loss(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path, first_step=0)
+    sink.step(metrics())
+    sink.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: PLC0415
+
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(7, 3.25)]
+    assert "train/memory_now_gib" not in events.Tags()["scalars"]
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
+def test_a_missing_tracker_names_the_extra(tracker: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(tracker) is not None:
+        pytest.skip(f"{tracker} is installed here, so it cannot be missing")
+    with pytest.raises(ConfigError, match=rf"training.{tracker}=mine needs the package {tracker}; install the extra"):
+        open_sinks(tiny_run(**{tracker: "mine"}), tmp_path, 0)
+    # Before anything is made, not when a checkpoint is loaded already.
+    with pytest.raises(ConfigError, match=rf"training.{tracker}=mine needs the package"):
+        train(tiny_run(**{tracker: "mine"}), tmp_path / "run")
+
+
+def test_a_run_directory_keeps_its_identity_in_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run goes on where it logged before; a run directory of the same name elsewhere is another run."""
+    asked: list[str] = []
+    tracker = SimpleNamespace(init=lambda **how: asked.append(how["id"]))
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    for folder in ("one", "one", "other"):
+        (tmp_path / folder / "run").mkdir(parents=True, exist_ok=True)
+        open_sinks(tiny_run(wandb="mine"), tmp_path / folder / "run", 0)
+    assert asked[0] == asked[1] != asked[2]
+
+
+def test_metrics_are_plain_json() -> None:
+    assert json.loads(json.dumps(metrics().as_dict()))["loss"] == 3.25
+
+
+def test_tensorboard_gives_up_on_a_full_disk_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    writer = SimpleNamespace(SummaryWriter=lambda *_, **__: SimpleNamespace(add_scalar=refuse, close=refuse))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
+    sink = TensorBoardSink(tmp_path, 0)
+    sink.step(metrics(7))
+    sink.step(metrics(8))
+    sink.close()
+    assert capsys.readouterr().err == "warning: TensorBoard files end at step 7: No space left on device\n"

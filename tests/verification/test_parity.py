@@ -1,0 +1,81 @@
+"""Layouts of every kind on 2, 4 and 8 ranks give the loss, gradients and updated parameters of one rank.
+
+The ranks of each world size are started once and run all cases.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distributed_ranks import run_ranks
+from layout_cases import MODELS, cases, pairs, run_of
+from phalanx.layout.mesh import Groups
+from phalanx.layout.resolve import every_layout
+from phalanx.verification.verifier import Verdict, Verifier
+
+WORLDS = (2, 4, 8)
+LIMITS = {"fp64": 1e-9, "fp32": 2e-5}
+"""Largest relative error of any gradient."""
+
+
+def precisions(world: int, model: str) -> dict[str, int]:
+    """Formats to compute in, with the steps to compare. One model runs in all layouts; the others leave out eight ranks,
+    where no pair of features occurs that does not occur on four. Float32 and a second update are for one model on two.
+    """
+    if model != "llama":
+        return {"fp64": 1} if world < 8 else {}
+    return {"fp64": 2, "fp32": 1} if world == 2 else {"fp64": 1}
+
+
+def verify_all(world: int) -> dict[tuple[str, str], list[Verdict]]:
+    """On one of `world` ranks: verdicts by model and precision."""
+    verdicts = {}
+    groups: Groups = {}
+    for model in MODELS:
+        for precision, steps in precisions(world, model).items():
+            run = run_of(model, world, precision)
+            verifier = Verifier(run, torch.device("cpu"), steps=steps, activations=precision == "fp64", groups=groups)
+            verdicts[model, precision] = [verifier.verify(layout) for layout in cases(model, world)]
+    return verdicts
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[tuple[int, str, str], list[Verdict]]:
+    return {
+        (world, *key): found
+        for world in WORLDS
+        for key, found in run_ranks(verify_all, world, world, timeout_s=600.0)[0].items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("world", "model", "precision"), [(w, m, p) for w in WORLDS for m in MODELS for p in precisions(w, m)]
+)
+def test_layouts_compute_what_one_rank_computes(
+    world: int, model: str, precision: str, verdicts: dict[tuple[int, str, str], list[Verdict]]
+) -> None:
+    failed = [f"{v.layout}: {v.first}" for v in verdicts[world, model, precision] if not v.passed]
+    assert not failed, "\n".join(failed)
+    for verdict in verdicts[world, model, precision]:
+        worst = max(check.error for check in verdict.checks if check.what == "gradient")
+        assert worst < LIMITS[precision], verdict.layout
+
+
+def test_more_than_eighty_layouts_hold_every_pair_of_features() -> None:
+    tried = {(w, m): cases(m, w) for w in WORLDS for m in MODELS if precisions(w, m)}
+    distinct = {str(layout) for layouts in tried.values() for layout in layouts}
+    assert len(distinct) >= 80, len(distinct)
+    for model in MODELS:
+        held = set().union(*(pairs(x) for (_, m), layouts in tried.items() if m == model for x in layouts))
+        for world in WORLDS:
+            legal = set().union(*map(pairs, every_layout(run_of(model, world, "fp64"), world)))
+            assert legal <= held
+
+
+def test_verdicts_cover_every_parameter_and_module(verdicts: dict[tuple[int, str, str], list[Verdict]]) -> None:
+    for (_, model, precision), found in verdicts.items():
+        names = {check.name for check in found[0].checks if check.what == "gradient"}
+        assert len(names) == {"llama": 27, "gpt": 60, "mpt": 27}[model]
+        watched = {check.name for check in found[0].checks if check.what == "activations"}
+        assert watched == ({"embedding", *(f"blocks.{n}" for n in range(4))} if precision == "fp64" else set())
