@@ -15,8 +15,8 @@ from phalanx.config.presets import load_preset, preset_names
 from phalanx.families.sizes import sizes_of
 from token_data import write_run_file, write_token_folder
 
-DOCS = Path(__file__).parents[2] / "docs"
-QUICKSTART = DOCS.parent / "examples" / "quickstart.yaml"
+DOCS = Path(__file__).parents[2] / "docs" / "reference"
+QUICKSTART = DOCS.parents[1] / "examples" / "quickstart.yaml"
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_guide_holds_the_current_table(guide: str, command: str, call: Call) -> 
     text = (DOCS / guide).read_text("utf-8")
     table = text.partition(f"<!-- phalanx {command} -->\n")[2].partition("<!-- end -->")[0]
     assert table.strip() == call(*command.split()).out.strip(), (
-        f"paste the output of phalanx {command} into docs/{guide}"
+        f"paste the output of phalanx {command} into docs/reference/{guide}"
     )
 
 
@@ -193,7 +193,7 @@ def test_first_run_file_of_the_guide_is_sound(call: Call, tmp_path: Path) -> Non
     assert call("config", "check", str(file), "--no-data").code == 0
 
 
-@pytest.mark.parametrize("example", sorted((DOCS.parent / "examples").glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("example", sorted((DOCS.parents[1] / "examples").glob("*.yaml")), ids=lambda path: path.name)
 def test_examples_are_sound(example: Path, call: Call) -> None:
     outcome = call("config", "check", str(example), "--no-data")
     assert (outcome.code, outcome.err) == (0, "")

@@ -88,17 +88,18 @@ def _commands(where: str, text: str) -> Iterator[Printed]:
 
 
 def _in_code(text: str) -> str:
-    """The code blocks of a guide: fenced ones, and indented ones."""
+    """Return the code blocks of a guide, fenced and indented, and the commands in the second column of its tables."""
     fenced = "\n".join(re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     rest = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    return fenced + "\n" + "\n".join(line for line in rest.splitlines() if line.startswith("    "))
+    in_tables = re.findall(r"^\| [^|]+ \| `(phalanx [^`]+)` \|$", rest, re.MULTILINE)
+    return "\n".join([fenced, *in_tables, *(line for line in rest.splitlines() if line.startswith("    "))])
 
 
 @cache
 def _printed() -> tuple[Printed, ...]:
     found = [
         command
-        for guide in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+        for guide in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
         for command in _commands(guide.name, _in_code(guide.read_text("utf-8")))
     ]
     for verb in SUBCOMMANDS:

@@ -16,7 +16,7 @@ from phalanx.hardware.machine import described_names, load_machine, machine_name
 from phalanx.hardware.topology import place
 from phalanx.launch.job_script import Job, launch_script
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "clusters.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "clusters.md"
 
 
 @pytest.mark.parametrize("name", described_names())

@@ -250,7 +250,7 @@ def parse_machine(text: str, name: str) -> Machine:
     except yaml.YAMLError as error:
         raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{name} holds no mapping of fields; docs/launch.md shows what a description is")
+        raise ConfigError(f"{name} holds no mapping of fields; docs/guides/launch.md shows what a description is")
     try:
         text = json.dumps(values, default=str)
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""The time model against published runs: the errors that docs/planning.md states, recomputed."""
+"""The time model against published runs: the errors that docs/guides/planning.md states, recomputed."""
 
 import json
 from collections.abc import Sequence

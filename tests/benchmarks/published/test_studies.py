@@ -1,4 +1,4 @@
-"""Published figures of Frontier and of MI250s: the shipped profiles give them within the bars of docs/planning.md."""
+"""Published figures of Frontier and of MI250s: the shipped profiles give them within the bars of docs/guides/planning.md."""
 
 from __future__ import annotations
 

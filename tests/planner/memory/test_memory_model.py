@@ -103,7 +103,7 @@ def state(found: RankMemory) -> float:
 
 
 def test_state_is_the_closed_form_of_each_zero_level() -> None:
-    """Rajbhandari et al. 2020 with float32 gradients: 16 / d for ZeRO 3; see docs/planning.md for the others."""
+    """Rajbhandari et al. 2020 with float32 gradients: 16 / d for ZeRO 3; see docs/guides/planning.md for the others."""
     run = run_with(SIZES, dp_shard=4, global_batch=32)
     count = parameter_count(run.model)
     assert state(peak({}, 4, dp_shard=4, zero=3, global_batch=32)) == pytest.approx(16 * count / 4)

@@ -20,7 +20,7 @@ class Finding:
 
     level: Level
     check: str
-    """Short name of the check, as `docs/doctor.md` lists it."""
+    """Short name of the check, as `docs/guides/doctor.md` lists it."""
     message: str
     fix: str
     ranks: tuple[int, ...] = ()

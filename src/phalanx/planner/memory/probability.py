@@ -56,7 +56,7 @@ KEPT_BY_DRIVER = 0.01
 """Share of a device's nominal memory that no program gets: an H200 of 141 GiB offers somewhat over 139."""
 
 MODEL_SPREAD = 0.02
-"""Standard deviation of the logarithm of modelled over measured bytes of tensors; see docs/planning.md."""
+"""Standard deviation of the logarithm of modelled over measured bytes of tensors; see docs/guides/planning.md."""
 BESIDE_SPREAD = 0.5
 """The same of what lies beside them, the holes' part among it."""
 

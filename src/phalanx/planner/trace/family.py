@@ -156,7 +156,7 @@ class TracedModel(LayoutModel):
 
     absent: ClassVar[str] = (
         "model.family={family}: phalanx plan needs blocks of one size; what a batch of graphs costs depends on "
-        "the graphs. phalanx train runs it without a plan: docs/materials.md says in which layouts"
+        "the graphs. phalanx train runs it without a plan: docs/guides/materials.md says in which layouts"
     )
 
     tracer: ClassVar[type[PartTracer]]

@@ -4,8 +4,8 @@
           length of each sequence (int32), its byte in .bin (int64), first sequence of each document and the end (int64)
     .bin  the ids of all sequences, one after the other
 
-Everything is little-endian. The files hold no checksum, no split and no tokenizer; `docs/data_formats.md` says what is
-made of that.
+Everything is little-endian. The files hold no checksum, no split and no tokenizer; `docs/reference/data_formats.md`
+says what is made of that.
 """
 
 from __future__ import annotations
