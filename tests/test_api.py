@@ -54,11 +54,6 @@ def test_every_name_is_there() -> None:
         _ = phalanx.absent
 
 
-def test_a_room_with_the_name_of_a_function_is_both() -> None:
-    assert callable(phalanx.train) and phalanx.training.__name__ == "phalanx.train"
-    assert callable(phalanx.verify) and phalanx.verification.__name__ == "phalanx.verify"
-
-
 def test_a_program_trains_evaluates_and_loads(tmp_path: Path) -> None:
     """With a family, a data source and a callback that it registers itself."""
     example = ROOT / "examples" / "own_model"

@@ -34,11 +34,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 _MANY = """
 import contextlib, io, json, sys
-from phalanx.cli.main import run
+from phalanx.cli.main import run_command_line
 done = []
 for words in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = run(words)
+        code = run_command_line(words)
     done.append([code, out.getvalue(), err.getvalue()])
 print(json.dumps(done))
 """

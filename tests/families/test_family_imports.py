@@ -21,8 +21,8 @@ GENERIC = (
     "optimizers",
     "planner",
     "torch_compat",
-    "train",
-    "verify",
+    "training",
+    "verification",
 )
 """Rooms that ask a bound model instead."""
 

@@ -154,6 +154,8 @@ class _Moments(Replay):
                 results=1,
                 gathered_blocks=after,
                 gathered_embedding=start,
+                # Of several micro-batches the first, which has least else, gathers the head for all of them.
+                arrived_head=self.pipeline.microbatches == 1,
                 head_forward=1,
             ),
         }
