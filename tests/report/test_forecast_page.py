@@ -7,7 +7,7 @@ import zlib
 
 import numpy as np
 
-from phalanx.report.forecast_page import DIVERGING, SEQUENTIAL, encode_png, paint_values
+from phalanx.families.weather.evaluation.forecast_page import DIVERGING, SEQUENTIAL, encode_png, paint_values
 
 
 def decoded(content: bytes) -> np.ndarray:

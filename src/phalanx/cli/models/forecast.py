@@ -8,6 +8,7 @@ from typing import Literal
 
 from phalanx.cli.console import make_progress_bar, print_json, print_lines, print_table
 from phalanx.families.weather.evaluation.compare_forecasts import ScoreRow, skill_in_words
+from phalanx.families.weather.evaluation.forecast_page import render_forecasts
 from phalanx.families.weather.evaluation.forecast_split import (
     Forecasts,
     LoadedForecaster,
@@ -16,7 +17,6 @@ from phalanx.families.weather.evaluation.forecast_split import (
 )
 from phalanx.files import write_atomically
 from phalanx.hardware.device import choose_device
-from phalanx.report.forecast_page import render_forecasts
 from phalanx.report.formatting import format_number
 from phalanx.report.table import Column
 
