@@ -17,7 +17,7 @@ from phalanx.errors import ConfigError, PhalanxError
 from phalanx.hardware.calibrate.effort import effort_for
 from phalanx.hardware.calibrate.fit import Found, profile_of
 from phalanx.hardware.calibrate.measure import Measurements, measure, of_all_ranks
-from phalanx.hardware.calibrate.where import machine_here
+from phalanx.hardware.calibrate.where import describe_this_machine
 from phalanx.hardware.device import choose_device, device_name
 from phalanx.hardware.machine import Machine
 from phalanx.layout.mesh import Ranks, join_process_group, ranks_from_environment
@@ -58,7 +58,7 @@ def run_calibrate(
         return
     here = choose_device(device, ranks.local_rank)
     per_node = ranks.ranks_per_node or ranks.world_size
-    machine = machine_here(here, per_node, cluster)
+    machine = describe_this_machine(here, per_node, cluster)
     path = out or Path(measured_name(machine.name))
     if ranks.first:
         _require_writable(path)

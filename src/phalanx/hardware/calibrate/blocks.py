@@ -1,6 +1,6 @@
-"""Times whole blocks of a model, forward and backward, as they run in training: on an accelerator compiled, or not.
+"""Times whole blocks of a model, forward and backward, compiled or not, as they run in training.
 
-What single operations add up to is checked against these: fused kernels, power limits, and what the host adds.
+The sum of single operations is corrected by these times, which include fused kernels, power limits and the host's work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx.nn.attention import attention_context
 
 @dataclass(frozen=True)
 class TimedBlock:
-    """One block."""
+    """Times of one block."""
 
     width: int
     length: int
@@ -30,14 +30,14 @@ class TimedBlock:
 
     @property
     def name(self) -> str:
-        """What it is called in a profile."""
+        """Name of the block in a profile."""
         return f"block {self.width} x {self.length} x {self.samples}"
 
 
 def time_blocks(
     clock: Clock, blocks: Sequence[tuple[int, int, int]], more: Callable[[], bool], *, compiled: bool
 ) -> Iterator[TimedBlock]:
-    """Blocks of (width, positions, samples), as long as there is time for `more`."""
+    """Time blocks of (width, positions, samples), one after another, until `more` returns False."""
     for width, length, samples in blocks:
         if not more():
             return
@@ -59,15 +59,13 @@ def _time_block(clock: Clock, width: int, length: int, samples: int, compiled: b
     with choice.active():
         forward = clock.seconds(lambda: run(x, context))
         both = clock.seconds(lambda: torch.autograd.grad(run(x, context), inputs, grad))
-    return TimedBlock(width, length, samples, compiled, *apart(forward, both))
+    return TimedBlock(width, length, samples, compiled, *split_times(forward, both))
 
 
-def apart(forward_s: float, both_s: float) -> tuple[float, float]:
-    """Seconds of the forward and of the backward pass, from those of the one alone and of both.
-
-    On a busy machine the one may have been timed slower than both: then by their products, of which the backward pass has
-    two for each of the forward pass.
-    """
+def split_times(forward_s: float, both_s: float) -> tuple[float, float]:
+    """Return the seconds of the forward and of the backward pass, given those of the forward pass and of both together."""
     if both_s > forward_s:
         return forward_s, both_s - forward_s
+    # On a busy machine the forward pass alone may take longer than both. Their matmuls then divide the time: the backward
+    # pass has two for each one of the forward pass.
     return both_s / 3, both_s * 2 / 3

@@ -1,4 +1,4 @@
-"""Seconds of a call on a device: medians over samples of many calls each, without what the host takes to issue them."""
+"""Times calls on a device: medians over samples of many calls each, without the time the host needs to issue them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from phalanx.hardware.device import Moment, synchronize
 Call = Callable[[], object]
 
 _SHORT_S = 2e-3
-"""Calls that take less are queued behind other work, so that the device never waits for the host between them."""
+"""Calls shorter than this are queued behind other work, so that the device never waits for the host between them."""
 _QUEUED = 50
 """Short calls in a sample."""
 _BLOCKER = 8192
-"""Sides of the product in front of them."""
+"""Rows and columns of the products queued before short calls."""
 _BLOCKED = 2.0
-"""How long products run in front of them, over what the host took to issue as many calls: hosts are not always as quick."""
+"""Time of these products over the time in which the host issues the calls; more than 1, as a host is not always as quick."""
 _ISSUED = 5
-"""Calls that the host's work is timed over."""
+"""Calls over which the host's time to issue one is averaged."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,15 @@ class Clock:
 
     device: torch.device
     span_s: float
-    """What a sample takes, about. Samples follow one another without a pause: the device gets as warm, and its clocks as
-    low, as in training."""
+    """Seconds of a sample, about. Samples follow one another without a pause, so that the device gets as warm, and its
+    clocks as low, as in training."""
     samples: int = 5
 
     def seconds(self, call: Call, *, calls: int | None = None) -> float:
-        """Of one call, the median over samples. calls: in a sample; where all ranks have to make equally many, say so."""
+        """Return the median seconds of one call.
+
+        calls: number in a sample; give it where all ranks must make equally many, as for collectives.
+        """
         call()
         first = self._wall(call)
         if calls is None:
@@ -49,7 +52,7 @@ class Clock:
         return statistics.median(self._on_device(call, calls, blockers) for _ in range(self.samples))
 
     def _issued(self, call: Call) -> float:
-        """Seconds the host takes to issue `call`, not waiting for what it does."""
+        """Return the seconds in which the host issues `call`, without waiting for the device."""
         synchronize(self.device)
         start = time.perf_counter()
         for _ in range(_ISSUED):
@@ -59,13 +62,15 @@ class Clock:
         return issued
 
     def _blockers(self, seconds: float) -> int:
-        """Products that keep the device busy for so long."""
+        """Return how many products keep the device busy for `seconds`."""
         blocker = _blocker(self.device)
         return 1 + math.ceil(seconds / self._on_device(lambda: torch.mm(blocker, blocker), 3, 0))
 
     def host_seconds(self, call: Call, *, calls: int | None = None) -> float:
-        """What the host takes to issue `call`, the median: for calls that the device does faster than that. calls: as for
-        `seconds`."""
+        """Return the median seconds in which the host issues `call`, which the device computes faster than that.
+
+        calls: as for `seconds`.
+        """
         call()
         if calls is None:
             calls = max(1, min(200, round(self.span_s / max(self._wall(call), 1e-6))))

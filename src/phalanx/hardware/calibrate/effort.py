@@ -1,4 +1,4 @@
-"""How much is measured: sizes for accelerators, and small ones for the CPU. Data; each field says what its sizes mean."""
+"""Sizes to measure: large ones for accelerators, small ones for the CPU. Data only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Effort:
-    """Which sizes, and for how long."""
+    """Sizes to measure and the seconds to spend on each."""
 
     span_s: float
     """Seconds of a sample."""
@@ -67,7 +67,7 @@ ACCELERATOR = Effort(
     blocks=((4096, 8192, 1), (2048, 2048, 8), (4096, 2048, 4), (8192, 4096, 1), (1024, 2048, 8)),
     beside=(8192, 24, 512 * MIB),
 )
-"""What takes a modern accelerator under four minutes."""
+"""Sizes that a modern accelerator measures in under four minutes."""
 
 PROCESSOR = Effort(
     span_s=0.004,
@@ -86,9 +86,9 @@ PROCESSOR = Effort(
     blocks=((128, 128, 2), (256, 128, 2), (256, 128, 4)),
     beside=(256, 8, MIB // 4),
 )
-"""The same in seconds, on a CPU."""
+"""Sizes that a CPU measures in seconds."""
 
 
 def effort_for(device: torch.device) -> Effort:
-    """What to measure on `device`."""
+    """Return the sizes to measure on `device`."""
     return PROCESSOR if device.type == "cpu" else ACCELERATOR

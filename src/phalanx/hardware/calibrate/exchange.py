@@ -1,7 +1,7 @@
-"""Times what ranks exchange: collectives, copies between devices, and what computing loses beside either.
+"""Times collectives, copies between devices, and matmuls that run beside either.
 
-Every rank of the job calls these functions together. Groups are neighbouring ranks, and all groups of a size talk at once,
-as the axes of a layout do.
+Every rank of the job calls these functions together. Groups are neighbouring ranks, and all groups of a size communicate at
+once, as the axes of a layout do.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Group = dist.ProcessGroup
 
 @dataclass(frozen=True)
 class Exchanged:
-    """One collective that was timed."""
+    """One timed collective."""
 
     collective: str
-    """As `hardware.collectives.COLLECTIVES` calls it."""
+    """Its name in `hardware.collectives.COLLECTIVES`."""
     size: int
     """Bytes, as the collective counts them."""
     members: int
@@ -38,7 +38,7 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class Beside:
-    """Products alone, an exchange alone, and both at once: seconds."""
+    """Seconds of products alone, of an exchange alone, and of both at once."""
 
     products: float
     exchange: float
@@ -46,7 +46,7 @@ class Beside:
 
 
 def groups_of(world: int, per_node: int) -> list[tuple[int, Group]]:
-    """This rank's group of neighbours for each size worth measuring: powers of two within a node, and all ranks."""
+    """Return this rank's group of neighbours for each size to measure: powers of two within a node, and all ranks."""
     sizes = [size for size in (2, 4, 8, 16) if size < world and per_node % size == 0]
     found = []
     for size in sizes:
@@ -60,7 +60,7 @@ def groups_of(world: int, per_node: int) -> list[tuple[int, Group]]:
 def time_collectives(
     clock: Clock, groups: Sequence[tuple[int, Group]], sizes: Sequence[int], more: Callable[[], bool]
 ) -> Iterator[Exchanged]:
-    """Every collective over every group and size, as long as there is time for `more`; the first size in any case."""
+    """Time every collective over every group and size until `more` returns False; the first size is always timed."""
     for size in sizes:
         if size != sizes[0] and not more():
             return
@@ -89,7 +89,7 @@ def _calls(size: int, members: int, group: Group, device: torch.device) -> dict[
 
 
 def _pass_on(sent: Tensor, received: Tensor, members: int, group: Group) -> None:
-    """Everybody sends to the next one of its group."""
+    """Send from each rank to the next one of its group."""
     here = dist.get_group_rank(group, dist.get_rank())
     following, before = (dist.get_global_rank(group, (here + step) % members) for step in (1, -1))
     operations = [
@@ -118,9 +118,10 @@ def _copying(device: torch.device, group: Group, size: int) -> Callable[[], obje
 
 
 def time_beside(clock: Clock, group: Group, rows: int, count: int, size: int, *, copies: bool) -> Beside | None:
-    """`count` products of `rows` x `rows`, with gathers of `size` bytes beside most of them.
+    """Time `count` products of [rows, rows], alone and with gathers of `size` bytes beside most of them.
 
-    None for copies where ranks cannot reach each other.
+    copies: whether copy engines gather, in place of collectives; None is returned where ranks cannot reach each other's
+    memory.
     """
     if copies and not reaches_peers(clock.device, group):
         return None
@@ -160,7 +161,7 @@ _COVERED = 0.7
 
 
 class _Side:
-    """A second stream of work on an accelerator; on the CPU things follow one another."""
+    """A second stream of work on an accelerator; on the CPU, work follows one after another."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
@@ -176,6 +177,6 @@ class _Side:
             call()
 
     def join(self) -> None:
-        """Let what follows wait for it."""
+        """Make later work wait for the second stream."""
         if self._module is not None:
             self._module.current_stream().wait_stream(self._stream)

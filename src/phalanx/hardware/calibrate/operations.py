@@ -28,20 +28,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Passed:
-    """Memory traffic that was timed."""
+    """One timed pass over memory."""
 
     bytes: float
-    """Read and written."""
+    """Bytes read and written."""
     seconds: float
 
 
 _KINDS: Mapping[torch.dtype, Kind] = {torch.bfloat16: "matmul", torch.float32: "matmul32", torch.float64: "matmul64"}
 OPTIMIZER_BYTES = 28
-"""Bytes a parameter that fused AdamW reads and writes: 32-bit master, gradient and two moments, and all but the gradient."""
+"""Bytes per parameter that fused AdamW moves: it reads main parameter, gradient and two moments, and writes all but the
+gradient, each in 32 bits."""
 
 
 def warm_up(clock: Clock, seconds: float) -> None:
-    """Large products until the device is as warm, and its clocks as low, as in training."""
+    """Run large products until the device is as warm, and its clocks as low, as in training."""
     if clock.device.type == "cpu":
         return
     a = torch.randn(8192, 8192, device=clock.device, dtype=torch.bfloat16)
@@ -51,7 +52,7 @@ def warm_up(clock: Clock, seconds: float) -> None:
 
 
 def time_shapes(clock: Clock, shapes: Shapes, more: Callable[[], bool]) -> Iterator[TimedOperation]:
-    """Products and attention calls, as long as there is time for `more`; the first of each kind in any case."""
+    """Time products and attention calls until `more` returns False; the first of each kind is always timed."""
     for product in _while(more, shapes.products):
         yield _time_product(clock, product, torch.bfloat16)
     for product in _while(more, shapes.singles):
@@ -87,7 +88,7 @@ def _time_product(clock: Clock, product: Product, dtype: torch.dtype) -> TimedOp
 
 
 def _time_attention(clock: Clock, x: Attention) -> Iterator[TimedOperation]:
-    """Forward and backward, by the kernel that training chooses for this shape."""
+    """Time attention forward and backward, by the kernel that training chooses for this shape."""
     device, dtype = clock.device, torch.bfloat16
     choice, attended = _causal(x, device) if x.causal else _whole(x, device)
 
@@ -126,7 +127,7 @@ def _whole(x: Attention, device: torch.device) -> tuple[AttentionChoice, Attende
 
 
 def time_traffic(clock: Clock, sizes: Iterable[int]) -> Iterator[Passed]:
-    """Sums, format changes and reductions of so many bytes."""
+    """Time sums, format changes and reductions of so many bytes."""
     for size in sizes:
         yield from _time_passes(clock, size // 6)
 
@@ -143,7 +144,7 @@ def _time_passes(clock: Clock, count: int) -> Iterator[Passed]:
 
 
 def time_optimizer(clock: Clock, sizes: Iterable[int]) -> Iterator[Passed]:
-    """AdamW over so many parameters, as training updates them."""
+    """Time AdamW over so many parameters, as training updates them."""
     for count in sizes:
         yield Passed(OPTIMIZER_BYTES * count, _time_update(clock, count))
 
@@ -157,7 +158,7 @@ def _time_update(clock: Clock, count: int) -> float:
 
 
 def time_host(clock: Clock) -> float:
-    """Seconds in which the host issues one small operation of plain PyTorch code."""
+    """Return the seconds in which the host issues one small operation of plain PyTorch code."""
     x = torch.zeros(64, device=clock.device)
     out = torch.zeros_like(x)
 

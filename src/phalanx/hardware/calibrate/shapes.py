@@ -1,6 +1,6 @@
-"""Which products and attention calls are worth timing: those that tracing finds in models of several widths.
+"""Chooses the products and attention calls to time, from those that tracing finds in models of several widths.
 
-Of the hundreds that come up, each next one is the one least like those already chosen.
+Tracing finds hundreds. Each next one to be chosen is the one least like those already chosen.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from phalanx.planner.trace.operations import Attention, Matmul, Operation
 from phalanx.planner.trace.parts import part_costs
 
 _DOUBLE_FLOPS = 2.0**37
-"""Operations of a 64-bit product at most: some devices do a trillion a second, and all are to be done in seconds."""
+"""Most operations of a timed 64-bit product: some devices compute a trillion a second, and all products must take
+seconds."""
 
 Order = Literal["forward", "input", "weight"]
-"""How a product's factors lie in memory: a layer's pass forward, the gradient of its input, of its weight."""
+"""Order of a product's factors in memory: of a layer's forward pass, of its input's gradient, or of its weight's
+gradient."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +38,19 @@ class Product:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What is to be timed."""
+    """Products and attention calls to time."""
 
     products: tuple[Product, ...]
     singles: tuple[Product, ...]
-    """Of 32-bit numbers."""
+    """Products of 32-bit numbers."""
     doubles: tuple[Product, ...]
-    """Of 64-bit numbers."""
+    """Products of 64-bit numbers."""
     attentions: tuple[Attention, ...]
-    """Forward; each is timed backward too."""
+    """Forward calls; each is timed backward too."""
 
 
 def model_of(width: int, length: int) -> LanguageModel:
-    """A model of this width as most are built today: SwiGLU, grouped queries, rotary positions."""
+    """Return a one-layer model of this width as most are built today: SwiGLU, grouped queries, rotary positions."""
     head = 128 if width >= 1024 else 32
     heads = width // head
     return LanguageModel(
@@ -63,12 +65,12 @@ def model_of(width: int, length: int) -> LanguageModel:
 
 
 def setting_of(width: int, length: int, tp: int = 1) -> Setting:
-    """Such a model as tracing takes it, uncompiled."""
+    """Return what tracing needs of such a model, uncompiled."""
     return Setting(model_of(width, length), length, tp=tp, compile=False)
 
 
 def shapes_for(effort: Effort, memory_bytes: float) -> Shapes:
-    """What to time on a device with so much free memory."""
+    """Return what to time on a device with `memory_bytes` of free memory."""
     operations = [
         operation
         for width, length, samples in effort.models
@@ -101,7 +103,7 @@ def _spread_out(products: Sequence[Product], most: int) -> tuple[Product, ...]:
 
 
 def spread(places: Sequence[Sequence[float]], most: int) -> list[int]:
-    """Positions of at most `most` places far from one another, the first place among them; in order of choice."""
+    """Return the indices of at most `most` of `places`, each the farthest from those before it; the first is 0."""
     points = np.asarray(places, np.float64)
     chosen = [0]
     distance = np.linalg.norm(points - points[0], axis=1)

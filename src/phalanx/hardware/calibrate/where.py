@@ -1,4 +1,4 @@
-"""Which machine this is, as far as a profile needs it: the description that was named, one that fits, or a plain one."""
+"""Finds the description of this machine for a profile: the one that was named, a shipped one that fits, or a plain one."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from phalanx.hardware.machine import Machine, Node, described_names, load_machin
 from phalanx.hardware.network import Links, Switch
 
 
-def machine_here(device: torch.device, per_node: int, cluster: str | None) -> Machine:
-    """The machine that `device` belongs to.
+def describe_this_machine(device: torch.device, per_node: int, cluster: str | None) -> Machine:
+    """Return the machine that `device` belongs to.
 
     per_node: ranks on this node. cluster: a shipped name or a description's path. Raises ConfigError for a description of
     other devices, or of fewer on a node.
     """
     name = device_kind(device_name(device))
     if cluster is None:
-        return _like(name, per_node) or plain_machine(name, per_node)
+        return _find_shipped(name, per_node) or plain_machine(name, per_node)
     machine = load_machine(cluster)
     if machine.node.device != name:
         raise ConfigError(
@@ -34,17 +34,17 @@ def machine_here(device: torch.device, per_node: int, cluster: str | None) -> Ma
     return machine
 
 
-def _like(device: str, per_node: int) -> Machine | None:
-    """The smallest shipped description of such devices."""
+def _find_shipped(device: str, per_node: int) -> Machine | None:
+    """Return the smallest shipped description of such devices; None where there is none."""
     machines = [load_machine(name) for name in described_names()]
     fitting = [one for one in machines if one.node.device == device and one.node.devices >= per_node]
     return min(fitting, key=lambda one: (one.node.devices, one.name), default=None)
 
 
 def plain_machine(device: str, per_node: int) -> Machine:
-    """One node of devices that all reach one another alike."""
+    """Return a machine of one node whose devices all reach one another alike."""
     name = re.sub("[^a-z0-9]+", "-", device.lower()).strip("-")
-    # What the links can do is what will be measured: rates are in relation to the figure here, whatever it is.
+    # Measured rates are stored as shares of this nominal bandwidth, so any figure will do.
     links = Links(source="assumption", kind="nvlink3", switch=Switch(gb_s=100.0))
     return Machine(
         name=name if name and name[0].isalpha() else f"device-{name}",
