@@ -27,13 +27,14 @@ from own_model.data import Chirps, LossGap
 phalanx.register(FAMILY)
 phalanx.register(Chirps, "chirps")
 phalanx.register(LossGap, "loss_gap")
-run = phalanx.load_run(Path(sys.argv[1]), ["training.steps=3"])
+# Paths may be strings.
+run = phalanx.load_run(sys.argv[1], ["training.steps=3"])
+phalanx.train(run, sys.argv[2])
 folder = Path(sys.argv[2])
-phalanx.train(run, folder)
-(evaluation,) = phalanx.evaluate(folder)
+(evaluation,) = phalanx.evaluate(str(folder))
 found["evaluation"] = evaluation.fields
 found["logged"] = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-model = phalanx.load_model(folder)
+model = phalanx.load_model(str(folder))
 found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
 found["training"] = model.training
 found["passed"] = phalanx.verify(run, 1, steps=1).verdicts[0].passed

@@ -103,34 +103,34 @@ def verify(
     return verify_run(run, Options(ranks, every_layout, precision=precision, steps=steps))
 
 
-def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
+def train(run: Run, run_dir: Path | str, *, until: int | None = None) -> None:
     """Train `run` in the ranks that a launcher started, or in this process alone, from wherever `training.resume` says.
 
     run_dir: where metrics and checkpoints go. until: a step to end at before `training.steps`. Raises ConfigError, DataError
     and CheckpointError for what is wrong with the run, its data and what is on disk, Interrupted when asked to stop.
     """
-    train_run(run, run_dir, until=until)
+    train_run(run, Path(run_dir), until=until)
 
 
-def load_model(path: Path, *, device: str = "cpu") -> nn.Module:
+def load_model(path: Path | str, *, device: str = "cpu") -> nn.Module:
     """Return the model of the newest checkpoint of a run directory, or of one checkpoint, whole and in evaluation mode.
 
     Any layout may have written it. The module's forward pass is that of its family. Raises CheckpointError where there is
     no whole checkpoint.
     """
-    _, model = _load_on_one_rank(path, choose_device(device), ())
+    _, model = _load_on_one_rank(Path(path), choose_device(device), ())
     module: nn.Module = model.stages[0].part
     return module.eval().requires_grad_(False)
 
 
-def evaluate(path: Path, overrides: Sequence[str] = (), *, device: str = "cpu") -> list[Finding]:
+def evaluate(path: Path | str, overrides: Sequence[str] = (), *, device: str = "cpu") -> list[Finding]:
     """Return what the evaluation in training would find now, for the newest checkpoint at `path`, on one rank.
 
     overrides: fields of its run file to change, as "data.sources=[...]". `Finding.fields` holds the numbers. Raises
     CheckpointError where there is no whole checkpoint, DataError for data that are not there.
     """
     chosen = choose_device(device)
-    run, model = _load_on_one_rank(path, chosen, overrides)
+    run, model = _load_on_one_rank(Path(path), chosen, overrides)
     inputs = bind(run, TrainableModel).open_inputs(model.layout, ONE_RANK, chosen, first=True)
     try:
         return inputs.evaluator.evaluate(Executor(model))

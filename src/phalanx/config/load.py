@@ -30,11 +30,12 @@ RESOLVED_NAME = "run.yaml"
 """Name of the resolved run file in a run folder; the folder may be given in place of the file."""
 
 
-def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
+def load_run(path: Path | str, overrides: Sequence[str] = ()) -> Run:
     """Read a run file, or the resolved one of a run folder, and apply `section.field=value` overrides.
 
     Raises ConfigError for anything a person can get wrong.
     """
+    path = Path(path)
     file = path / RESOLVED_NAME if path.is_dir() else path
     if file != path and not file.exists():
         raise ConfigError(f"folder {path} holds no {RESOLVED_NAME}; give a run file or a run folder")
