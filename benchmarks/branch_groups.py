@@ -24,12 +24,13 @@ import torch
 
 from phalanx.config.load import load_run
 from phalanx.families.materials.config import MaterialsRun
-from phalanx.families.materials.data.balance import BranchGroups, report, sizes_by_cost, step_balance
+from phalanx.families.materials.data.balance import report, step_balance
 from phalanx.families.materials.data.graph_shards import open_prepared
 from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_columns, graph_order
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.families.registry import bind
+from phalanx.layout.data_parallel.task_heads import BranchGroups, sizes_by_cost
 
 RANKS = (4, 16, 64)
 STEPS = 100

@@ -17,6 +17,7 @@ GENERIC = (
     "data",
     "kernels",
     "launch",
+    "layout",
     "nn",
     "optimizers",
     "planner",

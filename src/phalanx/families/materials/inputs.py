@@ -18,7 +18,15 @@ from phalanx.data.batch_stream import BatchStream
 from phalanx.errors import DataError
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.cost_fitting import Balancer, BalancerState
-from phalanx.families.materials.data.balance import Division, divide, divide_within, in_turn, report, step_balance
+from phalanx.families.materials.data.balance import (
+    Division,
+    assign_by_branch,
+    divide,
+    divide_within,
+    in_turn,
+    report,
+    step_balance,
+)
 from phalanx.families.materials.data.graph_batches import Collator, Columns, GraphBatch
 from phalanx.families.materials.data.graph_order import Located
 from phalanx.families.materials.data.graph_shards import PreparedSource, open_prepared
@@ -368,7 +376,7 @@ class GraphEvaluator:
         model = CostModel(data.cost.node, data.cost.edge, data.cost.graph)
         costs = model.whole(found.atoms, found.edges)
         groups = branch_groups(layout)
-        deal = None if groups is None else groups.deal(found.source)
+        deal = None if groups is None else assign_by_branch(groups, found.source)
         if data.microbatch_cost is not None:
             return divide_within(
                 costs, layout.data_ranks, costs, int(data.microbatch_cost * layout.cp / model.unit), deal

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.counter_random import normal_values, random_bits, stream_key
 from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.data.balance import assign_by_branch
 from phalanx.families.materials.data.graph_batches import LABELS, GraphBatch
 from phalanx.families.materials.data.structures.device_neighbours import device_edges
 from phalanx.families.materials.model.losses import tasks
@@ -50,7 +51,7 @@ class MaterialsVerification(VerifiableModel):
         assert groups is not None
         numbers = torch.arange(layout.global_batch) + (step - 1) * layout.global_batch
         source = np.asarray(numbers % len(self.run.model.branches))
-        dealt = groups.deal(source)(np.ones_like(source), groups.ranks)
+        dealt = assign_by_branch(groups, source)(np.ones_like(source), groups.ranks)
         return _structures(self.run, numbers[torch.from_numpy(dealt) == rank])
 
     def reduced(self, world_size: int) -> dict[str, dict[str, Any]]:

@@ -6,17 +6,86 @@ Heads are plain tensors, alike on all ranks of their sub-group, and FSDP2 leaves
 sharded as `layout` says. Names, initial values and checkpoints are those of the whole model, and losses are divided by the
 targets of the whole global batch, so that nothing but places changes.
 
-This module turns `layout.branch_groups` into sizes of sub-groups (`families.materials.data.balance` says who reads what).
+This module turns `layout.branch_groups` into sub-groups and their sizes; a family says which samples each of them reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from phalanx.config.schema import Run
-from phalanx.families.materials.data.balance import BranchGroups, sizes_by_cost
 from phalanx.families.registry import bind
 from phalanx.layout.spec import ResolvedLayout
+
+
+@dataclass(frozen=True)
+class BranchGroup:
+    """Ranks that read the same branches."""
+
+    branches: range
+    """Numbers of branches, which are numbers of sources."""
+    ranks: range
+    """Data-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class BranchGroups:
+    """All sub-groups of a layout; each data-parallel rank and each branch is in one."""
+
+    sizes: tuple[int, ...]
+    """Ranks of each branch; 0: it shares the ranks of the branch before."""
+
+    def __post_init__(self) -> None:
+        assert self.sizes and self.sizes[0] > 0 and min(self.sizes) >= 0, self.sizes
+
+    @cached_property
+    def groups(self) -> tuple[BranchGroup, ...]:
+        """In the order of their branches, and of their ranks."""
+        first = [branch for branch, size in enumerate(self.sizes) if size]
+        found, rank = [], 0
+        for branch, following in zip(first, [*first[1:], len(self.sizes)], strict=True):
+            found.append(BranchGroup(range(branch, following), range(rank, rank + self.sizes[branch])))
+            rank += self.sizes[branch]
+        return tuple(found)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in all."""
+        return sum(self.sizes)
+
+    def of_rank(self, rank: int) -> BranchGroup:
+        """The group of a data-parallel rank."""
+        return next(group for group in self.groups if rank in group.ranks)
+
+
+def sizes_by_cost(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
+    """Ranks for each branch such that the busiest rank has as little to do as can be; see `BranchGroups.sizes`.
+
+    costs: of each branch in a mean step, in any unit. With at least as many ranks as branches each branch has ranks of its
+    own, one at least. With fewer, each rank takes some branches that follow one another.
+    """
+    if ranks < len(costs):
+        return _share_ranks(costs, ranks)
+    sizes = [1] * len(costs)
+    for _ in range(ranks - len(costs)):
+        busiest = max(range(len(costs)), key=lambda branch: costs[branch] / sizes[branch])
+        sizes[busiest] += 1
+    return tuple(sizes)
+
+
+def _share_ranks(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
+    """One rank for each of `ranks` runs of branches, the costliest run being as cheap as can be."""
+    # Of `made` runs over the first n branches: cost of the costliest, and the branch with which each begins.
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for made in range(1, ranks + 1):
+        best = {
+            end: min((max(cost, sum(costs[n:end])), (*starts, n)) for n, (cost, starts) in best.items() if n < end)
+            for end in range(made, len(costs) + 1)
+        }
+    starts = best[len(costs)][1]
+    return tuple(int(branch in starts) for branch in range(len(costs)))
 
 
 def branch_sizes(run: Run, data_ranks: int) -> tuple[int, ...]:

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graph_files import prepared_sources
-from phalanx.families.materials.data.balance import BranchGroups, divide, divide_within, longest_first, sizes_by_cost
+from phalanx.families.materials.data.balance import assign_by_branch, divide, divide_within, longest_first
 from phalanx.families.materials.data.graph_shards import PreparedSource, open_prepared
 from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_columns, graph_order
 from phalanx.families.materials.data_config import GraphData
+from phalanx.layout.data_parallel.task_heads import BranchGroups, sizes_by_cost
 
 STEPS = range(1, 9)
 sizes_of = st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(lambda sizes: sizes[0] > 0).map(tuple)
@@ -60,7 +61,7 @@ def test_a_structure_goes_to_a_rank_of_its_branch_and_nowhere_else(
     # Some branches have no structure: those above a random one.
     source = random.integers(0, random.integers(1, len(sizes) + 1), structures)
     costs = random.lognormal(3.0, 1.0, structures).astype(np.int64) + 1
-    division = divide(costs, groups.ranks, parts, groups.deal(source))
+    division = divide(costs, groups.ranks, parts, assign_by_branch(groups, source))
     assert len(division.rank) == structures and division.loads.sum() == costs.sum()
     for branch, rank in zip(source.tolist(), division.rank.tolist(), strict=True):
         assert branch in groups.of_rank(rank).branches
@@ -73,7 +74,7 @@ def test_a_structure_goes_to_a_rank_of_its_branch_and_nowhere_else(
 def test_a_budget_holds_on_the_busiest_rank_of_any_branch() -> None:
     costs, source = np.full(24, 10, dtype=np.int64), np.array([0] * 20 + [1] * 4)
     groups = BranchGroups((1, 3))
-    division = divide_within(costs, 4, costs, 50, groups.deal(source))
+    division = divide_within(costs, 4, costs, 50, assign_by_branch(groups, source))
     assert division.loads.shape == (4, 4) and division.loads.max() == 50
     assert division.loads.sum(axis=1).tolist() == [200, 20, 10, 10]
 

@@ -16,6 +16,7 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.families.materials.data.balance import (
     BranchGroups,
     Division,
+    assign_by_branch,
     by_number,
     divide,
     divide_within,
@@ -124,7 +125,7 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
     def _divide(self, step: int, found: Located, shares: CostModel | None = None) -> Division:
         shares = shares or [costs for first, costs in self.costs if first <= step][-1]
         costs = shares.whole(found.atoms, found.edges)
-        deal = self._deal if self.branches is None else self.branches.deal(found.source)
+        deal = self._deal if self.branches is None else assign_by_branch(self.branches, found.source)
         if self._budget is None:
             return divide(costs, self.ranks, self.parts, deal)
         # The budget is about memory, which measured times say nothing of: it keeps to the declared costs.
