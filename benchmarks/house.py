@@ -21,6 +21,7 @@ import tempfile
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -229,9 +230,9 @@ def walk_command(words: list[str], end: tuple[str, str]) -> Walk:
 
     sys.setprofile(watch)
     try:
-        run_command_line(words)
-    except Arrived:
-        pass
+        # The walk ends in the middle of the command, where it has arrived.
+        with suppress(Arrived):
+            run_command_line(words)
     finally:
         sys.setprofile(None)
     return walk

@@ -117,5 +117,20 @@ class Registry(Generic[T]):
         )
 
 
+def make_extension(make: Callable[[], T], refusal: str) -> T:
+    """Return what `make`, the constructor of an extension with the options of a run file, returns.
+
+    refusal: field, value and what cannot be done, for the message. Raises ConfigError for any exception of a foreign
+    constructor, and PhalanxErrors as they are.
+    """
+    try:
+        return make()
+    except PhalanxError:
+        raise
+    # A foreign constructor may refuse its options with any exception.
+    except Exception as error:
+        raise ConfigError(f"{refusal}: {type(error).__name__}: {error}") from error
+
+
 def _package_of(entry: EntryPoint) -> str:
     return "phalanx itself" if entry.dist is None else f"package {entry.dist.name} {entry.dist.version}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -18,8 +19,8 @@ from torch import Tensor
 from phalanx.counter_random import normal_values, random_bits, stream_key
 from phalanx.data.batch_stream import ReadAheadStream, TensorBatch
 from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Int64Array, stable_key
-from phalanx.errors import ConfigError, DataError, PhalanxError
-from phalanx.extensions import Registry
+from phalanx.errors import DataError
+from phalanx.extensions import Registry, make_extension
 
 Split = Literal["train", "validation"]
 
@@ -98,15 +99,8 @@ def open_source(name: str, sequence_length: int, options: Mapping[str, Any]) -> 
     Raises ConfigError for a name that stands for none and for options that it does not take, DataError for missing data.
     """
     kind = DATA_SOURCES.get(name, "data.source")
-    try:
-        return kind(sequence_length, **options)
-    except PhalanxError:
-        raise
-    # A foreign constructor may refuse its options with any exception.
-    except Exception as error:
-        raise ConfigError(
-            f"data.options={dict(options)}: data source {name} cannot be opened with them: {type(error).__name__}: {error}"
-        ) from error
+    refusal = f"data.options={dict(options)}: data source {name} cannot be opened with them"
+    return make_extension(partial(kind, sequence_length, **options), refusal)
 
 
 def count_targets(targets: Tensor) -> Tensor:

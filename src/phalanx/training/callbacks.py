@@ -9,18 +9,18 @@ offered by an installed package:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from phalanx.config.schema import CallbackChoice, Run
-from phalanx.errors import ConfigError, PhalanxError
-from phalanx.extensions import Registry
-from phalanx.printable import printable
+from phalanx.errors import PhalanxError
+from phalanx.extensions import Registry, make_extension
+from phalanx.printable import write_stderr
 from phalanx.training.metrics import StepMetrics
 from phalanx.training.stopping import write_traceback
 
@@ -94,16 +94,8 @@ def build_callbacks(choices: Sequence[CallbackChoice]) -> dict[str, Callback]:
         kind = CALLBACKS.get(choice.name, f"{field}.name")
         # The same callback may be asked for twice, with other options.
         name = f"{choice.name} ({field})" if choice.name in built else choice.name
-        try:
-            built[name] = kind(**choice.options)
-        except PhalanxError:
-            raise
-        # A foreign constructor may refuse its options with any exception.
-        except Exception as error:
-            raise ConfigError(
-                f"{field}.options={choice.options}: callback {choice.name} cannot be made with them: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        refusal = f"{field}.options={choice.options}: callback {choice.name} cannot be made with them"
+        built[name] = make_extension(partial(kind, **choice.options), refusal)
     return built
 
 
@@ -144,7 +136,7 @@ class CallbackList:
         except PhalanxError as failure:
             if error is None:
                 raise
-            sys.stderr.write(f"warning: {printable(str(failure))}\n")
+            write_stderr(f"warning: {failure}")
 
     def _call_each(self, moment: str, call: Callable[[Callback], object]) -> None:
         for name, callback in self._callbacks.items():
