@@ -43,7 +43,7 @@ class OneStage:
 @cache
 def one_stage_candidates(step: OneStage) -> PeakCandidates:
     """Return the counts at the moments of a step that may be its peak."""
-    named = list(_rows(step))
+    named = list(StepMoments(step).rows())
     counts = np.zeros((len(named), len(COUNTS)))
     for row, (_, values) in zip(counts, named, strict=True):
         for name, count in values.items():
@@ -51,146 +51,189 @@ def one_stage_candidates(step: OneStage) -> PeakCandidates:
     return PeakCandidates(counts, np.zeros(len(named), np.int64), [name for name, _ in named])
 
 
-def _rows(p: OneStage) -> Iterator[tuple[str, Row]]:
-    layers, tied, untied = p.n_layers, float(p.tied), float(not p.tied)
-    unit, tail = min(p.gather_blocks, layers), (layers - 1) % p.gather_blocks + 1
-    state = {"layers": layers, "embedding": 1, "head": 1}
-    kept = {"embeddings_kept": 1, "stages_kept": 1}
-    # What the last reduction of a micro-batch was sent from goes only when the next one begins.
-    reduces_each = p.several and not p.whole
-    lasting = {"sent_embedding": 1, "sent_head": tied} if reduces_each else {}
-    first_gather = p.dropped or not p.several
+class StepMoments:
+    """The moments of one optimizer step of a rank that has the whole model, in their order, and what each adds."""
 
-    def gathered(stay: Row, now: Row) -> dict[str, float]:
-        """stay: gathered where nothing is dropped; now: gathered where everything is, beside a shared table."""
-        if not p.dropped:
-            return {f"gathered_{name}": count for name, count in stay.items()}
-        root = {"embedding": tied, "head": tied}
-        return {f"gathered_{name}": now.get(name, 0) + root.get(name, 0) for name in {**now, **root}}
+    def __init__(self, step: OneStage) -> None:
+        self.step = step
+        self.layers = step.n_layers
+        self.tied, self.untied = float(step.tied), float(not step.tied)
+        self.unit = min(step.gather_blocks, self.layers)
+        self.tail = (self.layers - 1) % step.gather_blocks + 1
+        """Blocks of the last unit."""
+        self.state: dict[str, float] = {"layers": self.layers, "embedding": 1, "head": 1}
+        self.kept: dict[str, float] = {"embeddings_kept": 1, "stages_kept": 1}
+        self.reduces_each = step.several and not step.whole
+        # What the last reduction of a micro-batch was sent from goes only when the next one begins.
+        self.lasting: dict[str, float] = {"sent_embedding": 1, "sent_head": self.tied} if self.reduces_each else {}
+        self.first_gather = step.dropped or not step.several
 
-    def gradients(blocks: float, head: float, streamed: float = 0) -> dict[str, float]:
-        """Gradients added up once this much has been reduced in the last micro-batch.
+    def rows(self) -> Iterator[tuple[str, Row]]:
+        """Yield the name and the counts of every moment."""
+        yield from self.forward_rows()
+        yield from self.head_backward_rows()
+        yield from self.unit_rows("the last block", self.layers, self.tail, {"head": self.untied})
+        if self.layers > self.tail:
+            yield from self.unit_rows(
+                "the last block but one", self.layers - self.tail, self.unit, {"blocks": self.tail}
+            )
+            yield from self.unit_rows(
+                "the first block",
+                self.unit,
+                self.unit,
+                {"blocks": self.unit if self.layers > self.unit + self.tail else self.tail},
+            )
+        yield from self.embedding_backward_rows()
 
-        streamed: further blocks whose streamed matrices have theirs.
+    def forward_rows(self) -> Iterator[tuple[str, Row]]:
+        """Yield the moments of the forward pass."""
+        before = self.gradients(0, 0)
+        yield (
+            "forward of the embedding",
+            {
+                **(self.state | before | self.lasting),
+                **({"summed_embedding": 1} if self.reduces_each else {}),
+                **self.gathered(
+                    {"blocks": self.layers * self.step.several, "embedding": 1, "head": 1}, {"embedding": self.untied}
+                ),
+                "arrived_embedding": self.first_gather,
+                "embedding_forward": 1,
+            },
+        )
+        yield (
+            "forward of the last block",
+            {
+                **(self.state | before | self.kept | self.lasting),
+                "blocks_kept": self.layers - 1,
+                "results": 1,
+                **self.gathered(
+                    {"blocks": self.layers, "embedding": 1, "head": self.step.several}, {"blocks": self.tail}
+                ),
+                "arrived_blocks": self.tail * self.first_gather,
+                "arriving_head": self.untied * self.first_gather,
+                "block_forward": 1,
+            },
+        )
+        ends = self.head_gathered()
+        yield (
+            "forward of the head",
+            {
+                **(self.state | before | self.kept | self.lasting | ends),
+                "blocks_kept": self.layers,
+                "results": 1,
+                "arrived_head": self.untied * (self.step.gathered_again or not self.step.several),
+                "head_forward": 1,
+            },
+        )
+
+    def head_backward_rows(self) -> Iterator[tuple[str, Row]]:
+        """Yield the moments of the head's backward pass."""
+        before, ends = self.gradients(0, 0), self.head_gathered()
+        yield (
+            "backward of the head",
+            {
+                **(self.state | before | self.kept | self.lasting | ends | self.arriving({"blocks": self.tail})),
+                "blocks_kept": self.layers,
+                "heads_kept": 1,
+                "head_backward": 1,
+            },
+        )
+        yield (
+            "gradients of the head reduced",
+            {
+                **(self.state | before | self.kept | self.arriving({"blocks": self.tail})),
+                **self.gathered({"blocks": self.layers, "embedding": 1, "head": self.tied}, {}),
+                "blocks_kept": self.layers,
+                "results": 1,
+                "own_head": self.untied,
+                "tied_gradient": self.tied,
+                "head_reduced": self.untied,
+            },
+        )
+
+    def unit_rows(self, name: str, left: int, size: int, sent: Row) -> Iterator[tuple[str, Row]]:
+        """Yield the moments of the backward pass of one unit of blocks that are gathered together.
+
+        left: blocks that are not done, those of this unit among them. size: blocks of the unit. sent: what was reduced
+        before it.
         """
-        if p.whole:
-            left = {"whole_blocks": layers - blocks, "whole_embedding": 1, "whole_head": 1 - head}
-            return {**left, "shared_blocks": blocks, "shared_head": head}
-        if p.several:
-            return {"shared_blocks": layers, "shared_embedding": 1, "shared_head": 1}
-        return {"shared_blocks": blocks, "shared_head": head, "streamed_gradients": streamed}
-
-    def arriving(of: Row) -> dict[str, float]:
-        return {f"arriving_{name}": count for name, count in of.items()} if p.dropped else {}
-
-    before = gradients(0, 0)
-    yield (
-        "forward of the embedding",
-        {
-            **(state | before | lasting),
-            **({"summed_embedding": 1} if reduces_each else {}),
-            **gathered({"blocks": layers * p.several, "embedding": 1, "head": 1}, {"embedding": untied}),
-            "arrived_embedding": first_gather,
-            "embedding_forward": 1,
-        },
-    )
-    yield (
-        "forward of the last block",
-        {
-            **(state | before | kept | lasting),
-            "blocks_kept": layers - 1,
-            "results": 1,
-            **gathered({"blocks": layers, "embedding": 1, "head": p.several}, {"blocks": tail}),
-            "arrived_blocks": tail * first_gather,
-            "arriving_head": untied * first_gather,
-            "block_forward": 1,
-        },
-    )
-    ends = gathered({"blocks": layers, "embedding": 1, "head": 1}, {"head": untied})
-    yield (
-        "forward of the head",
-        {
-            **(state | before | kept | lasting | ends),
-            "blocks_kept": layers,
-            "results": 1,
-            "arrived_head": untied * (p.gathered_again or not p.several),
-            "head_forward": 1,
-        },
-    )
-    yield (
-        "backward of the head",
-        {
-            **(state | before | kept | lasting | ends | arriving({"blocks": tail})),
-            "blocks_kept": layers,
-            "heads_kept": 1,
-            "head_backward": 1,
-        },
-    )
-    yield (
-        "gradients of the head reduced",
-        {
-            **(state | before | kept | arriving({"blocks": tail})),
-            **gathered({"blocks": layers, "embedding": 1, "head": tied}, {}),
-            "blocks_kept": layers,
-            "results": 1,
-            "own_head": untied,
-            "tied_gradient": tied,
-            "head_reduced": untied,
-        },
-    )
-
-    def unit_rows(name: str, left: int, size: int, sent: Row) -> Iterator[tuple[str, Row]]:
-        """left: blocks that are not done, those of this unit among them. size: blocks of the unit. sent: what was reduced
-        before it."""
-        units = min(p.gathers_ahead, -(-(left - size) // unit))
-        ahead = arriving({"blocks": units * unit} if left > size else {"embedding": untied})
+        units = min(self.step.gathers_ahead, -(-(left - size) // self.unit))
+        ahead = self.arriving({"blocks": units * self.unit} if left > size else {"embedding": self.untied})
 
         def backward(done: int) -> Row:
-            """Of the block that comes after so many of the unit."""
+            """Return the counts at the block that comes after `done` blocks of the unit."""
             return {
-                **(state | kept | ahead),
-                **gradients(layers - left, untied, done),
-                **gathered({"blocks": left, "embedding": 1, "head": tied}, {"blocks": size}),
+                **(self.state | self.kept | ahead),
+                **self.gradients(self.layers - left, self.untied, done),
+                **self.gathered({"blocks": left, "embedding": 1, "head": self.tied}, {"blocks": size}),
                 **{f"sent_{part}": count for part, count in sent.items()},
-                "coming": not p.several,
+                "coming": not self.step.several,
                 "blocks_kept": left - done,
                 "block_backward": 1,
-                "tied_gradient": tied,
+                "tied_gradient": self.tied,
                 "own_blocks": done,
             }
 
         yield f"backward of {name}", backward(0)
-        if p.gather_blocks > 1:
+        if self.step.gather_blocks > 1:
             yield f"backward of all that is gathered with {name}", backward(size - 1)
         yield (
             f"gradients of {name} reduced",
             {
-                **(state | kept | ahead),
-                **gradients(layers - left, untied),
-                **gathered({"blocks": left - size, "embedding": 1, "head": tied}, {}),
+                **(self.state | self.kept | ahead),
+                **self.gradients(self.layers - left, self.untied),
+                **self.gathered({"blocks": left - size, "embedding": 1, "head": self.tied}, {}),
                 "blocks_kept": left - size,
                 "results": 1,
                 "own_blocks": size,
-                "tied_gradient": tied,
+                "tied_gradient": self.tied,
                 "blocks_reduced": size,
             },
         )
 
-    yield from unit_rows("the last block", layers, tail, {"head": untied})
-    if layers > tail:
-        yield from unit_rows("the last block but one", layers - tail, unit, {"blocks": tail})
-        yield from unit_rows("the first block", unit, unit, {"blocks": unit if layers > unit + tail else tail})
-    yield (
-        "backward of the embedding",
-        {
-            **(state | gradients(layers, untied)),
-            **gathered({"embedding": 1, "head": tied}, {"embedding": untied}),
-            "embeddings_kept": 1,
-            "sent_blocks": unit,
-            "embedding_backward": 1,
-            "tied_gradient": tied,
-        },
-    )
-    end = {"own_embedding": 1, "own_head": tied, "embedding_reduced": 1, "head_reduced": tied}
-    yield "gradients of the embedding reduced", {**(state | gradients(layers, untied)), **end}
-    yield "update", {**state, "shared_blocks": layers, "shared_embedding": 1, "shared_head": 1}
+    def embedding_backward_rows(self) -> Iterator[tuple[str, Row]]:
+        """Yield the moments after the blocks' backward passes: the embedding's, and the update."""
+        yield (
+            "backward of the embedding",
+            {
+                **(self.state | self.gradients(self.layers, self.untied)),
+                **self.gathered({"embedding": 1, "head": self.tied}, {"embedding": self.untied}),
+                "embeddings_kept": 1,
+                "sent_blocks": self.unit,
+                "embedding_backward": 1,
+                "tied_gradient": self.tied,
+            },
+        )
+        end = {"own_embedding": 1, "own_head": self.tied, "embedding_reduced": 1, "head_reduced": self.tied}
+        yield "gradients of the embedding reduced", {**(self.state | self.gradients(self.layers, self.untied)), **end}
+        yield "update", {**self.state, "shared_blocks": self.layers, "shared_embedding": 1, "shared_head": 1}
+
+    def head_gathered(self) -> dict[str, float]:
+        """Return what is gathered while the head computes."""
+        return self.gathered({"blocks": self.layers, "embedding": 1, "head": 1}, {"head": self.untied})
+
+    def gathered(self, stay: Row, now: Row) -> dict[str, float]:
+        """Return the counts of gathered parameters.
+
+        stay: what is gathered where nothing is dropped. now: what is gathered where everything is, beside a shared table.
+        """
+        if not self.step.dropped:
+            return {f"gathered_{name}": count for name, count in stay.items()}
+        root = {"embedding": self.tied, "head": self.tied}
+        return {f"gathered_{name}": now.get(name, 0) + root.get(name, 0) for name in {**now, **root}}
+
+    def gradients(self, blocks: float, head: float, streamed: float = 0) -> dict[str, float]:
+        """Return the counts of gradients once this much has been reduced in the last micro-batch.
+
+        streamed: further blocks whose streamed matrices have theirs.
+        """
+        if self.step.whole:
+            left = {"whole_blocks": self.layers - blocks, "whole_embedding": 1, "whole_head": 1 - head}
+            return {**left, "shared_blocks": blocks, "shared_head": head}
+        if self.step.several:
+            return {"shared_blocks": self.layers, "shared_embedding": 1, "shared_head": 1}
+        return {"shared_blocks": blocks, "shared_head": head, "streamed_gradients": streamed}
+
+    def arriving(self, of: Row) -> dict[str, float]:
+        """Return the counts of parameters on their way, where they were dropped."""
+        return {f"arriving_{name}": count for name, count in of.items()} if self.step.dropped else {}
