@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.families.weather.config import FieldSource
 from phalanx.families.weather.data.field_store import BlockCache, FieldStore
 from phalanx.families.weather.data.open_fields import open_store
-from phalanx.families.weather.data_config import FieldSource
 from phalanx.files import write_atomically
 from simulated_weather import BETWEEN, DAY, FRAMES_A_DAY, UNITS
 

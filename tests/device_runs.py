@@ -12,7 +12,7 @@ from phalanx.families.language.config import LanguageRun
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.place import Place
 from phalanx.layout.resolve import resolve_layout
-from phalanx.verification.record import Record, record_training
+from phalanx.verification.record_training import Record, record_training
 
 CPU = torch.device("cpu")
 

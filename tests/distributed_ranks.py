@@ -21,7 +21,7 @@ PRELOADED = (
     "phalanx.families.language.bound",
     "phalanx.families.materials.bound",
     "phalanx.families.weather.bound",
-    "phalanx.verification.verifier",
+    "phalanx.verification.verify_run",
 )
 
 fork_server = partial(local_ranks.fork_server, PRELOADED)

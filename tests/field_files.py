@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import xarray
 
-from phalanx.families.weather.data_config import FieldData, FieldSource
+from phalanx.families.weather.config import FieldData, FieldSource
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "weather"
 LATITUDES = np.array([-75.0, -45.0, -15.0, 15.0, 45.0, 75.0])

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.forecaster import Forecaster
-from phalanx.families.weather.model_config import WeatherModel
 
 
 class PublishedBlock(nn.Module):

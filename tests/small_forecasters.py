@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.forecaster import Forecaster
-from phalanx.families.weather.model_config import WeatherModel
 from phalanx.nn.splits import ModelChunk
 
 NAMES = ("land_sea_mask", "temperature_850", "temperature_500", "geopotential_500", "2m_temperature")

@@ -38,8 +38,7 @@ from phalanx.training.inputs import Finding, TrainableModel
 from phalanx.training.resume import load_weights
 from phalanx.training.start import train as train_run
 from phalanx.training.step import TrainStep, build_step
-from phalanx.verification.reduced_run import one_rank_run
-from phalanx.verification.verify_run import Options, Outcome, verify_run
+from phalanx.verification.verify_run import Options, Outcome, one_rank_run, verify_run
 
 
 def register(item: Family | type[DataSource] | type[Callback] | OptimizerKind, name: str | None = None) -> None:

@@ -25,8 +25,7 @@ from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout, stated_ranks
-from phalanx.verification.reduced_run import with_small_batch
-from phalanx.verification.verify_run import MOST_RANKS
+from phalanx.verification.verify_run import MOST_RANKS, with_small_batch
 from token_data import write_token_folder
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from command_line import Call
 from phalanx.cli.main import SUBCOMMANDS
 from phalanx.config.load import load_run
 from phalanx.layout.resolve import resolve_layout
-from phalanx.verification import verifier
+from phalanx.verification import verify_run
 
 RUN_FILE = """
 model: {n_layers: 3, d_model: 32, n_heads: 8, n_kv_heads: 4, d_ff: 64, vocab_size: 61, max_positions: 32, dropout: 0.1}
@@ -75,13 +75,13 @@ def test_any_batch_of_the_run_file_can_be_verified_on_any_ranks(run_file: str, c
 
 
 def test_a_difference_is_named_and_ends_with_code_3(run_file: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, seeds = verifier.record_training, iter((0, 1))
+    right, seeds = verify_run.record_training, iter((0, 1))
 
     def other_weights(run: Any, *rest: Any, **options: Any) -> Any:
         training = run.training.model_copy(update={"seed": next(seeds)})
         return right(run.model_copy(update={"training": training}), *rest, **options)
 
-    monkeypatch.setattr(verifier, "record_training", other_weights)
+    monkeypatch.setattr(verify_run, "record_training", other_weights)
     outcome = call("verify", run_file, "--nproc", "1")
     assert outcome.code == 3
     lines = outcome.out.splitlines()

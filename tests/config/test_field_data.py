@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from phalanx.config.fields import all_fields
 from phalanx.config.schema import Run
-from phalanx.families.weather.data_config import FieldData
+from phalanx.families.weather.config import FieldData
 
 
 class _FieldRun(Run):

@@ -10,7 +10,7 @@ from phalanx.config.load import dump_run, load_run, parse_run
 from phalanx.config.presets import load_preset, preset_names
 from phalanx.families.language.config import DataSource, LanguageRun
 from phalanx.families.materials.model_config import MaterialsModel
-from phalanx.families.weather.model_config import WeatherModel
+from phalanx.families.weather.config import WeatherModel
 
 
 def parse(*overrides: str, text: str = RUN) -> LanguageRun:

@@ -10,8 +10,8 @@ import torch
 from pydantic import ValidationError
 
 from phalanx.config.presets import load_preset
+from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.forecaster import Forecaster
-from phalanx.families.weather.model_config import WeatherModel
 from phalanx.families.weather.sizes import model_flops_per_sample, parameter_count
 from small_forecasters import NAMES, SMALL, small
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from phalanx.cli.models.ensemble_text import print_ensemble
 from phalanx.config.load import load_run
-from phalanx.ensemble.ensemble_file import read_ensemble
-from phalanx.ensemble.members import open_member
+from phalanx.ensemble.members import open_member, read_ensemble
 from phalanx.errors import ConfigError
 from phalanx.families.language.data.open_tokens import open_source
 from phalanx.families.language.ensemble import build_language

@@ -14,9 +14,8 @@ import yaml
 from ensemble_members import train_members
 from phalanx.cli.models.ensemble_text import print_ensemble
 from phalanx.config.load import load_run
-from phalanx.ensemble.ensemble_file import ENSEMBLE, read_ensemble
 from phalanx.ensemble.family import EnsembleOptions
-from phalanx.ensemble.members import Member, Share, open_member
+from phalanx.ensemble.members import ENSEMBLE, Member, Share, open_member, read_ensemble
 from phalanx.ensemble.residuals import Residuals
 from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.families.materials.config import MaterialsRun

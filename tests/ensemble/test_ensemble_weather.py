@@ -10,8 +10,7 @@ import torch
 
 from phalanx.cli.models.ensemble_text import print_ensemble
 from phalanx.config.load import load_run
-from phalanx.ensemble.ensemble_file import read_ensemble
-from phalanx.ensemble.members import Share, open_member
+from phalanx.ensemble.members import Share, open_member, read_ensemble
 from phalanx.errors import ConfigError
 from phalanx.families.weather import ensemble as weather
 from phalanx.families.weather.ensemble import build_forecasts

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from device_runs import CPU, accelerator, distance, record_steps, small_run
 from phalanx.counter_random import CounterDropout, DropoutContext
+from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.forecaster import path_factors
-from phalanx.families.weather.model_config import WeatherModel
 from phalanx.torch_compat import common as compat
 from small_forecasters import random_fields, random_forecaster, small
 

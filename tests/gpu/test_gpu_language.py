@@ -8,7 +8,7 @@ import pytest
 
 from device_runs import CPU, accelerator, distance, record_steps, small_run
 from layout_runs import Fields
-from phalanx.verification.record import Record
+from phalanx.verification.record_training import Record
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from device_runs import accelerator, distance, record_steps, small_run
 from phalanx.cli.main import run_command_line as call
 from phalanx.layout.mesh import ONE_RANK, Axis
 from phalanx.layout.resolve import resolve_layout
-from phalanx.verification.record import record_training
+from phalanx.verification.record_training import record_training
 from token_data import write_run_file, write_token_folder
 
 pytestmark = pytest.mark.gpu

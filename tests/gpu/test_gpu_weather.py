@@ -16,7 +16,7 @@ from phalanx.cli.main import run_command_line as call
 from phalanx.families.weather.config import WeatherRun
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
-from phalanx.verification.record import Record, record_training
+from phalanx.verification.record_training import Record, record_training
 from weather_runs import SECTIONS, write_run
 
 pytestmark = pytest.mark.gpu

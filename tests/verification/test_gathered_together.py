@@ -8,7 +8,7 @@ from distributed_ranks import run_ranks
 from layout_cases import run_of
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import resolve_layout
-from phalanx.verification.verifier import Verdict, Verifier
+from phalanx.verification.verify_run import Verdict, Verifier
 from whole_model import CPU
 
 CASES: list[tuple[str, dict[str, Any]]] = [

@@ -25,7 +25,7 @@ from phalanx.layout.place import TensorSplit
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.tensor_parallel import collectives, split_layers
 from phalanx.layout.tensor_parallel.split_layers import RowLinear
-from phalanx.verification.verifier import Verdict, Verifier
+from phalanx.verification.verify_run import Verdict, Verifier
 
 Mutation = Callable[[], Any]
 

@@ -12,7 +12,7 @@ from distributed_ranks import run_ranks
 from layout_cases import MODELS, cases, pairs, run_of
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import every_layout
-from phalanx.verification.verifier import Verdict, Verifier
+from phalanx.verification.verify_run import Verdict, Verifier
 
 WORLDS = (2, 4, 8)
 LIMITS = {"fp64": 1e-9, "fp32": 2e-5}

@@ -11,8 +11,8 @@ from phalanx.families.language.config import LanguageRun
 from phalanx.layout.legality import reasons_against
 from phalanx.layout.resolve import every_layout, resolve_layout, with_degrees
 from phalanx.layout.spec import DEGREES
-from phalanx.verification.bound import Bound, layer_of
-from phalanx.verification.reduced_run import reduced_run
+from phalanx.verification.compare_records import Bound, layer_of
+from phalanx.verification.verify_run import reduced_run
 
 
 def run_of(preset: str, world: int, **data: Any) -> LanguageRun:

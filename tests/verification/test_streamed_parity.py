@@ -9,8 +9,7 @@ from distributed_ranks import run_ranks
 from layout_runs import Fields, refusal, run_with
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import resolve_layout
-from phalanx.verification.reduced_run import full_run
-from phalanx.verification.verifier import Verdict, Verifier
+from phalanx.verification.verify_run import Verdict, Verifier, full_run
 from whole_model import CPU, GPT
 
 LAYOUTS: list[tuple[Fields, dict[str, object]]] = [

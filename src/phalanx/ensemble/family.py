@@ -14,8 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from phalanx.ensemble.calibrate import Kind
-from phalanx.ensemble.ensemble_file import EnsembleFile
-from phalanx.ensemble.members import Member, Share
+from phalanx.ensemble.members import EnsembleFile, Member, Share
 from phalanx.families.family import BoundModel
 
 Progress = Callable[[str, int, int], None]

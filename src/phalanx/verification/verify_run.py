@@ -1,27 +1,45 @@
-"""From a run file and layouts to verdicts: in the ranks this process is among, or in gloo ranks started for it."""
+"""From a run file and layouts to verdicts: the same steps in a layout and on one rank, side by side.
+
+The ranks are those that a launcher started this process among, or gloo ranks started here. Unless the model itself is asked
+for, a small run of the same shape class is verified, whose layouts are legal where those of the real run are. It keeps every
+kind of layer, the number of query heads a key/value head, evenness of the vocabulary, dropout, masks, z-loss and recompute;
+widths, heads, layers, vocabulary, sequence and batch are made small.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.registry import bind
 from phalanx.hardware.cpu_formats import require_cpu_format
 from phalanx.hardware.device import choose_device
 from phalanx.launch.fork_server import RanksFailed, run_ranks
-from phalanx.layout.mesh import Ranks, join_process_group, leave_process_group, ranks_from_environment
+from phalanx.layout.mesh import (
+    ONE_RANK,
+    Groups,
+    Ranks,
+    build_mesh,
+    join_process_group,
+    leave_process_group,
+    ranks_from_environment,
+)
 from phalanx.layout.resolve import every_layout, resolve_layout, stated_ranks
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.optimizers import find_optimizer
 from phalanx.precision import PRECISIONS
 from phalanx.printable import write_stderr
+from phalanx.verification.compare_records import Bound, Check, compare_records, from_first
 from phalanx.verification.family import VerifiableModel
-from phalanx.verification.reduced_run import full_run, reduced_run, with_small_batch
-from phalanx.verification.verifier import Verdict, Verifier
+from phalanx.verification.record_training import Record, record_training
 
 MOST_RANKS = 256
 """Processes that are started here at most."""
@@ -128,3 +146,134 @@ def _verify_all(
 def _describe_run(run: Run) -> str:
     model = bind(run, VerifiableModel).in_words()
     return f"{model}, global batch {run.layout.global_batch}, {run.layout.precision}, {run.training.steps} steps"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome for one layout."""
+
+    layout: str
+    in_words: str
+    """The layout with its micro-batches and what else it was computed with."""
+    bound: str
+    checks: list[Check]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check is within its bound."""
+        return all(check.passed for check in self.checks)
+
+    @property
+    def first(self) -> Check | None:
+        """The first check that failed, in the order of computation."""
+        return next((check for check in self.checks if not check.passed), None)
+
+    def worst(self, what: str) -> Check | None:
+        """Return the check of this kind that comes nearest to its bound, or exceeds it most."""
+        return max((c for c in self.checks if c.what == what), key=lambda c: c.error / c.bound, default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON: all that failed, and the worst of each kind."""
+        kinds = dict.fromkeys(check.what for check in self.checks)
+        worst = {what: check.as_dict() for what in kinds if (check := self.worst(what))}
+        failed = [check.as_dict() for check in self.checks if not check.passed]
+        return {
+            "layout": self.layout,
+            "in_words": self.in_words,
+            "passed": self.passed,
+            "bound": self.bound,
+            "first": self.first.as_dict() if self.first else None,
+            "worst": worst,
+            "failed": failed,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+class Verifier:
+    """Verifies layouts of one run, in the process group that this rank is in (or alone)."""
+
+    def __init__(
+        self, run: Run, device: torch.device, *, steps: int, activations: bool, groups: Groups | None = None
+    ) -> None:
+        """Compute the one-rank record on rank 0.
+
+        activations: keep them too; they must fit in memory. groups: process groups to share with other verifiers.
+        """
+        self.run = run
+        self.device = device
+        self.steps = steps
+        self.activations = activations
+        self.reference: Record | None = None
+        self._groups: Groups = {} if groups is None else groups
+        # Once for all layouts, and on one rank only: the others get its tensors as they compare.
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            single = one_rank_run(run)
+            layout = resolve_layout(single, 1)
+            self.reference = record_training(single, layout, ONE_RANK, device, steps=steps, activations=activations)
+
+    def verify(self, layout: ResolvedLayout) -> Verdict:
+        """Compare `layout` with one rank. Every rank calls it and gets the same verdict."""
+        start = time.perf_counter()
+        mesh = build_mesh(layout, self.device, self._groups)
+        mine = record_training(self.run, layout, mesh, self.device, steps=self.steps, activations=self.activations)
+        gain = find_optimizer(self.run.optimizer).update_gain(self.run.optimizer)
+        vanishing = bind(self.run).vanishing
+        checks = compare_records(mine, self.reference, self._bound(), gain, vanishing)
+        words = layout.in_words(self.run.layout.gather_blocks)
+        return Verdict(str(layout), words, str(self._bound()), checks, from_first(time.perf_counter() - start))
+
+    def _bound(self) -> Bound:
+        batch = global_batch_samples(self.run)
+        samples = bind(self.run, VerifiableModel).samples(1, 0, batch, batch)
+        targets = int(samples.target_counts().max())
+        return Bound(PRECISIONS[self.run.layout.precision].compute_dtype, self.run.model.n_layers, targets)
+
+
+OPTIMIZER_EPS = 1e-3
+"""AdamW's epsilon while verifying, about the size of the gradients: near-zero gradients would otherwise turn rounding
+errors into whole steps of either sign."""
+_MOST_SAMPLES = 2
+"""Samples of a micro-batch: each further one is computed as the second is."""
+
+
+def with_small_batch(run: Run, world_size: int) -> Run:
+    """Return `run` with a batch that every choice of degrees for `world_size` ranks divides into enough micro-batches."""
+    stated = run.layout.microbatch
+    microbatch = _MOST_SAMPLES if stated == "auto" else min(stated, _MOST_SAMPLES)
+    return _change_sections(run, layout={"microbatch": microbatch, "global_batch": 2 * microbatch * world_size})
+
+
+def reduced_run(run: Run, precision: str, steps: int, world_size: int) -> Run:
+    """Return a small run that any layout legal for `run` on `world_size` ranks, with a small batch, is legal for too."""
+    small = bind(run, VerifiableModel).reduced(world_size)
+    return _change_sections(with_small_batch(run, world_size), **small, **_verification_sections(precision, steps))
+
+
+def full_run(run: Run, precision: str, steps: int, _world_size: int) -> Run:
+    """Return the run itself, with only what verification needs changed."""
+    return _change_sections(run, **_verification_sections(precision, steps))
+
+
+def one_rank_run(run: Run) -> Run:
+    """Return the same run on one rank."""
+    degrees = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "pp": 1, "zero": 3, "reshard_after_forward": "auto"}
+    others = {"schedule": "1f1b", "stages_per_rank": "auto", "context": "auto", "branch_groups": "off"}
+    return _change_sections(run, layout={**degrees, **others})
+
+
+def _verification_sections(precision: str, steps: int) -> dict[str, dict[str, Any]]:
+    """Return what every verified run has changed: no schedule and no compiler, one attention kernel, fresh weights."""
+    return {
+        "layout_precision": {"precision": precision},
+        "optimizer": {"eps": OPTIMIZER_EPS, "schedule": "constant", "warmup_steps": 0, "lr": 1e-2},
+        "training": {"steps": steps, "compile": False, "attention": "sdpa", "init_from": None},
+    }
+
+
+def _change_sections(run: Run, **sections: dict[str, Any]) -> Run:
+    content = run.model_dump()
+    sections.setdefault("layout", {}).update(sections.pop("layout_precision", {}))
+    for name, fields in sections.items():
+        content[name] = {**content[name], **fields}
+    return type(run).model_validate(content)

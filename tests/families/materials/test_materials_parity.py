@@ -22,7 +22,7 @@ from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import every_layout, resolve_layout
 from phalanx.training.step import TrainStep
 from phalanx.verification.family import VerifiableModel
-from phalanx.verification.verifier import Verdict, Verifier
+from phalanx.verification.verify_run import Verdict, Verifier
 
 LIMITS = {"fp64": 1e-10, "fp32": 1e-4}
 """Largest relative error of any gradient."""

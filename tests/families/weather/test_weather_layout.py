@@ -23,7 +23,7 @@ from phalanx.layout.resolve import every_layout, resolve_layout, with_degrees
 from phalanx.layout.spec import DEGREES
 from phalanx.nn.splits import ModelChunk
 from phalanx.verification.family import VerifiableModel
-from phalanx.verification.reduced_run import reduced_run
+from phalanx.verification.verify_run import reduced_run
 from weather_runs import EXAMPLES, write_weather_run
 
 

@@ -17,7 +17,7 @@ from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.tensor_parallel.split_layers import RowLinear
-from phalanx.verification.verifier import Verdict, Verifier
+from phalanx.verification.verify_run import Verdict, Verifier
 from weather_cases import run_of
 
 Mutation = Callable[[], Any]

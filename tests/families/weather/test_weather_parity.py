@@ -10,7 +10,7 @@ import torch
 
 from distributed_ranks import run_ranks
 from phalanx.layout.mesh import Groups
-from phalanx.verification.verifier import Verdict, Verifier
+from phalanx.verification.verify_run import Verdict, Verifier
 from weather_cases import cases, run_of
 
 WORLDS = (2, 4, 8)

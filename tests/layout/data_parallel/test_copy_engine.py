@@ -25,8 +25,7 @@ from phalanx.layout.data_parallel.copy_engine.exchanges import choose_copy_engin
 from phalanx.layout.data_parallel.copy_engine.reduce_scatter import CopyEngineReduceScatter
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
-from phalanx.verification.reduced_run import full_run
-from phalanx.verification.verifier import Verdict, Verifier
+from phalanx.verification.verify_run import Verdict, Verifier, full_run
 from whole_model import CPU, backward, parts_of
 
 LAYOUTS: list[dict[str, object]] = [

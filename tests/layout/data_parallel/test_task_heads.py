@@ -37,8 +37,7 @@ from phalanx.layout.mesh import Axis, Groups, build_mesh
 from phalanx.layout.resolve import every_layout, resolve_layout
 from phalanx.training.step import TrainStep, build_step
 from phalanx.verification.family import VerifiableModel
-from phalanx.verification.reduced_run import reduced_run
-from phalanx.verification.verifier import Verdict, Verifier
+from phalanx.verification.verify_run import Verdict, Verifier, reduced_run
 
 CPU = torch.device("cpu")
 MODEL: dict[str, Any] = {

@@ -278,7 +278,7 @@ def sample_weather(
     A quasi-geostrophic model of three levels on the 5.625 degree grid: 300 days are 13 MB and take half a minute. The same
     seed gives the same numbers on the same machine.
     """
-    write = import_module("phalanx.families.weather.sample.sample_weather").write_weather
+    write = import_module("phalanx.families.weather.data.sample_weather").write_weather
     with show_preparation() as report:
         path = write(out, days=days, seed=seed, progress=report)
     if json_output:

@@ -14,9 +14,8 @@ from phalanx.cli.console import make_progress_bar, print_json, print_lines, requ
 from phalanx.cli.models.ensemble_text import print_ensemble
 from phalanx.cli.ranks import start_ranks
 from phalanx.config.load import load_run
-from phalanx.ensemble.ensemble_file import ENSEMBLE
 from phalanx.ensemble.family import Ensemble, EnsembleModel, EnsembleOptions
-from phalanx.ensemble.members import Member, Share, open_member
+from phalanx.ensemble.members import ENSEMBLE, Member, Share, open_member
 from phalanx.ensemble.train_members import Recipe, train_side_by_side
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.registry import bind

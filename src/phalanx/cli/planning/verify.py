@@ -11,8 +11,7 @@ from phalanx.cli.console import print_json, print_lines
 from phalanx.config.load import load_run
 from phalanx.errors import CheckFailed
 from phalanx.layout.mesh import ranks_from_environment
-from phalanx.verification.verifier import Verdict
-from phalanx.verification.verify_run import Options, Outcome, verify_run
+from phalanx.verification.verify_run import Options, Outcome, Verdict, verify_run
 
 _NAMED = 5
 """Failed checks that are listed before they are only counted."""

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.ensemble.ensemble_file import EnsembleFile, entries
 from phalanx.ensemble.family import Progress
-from phalanx.ensemble.members import ALONE, Member, Share, require_one_family
+from phalanx.ensemble.members import ALONE, EnsembleFile, Member, Share, entries, require_one_family
 from phalanx.errors import ConfigError, DataError
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.open_tokens import open_source

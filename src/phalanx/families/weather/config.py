@@ -1,14 +1,387 @@
-"""The run file of the weather family: what its sections are, and what of them does not fit together."""
+"""The run file of the weather family: its model and data sections, what of them does not fit together, and what names mean.
+
+Pure description, without torch. The defaults of the model are ClimaX as published (Nguyen et al. 2023, arXiv:2301.10343);
+whatever departs from it is an option that is off. What the values of the data section do stands in `data/`.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
+from typing import Annotated, Literal
 
+from pydantic import BeforeValidator, Field, model_validator
+
+from phalanx.config.bounds import HiddenWidth, Hours, Layers, NonNegativeInt, PathText, Width, first_repeated
+from phalanx.config.model import BlockModel
 from phalanx.config.problems import Problem
 from phalanx.config.schema import Run
-from phalanx.families.weather.data_config import FieldData
-from phalanx.families.weather.model_config import WeatherModel
+from phalanx.config.section import Section, Words
+
+Latitude = Annotated[float, Field(ge=-90.0, le=90.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+
+
+def _tuple_from_list(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list), Field(min_length=1)]
+Numbers = Annotated[tuple[PositiveFloat, ...], BeforeValidator(_tuple_from_list), Field(min_length=1)]
+
+
+class WeatherModel(BlockModel):
+    """One Vision Transformer over gridded fields. Presets (`model.preset`) fill every field but a few."""
+
+    family: Literal["weather"] = "weather"
+    """Model family."""
+    n_layers: Layers
+    """Transformer blocks."""
+    d_model: Width
+    """Width of a token."""
+    n_heads: Width
+    """Attention heads, of the blocks and of the variable aggregation."""
+    d_ff: HiddenWidth | None = None
+    """Hidden width of the MLP; null means 4 * d_model."""
+    n_lat: Width
+    """Rows of the grid."""
+    n_lon: Width
+    """Columns of the grid."""
+    patch_size: Width
+    """Edge of a square patch in grid points; it divides n_lat and n_lon."""
+    first_latitude: Latitude | None = None
+    """Latitude of the first row's points in degrees; null, with last_latitude, is a grid whose cells span the globe."""
+    last_latitude: Latitude | None = None
+    """Latitude of the last row's points in degrees."""
+    variables: Names
+    """Variables the model has parameters for; pressure levels as in temperature_850 (hPa)."""
+    inputs: Names | None = None
+    """Variables it reads, in the order of the fields; null means all."""
+    outputs: Names | None = None
+    """Variables it predicts, in the order of the targets; null means all."""
+    aggregation: Literal["flat", "hierarchical"] = "flat"
+    """How a location's variables become tokens: one attention over all of them, or one over groups and one over those."""
+    aggregation_groups: Width = 1
+    """Groups of consecutive inputs that hierarchical aggregation first makes one token each."""
+    aggregation_queries: Width = 1
+    """Tokens a location keeps after aggregation."""
+    decoder_depth: Annotated[int, Field(ge=0, le=10_000)] = 2
+    """Hidden layers of the head."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised per head before the product."""
+    norm_eps: PositiveFloat = 1e-5
+    """Term under the square root of the normalisation."""
+    position_embedding: Literal["learned", "fourier"] = "learned"
+    """A learned table for one grid, or features of each patch's place and area on the sphere."""
+    lead_embedding: Literal["linear", "fourier"] = "linear"
+    """Lead time as one number (hours / 100), or as waves of many lengths."""
+    level_embedding: Literal["none", "fourier"] = "none"
+    """Whether tokens of pressure-level variables also carry waves of the pressure."""
+    prediction: Literal["state", "change"] = "state"
+    """What the head gives: the fields themselves, or their change since the inputs (then outputs are among inputs)."""
+    change_scales: Numbers | None = None
+    """Size of a typical change of each output, in the units of the (normalised) fields; null means 1."""
+    latitude_weights: Literal["cos", "area"] = "cos"
+    """Weights of the loss: cosine of the latitude, or exact areas of the cells."""
+    loss_weights: Numbers | None = None
+    """Weight of each output in the loss; null means 1."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Dropout on the embedding and on both residual branches."""
+    drop_path: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Chance that a sample skips a residual branch of the last block; it grows linearly from 0 in the first."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of initial weights."""
+
+    @model_validator(mode="after")
+    def _shape_fits(self) -> WeatherModel:
+        if self.d_model % self.n_heads:
+            raise ValueError(f"n_heads={self.n_heads} does not divide d_model={self.d_model}; change one")
+        if self.n_lat % self.patch_size or self.n_lon % self.patch_size:
+            raise ValueError(
+                f"patch_size={self.patch_size} does not divide n_lat={self.n_lat} and n_lon={self.n_lon}; both must be "
+                "multiples of it"
+            )
+        if self.position_embedding == "learned" and self.d_model % 4:
+            raise ValueError(
+                f"learned positions start from waves and need a multiple of 4 as d_model, not {self.d_model}"
+            )
+        if self.d_model % 2:
+            raise ValueError(f"variable embeddings start from waves and need an even d_model, not {self.d_model}")
+        return self
+
+    @model_validator(mode="after")
+    def _latitudes_fit(self) -> WeatherModel:
+        if (self.first_latitude is None) != (self.last_latitude is None):
+            raise ValueError("give both first_latitude and last_latitude, or neither")
+        if self.first_latitude is not None and self.first_latitude == self.last_latitude:
+            raise ValueError(f"first_latitude and last_latitude are both {self.first_latitude}; rows must differ")
+        if self.first_latitude is not None and self.n_lat == 1:
+            raise ValueError("n_lat=1 leaves the height of a row unknown; leave out first_latitude and last_latitude")
+        if self.position_embedding == "fourier" and not self._spans_the_globe():
+            raise ValueError(
+                f"position_embedding=fourier places patches on the whole globe, and rows from {self.first_latitude} to "
+                f"{self.last_latitude} degrees do not span it; use learned"
+            )
+        return self
+
+    def _spans_the_globe(self) -> bool:
+        if self.first_latitude is None or self.last_latitude is None:
+            return True
+        half = abs(self.last_latitude - self.first_latitude) / (self.n_lat - 1) / 2
+        ends = sorted((self.first_latitude, self.last_latitude))
+        return ends[0] - half <= -89.999 and ends[1] + half >= 89.999
+
+    @model_validator(mode="after")
+    def _variables_fit(self) -> WeatherModel:
+        _no_repeats("variables", self.variables)
+        for field, names in (("inputs", self.input_names), ("outputs", self.output_names)):
+            _no_repeats(field, names)
+            _all_among(field, names, "variables", self.variables)
+        if self.prediction == "change":
+            _all_among(
+                "outputs", self.output_names, "inputs", self.input_names, " (prediction=change adds to the inputs)"
+            )
+        for field, numbers in (("change_scales", self.change_scales), ("loss_weights", self.loss_weights)):
+            if numbers is not None and len(numbers) != len(self.output_names):
+                raise ValueError(
+                    f"{field} has {len(numbers)} numbers for {len(self.output_names)} outputs; give one each"
+                )
+        if self.prediction == "state" and self.change_scales is not None:
+            raise ValueError("change_scales has no effect with prediction=state; set it to null")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> WeatherModel:
+        if self.aggregation == "flat" and self.aggregation_groups > 1:
+            raise ValueError(
+                f"aggregation_groups={self.aggregation_groups} has no effect with aggregation=flat; use hierarchical"
+            )
+        if self.aggregation_groups > len(self.input_names):
+            raise ValueError(
+                f"aggregation_groups={self.aggregation_groups} is more than the {len(self.input_names)} inputs; "
+                "each group needs one"
+            )
+        return self
+
+    @property
+    def ff_size(self) -> int:
+        """Hidden width of the MLP, the default resolved."""
+        return self.d_ff or 4 * self.d_model
+
+    @property
+    def head_size(self) -> int:
+        """Width of one head."""
+        return self.d_model // self.n_heads
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Variables read, the default resolved."""
+        return self.inputs or self.variables
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Variables predicted, the default resolved."""
+        return self.outputs or self.variables
+
+    @property
+    def n_locations(self) -> int:
+        """Patches of the grid."""
+        return (self.n_lat // self.patch_size) * (self.n_lon // self.patch_size)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of a sample between blocks: `aggregation_queries` a patch."""
+        return self.n_locations * self.aggregation_queries
+
+    @property
+    def random_drops(self) -> bool:
+        """Whether a training step leaves anything out at random."""
+        return self.dropout > 0.0 or self.drop_path > 0.0
+
+
+def _no_repeats(field: str, names: tuple[str, ...]) -> None:
+    repeated = first_repeated(names)
+    if repeated is not None:
+        raise ValueError(f"{field} names {repeated} more than once; name each variable once")
+
+
+def _all_among(field: str, names: tuple[str, ...], other: str, known: tuple[str, ...], why: str = "") -> None:
+    there = frozenset(known)
+    unknown = next((name for name in names if name not in there), None)
+    if unknown is not None:
+        raise ValueError(f"{field} names {unknown}, which is not among {other}{why}; add it there or leave it out")
+
+
+_MOMENT = r"^(step \d+|\d{4}(-\d{2}(-\d{2}([ T]\d{2}(:\d{2})?)?)?)?)$"
+_RENAMED = re.compile(r"\s*([^\s=]+)\s*=\s*([^\s=]+)\s*")
+
+
+def _moment_text(value: object) -> object:
+    """A year, which YAML reads as a number, as text."""
+    return f"{value:04}" if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _name_from_text(value: object) -> object:
+    match = _RENAMED.fullmatch(value) if isinstance(value, str) else None
+    return {"name": match[1], "stored_as": match[2]} if match else value
+
+
+def _source_from_path(value: object) -> object:
+    return {"path": value} if isinstance(value, str) else value
+
+
+Moment = Annotated[
+    Annotated[str, Field(pattern=_MOMENT)],
+    BeforeValidator(_moment_text),
+    Words('a date as in 2015, 2015-12, 2015-12-31 or "2015-12-31 18:00", or a time step as in "step 479"'),
+]
+
+
+class Period(Section):
+    """A stretch of time, both ends included. A date that leaves out its month, day or hour stands for all of it."""
+
+    first: Moment
+    """First date, or time step of the source (the first is step 0)."""
+    last: Moment
+    """Last date or time step."""
+
+
+class Splits(Section):
+    """Which times are for what. Input and target of a sample both lie in one split."""
+
+    train: Period
+    """Times the model, the normalisation and the climatology learn from."""
+    validation: Period | None = None
+    """Times scored during training."""
+    test: Period | None = None
+    """Times scored once, at the end."""
+
+
+class LeadRange(Section):
+    """Lead times at equal distances."""
+
+    first: Hours
+    """Shortest lead time in hours."""
+    last: Hours
+    """Longest lead time in hours; drawn as often as the others."""
+    step: Hours
+    """Hours between lead times."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LeadRange:
+        if self.last < self.first or (self.last - self.first) % self.step:
+            raise ValueError(f"last={self.last} is not first={self.first} plus a multiple of step={self.step}")
+        return self
+
+
+class FieldName(Section):
+    """What a variable of the run is called in one source, and how its numbers become those of the run."""
+
+    name: str
+    """Its name in the run."""
+    stored_as: str
+    """Its name in the files; a trailing number is a pressure level in hPa where the files have a level dimension."""
+    scale: float = 1.0
+    """Factor on the stored numbers: 9.80665 makes geopotential of geopotential height."""
+    offset: float = 0.0
+    """Added after the factor: 273.15 makes kelvin of degrees Celsius."""
+
+
+class FieldSource(Section):
+    """One store of fields and its share of the training samples."""
+
+    path: PathText
+    """A folder made by `phalanx data prepare-fields`, a netCDF file, a zarr store, a folder or pattern of such, or a
+    folder of ClimaX shards."""
+    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    """Share of the samples drawn from this source, relative to the other sources' weights."""
+    names: Annotated[
+        list[Annotated[FieldName, BeforeValidator(_name_from_text)]],
+        Words('a list, each "name in the run=name in the files" or a mapping with name, stored_as, scale and offset'),
+    ] = Field(default=[])
+    """Variables whose names or units differ in this source."""
+    static_path: PathText | None = None
+    """File of the static fields, where they lie apart; null looks for them beside the variables."""
+    time_dim: str | None = None
+    """Name of the time dimension, where it is not one of the usual."""
+    time_units: str | None = None
+    """What the numbers of the time dimension count, as in "hours since 1996-01-05"; null takes the file's word."""
+    calendar: str | None = None
+    """Calendar of those numbers, as in standard, noleap or 360_day; null takes the file's word."""
+    step_hours: Hours | None = None
+    """Hours between frames of ClimaX shards, which do not say; null works it out from the frames in a year."""
+
+
+class FieldData(Section):
+    """Fields a weather or climate model is trained on."""
+
+    sources: Annotated[
+        list[Annotated[FieldSource, BeforeValidator(_source_from_path)]],
+        Field(min_length=1),
+        Words("a list of at least one, each a path or a mapping with path and weight"),
+    ]
+    """Where the fields come from; a plain path stands for a source of weight 1. All have the run's variables and grid."""
+    inputs: Annotated[list[str], Field(min_length=1)]
+    """Variables the model reads, as in z500 (z at the 500 hPa level) or 2m_temperature."""
+    outputs: Annotated[list[str], Field(min_length=1)] | None = None
+    """Variables it predicts; null predicts the inputs."""
+    static: list[str] = Field(default=[])
+    """Fields without time that the model reads too, after the inputs: orography, land-sea mask."""
+    history: Literal[1] = 1
+    """Times the model reads for one sample."""
+    lead_hours: Annotated[
+        Hours | Annotated[list[Hours], Field(min_length=1)] | LeadRange,
+        Words("hours, a list of hours, or a mapping with first, last and step"),
+    ]
+    """Hours from input to target; of several, each sample draws one at random."""
+    rollout_hours: Hours | None = None
+    """Lead time of one step of a roll-out, for fine-tuning: every lead time is then made of such steps, each starting from
+    the one before, and the last one learns; null predicts every lead time in one step."""
+    splits: Splits
+    """Which times are for what."""
+    gap_hours: NonNegativeInt | None = None
+    """Hours that must lie between two splits; null asks for the longest lead time."""
+    time_tolerance_hours: Annotated[float, Field(ge=0.0)] = 0.0
+    """How far a target may lie from its lead time; monthly means need it, as months differ in length."""
+    statistics: PathText | None = None
+    """File of means and standard deviations to normalise by, as of the run a model was pre-trained in; null takes those of
+    the whole training split."""
+    climatology: Period | None = None
+    """Times the climatology is the mean of; null takes the training split."""
+    climatology_days: Annotated[int, Field(ge=1, le=183)] = 61
+    """Days of the year that each day of the climatology is averaged over, itself in the middle."""
+    gaps: Literal["refuse", "skip"] = "refuse"
+    """What a hole in the time axis does: end the run, or only leave out the samples that would need it."""
+    missing: Literal["skip", "refuse", "mask"] = "skip"
+    """What a frame with more missing points than usual does: leave out its samples (their number is logged), end the run,
+    or train on the points that are there. Points that never have a value are masked in any case."""
+    check_units: bool = True
+    """Whether files, sources and statistics that differ as if in other units or upside down are refused."""
+    cache_mb: NonNegativeInt = 512
+    """Memory for pieces of compressed files that were read, in MB."""
+    prefetch: Annotated[int, Field(ge=0, le=64)] = 2
+    """Batches read ahead in the background; 0 reads in the training loop."""
+
+    @model_validator(mode="after")
+    def _distinct(self) -> FieldData:
+        for field, names in (("inputs", [*self.inputs, *self.static]), ("outputs", self.target_variables)):
+            twice = first_repeated(names)
+            if twice is not None:
+                raise ValueError(f"{field} names {twice} twice")
+        return self
+
+    @property
+    def target_variables(self) -> list[str]:
+        """Variables predicted, the default resolved."""
+        return self.inputs if self.outputs is None else self.outputs
+
+    @property
+    def leads(self) -> list[int]:
+        """The lead times in hours, ascending."""
+        if isinstance(self.lead_hours, LeadRange):
+            return list(range(self.lead_hours.first, self.lead_hours.last + 1, self.lead_hours.step))
+        return [self.lead_hours] if isinstance(self.lead_hours, int) else sorted(set(self.lead_hours))
 
 
 class WeatherRun(Run):
@@ -81,3 +454,36 @@ def _check_attention(run: WeatherRun) -> Iterator[Problem]:
             f"training.attention={run.training.attention} is for causal attention, which model.family=weather has not",
             "training.attention=auto",
         )
+
+
+_AT_LEVEL = re.compile(r"(.+?)_?(\d+)")
+_LAYER = re.compile(r"_(level|layer)$")
+"""Ends long names of the soil's layers: soil_temperature_level_1."""
+_ABOVE_GROUND = (
+    *("u10", "v10", "u100", "v100", "si10", "si100", "ws10", "ws100", "wdir10", "wdir100", "fg10"),
+    *("t2", "d2", "td2", "q2", "rh2"),
+)
+"""At so many metres."""
+_SOIL = ("stl1", "stl2", "stl3", "stl4", "swvl1", "swvl2", "swvl3", "swvl4")
+_SUMS = ("tp6", "tp12", "tp24")
+"""Over so many hours."""
+_MOLECULES = ("o3", "co2", "ch4", "no2", "so2", "hno3")
+_NO_LEVEL = frozenset((*_ABOVE_GROUND, *_SOIL, *_SUMS, *_MOLECULES))
+
+
+def split_level(name: str) -> tuple[str, int] | None:
+    """The array and the pressure level in hPa that a name stands for: z500 and z_500 are z at 500 hPa.
+
+    None for names without a level. Short names of the surface have none: u10 and u100 are winds 10 m and 100 m above the
+    ground. With an underscore the number always is a level: u_10 is the wind at 10 hPa.
+    """
+    match = _AT_LEVEL.fullmatch(name)
+    if match is None or name.lower() in _NO_LEVEL or _LAYER.search(match[1]):
+        return None
+    return match[1], int(match[2])
+
+
+def level_name(array: str, level: float) -> str:
+    """The shortest name under which `split_level` finds a level, in hPa, of an array."""
+    short = f"{array}{level:g}"
+    return short if split_level(short) == (array, level) else f"{array}_{level:g}"

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.families.weather import declare
-from phalanx.families.weather.config import WeatherRun
+from phalanx.families.weather.config import WeatherModel, WeatherRun
 from phalanx.families.weather.declare import tensor_splits
 from phalanx.families.weather.layout import WeatherStage, share_embedding
 from phalanx.families.weather.model.forecaster import Attention, AttentionCore, Forecaster
-from phalanx.families.weather.model_config import WeatherModel
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from functools import partial
 
+from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.grid_features import grid_table, sine_table
-from phalanx.families.weather.model_config import WeatherModel
 from phalanx.families.weather.sizes import block_flops_per_sample, embedding_flops_per_sample, head_flops_per_sample
 from phalanx.nn.initial import InitRule, InitRules
 from phalanx.nn.kinds import ParameterKind

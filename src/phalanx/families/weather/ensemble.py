@@ -18,15 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.ensemble.ensemble_file import EnsembleFile, entries
 from phalanx.ensemble.family import Progress
-from phalanx.ensemble.members import ALONE, Member, Share, require_one_family
+from phalanx.ensemble.members import ALONE, EnsembleFile, Member, Share, entries, require_one_family
 from phalanx.errors import ConfigError
 from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.coordinates import HOUR
-from phalanx.families.weather.data.field_samples import Cases, FieldReader
+from phalanx.families.weather.data.field_samples import Cases, FieldReader, SplitName
 from phalanx.families.weather.data.open_fields import FieldSet
-from phalanx.families.weather.data.sample_windows import SplitName
 from phalanx.families.weather.evaluation.forecast_scores import EnsembleScore, EnsembleScores, ForecastScores
 from phalanx.families.weather.evaluation.forecast_split import (
     LoadedForecaster,

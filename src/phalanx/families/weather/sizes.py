@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from phalanx.families.weather.model_config import WeatherModel
+from phalanx.families.weather.config import WeatherModel
 
 FlopsConvention = Literal["needed", "published"]
 FEATURES = 32

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from phalanx.counter_random import normal_values, random_bits, stream_key
-from phalanx.families.weather.config import WeatherRun
+from phalanx.families.weather.config import WeatherModel, WeatherRun
 from phalanx.families.weather.data.field_samples import FieldBatch
-from phalanx.families.weather.model_config import WeatherModel
 from phalanx.families.weather.sizes import in_words
 from phalanx.verification.family import VerifiableModel, most_stages
 

@@ -39,7 +39,7 @@ from phalanx.study.processes.short_run import short_run
 from phalanx.study.processes.slots import Launcher
 from phalanx.study.store import save_outcome
 from phalanx.study.trial import ASKED, INTERRUPTED, OK, Outcome, Trial
-from phalanx.verification.bound import Bound
+from phalanx.verification.compare_records import Bound
 
 _LOSS_SHARE, _NORM_SHARE = 0.01, 0.03
 """Relative differences of losses and of gradient norms beyond which no number format is an excuse."""

@@ -18,7 +18,7 @@ from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK, Groups, build_mesh
 from phalanx.layout.resolve import every_layout, resolve_layout
 from phalanx.verification.family import VerifiableModel
-from phalanx.verification.verifier import Verdict, Verifier
+from phalanx.verification.verify_run import Verdict, Verifier
 
 MODELS: dict[str, dict[str, Any]] = {
     "painn": {

@@ -12,10 +12,10 @@ import zarr
 
 from field_files import LATITUDES, dataset, field, field_data, write_climax, write_year
 from phalanx.errors import ConfigError, DataError, PhalanxError
+from phalanx.families.weather.config import FieldSource
 from phalanx.families.weather.data.field_samples import FieldReader
 from phalanx.families.weather.data.open_fields import FieldSet
 from phalanx.families.weather.data.prepare_fields import prepare_fields
-from phalanx.families.weather.data_config import FieldSource
 
 HOURS = np.arange(240) * 6
 

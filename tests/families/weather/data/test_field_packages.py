@@ -17,7 +17,7 @@ READ = """
 import json, sys
 for name in json.loads(sys.argv[1]):
     sys.modules[name] = None  # as if it were not installed
-from phalanx.families.weather.data_config import FieldData
+from phalanx.families.weather.config import FieldData
 from phalanx.errors import PhalanxError
 try:
     from phalanx.families.weather.data.open_fields import FieldSet

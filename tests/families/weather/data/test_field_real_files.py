@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from field_files import REAL
+from phalanx.families.weather.config import FieldData
 from phalanx.families.weather.data.field_samples import FieldBatchStream, FieldReader
 from phalanx.families.weather.data.field_store import BlockCache
 from phalanx.families.weather.data.open_fields import FieldSet, open_store
 from phalanx.families.weather.data.prepare_fields import prepare_fields
-from phalanx.families.weather.data_config import FieldData
 
 pytestmark = pytest.mark.skipif(not REAL.is_dir(), reason=f"the weather fields are not at {REAL}")
 

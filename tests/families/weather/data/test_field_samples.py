@@ -11,10 +11,10 @@ import torch
 
 from field_files import dataset, field, field_data, write_climax, write_year
 from phalanx.errors import DataError
+from phalanx.families.weather.config import FieldSource
 from phalanx.families.weather.data.field_samples import FieldBatch, FieldBatchStream, FieldReader
 from phalanx.families.weather.data.open_fields import FieldSet
 from phalanx.families.weather.data.prepare_fields import prepare_fields
-from phalanx.families.weather.data_config import FieldSource
 
 HOURS = np.arange(240) * 6
 

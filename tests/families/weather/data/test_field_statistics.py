@@ -11,12 +11,12 @@ import xarray
 
 from field_files import dataset, field, field_data, write_climax
 from phalanx.errors import DataError
+from phalanx.families.weather.config import FieldSource
 from phalanx.families.weather.data import open_fields as field_set
 from phalanx.families.weather.data.field_statistics import mean_by_day, read_statistics
 from phalanx.families.weather.data.field_store import BlockCache
 from phalanx.families.weather.data.open_fields import FieldSet, open_store
 from phalanx.families.weather.data.prepare_fields import prepare_fields
-from phalanx.families.weather.data_config import FieldSource
 
 HOURS = np.arange(240) * 6
 

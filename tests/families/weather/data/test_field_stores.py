@@ -10,10 +10,10 @@ import pytest
 
 from field_files import LATITUDES, LONGITUDES, dataset, field, write_climax, write_year
 from phalanx.errors import DataError
+from phalanx.families.weather.config import FieldName, FieldSource
 from phalanx.families.weather.data.field_store import BlockCache, FieldStore
 from phalanx.families.weather.data.open_fields import open_store
 from phalanx.families.weather.data.prepare_fields import prepare_fields
-from phalanx.families.weather.data_config import FieldName, FieldSource
 
 VARIABLES = ("z500", "u10")
 

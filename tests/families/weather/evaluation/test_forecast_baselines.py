@@ -13,9 +13,9 @@ import torch
 
 from field_files import LATITUDES, REAL, dataset, field, field_data
 from phalanx.errors import DataError
+from phalanx.families.weather.config import FieldData
 from phalanx.families.weather.data.field_samples import FieldReader
 from phalanx.families.weather.data.open_fields import FieldSet
-from phalanx.families.weather.data_config import FieldData
 from phalanx.families.weather.evaluation.compare_forecasts import (
     ScoreRow,
     climatology_forecast,

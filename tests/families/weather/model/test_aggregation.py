@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.field_embedding import HierarchicalAggregation, PatchAggregation, TokenAggregation
-from phalanx.families.weather.model_config import WeatherModel
 from phalanx.families.weather.sizes import group_sizes
 from small_forecasters import SMALL, random_fields, random_forecaster, small
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from phalanx.counter_random import normal_values, stream_key
+from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.declare import (
     initial_rules,
     parameter_kind,
@@ -18,7 +19,6 @@ from phalanx.families.weather.declare import (
     tensor_splits,
 )
 from phalanx.families.weather.model.forecaster import Forecaster
-from phalanx.families.weather.model_config import WeatherModel
 from phalanx.nn.layers import Linear
 from small_forecasters import EVERYTHING, SMALL, random_inputs, small
 

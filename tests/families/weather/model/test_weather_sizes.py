@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.forecaster import Forecaster
-from phalanx.families.weather.model_config import WeatherModel
 from phalanx.families.weather.sizes import (
     embedding_flops_per_sample,
     model_flops_per_sample,

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from phalanx.ensemble.calibrate import Fitted, calibrate, conformal_part
-from phalanx.ensemble.ensemble_file import EnsembleFile, LabelEntry, entries
 from phalanx.ensemble.family import EnsembleOptions, Progress
-from phalanx.ensemble.members import ALONE, Member, Share, require_one_family
+from phalanx.ensemble.members import ALONE, EnsembleFile, LabelEntry, Member, Share, entries, require_one_family
 from phalanx.ensemble.residuals import FloatArray, Residuals
 from phalanx.ensemble.scores import CURVE, LEVELS, Errors, Scores, errors_of, score
 from phalanx.ensemble.select_members import Chosen, best_by_score, choose, fit_weights, relative_products

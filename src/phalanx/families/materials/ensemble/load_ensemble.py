@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.ensemble.ensemble_file import EnsembleFile, LabelEntry, member_checkpoints, read_ensemble
+from phalanx.ensemble.members import EnsembleFile, LabelEntry, member_checkpoints, read_ensemble
 from phalanx.errors import ConfigError
 from phalanx.families.materials.ensemble.network_stack import NetworkStack
 from phalanx.families.materials.evaluation.network_predictions import LoadedNetwork, load_network

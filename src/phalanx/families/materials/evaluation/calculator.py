@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from phalanx.ensemble.ensemble_file import is_ensemble
+from phalanx.ensemble.members import is_ensemble
 from phalanx.errors import ConfigError, DataError, PhalanxError
 from phalanx.families.materials.data.structures.device_neighbours import DeviceEdges, device_edges
 from phalanx.families.materials.data.structures.structures import SAME_PLACE_A, agreed_total

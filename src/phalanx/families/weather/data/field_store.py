@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.data.sample_order import Int64Array
+from phalanx.families.weather.config import FieldName
 from phalanx.families.weather.data.coordinates import Float32Array, Grid, TimeAxis
-from phalanx.families.weather.data_config import FieldName
 
 
 @dataclass(frozen=True)

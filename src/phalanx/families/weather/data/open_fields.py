@@ -12,16 +12,18 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.errors import DataError
+from phalanx.families.weather.config import FieldData, FieldSource
 from phalanx.families.weather.data import require_package
-from phalanx.families.weather.data.climax_shards import NpzStore, is_climax
+from phalanx.families.weather.data.climax_store import NpzStore, is_climax
 from phalanx.families.weather.data.coordinates import Float64Array, Grid, require_same_grid
-from phalanx.families.weather.data.field_checks import (
-    SourceSummary,
-    require_alike,
-    require_one_quantity,
-    require_whole_axis,
+from phalanx.families.weather.data.field_samples import (
+    FieldReader,
+    SplitName,
+    SplitSource,
+    find_windows,
+    period_frames,
+    split_frames,
 )
-from phalanx.families.weather.data.field_samples import FieldReader, SplitSource
 from phalanx.families.weather.data.field_statistics import (
     Climatology,
     FieldStatistics,
@@ -32,10 +34,17 @@ from phalanx.families.weather.data.field_statistics import (
     static_statistics,
 )
 from phalanx.families.weather.data.field_store import BlockCache, FieldStore, hash_of
-from phalanx.families.weather.data.field_survey import Moments, Survey, merge_moments, survey_store
-from phalanx.families.weather.data.prepared_fields import PreparedStore, is_prepared
-from phalanx.families.weather.data.sample_windows import SplitName, find_windows, period_frames, split_frames
-from phalanx.families.weather.data_config import FieldData, FieldSource
+from phalanx.families.weather.data.field_survey import (
+    Moments,
+    SourceSummary,
+    Survey,
+    merge_moments,
+    require_alike,
+    require_one_quantity,
+    require_whole_axis,
+    survey_store,
+)
+from phalanx.families.weather.data.prepared_store import PreparedStore, is_prepared
 
 _NETCDF = (".nc", ".nc4", ".netcdf", ".cdf")
 _ZARR = ("zarr.json", ".zgroup", ".zmetadata")

@@ -11,13 +11,12 @@ from safetensors.numpy import save_file
 
 from phalanx.data.prepared_folder import file_record, write_manifest
 from phalanx.errors import DataError
+from phalanx.families.weather.config import FieldSource
 from phalanx.families.weather.data.coordinates import HOUR
-from phalanx.families.weather.data.field_checks import require_one_quantity, require_whole_axis
 from phalanx.families.weather.data.field_store import BlockCache
-from phalanx.families.weather.data.field_survey import Survey, Surveyor
+from phalanx.families.weather.data.field_survey import Survey, Surveyor, require_one_quantity, require_whole_axis
 from phalanx.families.weather.data.open_fields import open_store
-from phalanx.families.weather.data.prepared_fields import FIELDS, FieldsManifest, ShardRecord
-from phalanx.families.weather.data_config import FieldSource
+from phalanx.families.weather.data.prepared_store import FIELDS, FieldsManifest, ShardRecord
 from phalanx.files import whole_folder
 
 _SHARD_BYTES = 256 * 2**20

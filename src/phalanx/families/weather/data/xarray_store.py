@@ -1,25 +1,38 @@
 """A store of netCDF files or zarr stores, which may part the fields by time, by variable or both.
 
-Everything that can be wrong with the files' coordinates is found on opening: missing variables, unequal grids, files that
-overlap in time, variables whose times differ. Values are read later, block by block.
+Everything that can be wrong with the files' coordinates is found on opening, which reads coordinates alone: missing
+variables, unequal grids, files that overlap in time, variables whose times differ. Values are read later, block by block,
+and come decoded (packed integers, fill values) through xarray.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import xarray
 
 from phalanx.data.sample_order import Int64Array
 from phalanx.errors import DataError
-from phalanx.families.weather.data.coordinates import Float32Array, TimeAxis, require_same_grid
+from phalanx.families.weather.config import FieldSource, level_name, split_level
+from phalanx.families.weather.data import require_package
+from phalanx.families.weather.data.coordinates import (
+    Float32Array,
+    Float64Array,
+    Grid,
+    Orientation,
+    TimeAxis,
+    decode_times,
+    orient_grid,
+    require_same_grid,
+)
 from phalanx.families.weather.data.field_store import BlockCache, FieldStore, Naming, Segment, hash_of
-from phalanx.families.weather.data.xarray_file import FieldFile, Slot, open_file
-from phalanx.families.weather.data_config import FieldSource
 
 _SHOWN = 20
 
@@ -204,3 +217,207 @@ def _stored_bytes(path: Path) -> int:
     if path.is_file():
         return path.stat().st_size
     return sum(part.stat().st_size for part in path.rglob("*") if part.is_file())
+
+
+_LATITUDES = ("lat", "latitude", "nav_lat")
+_LONGITUDES = ("lon", "longitude", "nav_lon")
+_LEVELS = ("level", "pressure_level", "plev", "isobaricInhPa", "lev", "pressure")
+_TIMES = ("time", "valid_time")
+_PLAIN_BLOCK_BYTES = 2**18
+"""What is read at once where nothing is compressed: a call through xarray takes about as long as reading this much."""
+_COORDINATES = 2**24
+"""Most values along a dimension: 1,900 years of hours. They are all read as a file is opened."""
+_POINTS = 2**28
+"""Most points of a field: 1 GiB in memory."""
+_READ_ERRORS = (OSError, RuntimeError, ValueError, KeyError, IndexError)
+"""What HDF5, zarr and their filters raise for damaged files."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a variable lies in a file."""
+
+    array: str
+    level: int | None
+    """Index along the level dimension; None where it has none."""
+
+
+@dataclass(frozen=True)
+class FieldFile:
+    """An open file."""
+
+    path: Path
+    dataset: Any
+    grid: Grid
+    orientation: Orientation
+    lat_dim: str
+    lon_dim: str
+    time_dim: str | None
+    times: TimeAxis | None
+    """None where nothing in the file depends on time."""
+
+    def find(self, name: str) -> Slot | None:
+        """Find the variable `name`: under that name, or as its level of an array with a level dimension."""
+        if name in self.dataset.data_vars:
+            return Slot(name, None)
+        named = split_level(name)
+        if named is None or named[0] not in self.dataset.data_vars:
+            return None
+        array, level = named
+        levels = self._levels(self.dataset[array])
+        if levels is None:
+            return None
+        found = np.flatnonzero(np.abs(levels - level) < 1e-3)
+        return Slot(array, int(found[0])) if found.size else None
+
+    def in_time(self, slot: Slot) -> bool:
+        """Return whether a variable depends on time."""
+        return self.time_dim is not None and self.time_dim in self.dataset[slot.array].dims
+
+    def names(self) -> Iterator[str]:
+        """Yield the names by which all arrays with a place on the grid are found, level by level."""
+        for name, array in self.dataset.data_vars.items():
+            if not {self.lat_dim, self.lon_dim} <= set(array.dims):
+                continue
+            levels = self._levels(array)
+            yield from [str(name)] if levels is None else [level_name(str(name), level) for level in levels.tolist()]
+
+    def _levels(self, array: Any) -> Float64Array | None:
+        """Return the pressure levels of an array in hPa; None where it has no such dimension."""
+        dim = next((dim for dim in array.dims if dim in _LEVELS and dim in self.dataset.coords), None)
+        if dim is None:
+            return None
+        levels = np.asarray(self.dataset[dim].values, dtype=np.float64)
+        return levels / 100 if str(self.dataset[dim].attrs.get("units", "")).lower() == "pa" else levels
+
+    def block_frames(self, slot: Slot) -> int:
+        """Return how many frames are best read together: those compressed together, else a quarter of a MiB."""
+        array = self.dataset[slot.array]
+        chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
+        if chunks and self.time_dim in array.dims:
+            return int(chunks[array.dims.index(self.time_dim)])
+        rows, columns = self.grid.shape
+        return max(1, _PLAIN_BLOCK_BYTES // (4 * rows * columns))
+
+    def read(self, slot: Slot, first: int, end: int) -> Float32Array:
+        """Read frames first..end-1 of a variable, [n, H, W] in the orientation of the grid."""
+        return self._values(slot, {self.time_dim: slice(first, end)}, f"time indices {first} to {end - 1}")
+
+    def read_static(self, slot: Slot) -> Float32Array:
+        """Read a field without time, [H, W]."""
+        return self._values(slot, {}, "no time")
+
+    def _values(self, slot: Slot, index: dict[Any, Any], what: str) -> Float32Array:
+        array = self.dataset[slot.array]
+        if slot.level is not None:
+            index = {**index, next(dim for dim in array.dims if dim in _LEVELS): slot.level}
+        wanted = [dim for dim in (self.time_dim if what != "no time" else None, self.lat_dim, self.lon_dim) if dim]
+        part = array.isel(index)
+        # A level or height of length 1 is written by many tools and says nothing.
+        part = part.isel({dim: 0 for dim in part.dims if dim not in wanted and part.sizes[dim] == 1})
+        # An ensemble or a second level dimension: which of them is meant is not guessed.
+        if set(part.dims) != set(wanted):
+            raise DataError(
+                f"{self.path}: {slot.array} has the dimensions {', '.join(map(str, array.dims))}; of these only "
+                f"{', '.join(wanted)} and a pressure level can be read, others must have length 1"
+            )
+        try:
+            values = part.transpose(*wanted).values
+        except _READ_ERRORS as error:
+            raise DataError(
+                f"{self.path}: {slot.array}, {what}: cannot be read ({error}); the file is damaged or truncated"
+            ) from error
+        return self.orientation.apply(np.array(values, dtype=np.float32))
+
+
+def open_file(path: Path, source: FieldSource) -> FieldFile:
+    """Open a netCDF file or a zarr store.
+
+    Raises DataError, naming the file, for one that cannot be opened or has no latitude-longitude grid, and for times that
+    are out of order; ConfigError where the package that reads such files is missing.
+    """
+    engine, package = ("zarr", "zarr") if path.is_dir() else ("netcdf4", "netCDF4")
+    require_package(package, f"{path} needs")
+    try:
+        # Before xarray reads them all: a damaged header may declare any length.
+        for name, length in _declared_lengths(path).items():
+            if length > _COORDINATES:
+                raise DataError(
+                    f"{path}: {length:,} values along {name} are more than the {_COORDINATES:,} that can be read; the file "
+                    f"is damaged, or must be parted"
+                )
+        with warnings.catch_warnings():
+            # Stores without consolidated metadata open more slowly, and well.
+            warnings.filterwarnings("ignore", message="Failed to open Zarr store with consolidated metadata")
+            # Times are decoded by ours, which refuse what xarray would guess; blocks are cached by the store.
+            dataset = xarray.open_dataset(path, engine=engine, decode_times=False, cache=False)
+    except _READ_ERRORS as error:
+        raise DataError(f"{path}: cannot be opened ({error}); it is damaged, truncated or no {engine} store") from error
+    names = [str(name) for name in dataset.dims]
+    lat_dim = _find_dimension(dataset, names, _LATITUDES, "latitude", path)
+    lon_dim = _find_dimension(dataset, names, _LONGITUDES, "longitude", path)
+    rows, columns = dataset.sizes[lat_dim], dataset.sizes[lon_dim]
+    # Asked before any field is read, which would need that much memory.
+    if rows * columns > _POINTS:
+        raise DataError(
+            f"{path}: a grid of {rows:,} x {columns:,} points is more than the {_POINTS:,} that can be read; regrid the file"
+        )
+    grid, orientation = orient_grid(
+        np.asarray(dataset[lat_dim].values, dtype=np.float64),
+        np.asarray(dataset[lon_dim].values, dtype=np.float64),
+        str(path),
+    )
+    time_dim = _time_dimension(dataset, names, source, path)
+    times = None if time_dim is None else _read_times(dataset, time_dim, source, path)
+    return FieldFile(path, dataset, grid, orientation, lat_dim, lon_dim, time_dim, times)
+
+
+def _declared_lengths(path: Path) -> dict[str, int]:
+    """Return the length of each dimension that has coordinates, without reading any."""
+    if path.is_dir():
+        import zarr  # noqa: PLC0415  (needs zarr)
+
+        arrays = dict(zarr.open_group(str(path), mode="r").arrays())
+        return {name: int(array.shape[0]) for name, array in arrays.items() if len(array.shape) == 1}
+    import netCDF4  # noqa: PLC0415  (needs netCDF4)
+
+    with netCDF4.Dataset(str(path)) as file:
+        return {name: len(dimension) for name, dimension in file.dimensions.items() if name in file.variables}
+
+
+def _find_dimension(dataset: Any, names: list[str], usual: tuple[str, ...], kind: str, path: Path) -> str:
+    for name in names:
+        known = name.lower() in usual or (name in dataset.coords and dataset[name].attrs.get("standard_name") == kind)
+        if known and name in dataset.coords:
+            return name
+    raise DataError(
+        f"{path}: no dimension with {kind} coordinates among {', '.join(names) or 'none'}; regrid the file to a "
+        f"latitude-longitude grid"
+    )
+
+
+def _time_dimension(dataset: Any, names: list[str], source: FieldSource, path: Path) -> str | None:
+    if source.time_dim is not None:
+        if source.time_dim not in names or source.time_dim not in dataset.coords:
+            raise DataError(f"{path}: no dimension {source.time_dim!r} with times; it has {', '.join(names)}")
+        return source.time_dim
+    usual = [name for name in names if name in _TIMES and name in dataset.coords]
+    if usual:
+        return usual[0]
+    for name in names:
+        if name in dataset.coords and " since " in str(dataset[name].attrs.get("units", "")):
+            return name
+    return None
+
+
+def _read_times(dataset: Any, time_dim: str, source: FieldSource, path: Path) -> TimeAxis:
+    coordinate = dataset[time_dim]
+    # What the run file says goes before the file, whose attributes may be wrong or missing.
+    units = source.time_units or coordinate.attrs.get("units")
+    if units is None:
+        raise DataError(
+            f"{path}: the numbers of {time_dim} do not say what they count; give the source time_units, as in "
+            f'"hours since 1996-01-05 00:00"'
+        )
+    calendar = source.calendar or coordinate.attrs.get("calendar", "standard")
+    return decode_times(np.asarray(coordinate.values), str(units), str(calendar), f"{path}: {time_dim}")

@@ -18,9 +18,8 @@ from phalanx.data.sample_order import Int64Array
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.coordinates import Float32Array, Grid
-from phalanx.families.weather.data.field_samples import Cases, FieldReader
+from phalanx.families.weather.data.field_samples import Cases, FieldReader, SplitName, Windows
 from phalanx.families.weather.data.open_fields import FieldSet
-from phalanx.families.weather.data.sample_windows import SplitName, Windows
 from phalanx.families.weather.evaluation.compare_forecasts import Comparison, ScoreRow, known_climatologies
 from phalanx.families.weather.inputs import STATISTICS, require_grid
 from phalanx.families.weather.model.forecaster import Forecaster

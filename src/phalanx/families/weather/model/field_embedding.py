@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.counter_random import CounterDropout, DropoutContext
+from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.grid_features import (
     input_places,
     patch_places,
@@ -22,7 +23,6 @@ from phalanx.families.weather.model.grid_features import (
     take_places,
     wave_features,
 )
-from phalanx.families.weather.model_config import WeatherModel
 from phalanx.families.weather.sizes import FEATURES, group_sizes
 from phalanx.nn.layers import Linear
 from phalanx.nn.positions import Positions

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.grid_features import (
     output_places,
     outputs_among_inputs,
@@ -16,7 +17,6 @@ from phalanx.families.weather.model.grid_features import (
     row_weights,
     take_places,
 )
-from phalanx.families.weather.model_config import WeatherModel
 from phalanx.nn.layers import Linear, Norm
 
 

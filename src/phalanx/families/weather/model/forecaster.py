@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.counter_random import CounterDropout, DropoutContext, mix
+from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.field_embedding import FieldEmbedding
 from phalanx.families.weather.model.field_head import FieldHead
 from phalanx.families.weather.model.grid_features import fields_of, outputs_among_inputs
-from phalanx.families.weather.model_config import WeatherModel
 from phalanx.nn.attention import attend_whole
 from phalanx.nn.blocks import NumberedBlocks
 from phalanx.nn.layers import Linear, Norm

@@ -12,8 +12,7 @@ from math import pi
 import torch
 from torch import Tensor
 
-from phalanx.families.weather.field_names import split_level
-from phalanx.families.weather.model_config import WeatherModel
+from phalanx.families.weather.config import WeatherModel, split_level
 from phalanx.families.weather.sizes import FEATURES
 
 _HALF_PI_HIGH = math.floor(math.pi / 2 * 2**32) / 2**32

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import sph_harm_y
 
-from phalanx.families.weather.sample.quasigeostrophic import (
+from phalanx.families.weather.data.quasigeostrophic import (
     DAY,
     RADIUS,
     ROTATION,

@@ -17,7 +17,7 @@ import xarray
 from phalanx.counter_random import stream_key, uniform_values
 from phalanx.errors import DataError
 from phalanx.families.weather.data import require_package
-from phalanx.families.weather.sample.quasigeostrophic import (
+from phalanx.families.weather.data.quasigeostrophic import (
     LEVELS,
     RADIUS,
     Atmosphere,

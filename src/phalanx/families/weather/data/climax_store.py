@@ -21,6 +21,7 @@ import numpy as np
 from phalanx.data.prepared_folder import check_still_whole
 from phalanx.data.sample_order import Int64Array
 from phalanx.errors import DataError
+from phalanx.families.weather.config import FieldSource
 from phalanx.families.weather.data.coordinates import (
     EPOCH,
     HOUR,
@@ -30,7 +31,6 @@ from phalanx.families.weather.data.coordinates import (
     orient_grid,
 )
 from phalanx.families.weather.data.field_store import BlockCache, FieldStore, Naming, Segment, hash_of
-from phalanx.families.weather.data_config import FieldSource
 
 _NAME = re.compile(r"(\d{4}|\d{12})(?:-\d{12})?_(\d+)\.npz")
 """The year, or for CMIP the minute of the first frame, then the shard."""

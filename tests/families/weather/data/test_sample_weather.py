@@ -9,7 +9,7 @@ import pytest
 import xarray
 
 from phalanx.errors import DataError
-from phalanx.families.weather.sample.sample_weather import FRAME_HOURS, LATITUDES, simulate_weather, write_weather
+from phalanx.families.weather.data.sample_weather import FRAME_HOURS, LATITUDES, simulate_weather, write_weather
 
 
 @pytest.fixture(scope="module")

@@ -30,10 +30,10 @@ from phalanx.data.prepared_folder import (
 )
 from phalanx.data.sample_order import Int64Array
 from phalanx.errors import DataError
+from phalanx.families.weather.config import FieldName, FieldSource
 from phalanx.families.weather.data.coordinates import Float32Array, Grid, TimeAxis
 from phalanx.families.weather.data.field_store import FieldStore, Naming, Segment, hash_of
 from phalanx.families.weather.data.field_survey import Survey
-from phalanx.families.weather.data_config import FieldName, FieldSource
 
 FIELDS = "fields.safetensors"
 _AGAIN = "prepare the fields again"
