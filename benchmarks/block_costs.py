@@ -28,8 +28,8 @@ from phalanx.layout.recompute import recompute_block
 from phalanx.layout.stage import TrainingPass
 from phalanx.nn.attention import Attention, attend
 from phalanx.planner.trace import parts
-from phalanx.planner.trace.family import PartName, Setting, build_stage, example_batch
-from phalanx.planner.trace.parts import part_costs
+from phalanx.planner.trace.part_costs import part_costs
+from phalanx.planner.trace.traced_model import PartName, Setting, build_stage, example_batch
 
 MODELS = {
     "llama3-8b": LanguageModel(

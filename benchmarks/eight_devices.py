@@ -27,7 +27,7 @@ from typing import Any
 
 from exposed_communication import communication_in
 from layout_speed import QUIET
-from phalanx.hardware.calibrate.where import plain_machine
+from phalanx.hardware.calibrate.measure_machine import plain_machine
 from phalanx.hardware.machine import Machine, load_machine
 from phalanx.planner.time.profile import NamedProfile, load_profile
 from planner_validation import TINY, Case, add_options, measure, predict, print_row, save

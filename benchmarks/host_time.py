@@ -32,7 +32,7 @@ from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import build_mesh
 from phalanx.layout.resolve import resolve_layout
-from phalanx.planner.trace.family import TracedModel
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.torch_compat.fake import fake_process_group
 from phalanx.training.step import build_step
 

@@ -27,9 +27,9 @@ from phalanx.families.language.config import LanguageRun
 from phalanx.files import write_atomically
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.spec import LayoutTable
-from phalanx.planner.dryrun.run import dry_run
-from phalanx.planner.layouts.enumerate import Limits, enumerate_layouts
+from phalanx.planner.dryrun.run_step import dry_run
 from phalanx.planner.memory.model import Kernels, rank_memory
+from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 from phalanx.training.step import TrainStep, build_step
 
 WORLD = 8

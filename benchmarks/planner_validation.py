@@ -30,7 +30,7 @@ from layout_speed import QUIET, ROOT, phalanx_command, run_environment, run_with
 from phalanx.config.load import load_run
 from phalanx.families.language.config import LanguageRun, require_language
 from phalanx.files import write_atomically
-from phalanx.hardware.calibrate.where import plain_machine
+from phalanx.hardware.calibrate.measure_machine import plain_machine
 from phalanx.hardware.device import device_facts
 from phalanx.hardware.machine import Machine, load_machine
 from phalanx.layout.resolve import resolve_layout
@@ -40,7 +40,7 @@ from phalanx.planner.memory.probability import BESIDE, GIB, Beside, communicator
 from phalanx.planner.time.profile import NamedProfile, load_profile
 from phalanx.planner.time.step_time import StepCause
 from phalanx.planner.time.timing import our_framework, step_times
-from phalanx.planner.trace.family import Kernel, likely_kernel
+from phalanx.planner.trace.traced_model import Kernel, likely_kernel
 
 RUN_FILE = ROOT / "examples/llama3-8b.yaml"
 _LLAMA = "mlp=swiglu norm=rmsnorm positions=rope bias=false"

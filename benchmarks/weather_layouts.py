@@ -42,7 +42,7 @@ from pathlib import Path
 
 from layout_speed import ROOT, run_environment
 from phalanx.files import write_atomically
-from phalanx.hardware.calibrate.where import plain_machine
+from phalanx.hardware.calibrate.measure_machine import plain_machine
 from phalanx.hardware.machine import load_machine
 from phalanx.planner.time.profile import load_profile, profile_for
 from weather_layout_cases import RUN_FILE, Row, Words, break_evens, plan_rows, width_grid, width_words

@@ -56,8 +56,8 @@ from phalanx.layout.streamed_weights.copy_engine_ring import CopyEngineRing
 from phalanx.layout.streamed_weights.ring_transport import WeightRing
 from phalanx.layout.streamed_weights.sharding import StreamedSharding
 from phalanx.layout.streamed_weights.stream_pairs import Streamed
-from phalanx.planner.trace.family import TracedModel
-from phalanx.planner.trace.memory_trace import StepTrace
+from phalanx.planner.dryrun.memory_trace import StepTrace
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.torch_compat import common as compat
 from phalanx.training.step import TrainStep, build_step
 

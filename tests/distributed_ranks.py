@@ -17,7 +17,7 @@ PRELOADED = (
     "e3nn.o3",
     "phalanx.cli.main",
     "phalanx.cli.training.train",
-    "phalanx.planner.dryrun.run",
+    "phalanx.planner.dryrun.run_step",
     "phalanx.families.language.bound",
     "phalanx.families.materials.bound",
     "phalanx.families.weather.bound",

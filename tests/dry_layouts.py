@@ -15,10 +15,10 @@ from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
-from phalanx.planner.dryrun.report import group_axes
-from phalanx.planner.dryrun.run import WatchedExecutor, measured_step
-from phalanx.planner.trace.family import TracedModel
-from phalanx.planner.trace.memory_trace import StepTrace
+from phalanx.planner.dryrun.memory_trace import StepTrace
+from phalanx.planner.dryrun.rank_report import group_axes
+from phalanx.planner.dryrun.run_step import WatchedExecutor, measured_step
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.training.step import TrainStep, build_step
 
 WORLD = 4

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from phalanx.cli.console import print_json
-from phalanx.cli.planning.check_runs import list_checked_runs, print_checked_groups
+from phalanx.cli.planning.plan import list_checked_runs, print_checked_groups
 from phalanx.planner.measured.check import CheckedRun, compare, summarise_check
 from published.groups import grouped, refused
 from published.memory import published_peak

@@ -15,8 +15,8 @@ from phalanx.planner.time.operation_time import Floats
 from phalanx.planner.time.profile import NamedProfile
 from phalanx.planner.time.step_parts import Steps
 from phalanx.planner.time.step_time import Busiest, DataParallel
-from phalanx.planner.trace.family import PartName, Setting
 from phalanx.planner.trace.operations import Attention, Matmul, Operation
+from phalanx.planner.trace.traced_model import PartName, Setting
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from phalanx.planner.time.part_time import part_times
 from phalanx.planner.time.profile import NamedProfile, default_profile, load_profile, shipped_profiles
 from phalanx.planner.time.step_parts import Steps
 from phalanx.planner.time.step_time import StepTimes, closed_form
-from phalanx.planner.trace.family import Setting
+from phalanx.planner.trace.traced_model import Setting
 from published.frameworks import BlockingDataParallel, OtherFramework, framework_of
 from published.runs import PublishedRun
 

@@ -15,7 +15,7 @@ from phalanx.planner.measured.check import run_of
 from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.memory.parts import model_bytes
 from phalanx.planner.memory.ranks import blocks_in_flight
-from phalanx.planner.trace.family import Kernel
+from phalanx.planner.trace.traced_model import Kernel
 from published.runs import PublishedRun
 
 

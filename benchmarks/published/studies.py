@@ -23,7 +23,7 @@ from phalanx.planner.time.least_squares import least_squares
 from phalanx.planner.time.operation_time import Floats
 from phalanx.planner.time.profile import CONSTANTS, NamedProfile, default_profile, spread_of
 from phalanx.planner.time.step_parts import steps_of
-from phalanx.planner.trace.family import Setting
+from phalanx.planner.trace.traced_model import Setting
 from published.flops import convention_of
 from published.frameworks import framework_of
 from published.groups import PublishedGroup, steps_as_sent, with_whole_logits

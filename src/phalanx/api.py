@@ -26,13 +26,13 @@ from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
 from phalanx.optimizers.registry import OPTIMIZERS, OptimizerKind
-from phalanx.planner.dryrun.report import RankReport
-from phalanx.planner.dryrun.run import dry_run
+from phalanx.planner.dryrun.rank_report import RankReport
+from phalanx.planner.dryrun.run_step import dry_run
+from phalanx.planner.plan.make_plan import Plan, Wishes, make_plan
 from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.plan import Plan, Wishes, make_plan
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import choose_profile
-from phalanx.planner.trace.family import require_planned
+from phalanx.planner.trace.traced_model import require_planned
 from phalanx.training.callbacks import CALLBACKS, Callback
 from phalanx.training.inputs import Finding, TrainableModel
 from phalanx.training.resume import load_weights

@@ -14,8 +14,8 @@ from phalanx.errors import PhalanxError
 from phalanx.files import write_atomically
 from phalanx.hardware.machine import Machine
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.planner.plan.plan_summary import time_interval
 from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.summary import time_interval
 from phalanx.planner.time.profile import NamedProfile
 from phalanx.report.run_log import FloatArray, RunLog
 from phalanx.study.processes.process import run_limited

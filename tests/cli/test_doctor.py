@@ -16,7 +16,7 @@ import torch.distributed as dist
 from command_line import Call
 from phalanx.cli.main import main
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.hardware.doctor import device_rates
+from phalanx.hardware.doctor import rank_facts
 from phalanx.hardware.doctor.examine import examine_ranks
 from phalanx.layout.mesh import Ranks
 from phalanx_processes import free_port, start
@@ -30,8 +30,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     # Rates are not what is looked at here.
-    monkeypatch.setattr(device_rates, "_CPU_SIDE", 64)
-    monkeypatch.setattr(device_rates, "_CPU_COPIED", 2**16)
+    monkeypatch.setattr(rank_facts, "_CPU_SIDE", 64)
+    monkeypatch.setattr(rank_facts, "_CPU_COPIED", 2**16)
 
 
 def test_one_rank_passes(call: Call) -> None:

@@ -18,8 +18,8 @@ from phalanx.config.load import load_run
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.measured.cells import COLUMNS
+from phalanx.planner.plan.make_plan import Plan, Wishes, make_plan
 from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.plan import Plan, Wishes, make_plan
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import default_profile, save_profile
 from report.pages import Page

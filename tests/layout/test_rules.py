@@ -14,7 +14,7 @@ from phalanx.families.language.config import LanguageRun
 from phalanx.layout import legality
 from phalanx.layout.legality import RULES, Requirements, Rule, is_legal, reasons_against
 from phalanx.layout.spec import CONTEXTS, DEGREES, GATHERS, RECOMPUTES, SCHEDULES, LayoutTable, ResolvedLayout
-from phalanx.planner.layouts.enumerate import Limits, enumerate_layouts
+from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 
 VALUES: dict[str, tuple[Any, ...]] = {
     "global_batch": (1, 3, 8, 24, 64),

@@ -1,7 +1,7 @@
 """What a model says about itself once it is bound to a run: the facts that layouts, training and planning ask for.
 
 A family's class derives from this one and from those of the rooms that it takes part in: `layout.family.LayoutModel`,
-`planner.trace.family.TracedModel`, `training.inputs.TrainableModel` and `verification.family.VerifiableModel`.
+`planner.trace.traced_model.TracedModel`, `training.inputs.TrainableModel` and `verification.family.VerifiableModel`.
 `registry.bind` makes the one object that answers for a run; it is handed down from there.
 """
 

@@ -27,7 +27,7 @@ from phalanx.layout.spec import CONTEXTS, DEGREES, SINGLE_STAGE, ZERO_BUBBLE, La
 Degrees = dict[str, int]
 
 MemoryFits = Callable[[ResolvedLayout], bool]
-"""Whether the devices have room for a layout with its micro-batch; `planner.layouts.microbatch` makes one."""
+"""Whether the devices have room for a layout with its micro-batch; `planner.rank.cost_models` makes one."""
 
 MOST_SAMPLES = 64
 """Samples of a micro-batch that `auto` takes at most: a larger one is hardly faster and holds more."""

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from markupsafe import Markup
 
+from phalanx.planner.plan.make_plan import Plan
+from phalanx.planner.plan.plan_summary import Row, describe_break_evens, summarize_plan
 from phalanx.planner.rank.cost_models import COMPUTING_SHARE, WAITING_SHARE
 from phalanx.planner.rank.cost_models import Bar as StageBar
-from phalanx.planner.rank.plan import Plan
-from phalanx.planner.rank.summary import Row, describe_break_evens, summarize_plan
-from phalanx.planner.rank.write import write_section
+from phalanx.planner.rank.enumeration import write_section
 from phalanx.report.drawing import (
     WIDTH,
     Bar,

@@ -20,8 +20,7 @@ from phalanx.errors import Interrupted
 from phalanx.families.registry import bind
 from phalanx.families.sizes import sizes_of
 from phalanx.files import write_atomically
-from phalanx.hardware.cpu_formats import require_cpu_format
-from phalanx.hardware.device import choose_device, device_name, memory_bytes
+from phalanx.hardware.device import choose_device, device_name, memory_bytes, require_cpu_format
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, check_attention
 from phalanx.layout.family import LayoutModel
@@ -36,7 +35,7 @@ from phalanx.layout.mesh import (
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.optimizers import find_optimizer
-from phalanx.planner.layouts.microbatch import memory_fits
+from phalanx.planner.rank.cost_models import memory_fits
 from phalanx.precision import PRECISIONS
 from phalanx.printable import write_stderr
 from phalanx.torch_compat.common import is_rocm

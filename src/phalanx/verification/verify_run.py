@@ -20,8 +20,7 @@ from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.registry import bind
-from phalanx.hardware.cpu_formats import require_cpu_format
-from phalanx.hardware.device import choose_device
+from phalanx.hardware.device import choose_device, require_cpu_format
 from phalanx.launch.fork_server import RanksFailed, run_ranks
 from phalanx.layout.mesh import (
     ONE_RANK,

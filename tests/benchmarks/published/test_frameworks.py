@@ -17,8 +17,8 @@ from phalanx.planner.time.part_time import part_times, parts_of
 from phalanx.planner.time.profile import NamedProfile, default_profile
 from phalanx.planner.time.step_parts import steps_of
 from phalanx.planner.time.step_time import StepCause
-from phalanx.planner.trace.family import Setting
 from phalanx.planner.trace.operations import Attention, Operation
+from phalanx.planner.trace.traced_model import Setting
 from published.frameworks import OtherFramework, framework_of, unfused
 from published.groups import PublishedGroup
 

@@ -13,7 +13,7 @@ from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.planner.measured.groups import System
 from phalanx.planner.time.profile import default_profile, load_profile
 from phalanx.planner.time.step_parts import steps_of
-from phalanx.planner.trace.family import Setting
+from phalanx.planner.trace.traced_model import Setting
 from published.flops import megatron_hardware
 from published.frameworks import framework_of
 from published.groups import PublishedGroup, steps_as_sent, with_whole_logits

@@ -18,7 +18,7 @@ from phalanx.families.registry import bind, bound_class
 from phalanx.families.sizes import sizes_of
 from phalanx.nn.layers import Linear
 from phalanx.nn.splits import ModelChunk, Split, Splits
-from phalanx.planner.trace.family import TracedModel
+from phalanx.planner.trace.traced_model import TracedModel
 
 LENGTH, WIDTH, HIDDEN = 6, 8, 24
 

@@ -15,13 +15,13 @@ from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.sizes import block_flops_per_sample
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.dryrun.report import RankReport
-from phalanx.planner.dryrun.run import dry_run
-from phalanx.planner.explain.break_even import break_even
+from phalanx.planner.dryrun.rank_report import RankReport
+from phalanx.planner.dryrun.run_step import dry_run
 from phalanx.planner.memory.model import Kernels, rank_memory
-from phalanx.planner.trace.family import Setting, require_planned, setting_of
-from phalanx.planner.trace.parts import PartCosts, part_costs
-from phalanx.planner.trace.streamed import chain_sizes
+from phalanx.planner.plan.compare_layouts import break_even
+from phalanx.planner.trace.part_costs import PartCosts, part_costs
+from phalanx.planner.trace.streamed_block import chain_sizes
+from phalanx.planner.trace.traced_model import Setting, require_planned, setting_of
 
 WORLD, LAYERS = 8, 2
 UNCOMPILED = Kernels("cpu", compiled=False)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.hardware.doctor.device_rates import DeviceRates
 from phalanx.hardware.doctor.finding import Finding
 from phalanx.hardware.doctor.rank_comparison import compare_binding, compare_rates
-from phalanx.hardware.doctor.rank_facts import RankFacts
+from phalanx.hardware.doctor.rank_facts import DeviceRates, RankFacts
 from phalanx.hardware.machine import cores_of, load_machine
 
 FRONTIER = load_machine("frontier")

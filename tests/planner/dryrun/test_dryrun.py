@@ -18,9 +18,8 @@ from phalanx.families.language.model.decoder import Block
 from phalanx.layout.data_parallel.state_bytes import state_bytes
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.dryrun.fake_ranks import fake_rank
-from phalanx.planner.dryrun.report import RankReport
-from phalanx.planner.dryrun.run import dry_run
+from phalanx.planner.dryrun.rank_report import RankReport
+from phalanx.planner.dryrun.run_step import dry_run, fake_rank
 from phalanx.torch_compat import common as compat
 
 

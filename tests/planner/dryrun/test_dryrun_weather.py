@@ -10,7 +10,7 @@ import pytest
 from dry_layouts import train_step
 from phalanx.families.weather.config import WeatherRun
 from phalanx.layout.resolve import resolve_layout
-from phalanx.planner.dryrun.run import dry_run
+from phalanx.planner.dryrun.run_step import dry_run
 
 WORLD, T, F, MICROBATCHES = 8, 2, 2, 3
 WIDTH, HIDDEN, HEADS, TOKENS = 64, 256, 4, 32

@@ -13,11 +13,11 @@ from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.sizes import model_flops_per_token
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import SCHEDULES, ZERO_BUBBLE, LayoutTable
-from phalanx.planner.dryrun.run import dry_run
-from phalanx.planner.layouts.enumerate import Limits, enumerate_layouts
+from phalanx.planner.dryrun.run_step import dry_run
 from phalanx.planner.memory.model import Kernels, memory, rank_memory
-from phalanx.planner.trace.family import setting_of
-from phalanx.planner.trace.parts import part_costs
+from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
+from phalanx.planner.trace.part_costs import part_costs
+from phalanx.planner.trace.traced_model import setting_of
 
 WORLD = 8
 SIZES = {

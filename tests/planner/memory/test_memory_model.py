@@ -13,10 +13,10 @@ from layout_runs import run_with
 from phalanx.families.language.sizes import parameter_count
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
-from phalanx.planner.dryrun.run import dry_run
-from phalanx.planner.layouts.enumerate import Limits, enumerate_layouts
+from phalanx.planner.dryrun.run_step import dry_run
 from phalanx.planner.memory.model import Kernels, RankMemory, memory, rank_memory
 from phalanx.planner.memory.probability import BESIDE, GIB, communicators, device_bytes, fits
+from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 
 SIZES = {
     "model.d_model": 128,

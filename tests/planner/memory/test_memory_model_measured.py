@@ -14,7 +14,7 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.memory.probability import GIB
 from phalanx.planner.memory.ranks import blocks_in_flight
-from phalanx.planner.trace.family import likely_kernel
+from phalanx.planner.trace.traced_model import likely_kernel
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -20,7 +20,7 @@ from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import LayoutTable
 from phalanx.planner.memory.model import Kernels, memory
 from phalanx.planner.memory.probability import GIB
-from phalanx.planner.trace.family import TracedModel
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.training.step import build_step
 from whole_model import CPU
 

@@ -19,18 +19,16 @@ from phalanx.families.registry import bind
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import LayoutTable
-from phalanx.planner.explain.scaling import find_fewest_devices, parse_scale, scale_devices
-from phalanx.planner.explain.why_not import explain_choice, parse_choice
-from phalanx.planner.layouts.enumerate import Limits
 from phalanx.planner.memory.model import memory
+from phalanx.planner.plan.compare_layouts import explain_choice, parse_choice
+from phalanx.planner.plan.make_plan import NothingFits, Wishes, choose_front, make_plan
+from phalanx.planner.plan.scaling import find_fewest_devices, parse_scale, scale_devices
 from phalanx.planner.rank.cost_models import WAITING, CostModels, Times
-from phalanx.planner.rank.plan import NothingFits, Wishes, choose_front, make_plan
-from phalanx.planner.rank.prune import bound_memory
-from phalanx.planner.rank.ranking import Planner, Ranking, Task, number_splits, pareto_front
-from phalanx.planner.rank.write import run_with_layout, write_planned_run
+from phalanx.planner.rank.enumeration import Limits, run_with_layout, write_planned_run
+from phalanx.planner.rank.ranking import Planner, Ranking, Task, bound_memory, number_splits, pareto_front
 from phalanx.planner.time.profile import default_profile
 from phalanx.planner.time.timing import step_times
-from phalanx.planner.trace.family import TracedModel
+from phalanx.planner.trace.traced_model import TracedModel
 
 WIDE = {
     "model.n_layers": 8,

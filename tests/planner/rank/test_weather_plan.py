@@ -11,12 +11,11 @@ from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.sizes import model_flops_per_sample
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout
-from phalanx.planner.layouts.enumerate import Limits
+from phalanx.planner.plan.make_plan import Plan, Wishes, make_plan
+from phalanx.planner.plan.plan_summary import summarize_plan
 from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.plan import Plan, Wishes, make_plan
+from phalanx.planner.rank.enumeration import Limits, write_planned_run
 from phalanx.planner.rank.ranking import Planner, Task
-from phalanx.planner.rank.summary import summarize_plan
-from phalanx.planner.rank.write import write_planned_run
 from phalanx.planner.time.profile import profile_for
 from phalanx.report.plan_page import render_plan
 

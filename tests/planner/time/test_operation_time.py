@@ -13,7 +13,7 @@ from phalanx.planner.time.operation_time import Cause, Form, OperationTable, Way
 from phalanx.planner.time.part_time import part_times, parts_of
 from phalanx.planner.time.profile import default_profile
 from phalanx.planner.time.timed_operations import TimedOperation
-from phalanx.planner.trace.family import Setting
+from phalanx.planner.trace.traced_model import Setting
 
 MODEL = LanguageModel.model_validate(
     {

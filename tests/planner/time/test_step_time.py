@@ -11,7 +11,7 @@ from phalanx.config.load import parse_run
 from phalanx.hardware.collectives import default_constants
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import LayoutTable, Recompute, ResolvedLayout
-from phalanx.planner.dryrun.run import dry_run
+from phalanx.planner.dryrun.run_step import dry_run
 from phalanx.planner.time.framework import COMPILED, EAGER
 from phalanx.planner.time.operation_time import Cause, compute_seconds
 from phalanx.planner.time.part_time import part_times

@@ -11,9 +11,9 @@ import pytest
 from phalanx.config.model import LanguageModel
 from phalanx.planner.trace import parts
 from phalanx.planner.trace.chunked_head import Chunks
-from phalanx.planner.trace.family import Setting
 from phalanx.planner.trace.operations import Operation, Scale
-from phalanx.planner.trace.parts import PartCosts, part_costs
+from phalanx.planner.trace.part_costs import PartCosts, part_costs
+from phalanx.planner.trace.traced_model import Setting
 from small_models import FAMILIES
 
 SEEDS = range(24)

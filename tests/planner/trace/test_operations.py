@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.planner.schedule.timeline import Costs
-from phalanx.planner.trace.fusion import Kernel, fuse, name_of
+from phalanx.planner.trace.kernel_fusion import Kernel, fuse, name_of
 from phalanx.planner.trace.operations import Attention, Matmul, Scale, attention_of, kind_of, matmul_of
 from phalanx.planner.trace.recorder import Recorder
 from phalanx.torch_compat.compiler import joint_graph, plain_graph

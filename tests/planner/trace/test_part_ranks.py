@@ -17,9 +17,9 @@ from phalanx.layout.recompute import recompute_block
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.tensor_parallel.split_layers import split_tensors
 from phalanx.nn.splits import ModelChunk
-from phalanx.planner.trace.family import Setting
 from phalanx.planner.trace.operations import COLLECTIVES, base_name
-from phalanx.planner.trace.parts import part_costs
+from phalanx.planner.trace.part_costs import part_costs
+from phalanx.planner.trace.traced_model import Setting
 from small_models import LLAMA
 
 LENGTH, SAMPLES = 32, 2

@@ -12,7 +12,7 @@ import pytest
 from layout_runs import run_with
 from phalanx.config.search import Search
 from phalanx.errors import ConfigError
-from phalanx.planner.layouts.enumerate import Limits, enumerate_layouts
+from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 from phalanx.study.layouts.prior import Prior
 from phalanx.study.layouts.simulated_cluster import SimulatedRunner, Truth
 from phalanx.study.layouts.space import LayoutSpace, build_layout_space

@@ -10,7 +10,7 @@ import pytest
 
 from layout_runs import run_with
 from phalanx.config.search import Search
-from phalanx.planner.layouts.enumerate import Limits, enumerate_layouts
+from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 from phalanx.study.layouts.space import LayoutSpace, build_layout_space
 from phalanx.study.layouts.study import STUDY, LayoutSearch, digest_run
 from phalanx.study.loop import EndedJob

@@ -11,8 +11,8 @@ from phalanx.config.search import Search, Tunable
 from phalanx.families.language.config import LanguageRun
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import LayoutTable
-from phalanx.planner.layouts.enumerate import Limits
 from phalanx.planner.rank.cost_models import CostModels
+from phalanx.planner.rank.enumeration import Limits
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import default_profile
 from phalanx.study.layouts.prior import planned_space

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from layout_runs import run_with
 from phalanx.config.load import load_run
-from phalanx.planner.layouts.enumerate import Limits, enumerate_layouts
+from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 from phalanx.study.layouts.space import LayoutSpace, build_layout_space
 from phalanx.study.layouts.trials import ProcessRunner, judge_losses, loss_bound
 from phalanx.study.processes.slots import LocalRanks

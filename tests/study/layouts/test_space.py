@@ -11,7 +11,7 @@ from phalanx.config.load import load_run, parse_run
 from phalanx.config.search import Search, Tunable
 from phalanx.errors import ConfigError
 from phalanx.layout.resolve import resolve_layout
-from phalanx.planner.layouts.enumerate import Limits, enumerate_layouts
+from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 from phalanx.study.conditions import condition_holds
 from phalanx.study.layouts.space import LayoutSpace, build_layout_space
 

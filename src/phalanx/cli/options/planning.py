@@ -9,7 +9,7 @@ import typer
 
 from phalanx.cli.arguments import Json, Overrides, RunFile, complete_override
 from phalanx.hardware.machine import described_names
-from phalanx.planner.explain.reliability import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES
+from phalanx.planner.plan.budget import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES
 
 
 def declare_plan(

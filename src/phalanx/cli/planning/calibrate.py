@@ -14,10 +14,9 @@ import torch.distributed as dist
 from phalanx.cli.console import print_json, print_lines
 from phalanx.cli.ranks import start_ranks, words_without_nproc
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.hardware.calibrate.effort import effort_for
-from phalanx.hardware.calibrate.fit import Found, profile_of
-from phalanx.hardware.calibrate.measure import Measurements, measure, of_all_ranks
-from phalanx.hardware.calibrate.where import describe_this_machine
+from phalanx.hardware.calibrate.fit_profile import Found, profile_of
+from phalanx.hardware.calibrate.measure_machine import Measurements, describe_this_machine, measure, of_all_ranks
+from phalanx.hardware.calibrate.measured_sizes import effort_for
 from phalanx.hardware.device import choose_device, device_name
 from phalanx.hardware.machine import Machine
 from phalanx.layout.mesh import Ranks, join_process_group, ranks_from_environment

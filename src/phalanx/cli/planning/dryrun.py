@@ -19,10 +19,10 @@ from phalanx.layout.compile import compiles_blocks
 from phalanx.layout.context_parallel.kernel_choice import check_attention
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.dryrun.report import RankReport, Traffic
-from phalanx.planner.dryrun.run import dry_run
-from phalanx.planner.trace.family import is_planned
-from phalanx.planner.trace.memory_trace import CATEGORIES, Moment
+from phalanx.planner.dryrun.memory_trace import CATEGORIES, Moment
+from phalanx.planner.dryrun.rank_report import RankReport, Traffic
+from phalanx.planner.dryrun.run_step import dry_run
+from phalanx.planner.trace.traced_model import is_planned
 from phalanx.printable import write_stderr
 from phalanx.report.formatting import format_gibibytes
 from phalanx.report.table import Column

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from phalanx.cli.console import open_output, print_json, print_lines, write_file
-from phalanx.cli.planning.check_runs import check_table, list_checked_runs, print_checked_groups
 from phalanx.cli.planning.plan_text import fold_command, write_plan_lines
 from phalanx.config.load import load_run
 from phalanx.config.override import parse_overrides
 from phalanx.errors import ConfigError
 from phalanx.hardware.machine import load_machine, machine_names
-from phalanx.planner.explain.reliability import Reliability
-from phalanx.planner.explain.scaling import parse_scale
-from phalanx.planner.layouts.enumerate import CHOSEN
+from phalanx.planner.measured.check import CheckedGroup, CheckedRun, check, summarise_check
+from phalanx.planner.measured.runs import read_runs
+from phalanx.planner.plan.budget import Reliability
+from phalanx.planner.plan.make_plan import Plan, Wishes, make_plan, make_smallest_plan
+from phalanx.planner.plan.plan_summary import summarize_plan
+from phalanx.planner.plan.scaling import parse_scale
 from phalanx.planner.rank.cost_models import CostModels
-from phalanx.planner.rank.plan import Plan, Wishes, make_plan, make_smallest_plan
+from phalanx.planner.rank.enumeration import CHOSEN, write_overrides, write_planned_run
 from phalanx.planner.rank.ranking import Planner, Task, fixed_fields
-from phalanx.planner.rank.summary import summarize_plan
-from phalanx.planner.rank.write import write_overrides, write_planned_run
 from phalanx.planner.time.profile import choose_profile
-from phalanx.planner.trace.family import require_planned
+from phalanx.planner.trace.traced_model import require_planned
 from phalanx.report.formatting import format_duration
 from phalanx.report.plan_page import render_plan
+from phalanx.report.table import Column, write_text_table
 
 _UNITS = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12}
 _COMMAND_WIDTH = 100
@@ -143,3 +147,49 @@ def _parse_amount(words: str) -> int:
     if not 1 <= count < 1e18:
         raise ConfigError(f"--tokens {words}: write a number, such as 300B, 1.4T or 3e11")
     return round(count)
+
+
+_RENAMED = {
+    "predicted_tokens_per_s": "predicted_tokens_per_s_per_gpu",
+    "measured_tokens_per_s": "measured_tokens_per_s_per_gpu",
+}
+
+
+def _format_share(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f}%"
+
+
+GROUP_COLUMNS: tuple[Column[CheckedGroup], ...] = (
+    Column("group", lambda group: group.group, "left"),
+    Column("rows", lambda group: group.rows),
+    Column("median", lambda group: _format_share(group.median)),
+    Column("95%", lambda group: _format_share(group.p95)),
+    Column("rank corr.", lambda group: "" if group.rank_correlation is None else f"{group.rank_correlation:.2f}"),
+    Column("top-3 regret", lambda group: _format_share(group.top3_regret)),
+    Column("memory rows", lambda group: group.memory_rows or ""),
+    Column("median", lambda group: _format_share(group.memory_median)),
+    Column("95%", lambda group: _format_share(group.memory_p95)),
+    Column("said to fit", lambda group: group.said_to_fit or ""),
+    Column("false", lambda group: _format_share(group.false_fits)),
+)
+
+
+def check_table(table: Path) -> tuple[list[CheckedRun], list[CheckedGroup]]:
+    """Predict every row of a table of runs and summarise the errors. Raises DataError for a bad table."""
+    runs = read_runs(table)
+    rows = check(runs)
+    return rows, summarise_check(rows, runs)
+
+
+def list_checked_runs(rows: Sequence[CheckedRun], groups: Sequence[CheckedGroup]) -> dict[str, Any]:
+    """Return every row with its prediction, and the errors by group, as `--json` prints them."""
+    return {
+        "rows": [{_RENAMED.get(name, name): value for name, value in asdict(row).items()} for row in rows],
+        "groups": [asdict(group) for group in groups],
+    }
+
+
+def print_checked_groups(rows: Sequence[CheckedRun], groups: Sequence[CheckedGroup]) -> None:
+    """Print the errors by group, one line each, and how many rows could not be predicted."""
+    print_lines(write_text_table(GROUP_COLUMNS, groups))
+    print_lines([f"{sum(not row.used for row in rows)} of {len(rows)} rows could not be predicted; --json says why"])

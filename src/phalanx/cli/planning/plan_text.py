@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from math import isfinite
 
 from phalanx.cli.console import wrap_line
-from phalanx.planner.explain.budget import Budget
+from phalanx.planner.plan.budget import Budget
+from phalanx.planner.plan.make_plan import Plan
+from phalanx.planner.plan.plan_summary import Row, describe_break_evens, summarize_plan
 from phalanx.planner.rank.cost_models import COMPUTING_SHARE, WAITING_SHARE
-from phalanx.planner.rank.plan import Plan
-from phalanx.planner.rank.summary import Row, describe_break_evens, summarize_plan
 from phalanx.report.formatting import format_count, format_duration, format_gibibytes, format_percent
 from phalanx.report.plan_page import FITS, PARALLELISM_COLUMNS, RATE, STEP, layout_columns, name_slower_causes
 from phalanx.report.table import write_text_table

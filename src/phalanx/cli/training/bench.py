@@ -17,9 +17,9 @@ from phalanx.hardware.machine import Machine, load_machine
 from phalanx.layout.mesh import ranks_from_environment
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.layouts.microbatch import memory_fits
+from phalanx.planner.rank.cost_models import memory_fits
 from phalanx.planner.time.profile import choose_profile
-from phalanx.planner.trace.family import is_planned
+from phalanx.planner.trace.traced_model import is_planned
 from phalanx.report.formatting import format_gibibytes
 from phalanx.study.processes.short_run import short_run
 from phalanx.study.processes.slots import Launcher, LocalRanks, whole_nodes

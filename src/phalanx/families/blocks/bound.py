@@ -28,7 +28,7 @@ from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
 from phalanx.nn.initial import InitRules
 from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.splits import ModelChunk, SplitCount
-from phalanx.planner.trace.family import MODEL_PARTS, Kernel, PartName, PartTracer, Setting, TracedModel
+from phalanx.planner.trace.traced_model import MODEL_PARTS, Kernel, PartName, PartTracer, Setting, TracedModel
 from phalanx.precision import PRECISIONS
 from phalanx.training.inputs import ExpectedEvaluation, Inputs, TrainableModel, Verification
 from phalanx.verification.family import VerifiableModel, most_stages

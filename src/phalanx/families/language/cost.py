@@ -22,8 +22,16 @@ from phalanx.layout.streamed_weights.stream_pairs import Stream, Streamed, strea
 from phalanx.nn.attention import Attention
 from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.splits import ModelChunk
-from phalanx.planner.trace.accelerator import core_attention
-from phalanx.planner.trace.family import MODEL_PARTS, Kernel, PartName, PartTracer, Setting, TracedModel, sdpa_choice
+from phalanx.planner.trace.accelerator_kernels import core_attention
+from phalanx.planner.trace.traced_model import (
+    MODEL_PARTS,
+    Kernel,
+    PartName,
+    PartTracer,
+    Setting,
+    TracedModel,
+    sdpa_choice,
+)
 from phalanx.precision import PRECISIONS
 
 
@@ -99,7 +107,7 @@ class LanguageParts(PartTracer):
 
 
 class LanguageTracing(TracedModel):
-    """See `planner.trace.family.TracedModel`."""
+    """See `planner.trace.traced_model.TracedModel`."""
 
     run: LanguageRun
     tracer = LanguageParts

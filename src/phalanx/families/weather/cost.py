@@ -1,4 +1,4 @@
-"""The weather family as cost models see it: see `planner.trace.family`."""
+"""The weather family as cost models see it: see `planner.trace.traced_model`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
 from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.splits import ModelChunk
-from phalanx.planner.trace.family import MODEL_PARTS, Kernel, PartName, PartTracer, Setting, TracedModel, sdpa_choice
+from phalanx.planner.trace.traced_model import (
+    MODEL_PARTS,
+    Kernel,
+    PartName,
+    PartTracer,
+    Setting,
+    TracedModel,
+    sdpa_choice,
+)
 from phalanx.precision import PRECISIONS
 
 
@@ -80,7 +88,7 @@ class WeatherParts(PartTracer):
 
 
 class WeatherTracing(TracedModel):
-    """See `planner.trace.family.TracedModel`."""
+    """See `planner.trace.traced_model.TracedModel`."""
 
     run: WeatherRun
     tracer = WeatherParts

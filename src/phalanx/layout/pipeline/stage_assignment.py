@@ -50,6 +50,12 @@ def split_layers(n_layers: int, n_stages: int, first_cost: float, last_cost: flo
     return [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
 
 
+@cache
+def stage_layer_counts(n_layers: int, n_stages: int, first_cost: float, last_cost: float) -> tuple[int, ...]:
+    """Return the number of layers of each stage, as `split_layers` assigns them; computed once for all cost models."""
+    return tuple(len(layers) for layers in split_layers(n_layers, n_stages, first_cost, last_cost))
+
+
 _EXACT = 160
 """Layers up to which every split is compared; beyond, stages are filled up to a common limit."""
 _ROUNDING = 1e-9

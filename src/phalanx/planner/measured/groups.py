@@ -17,7 +17,7 @@ from phalanx.planner.time.part_time import part_times
 from phalanx.planner.time.profile import NamedProfile, default_profile, profile_for
 from phalanx.planner.time.step_parts import Steps, steps_of
 from phalanx.planner.time.step_time import StepTimes, closed_form
-from phalanx.planner.trace.family import Setting
+from phalanx.planner.trace.traced_model import Setting
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from phalanx.planner.memory.replay import PeakCandidates, Pipeline
 from phalanx.planner.memory.state import Allocations, Exchanges, MemoryState
 from phalanx.planner.memory.weights import buffers_beside, causes_of, heaviest, together, weights
 from phalanx.planner.schedule.bubble import in_flight
-from phalanx.planner.trace.family import Kernel, TracedModel, likely_kernel
+from phalanx.planner.trace.traced_model import Kernel, TracedModel, likely_kernel
 from phalanx.precision import PRECISIONS
 
 FloatArray = npt.NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""Bytes and elements of a model's parts for many layouts at a time: what `planner.trace.parts` traces, as arrays.
+"""Bytes and elements of a model's parts for many layouts at a time: what `planner.trace.part_costs` traces, as arrays.
 
 Parts are traced once for each tensor- and context-parallel degree, kind of recompute and micro-batch among the candidates;
 what shards hold is counted once for each tensor-parallel and shard degree. Layouts then look both up.
@@ -17,8 +17,8 @@ import numpy.typing as npt
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.layout.spec import Ints, LayoutTable
-from phalanx.planner.trace.family import Kernel, PartName, Setting, setting_of
-from phalanx.planner.trace.parts import PartCosts, part_costs
+from phalanx.planner.trace.part_costs import PartCosts, part_costs
+from phalanx.planner.trace.traced_model import Kernel, PartName, Setting, setting_of
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -105,7 +105,7 @@ def model_bytes(
 ) -> ModelBytes:
     """The parts of `run`'s model on a rank of each candidate.
 
-    attention, compiled: see `planner.trace.family.setting_of`. peer_copies: see `memory_model.memory`.
+    attention, compiled: see `planner.trace.traced_model.setting_of`. peer_copies: see `memory_model.memory`.
     """
     first, inverse = distinct([getattr(candidates, name) for name in _TRACED])
 

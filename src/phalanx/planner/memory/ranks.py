@@ -8,9 +8,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.layout.pipeline.stage_assignment import stages_of_rank
+from phalanx.layout.pipeline.stage_assignment import stage_layer_counts, stages_of_rank
 from phalanx.layout.spec import SCHEDULES, ZERO_BUBBLE, LayoutTable, ResolvedLayout
-from phalanx.planner.layouts.stage_layers import split
 from phalanx.planner.memory.parts import distinct
 from phalanx.planner.schedule.table import table_of
 
@@ -36,7 +35,7 @@ def rank_parts(schedule: str, pp: int, stages_per_rank: int, n_layers: int, cost
     costs: what the embedding and the head cost beside one block, see `layout.pipeline.stage_assignment.split_layers`.
     """
     layout = ResolvedLayout(global_batch=1, pp=pp, schedule=schedule, stages_per_rank=stages_per_rank)
-    layers = np.asarray(split(n_layers, layout.n_stages, *costs), np.float64)
+    layers = np.asarray(stage_layer_counts(n_layers, layout.n_stages, *costs), np.float64)
     stage = np.asarray([stages_of_rank(layout, rank) for rank in range(pp)])
     held = layers[stage]
     first, last = (stage == 0).any(1), (stage == layout.n_stages - 1).any(1)
@@ -62,7 +61,7 @@ def first_rank_blocks(
 ) -> tuple[int, int]:
     """Return the blocks of the first pipeline rank, and of the smallest of its stages."""
     layout = ResolvedLayout(global_batch=1, pp=pp, schedule=schedule, stages_per_rank=stages_per_rank)
-    layers = split(n_layers, layout.n_stages, *costs)
+    layers = stage_layer_counts(n_layers, layout.n_stages, *costs)
     held = [layers[stage] for stage in stages_of_rank(layout, 0)]
     return sum(held), min(held)
 
@@ -79,7 +78,7 @@ def ranks_that_may_be_worst(
     if schedule in ZERO_BUBBLE:
         return list(range(pp))
     stage = np.arange(pp * stages_per_rank).reshape(stages_per_rank, pp)
-    layers = np.asarray(split(n_layers, pp * stages_per_rank, *costs))[stage]
+    layers = np.asarray(stage_layer_counts(n_layers, pp * stages_per_rank, *costs))[stage]
     ends = np.stack([stage == 0, stage == stage.max()]).any(axis=1)
     _, first = np.unique(np.concatenate([layers, ends]), axis=1, return_index=True)
     return [int(rank) for rank in np.sort(first)]
@@ -87,4 +86,4 @@ def ranks_that_may_be_worst(
 
 def blocks_in_flight(layout: ResolvedLayout, n_layers: int, costs: tuple[float, float]) -> FloatArray:
     """Return the most blocks whose activations each pipeline rank holds at a time, each micro-batch counted, [ranks]."""
-    return table_of(layout).peak_activations(split(n_layers, layout.n_stages, *costs))
+    return table_of(layout).peak_activations(stage_layer_counts(n_layers, layout.n_stages, *costs))

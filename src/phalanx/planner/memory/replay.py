@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.planner.layouts.stage_layers import split
+from phalanx.layout.pipeline.stage_assignment import stage_layer_counts
 from phalanx.planner.schedule.table import IntArray, Pass, ScheduleTable, schedule_table
 
 Mask = npt.NDArray[np.bool_]
@@ -149,7 +149,7 @@ class Stages:
     def of(cls, table: ScheduleTable, pipeline: Pipeline) -> Stages:
         """Of all ranks."""
         index = table.stages_of_rank
-        layers = np.asarray(split(pipeline.n_layers, table.n_stages, *pipeline.costs))[index]
+        layers = np.asarray(stage_layer_counts(pipeline.n_layers, table.n_stages, *pipeline.costs))[index]
         first, last = index == 0, index == table.n_stages - 1
         ranks = table.rank_of_stage
         before, after = (ranks[np.clip(index + step, 0, table.n_stages - 1)] for step in (-1, 1))

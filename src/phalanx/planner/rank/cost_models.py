@@ -15,8 +15,9 @@ from phalanx.families.registry import bind
 from phalanx.hardware.collectives import Constants, send
 from phalanx.hardware.device import device_facts
 from phalanx.hardware.machine import Machine
+from phalanx.layout.pipeline.stage_assignment import stage_layer_counts
+from phalanx.layout.resolve import MemoryFits
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
-from phalanx.planner.layouts.stage_layers import split
 from phalanx.planner.memory.model import Kernels, memory, rank_memory
 from phalanx.planner.memory.probability import BESIDE, Beside, communicators, fits
 from phalanx.planner.schedule.simulate import StageTimes, simulate
@@ -26,6 +27,7 @@ from phalanx.planner.time.part_time import in_training, part_times
 from phalanx.planner.time.profile import NamedProfile
 from phalanx.planner.time.step_time import StepCause
 from phalanx.planner.time.timing import our_framework, step_times, steps_of_run
+from phalanx.planner.trace.traced_model import is_planned
 
 Floats = npt.NDArray[np.float64]
 
@@ -179,7 +181,7 @@ class CostModels:
         steps = steps_of_run(run, layouts, self.machine, our_framework(run, self.machine))
         times = part_times(steps.parts, self.machine, constants, profile)
         both = times.seconds.sum(axis=2)
-        blocks = np.array(split(run.model.n_layers, layout.n_stages, *bind(run).block_costs()), np.float64)
+        blocks = np.array(stage_layer_counts(run.model.n_layers, layout.n_stages, *bind(run).block_costs()), np.float64)
         stages = []
         for column in (both[:, Way.FORWARD], both[:, Way.BACKWARD], times.weight):
             stage = blocks * column[steps.block[0]]
@@ -224,3 +226,29 @@ def estimate_spread(named: NamedProfile) -> float:
     seen = _NORMAL * float(median)
     pooled = math.sqrt((_PRIOR_RUNS * SPREAD**2 + count * seen**2) / (_PRIOR_RUNS + count))
     return max(seen, pooled)
+
+
+LEAST_P = 0.9
+"""Probability of fitting below which a micro-batch is taken to be too large; plans leave layouts out at the same."""
+
+
+def memory_fits(run: Run, capacity: float, *, rocm: bool) -> MemoryFits | None:
+    """Return the question whether a layout of `run` probably fits accelerators of `capacity` bytes.
+
+    None for families that the memory model does not cover: what their batches take depends on the samples. rocm: whether the
+    devices are AMD's.
+    """
+    if not is_planned(run.model):
+        return None
+    kernels = Kernels.on_accelerators(run, rocm=rocm)
+    # Buffers between peers are counted wherever they may be used: whether ranks reach each other is not known here.
+    copies = run.layout.peer_copies is not False
+
+    def probably_fits(layout: ResolvedLayout) -> bool:
+        candidate = layout.table
+        found = memory(run, candidate, kernels, peer_copies=copies)
+        beside = BESIDE["rocm" if rocm else "cuda"]
+        p_fits = fits(found.allocated, communicators(candidate), capacity, beside, found.peer_buffers)
+        return bool(p_fits[0] >= LEAST_P)
+
+    return probably_fits

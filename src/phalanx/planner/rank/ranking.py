@@ -17,12 +17,13 @@ from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
 from phalanx.hardware.machine import Machine
 from phalanx.layout.resolve import resolve_layout
-from phalanx.layout.spec import Bools, Ints, LayoutTable
-from phalanx.planner.layouts.enumerate import CHOSEN, Limits, drop_equivalent, enumerate_layouts
-from phalanx.planner.layouts.microbatch import LEAST_P
-from phalanx.planner.rank.cost_models import CostModels, Floats, Memory, Times
-from phalanx.planner.rank.prune import bound_memory, count_gathered_bytes
-from phalanx.planner.trace.family import TracedModel
+from phalanx.layout.spec import SCHEDULES, Bools, Ints, LayoutTable
+from phalanx.optimizers import find_optimizer
+from phalanx.planner.rank.cost_models import LEAST_P, CostModels, Floats, Memory, Times
+from phalanx.planner.rank.enumeration import CHOSEN, Limits, drop_equivalent, enumerate_layouts
+from phalanx.planner.schedule.bubble import in_flight
+from phalanx.planner.trace.traced_model import TracedModel, planned_model
+from phalanx.precision import PRECISIONS
 
 SIMULATED = 256
 """Layouts, best by the closed form first, whose schedule is simulated."""
@@ -272,3 +273,42 @@ def fastest_of_each_split(layouts: LayoutTable, seconds: Floats) -> Ints:
 def number_splits(layouts: LayoutTable) -> Ints:
     """Return a number for each layout that is the same where tp, cp and pp are."""
     return np.asarray((layouts.tp << 40) + (layouts.cp << 20) + layouts.pp)
+
+
+_MAIN_BYTES = 4
+"""Bytes of a main parameter, and of a value of the optimizer's state or of a reduced gradient."""
+
+
+def bound_memory(model: TracedModel, layouts: LayoutTable) -> Floats:
+    """Return bytes below which no rank stays that has a mean share of the model, [layouts].
+
+    Main parameters, optimizer state and gradients as they are sharded; or, in place of gradients, the inputs of all blocks
+    of the first pipeline rank for the micro-batches in flight, which every kind of recompute keeps.
+    """
+    run, config = model.run, planned_model(model.run)
+    held = model.parameter_count() / (layouts.pp * layouts.tp)
+    states = held / layouts.shards * _MAIN_BYTES * (1 + find_optimizer(run.optimizer).state_values)
+    gradients = held * _MAIN_BYTES / layouts.shards
+    microbatches = np.ones(len(layouts))
+    for number, name in enumerate(SCHEDULES):
+        some = np.flatnonzero((layouts.schedule == number) & (layouts.pp > 1))
+        if len(some):
+            pp, per_rank = layouts.pp[some], layouts.stages_per_rank[some]
+            microbatches[some] = in_flight(name, pp, per_rank, layouts.accumulation[some])
+    # The mean stage: some rank has at least as many blocks.
+    blocks = np.maximum(1, config.n_layers // layouts.n_stages)
+    positions = layouts.microbatch * (model.positions().count // layouts.cp // layouts.tp)
+    inputs = (
+        blocks * microbatches * positions * config.d_model * PRECISIONS[run.layout.precision].compute_dtype.itemsize
+    )
+    return np.asarray(states + np.maximum(gradients, inputs))
+
+
+def count_gathered_bytes(model: TracedModel, layouts: LayoutTable) -> Floats:
+    """Return bytes of a block that is gathered whole, [layouts]: what streaming saves at most in weights and gradients.
+
+    Two blocks' parameters, and one's gradients as they are computed and as they are sent; `tp` alone splits them.
+    """
+    width = PRECISIONS[model.run.layout.precision].compute_dtype.itemsize
+    block = model.parameter_count() / model.run.model.n_layers / layouts.tp
+    return np.asarray(block * (3 * width + _MAIN_BYTES))

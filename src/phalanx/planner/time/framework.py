@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from phalanx.planner.trace.family import PartName, Setting, part_tracer
 from phalanx.planner.trace.operations import Operation
-from phalanx.planner.trace.parts import part_costs
+from phalanx.planner.trace.part_costs import part_costs
+from phalanx.planner.trace.traced_model import PartName, Setting, part_tracer
 from phalanx.precision import PRECISIONS
 
 

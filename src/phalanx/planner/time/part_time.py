@@ -29,7 +29,7 @@ from phalanx.planner.time.operation_time import (
     operation_rows,
 )
 from phalanx.planner.time.profile import Profile
-from phalanx.planner.trace.family import PartName, Setting
+from phalanx.planner.trace.traced_model import PartName, Setting
 
 _STREAMED = 10.0
 """What the host does to issue an operation of streamed blocks, over what compiled code needs: chains are computed chunk by

@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.topology import Placement, join, place
+from phalanx.layout.pipeline.stage_assignment import stage_layer_counts
 from phalanx.layout.spec import CONTEXTS, RECOMPUTES, SCHEDULES, LayoutTable
-from phalanx.planner.layouts.stage_layers import split
 from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.operation_time import Floats, Ints
 from phalanx.planner.time.part_time import Parts, at, parts_of
-from phalanx.planner.trace.family import PartName, Setting, part_tracer
-from phalanx.planner.trace.parts import PartCosts, part_costs
+from phalanx.planner.trace.part_costs import PartCosts, part_costs
+from phalanx.planner.trace.traced_model import PartName, Setting, part_tracer
 from phalanx.precision import PRECISIONS
 
 
@@ -299,7 +299,7 @@ def rank_layers(setting: Setting, layouts: LayoutTable, framework: FrameworkProf
 def _layers_of(
     n_layers: int, extra: tuple[float, float], pp: int, per_rank: int, there_and_back: bool
 ) -> tuple[float, float, float, float]:
-    stages = split(n_layers, pp * per_rank, *extra)
+    stages = stage_layer_counts(n_layers, pp * per_rank, *extra)
     ranks = np.zeros(pp)
     for stage, blocks in enumerate(stages):
         turn, rank = divmod(stage, pp)

@@ -11,9 +11,9 @@ from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.hardware.collectives import Constants, default_constants, send
 from phalanx.hardware.machine import Machine
+from phalanx.layout.pipeline.stage_assignment import stage_layer_counts
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.optimizers import find_optimizer
-from phalanx.planner.layouts.stage_layers import split
 from phalanx.planner.schedule.simulate import StageTimes, makespans_together
 from phalanx.planner.schedule.table import ScheduleTable, table_of
 from phalanx.planner.time.framework import COMPILED, EAGER, FrameworkProfile
@@ -22,7 +22,7 @@ from phalanx.planner.time.part_time import PartTimes, in_training, part_times
 from phalanx.planner.time.profile import Profile
 from phalanx.planner.time.step_parts import Steps, steps_of
 from phalanx.planner.time.step_time import StepCause, StepTimes, closed_form
-from phalanx.planner.trace.family import Kernel, likely_kernel, loss_chunks, setting_of
+from phalanx.planner.trace.traced_model import Kernel, likely_kernel, loss_chunks, setting_of
 
 
 def step_times(
@@ -86,7 +86,7 @@ def with_simulated_pipelines(
     pipelines: list[_Pipelines] = []
     for rows in alike.values():
         layout = layouts.row(rows[0])
-        blocks = split(run.model.n_layers, layout.n_stages, *bind(run).block_costs())
+        blocks = stage_layer_counts(run.model.n_layers, layout.n_stages, *bind(run).block_costs())
         forward, backward, weight = (_of_stages(steps, rows, column, blocks) for column in columns)
         pipelines.append(_Pipelines(layout, rows, forward, backward, weight, sent[rows]))
     for one, (ramp, transfer) in zip(pipelines, _simulated(pipelines), strict=True):

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from phalanx.planner.schedule.timeline import Costs, Timeline
-from phalanx.planner.trace.family import Setting
 from phalanx.planner.trace.operations import Scale
+from phalanx.planner.trace.traced_model import Setting
 
 _SHOWN = 4
 """Chunks of a traced head at most."""

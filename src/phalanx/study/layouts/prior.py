@@ -13,10 +13,10 @@ from phalanx.config.schema import Run
 from phalanx.config.search import Search
 from phalanx.errors import ConfigError
 from phalanx.layout.spec import LayoutTable
-from phalanx.planner.layouts.enumerate import CHOSEN
 from phalanx.planner.memory.model import Kernels, memory
 from phalanx.planner.memory.probability import KEPT_BY_DRIVER, communicators, device_bytes
 from phalanx.planner.rank.cost_models import CostModels, Floats
+from phalanx.planner.rank.enumeration import CHOSEN
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import CONSTANTS, spread_of
 from phalanx.planner.time.timing import our_framework

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from phalanx.config.search import Search, Tunable
 from phalanx.errors import ConfigError
 from phalanx.layout.spec import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, LayoutTable
-from phalanx.planner.layouts.enumerate import CHOSEN
+from phalanx.planner.rank.enumeration import CHOSEN
 from phalanx.study.conditions import Mask, condition_holds
 from phalanx.study.space import Choices, Integers, Range, Scalar, Values, format_override
 from phalanx.study.trial import key_of

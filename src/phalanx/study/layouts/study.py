@@ -17,8 +17,8 @@ from phalanx.config.search import Search
 from phalanx.errors import ConfigError
 from phalanx.hardware.device import choose_device, device_kind, device_name
 from phalanx.hardware.machine import Machine
-from phalanx.planner.layouts.enumerate import CHOSEN
 from phalanx.planner.rank.cost_models import CostModels
+from phalanx.planner.rank.enumeration import CHOSEN
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.study.importance import can_be_told_apart, interactions, shapley_effects, summarize_importance
 from phalanx.study.layouts.prior import Prior, planned_space

@@ -33,7 +33,7 @@ from phalanx.families.language.huggingface.folder_files import (
 )
 from phalanx.families.language.huggingface.read_folder import HuggingFaceFolder
 from phalanx.families.language.model.decoder import Decoder
-from phalanx.hardware.cpu_formats import require_cpu_format
+from phalanx.hardware.device import require_cpu_format
 from phalanx.precision import PRECISIONS
 
 PREFIX = "model."

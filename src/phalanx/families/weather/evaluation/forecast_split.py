@@ -23,7 +23,7 @@ from phalanx.families.weather.data.open_fields import FieldSet
 from phalanx.families.weather.evaluation.compare_forecasts import Comparison, ScoreRow, known_climatologies
 from phalanx.families.weather.inputs import STATISTICS, require_grid
 from phalanx.families.weather.model.forecaster import Forecaster
-from phalanx.hardware.cpu_formats import require_cpu_format
+from phalanx.hardware.device import require_cpu_format
 from phalanx.precision import PRECISIONS
 
 _PREFIX = "model."

@@ -1,0 +1,241 @@
+"""What a dry run found out about one rank: memory by moment and category, and its collectives by axis of the layout."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.layout.mesh import Axis, Mesh
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.planner.dryrun.memory_trace import Call, Category, Moment, Point
+
+_AXES = ("tp", "cp", "dp_shard", "dp_replicate", "pp", "shards", "replicas", "tie")
+"""Names for groups, the first that fits: axes with the same ranks share a group."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One optimizer step as it ran."""
+
+    microbatches: int
+    peak: int
+    """Bytes."""
+    moment: Moment
+    categories: dict[Category, int]
+    """Bytes at the peak."""
+    points: list[Point]
+    calls: dict[Call, int]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Equal collectives of one rank in one optimizer step."""
+
+    operation: str
+    axis: str
+    size: int
+    """Ranks of the group."""
+    bytes: int
+    """Of one: the whole tensor, gathered, not yet scattered, summed, exchanged or sent."""
+    sent: float
+    """Bytes the rank sends in one, by a ring."""
+    crossing: float
+    """Share of `sent` that leaves the node, the mean over the group's ranks; 0 where nodes are not known."""
+    count: int = 0
+
+    @property
+    def sent_in_all(self) -> float:
+        """Bytes the rank sends in a step."""
+        return self.sent * self.count
+
+    @property
+    def crossing_in_all(self) -> float:
+        """Bytes of them that leave the node."""
+        return self.sent * self.crossing * self.count
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank of a dry run."""
+
+    rank: int
+    stages: list[int]
+    peak: int
+    """Bytes."""
+    moment: Moment
+    categories: dict[Category, int]
+    points: list[Point]
+    """Of the step that ran, which may have fewer micro-batches."""
+    traffic: list[Traffic]
+    microbatches: int
+    """Of the layout."""
+    microbatches_run: int
+    """The most that ran; what is reported for more follows from how the last ones added."""
+    seconds: float
+    """The dry run took."""
+
+    @property
+    def collectives(self) -> int:
+        """Collectives in one optimizer step."""
+        return sum(traffic.count for traffic in self.traffic)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "rank": self.rank,
+            "stages": self.stages,
+            "peak_bytes": self.peak,
+            "peak_at": str(self.moment),
+            "peak_stage": self.moment.stage,
+            "peak_microbatch": self.moment.microbatch or None,
+            "bytes_at_peak": self.categories,
+            "collectives": self.collectives,
+            "bytes_sent": sum(t.sent_in_all for t in self.traffic),
+            "bytes_over_node_boundary": sum(t.crossing_in_all for t in self.traffic),
+            "traffic": [
+                {
+                    "operation": t.operation,
+                    "axis": t.axis,
+                    "ranks": t.size,
+                    "bytes": t.bytes,
+                    "count": t.count,
+                    "bytes_sent": t.sent_in_all,
+                    "bytes_over_node_boundary": t.crossing_in_all,
+                }
+                for t in self.traffic
+            ],
+            "timeline": [{"at": str(p.moment), "stage": p.moment.stage, "peak_bytes": p.peak} for p in self.points],
+            "microbatches": self.microbatches,
+            "microbatches_run": self.microbatches_run,
+            "seconds": self.seconds,
+        }
+
+
+def rank_report(
+    layout: ResolvedLayout,
+    mesh: Mesh,
+    rank: int,
+    stages: list[int],
+    measured: tuple[Measured, Measured],
+    wanted: int,
+    devices_per_node: int | None,
+    seconds: float,
+) -> RankReport:
+    """Carry two steps of few micro-batches on to `wanted` of them: every count and every peak grows by what it did."""
+    fewer, more = measured
+    all_kept = layout.pp > 1 and layout.schedule == "gpipe"
+    peak, moment = _peak_of_all_kept(fewer, more, wanted) if all_kept else _peak_of_few_kept(fewer, more, wanted)
+    categories = dict(more.categories)
+    # What comes with each further micro-batch: its activations, what it is received in and sent from, or its samples.
+    categories["activations" if all_kept else "communication" if layout.pp > 1 else "other"] += peak - more.peak
+    axes = group_axes(mesh, layout.world_size)
+    before = _by_kind(fewer.calls, axes, rank, devices_per_node)
+    traffic = []
+    for kind, count in _by_kind(more.calls, axes, rank, devices_per_node).items():
+        carried = _carry(fewer, more, before.get(kind, 0), count, wanted)
+        assert carried == round(carried), f"{kind} does not grow evenly with micro-batches"
+        traffic.append(Traffic(*kind, count=round(carried)))
+    traffic.sort(key=lambda t: (t.axis, t.operation, -t.bytes))
+    return RankReport(
+        rank=rank,
+        stages=stages,
+        peak=peak,
+        moment=moment,
+        categories=categories,
+        points=more.points,
+        traffic=traffic,
+        microbatches=wanted,
+        microbatches_run=more.microbatches,
+        seconds=seconds,
+    )
+
+
+def _carry(fewer: Measured, more: Measured, before: float, after: float, wanted: int) -> float:
+    step = more.microbatches - fewer.microbatches
+    return after if not step else after + (after - before) * (wanted - more.microbatches) / step
+
+
+def _peak_of_few_kept(fewer: Measured, more: Measured, wanted: int) -> tuple[int, Moment]:
+    """Both steps hold as many activations as any: the peak grows evenly, wherever it is."""
+    return round(_carry(fewer, more, fewer.peak, more.peak, wanted)), more.moment
+
+
+def _peak_of_all_kept(fewer: Measured, more: Measured, wanted: int) -> tuple[int, Moment]:
+    """Every micro-batch's activations are held: the highest of the peaks of each kind of moment, each of which grows."""
+    if more.microbatches == wanted:
+        return more.peak, more.moment
+    before, after = _by_moment(fewer.points), _by_moment(more.points)
+    best, found = 0, more.moment
+    for key, point in after.items():
+        if key in before:
+            peak = round(_carry(fewer, more, before[key].peak, point.peak, wanted))
+            if peak > best:
+                best, found = peak, point.moment
+    return best, found
+
+
+def _by_moment(points: Iterable[Point]) -> dict[tuple[str, str, int], Point]:
+    highest: dict[tuple[str, str, int], Point] = {}
+    for point in points:
+        key = (point.moment.phase, point.moment.module, point.moment.stage)
+        if key not in highest or point.peak > highest[key].peak:
+            highest[key] = point
+    return highest
+
+
+Kind = tuple[str, str, int, int, float, float]
+"""The fields of `Traffic` but the count."""
+
+
+def _by_kind(calls: dict[Call, int], axes: dict[str, Axis], rank: int, devices_per_node: int | None) -> dict[Kind, int]:
+    counts: dict[Kind, int] = defaultdict(int)
+    for call, count in calls.items():
+        axis = axes[call.group]
+        kind = (
+            call.operation,
+            axis.name,
+            axis.size,
+            call.bytes,
+            _sent(call, axis.size),
+            _crossing(call, axis, rank, devices_per_node),
+        )
+        counts[kind] += count
+    return counts
+
+
+def group_axes(mesh: Mesh, world_size: int) -> dict[str, Axis]:
+    """The axis that each process group of a rank stands for, by the group's name."""
+    found: dict[str, Axis] = {}
+    for name in _AXES:
+        axis: Axis = getattr(mesh, name)
+        if axis.group is not None:
+            found.setdefault(axis.group_name, axis)
+        for link in axis.links:
+            found.setdefault(link.group_name, axis)
+    if mesh.world is not None:
+        everyone = Axis("all ranks", 0, world_size, mesh.world, tuple(range(world_size)), mesh.world.group_name)
+        found.setdefault(everyone.group_name, everyone)
+    return found
+
+
+def _sent(call: Call, size: int) -> float:
+    share = (size - 1) / size
+    if call.operation == "send":
+        return float(call.bytes)
+    if call.operation == "receive":
+        return 0.0
+    return call.bytes * share * (2 if call.operation == "all_reduce" else 1)
+
+
+def _crossing(call: Call, axis: Axis, rank: int, devices_per_node: int | None) -> float:
+    if devices_per_node is None:
+        return 0.0
+    nodes = [member // devices_per_node for member in axis.ranks]
+    if call.peer is not None:
+        return float(nodes[call.peer] != rank // devices_per_node)
+    if call.operation == "all_to_all":
+        mine = rank // devices_per_node
+        return sum(node != mine for node in nodes) / max(1, axis.size - 1)
+    return sum(a != b for a, b in zip(nodes, nodes[1:] + nodes[:1], strict=True)) / axis.size

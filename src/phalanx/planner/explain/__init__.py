@@ -1,1 +1,0 @@
-"""Why a layout is as fast as it is, and what more devices or time would give."""

@@ -1,1 +1,0 @@
-"""Legal layouts of a run, as arrays."""

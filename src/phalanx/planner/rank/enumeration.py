@@ -1,0 +1,143 @@
+"""Every legal layout of a run on a number of ranks, as a table; and a chosen one as fields of its run file.
+
+Fields are chosen one after the other, and after each choice the rules of `layout.legality` drop what cannot become legal.
+Of layouts that mean the same only one is listed: a run without pipeline stages has the schedule 1f1b, one whose ranks share
+nothing the ZeRO level 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+import yaml
+
+from phalanx.config.check import global_batch_samples
+from phalanx.config.load import dump_run
+from phalanx.config.schema import Run
+from phalanx.layout.legality import Requirements, is_legal
+from phalanx.layout.resolve import MOST_SAMPLES, divisors, factorisations
+from phalanx.layout.spec import CONTEXTS, DEGREES, GATHERS, RECOMPUTES, SCHEDULES, Bools, LayoutTable, ResolvedLayout
+
+Fixed = Mapping[str, Any]
+"""Fields of the run file's `layout` with the only value they may have."""
+
+CHOSEN = (
+    *("dp_replicate", "dp_shard", "cp", "tp", "pp", "zero", "schedule", "stages_per_rank", "context"),
+    *("microbatch", "recompute", "gather", "reshard_after_forward"),
+)
+"""Fields of `layout` that enumeration chooses, unless they are fixed; all else stays as the run file has it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far free choices go. Fixed fields know no limits."""
+
+    microbatch: float = MOST_SAMPLES
+    """Most samples a rank computes at a time."""
+    stages_per_rank: float = 8
+    """Most pipeline stages of a rank."""
+    positions: int = 2048
+    """Fewest positions of a sample that a context-parallel rank keeps."""
+    streamed: float = 64
+    """Most ranks around which the chunks of a block go."""
+
+    @classmethod
+    def none(cls) -> Limits:
+        """Return limits that leave out nothing that is legal."""
+        return cls(inf, inf, 1, inf)
+
+
+def enumerate_layouts(
+    run: Run,
+    world_size: int,
+    devices_per_node: int | None = None,
+    fixed: Fixed | None = None,
+    limits: Limits | None = None,
+) -> LayoutTable:
+    """Return all legal layouts of `run` on `world_size` ranks.
+
+    fixed: fields of `layout` that keep these values, each one of CHOSEN and as in the run file, without `auto`. As in a run
+    file, `stages_per_rank` has no effect where `pp` is 1, and `context` none where `cp` is. What `run` itself says of the
+    fields in CHOSEN is not looked at. devices_per_node: as for `layout.resolve.resolve_layout`.
+    """
+    fixed, limits = fixed or {}, limits or Limits()
+    needs = Requirements.of_run(run, world_size, devices_per_node)
+    batch, length = global_batch_samples(run), needs.positions.count
+    # Where these have no effect they stay as they are fixed; others are normalized below.
+    kept = {name: fixed[name] for name in ("schedule", "zero", "reshard_after_forward") if name in fixed}
+    first = ResolvedLayout(batch, **kept)
+    order = ("tp", "pp", "cp", "dp_replicate", "dp_shard")
+    splits: Iterator[dict[str, Any]] = (
+        dict(zip(order, degrees, strict=True)) for degrees in factorisations(world_size, len(order))
+    )
+    table = LayoutTable.from_rows(
+        [
+            replace(first, **split)
+            for split in splits
+            if all(fixed.get(name, degree) == degree for name, degree in split.items())
+            and ("cp" in fixed or split["cp"] == 1 or length // split["cp"] >= limits.positions)
+        ]
+    )
+    decided = {"global_batch", "cuts_structures", "branch_groups", *DEGREES}
+    # Before anything else is chosen: every choice multiplies what is left.
+    table = table.take(is_legal(needs, table, decided))
+
+    def choose(field: str, options: Sequence[Any], where: Bools | None = None) -> LayoutTable:
+        """Return the legal layouts with each of these values, or with the fixed one, at the places of `where`."""
+        varied = table.vary(field, [fixed[field]] if field in fixed else options, where)
+        decided.add(field)
+        return varied.take(is_legal(needs, varied, decided))
+
+    table = choose("context", CONTEXTS, table.cp > 1)
+    table = choose("schedule", SCHEDULES, table.pp > 1)
+    most_stages = int(min(limits.stages_per_rank, run.model.n_layers))
+    table = choose("stages_per_rank", range(1, most_stages + 1), table.pp > 1)
+    table = choose("microbatch", [size for size in divisors(batch) if size <= limits.microbatch])
+    # ZeRO 0 differs from 3 for replicas as well: their gradients are reduced by DDP.
+    table = choose("zero", (0, 3), (table.sharding_ranks == 1) & (table.dp_replicate > 1))
+    table = choose("zero", (0, 1, 2, 3), table.sharding_ranks > 1)
+    table = choose("reshard_after_forward", (False, True), table.sharding_ranks > 1)
+    table = choose("recompute", RECOMPUTES)
+    table = choose("gather", GATHERS, table.sharding_ranks > 1)
+    return table if "gather" in fixed else table.take(table.streamed <= limits.streamed)
+
+
+def drop_equivalent(layouts: LayoutTable) -> LayoutTable:
+    """Return one of those layouts that run the same way.
+
+    A pipeline adds gradients up whole and keeps what it gathers: the lowest ZeRO level there is stands for the others, but
+    for 0, and for 3 where parameters are freed or streamed.
+    """
+    t = layouts
+    alike = (t.pp > 1) & (t.zero > 0) & ~t.reshard_after_forward & (t.streamed == 1) & (t.sharding_ranks > 1)
+    return t.take(~alike | (t.zero == t.zero[alike].min(initial=3)))
+
+
+def run_with_layout(run: Run, layout: ResolvedLayout) -> Run:
+    """Return `run` with a planned layout; `layout.resolve.resolve_layout` makes the same layout of it again."""
+    chosen = {name: getattr(layout, name) for name in CHOSEN}
+    if layout.pp == 1:
+        # The schedule has no effect then, and a number of stages would not go with all of them.
+        chosen["stages_per_rank"] = "auto"
+    return run.model_copy(update={"layout": run.layout.model_copy(update=chosen)})
+
+
+def write_planned_run(run: Run, layout: ResolvedLayout, note: str) -> str:
+    """Return the run file as text, under a comment."""
+    comment = "".join(f"# {line}\n" for line in note.splitlines())
+    return comment + dump_run(run_with_layout(run, layout))
+
+
+def write_overrides(run: Run, layout: ResolvedLayout) -> list[str]:
+    """Return the overrides of a command that turn the run file into `run_with_layout`: the chosen fields of the layout."""
+    fields = run_with_layout(run, layout).layout.model_dump(mode="json", include=set(CHOSEN))
+    return [f"{name}={str(fields[name]).lower()}" for name in CHOSEN]
+
+
+def write_section(run: Run, layout: ResolvedLayout) -> str:
+    """Return the chosen fields of the layout as YAML, to be put into a run file."""
+    fields = run_with_layout(run, layout).layout.model_dump(mode="json", include=set(CHOSEN))
+    return yaml.safe_dump({"layout": {name: fields[name] for name in CHOSEN}}, sort_keys=False)

@@ -1,0 +1,314 @@
+"""What a compiled block does: its timeline, read off the graphs into which the compiler divides it.
+
+The block is traced through AOTAutograd and divided by the partitioner that torch.compile uses, which decides what is kept
+for the backward pass and what is computed again; `fusion` then says what runs as one kernel. Nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from phalanx.planner.schedule.timeline import Access, Role, Step, Timeline
+from phalanx.planner.trace.kernel_fusion import Kernel, elements, fuse, name_of, source
+from phalanx.planner.trace.operations import Kind, Phase, Scale, attention_of, kind_of, matmul_of
+from phalanx.planner.trace.recorder import Opaque, Recorder, collective_of
+from phalanx.torch_compat.compiler import JointGraph, plain_graph, unseen
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor that a traced function is called with."""
+
+    name: str
+    role: Role
+    parameter: bool = False
+
+
+def compiled_timeline(
+    joint: JointGraph,
+    policy: Callable[[Any, Sequence[Any]], Any] | None,
+    arguments: Sequence[Argument],
+    axes: dict[str, str],
+    opaque: dict[Any, Opaque],
+) -> Timeline:
+    """Forward and backward pass of a compiled block.
+
+    policy: see `JointGraph.divide`. arguments: of the traced function. axes, opaque: see `Recorder`.
+    """
+    with warnings.catch_warnings():
+        # PyTorch 2.13 warns of its own way to copy a graph, which nobody who plans can change.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")
+        forward, backward = joint.divide(policy)
+    count = joint.options["num_fwd_outputs"]
+    outputs = _outputs(forward)
+    timeline = Timeline()
+    reader = _Reader(timeline, axes, opaque)
+    for node in _placeholders(forward):
+        argument = arguments[int(str(node.target).removeprefix("primals_")) - 1]
+        reader.place(node, argument.name, argument.role)
+    timeline.forward = reader.steps(forward, lambda _: "forward")
+    timeline.output = reader.buffers(outputs[:count])
+    kept = reader.buffers(outputs[count:])
+    timeline.kept = [number for number in kept if timeline.buffers[number].role in ("made", "input")]
+    _drop(timeline, timeline.forward, {*timeline.output, *kept})
+
+    saved = {node.name: node for node in forward.nodes}
+    behind = _Reader(timeline, axes, opaque)
+    for node in _placeholders(backward):
+        if node.name in saved:
+            behind.buffer[node] = reader.buffer[source(saved[node.name])]
+        else:
+            behind.place(node, "incoming", "incoming")
+    timeline.backward = behind.steps(backward, _phases(backward))
+    gradients = _outputs(backward)
+    parameters = [node for node, argument in zip(gradients, arguments, strict=True) if argument.parameter]
+    assert all(isinstance(node, fx.Node) for node in parameters), "a parameter without gradient"
+    timeline.gradients = behind.buffers(parameters)
+    _drop(timeline, timeline.backward, set(behind.buffers(gradients)), timeline.kept)
+    return timeline
+
+
+def fused_steps(function: Callable[..., Any], tensors: Sequence[Tensor], recorder: Recorder) -> Any:
+    """Run a compiled function without backward pass in an eager run that is being recorded; returns its results.
+
+    tensors: [rows, ...], all with equally many rows, of which the function computes each alike. It is traced for one number
+    of rows, which leads to any other.
+    """
+    scale = Scale(_unlike_rows(tensors), len(tensors[0]))
+    with unseen():
+        traced = [tensor.new_empty((scale.traced, *tensor.shape[1:])) for tensor in tensors]
+    graph = _graph_of(function, traced)
+    reader = _Reader(recorder.timeline, recorder.axes, recorder.opaque)
+    for node, tensor in zip(_placeholders(graph), tensors, strict=True):
+        reader.buffer[node] = recorder.hold(tensor, "made")
+    buffers = recorder.timeline.buffers
+    before = range(len(buffers))
+    steps = [step.scaled(scale) for step in reader.steps(graph, lambda _: recorder.phase)]
+    for buffer in buffers[len(before) :]:
+        buffer.elements = scale(buffer.elements)
+    outputs = _outputs(graph)
+    with unseen():
+        results = [_meta(node.meta["val"], scale) for node in outputs]
+    _drop(recorder.timeline, steps, {*before, *reader.buffers(outputs)})
+    for node, result in zip(outputs, results, strict=True):
+        recorder.adopt(result, reader.buffer[source(node)])
+    recorder.extend(steps)
+    return tuple(results)
+
+
+_PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
+
+
+def _unlike_rows(tensors: Sequence[Tensor]) -> int:
+    """A number of rows that divides no other size, so that what it divides is known to grow with them."""
+    others = {size for tensor in tensors for size in tensor.shape[1:]}
+    return next(prime for prime in _PRIMES if all(size % prime for size in others))
+
+
+_graphs: dict[Any, fx.Graph] = {}
+
+
+def _graph_of(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.Graph:
+    """The graph of `function`, traced once for sizes and formats of tensors.
+
+    Functions are alike where they are from the same place in the code and close over equal values.
+    """
+    closed = tuple(_identity(cell.cell_contents) for cell in function.__closure__ or ())
+    key = (function.__code__, closed, tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors))
+    if key not in _graphs:
+        with unseen():
+            _graphs[key] = plain_graph(function, tensors)
+    return _graphs[key]
+
+
+def _identity(value: Any) -> Any:
+    """What two values have alike that do the same: partial functions of equal arguments are not equal themselves."""
+    if isinstance(value, partial):
+        return value.func, value.args, tuple(sorted(value.keywords.items()))
+    return value
+
+
+def _phases(graph: fx.Graph) -> Callable[[Kernel], Phase]:
+    """recompute for kernels that depend on no gradient, backward for the others."""
+    after = {node for node in _placeholders(graph) if "tangents" in str(node.target)}
+    for node in graph.nodes:
+        if any(argument in after for argument in node.all_input_nodes):
+            after.add(node)
+    return lambda kernel: "backward" if any(node in after for node in kernel.nodes) else "recompute"
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def _outputs(graph: fx.Graph) -> list[Any]:
+    (results,) = next(iter(reversed(graph.nodes))).args
+    return list(results) if isinstance(results, list | tuple) else [results]
+
+
+def _drop(timeline: Timeline, steps: list[Step], staying: set[int], before: Iterable[int] = ()) -> None:
+    """Free each buffer after the last step that touches it, except those that stay. before: alive when steps begin."""
+    last = dict.fromkeys(before, 0)
+    for place, step in enumerate(steps):
+        for number in (*step.makes, *(access.buffer for access in step.reads)):
+            if timeline.buffers[number].role != "given":
+                last[number] = place
+    for number, place in last.items():
+        already = any(number in step.drops for step in steps)
+        if number not in staying and not already and timeline.buffers[number].role == "made":
+            steps[place].drops.append(number)
+    own = {number for step in steps for number in step.makes}
+    for step in steps:
+        _write_in_place(timeline, step, own)
+
+
+def _write_in_place(timeline: Timeline, step: Step, own: set[int]) -> None:
+    """Fused kernels with one result write it over an input in the same order that nothing reads after them.
+
+    Inputs of the graph are left as they are. Kernels with several results may do the same; measured peaks lie between.
+    """
+    if not step.work or len(step.makes) != 1:
+        return
+    made = timeline.buffers[step.makes[0]]
+    in_order = {access.buffer for access in step.reads if access.in_order}
+    for number in own & in_order & set(step.drops):
+        over = timeline.buffers[number]
+        if (over.elements, over.itemsize) == (made.elements, made.itemsize):
+            step.reuses = [number]
+            return
+
+
+class _Reader:
+    """Makes steps of a graph's kernels."""
+
+    def __init__(self, timeline: Timeline, axes: dict[str, str], opaque: dict[Any, Opaque]) -> None:
+        self.timeline = timeline
+        self.axes = axes
+        self.opaque = opaque
+        self.buffer: dict[fx.Node, int] = {}
+
+    def place(self, node: fx.Node, name: str, role: Role) -> None:
+        """Give the result of `node` a new buffer."""
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            self.buffer[node] = self.timeline.new(name, value.numel(), value.itemsize, role)
+
+    def buffers(self, nodes: Iterable[Any]) -> list[int]:
+        """Buffers of the tensors among `nodes`, each once."""
+        found = [self.buffer.get(source(node)) for node in nodes if isinstance(node, fx.Node)]
+        return sorted({number for number in found if number is not None})
+
+    def steps(self, graph: fx.Graph, phase: Callable[[Kernel], Phase]) -> list[Step]:
+        """The steps of a graph, without what they free."""
+        found: list[Step] = []
+        for kernel in fuse(graph):
+            first = kernel.nodes[0]
+            name = _name(kernel)
+            for node in kernel.writes:
+                self.place(node, name_of(first) if kernel.alone else name, "made")
+            if first.target in self.opaque:
+                found += self._looked_into(first, kernel, phase(kernel))
+            else:
+                found.append(self._step(kernel, name, phase(kernel)))
+        return found
+
+    def _step(self, kernel: Kernel, name: str, phase: Phase) -> Step:
+        first = kernel.nodes[0]
+        written = [node for node in kernel.writes if node in self.buffer]
+        step = Step(name, _kind(kernel), phase, _dtype(written or kernel.nodes))
+        step.reads = [
+            Access(self.buffer[node], count, in_order=node not in kernel.sliced)
+            for node, count in kernel.reads.items()
+            if node in self.buffer
+        ]
+        step.writes = [Access(self.buffer[node], elements(node)) for node in written]
+        step.makes = [self.buffer[node] for node in written]
+        if not kernel.alone:
+            step.work = [_work(node) for node in kernel.nodes if kind_of(name_of(node)) in ("pointwise", "reduction")]
+            return step
+        arguments: Any = fx.node.map_arg(first.args, lambda node: node.meta.get("val"))
+        keywords: Any = fx.node.map_arg(first.kwargs, lambda node: node.meta.get("val"))
+        step.matmul = matmul_of(name, arguments)
+        step.attention = attention_of(first.target, arguments, keywords)
+        if step.kind == "collective":
+            step.collective = collective_of(name, arguments, arguments[0], first.meta["val"], self.axes)
+        elif step.kind == "lookup":
+            # Sums into a table touch the rows of its input, and write the whole table of sums.
+            step.reads = [
+                read for read in step.reads if read.elements <= step.writes[0].elements or len(step.reads) <= 2
+            ]
+        return step
+
+    def _looked_into(self, node: fx.Node, kernel: Kernel, phase: Phase) -> list[Step]:
+        """The steps behind one operation, on buffers of this timeline."""
+        recorder = Recorder(self.axes, self.opaque)
+        recorder.backward = phase != "forward"
+        known: dict[int, int] = {}
+
+        def meta(argument: fx.Node) -> Any:
+            value = argument.meta.get("val")
+            if not isinstance(value, Tensor):
+                return value
+            tensor = _meta(value)
+            known[recorder.hold(tensor, "given")] = self.buffer[source(argument)]
+            return tensor
+
+        arguments: Any = fx.node.map_arg(node.args, meta)
+        with torch.no_grad(), recorder:
+            results = self.opaque[node.target](recorder, *arguments)
+        for result, user in ((results[user.args[1]], user) for user in kernel.writes):
+            known[recorder.hold(result, "made")] = self.buffer[user]
+        return [self._translated(step, recorder.timeline, known, phase) for step in recorder.close()]
+
+    def _translated(self, step: Step, timeline: Timeline, known: dict[int, int], phase: Phase) -> Step:
+        def number(old: int) -> int:
+            if old not in known:
+                buffer = timeline.buffers[old]
+                known[old] = self.timeline.new(buffer.name, buffer.elements, buffer.itemsize)
+            return known[old]
+
+        step.phase = phase
+        step.reads = [Access(number(access.buffer), access.elements) for access in step.reads]
+        step.writes = [Access(number(access.buffer), access.elements) for access in step.writes]
+        step.makes, step.drops = [number(old) for old in step.makes], [number(old) for old in step.drops]
+        return step
+
+
+def _meta(tensor: Tensor, scale: Scale | None = None) -> Tensor:
+    """A meta tensor like a fake one, of other sizes where `scale` says so."""
+    to = scale or Scale()
+    shape, stride = ([to(size) for size in sizes] for sizes in (tensor.shape, tensor.stride()))
+    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
+
+
+def _kind(kernel: Kernel) -> Kind:
+    kinds = {kind_of(name_of(node)) for node in kernel.nodes}
+    if kernel.alone:
+        return kinds.pop()
+    order: tuple[Kind, ...] = ("reduction", "pointwise", "lookup", "copy")
+    return next(kind for kind in order if kind in kinds)
+
+
+def _name(kernel: Kernel) -> str:
+    """The names of a fused kernel's operations, casts and copies only where there is nothing else."""
+    names = list(dict.fromkeys(name_of(node) for node in kernel.nodes))
+    telling = [name for name in names if kind_of(name) != "copy"] or names
+    return "+".join(telling)
+
+
+def _work(node: fx.Node) -> int:
+    return max(elements(other) for other in (node, *node.all_input_nodes))
+
+
+def _dtype(nodes: Sequence[fx.Node]) -> torch.dtype:
+    value = nodes[0].meta["val"]
+    first = value if isinstance(value, Tensor) else value[0]
+    assert isinstance(first, Tensor)
+    return first.dtype

@@ -1,0 +1,385 @@
+"""What the parts of a model cost on one rank: its embedding, one of its blocks, and its head with the loss.
+
+The parts are the real ones, built on the meta device and split by the code that splits them in a run, for one rank of axes
+of any size: nothing is allocated, no process group is made. `part_costs` is what memory and time models build on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from phalanx.config.model import LanguageModel
+from phalanx.layout.recompute import recompute_block, recompute_policy
+from phalanx.layout.stage import Stage, TrainingPass
+from phalanx.layout.streamed_weights.stream_pairs import streamed_parameters
+from phalanx.planner.schedule.timeline import Costs, Kept, Timeline
+from phalanx.planner.trace.accelerator_kernels import ring_operations
+from phalanx.planner.trace.chunked_head import Chunks, chunked_costs, shown_setting
+from phalanx.planner.trace.compiled_block import Argument, compiled_timeline, fused_steps
+from phalanx.planner.trace.operations import Scale
+from phalanx.planner.trace.recorder import Recorder
+from phalanx.planner.trace.streamed_block import (
+    ChainSize,
+    Middle,
+    Shown,
+    SilentRing,
+    chain_sizes,
+    streamed_costs,
+    traced_setting,
+    traced_stage,
+)
+from phalanx.planner.trace.traced_model import (
+    PartName,
+    PartParameter,
+    Setting,
+    build_stage,
+    example_batch,
+    fuse_norms,
+    part_parameters,
+)
+from phalanx.torch_compat.compiler import JointGraph, joint_graph, load_compiler
+
+_PASS = TrainingPass(step=1)
+_AXES = {"tp": "tp", "cp": "cp"}
+
+
+@dataclass(frozen=True)
+class PartCosts:
+    """One part of a model on one rank, for one micro-batch."""
+
+    costs: Costs
+    parameters: tuple[PartParameter, ...]
+    """Before data parallelism shares them out."""
+    shared: tuple[Kept, ...]
+    """What all blocks of a stage read and one micro-batch builds once: rotary tables, attention biases."""
+    chains: tuple[ChainSize, ...] = ()
+    """Of a block whose matrices are streamed."""
+
+    @property
+    def parameter_count(self) -> int:
+        """Elements of all parameters on this rank."""
+        return sum(parameter.count for parameter in self.parameters)
+
+    @property
+    def matmul_parameter_count(self) -> int:
+        """Elements of those that multiply every token."""
+        return sum(parameter.count for parameter in self.parameters if parameter.multiplies)
+
+    @property
+    def largest_parameter(self) -> PartParameter:
+        """The one with the most elements."""
+        return max(self.parameters, key=lambda parameter: parameter.count)
+
+    def sharded_count(self, ranks: int) -> int:
+        """Elements one of `ranks` data-parallel ranks holds; see `PartParameter.sharded_count`."""
+        return sum(parameter.sharded_count(ranks) for parameter in self.parameters)
+
+
+@cache
+def part_costs(name: PartName, setting: Setting, microbatch: int) -> PartCosts:
+    """Costs of a part for micro-batches of `microbatch` samples.
+
+    A part is traced once for one sample and once for any other number: its sizes are exact multiples. Tracing a block takes
+    a few tenths of a second; of a compiled one the choices of recompute share most of it.
+    """
+    trace = _needed(name, setting, microbatch)
+    traced, scale = _trace(trace), Scale(trace.samples, microbatch)
+    if trace.shown:
+        return _streamed_costs(setting, traced, scale)
+    if traced.chunks and trace.setting.chunk_tokens < _ALL:
+        shown, wanted = Chunks.of(trace.setting, trace.samples), Chunks.of(setting, microbatch)
+        return PartCosts(chunked_costs(traced.timeline, traced.chunks, shown, wanted), traced.parameters, ())
+    return _part_costs(traced, scale)
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """A part that is traced."""
+
+    name: PartName
+    setting: Setting
+    samples: int
+    shown: tuple[Shown, ...] = ()
+    """Of a streamed block: its chains."""
+
+
+@dataclass(frozen=True)
+class _Traced:
+    timeline: Timeline
+    parameters: tuple[PartParameter, ...]
+    shared: tuple[int, ...]
+    """Buffers."""
+    chunks: tuple[int, ...] = ()
+    """Of a head whose loss goes over chunks of tokens: steps of the forward pass when the loss of each begins."""
+    middles: tuple[Middle, ...] = ()
+    """Of a streamed block; see `SilentRing`."""
+    units: tuple[int, ...] = ()
+    """Of a chunk of each chain, as many as one rank holds."""
+
+
+@cache
+def _needed(name: PartName, setting: Setting, microbatch: int) -> _Trace:
+    """What is traced to know the costs of a part."""
+    if name != "block":
+        setting = _whole(setting)
+    alike = replace(_whole(setting), tp=1, cp=1) if name == "block" else setting
+    samples = 1 if microbatch == 1 else _unlike_sizes(name, alike)
+    if name == "embedding":
+        # It computes no loss, and nothing that would be compiled.
+        return _Trace(name, replace(setting, compile=False, chunk_tokens=_ALL), samples)
+    if setting.streamed > 1:
+        traced, shown = traced_setting(setting)
+        return _Trace(name, traced, samples, shown)
+    if name == "head" and isinstance(setting.model, LanguageModel):
+        whole, wanted = replace(setting, chunk_tokens=_ALL), Chunks.of(setting, microbatch)
+        if wanted.count == 1:
+            return _Trace(name, whole, samples)
+        few = wanted.shown(setting.tp, _sizes(name, whole))
+        return _Trace(name, shown_setting(setting, few), few.samples)
+    return _Trace(name, setting, samples)
+
+
+_ALL = 2**62
+"""Tokens of a chunk that holds all of any micro-batch."""
+
+
+def _whole(setting: Setting) -> Setting:
+    """The setting without what neither ends of the model nor shapes of parameters depend on."""
+    return replace(setting, recompute="none", streamed=1, peer_copies=False, joint_gradients=True)
+
+
+def _part_costs(traced: _Traced, scale: Scale) -> PartCosts:
+    return PartCosts(traced.timeline.costs(scale), traced.parameters, _kept_together(traced, scale))
+
+
+def _kept_together(traced: _Traced, scale: Scale) -> tuple[Kept, ...]:
+    shared = [traced.timeline.buffers[number] for number in traced.shared]
+    return tuple(Kept(buffer.name.removeprefix(_SHARED), buffer.bytes(scale)) for buffer in shared)
+
+
+_PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
+
+
+@cache
+def _unlike_sizes(name: PartName, setting: Setting) -> int:
+    """A number of samples that no size of a part is a multiple of, so that what it divides is known to grow with it."""
+    return next(prime for prime in _PRIMES if all(size % prime for size in _sizes(name, setting)))
+
+
+@cache
+def _sizes(name: PartName, setting: Setting) -> frozenset[int]:
+    """Sizes that do not depend on the micro-batch: of parameters, and of one sample of what the part is called with."""
+    stage = build_stage(name, setting)
+    shapes = [parameter.shape for parameter in stage.part.parameters()]
+    shapes += [tensor.shape[1:] for tensor in example_batch(name, stage, setting, 1).values()]
+    return frozenset([setting.length, *(size for shape in shapes for size in shape)])
+
+
+@cache
+def _trace(trace: _Trace) -> _Traced:
+    """Trace a part."""
+    if trace.shown:
+        stage, ring, units = traced_stage(trace.setting, trace.shown, trace.samples)
+        return replace(
+            _trace_eager(stage, trace.setting, trace.samples, ring), middles=tuple(ring.middles), units=units
+        )
+    stage = build_stage(trace.name, trace.setting)
+    if trace.name == "block" and trace.setting.compile:
+        return _trace_compiled(stage, trace.setting, trace.samples)
+    return _trace_eager(stage, trace.setting, trace.samples)
+
+
+def _streamed_costs(setting: Setting, traced: _Traced, scale: Scale) -> PartCosts:
+    """Costs of a streamed block."""
+    chains = chain_sizes(setting)
+    names = frozenset(name for chain in chains for name in chain.names)
+    return PartCosts(
+        streamed_costs(traced.timeline, traced.middles, traced.units, chains, scale),
+        _block_parameters(_whole(setting), names),
+        _kept_together(traced, scale),
+        chains,
+    )
+
+
+@cache
+def _block_parameters(setting: Setting, streamed: frozenset[str]) -> tuple[PartParameter, ...]:
+    """Those of a block, with what is `streamed` marked."""
+    found = part_parameters(build_stage("block", setting), setting)
+    return tuple(replace(parameter, streamed=parameter.name in streamed) for parameter in found)
+
+
+# --- compiled blocks ---------------------------------------------------------------------------------------------------
+
+
+def _trace_compiled(stage: Stage, setting: Setting, samples: int) -> _Traced:
+    load_compiler()
+    joint, arguments = _block_graph(replace(setting, recompute="none"), samples)
+    policy = recompute_policy(setting.recompute)
+    timeline = compiled_timeline(joint, policy, arguments, _AXES, ring_operations())
+    shared = [number for number, buffer in enumerate(timeline.buffers) if buffer.name.startswith(_SHARED)]
+    return _Traced(timeline, part_parameters(stage, setting), tuple(shared))
+
+
+@cache
+def _block_graph(setting: Setting, samples: int) -> tuple[JointGraph, list[Argument]]:
+    """The joint graph of a block, and what its inputs are; recompute is chosen later."""
+    stage = build_stage("block", setting)
+    (block,) = stage.part.blocks
+    parameters = dict(block.named_parameters())
+    called_with = _block_arguments(stage, setting, samples)
+    inputs, spec = tree_flatten(called_with)
+    places = [place for place, value in enumerate(inputs) if isinstance(value, Tensor)]
+
+    def run(*tensors: Tensor) -> Tensor:
+        values = list(inputs)
+        for place, tensor in zip(places, tensors[len(parameters) :], strict=True):
+            values[place] = tensor
+        given = dict(zip(parameters, tensors[: len(parameters)], strict=True))
+        result: Tensor = torch.func.functional_call(block, given, tree_unflatten(values, spec))
+        return result
+
+    x, *rest = [inputs[place] for place in places]
+    arguments = [Argument(name, "given", parameter=True) for name in parameters]
+    arguments += [Argument("input", "input"), *(Argument(name, "given") for name in _shared(called_with))]
+    return joint_graph(run, [*parameters.values(), x, *rest]), arguments
+
+
+_SHARED = "shared "
+
+
+def _shared(arguments: tuple[Any, ...]) -> dict[str, Tensor]:
+    """What a block is called with besides its input, by where it stands: `shared rope[0]`, say."""
+    leaves, _ = tree_flatten_with_path(arguments[1:])
+    return {_SHARED + keystr(path[1:]).lstrip("."): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+
+
+class _Reached(Exception):
+    """Ends a forward pass at the block whose arguments are wanted."""
+
+
+def _block_arguments(stage: Stage, setting: Setting, samples: int) -> tuple[Any, ...]:
+    """What the stage calls its first block with."""
+    (block,) = stage.part.blocks
+    found: list[Any] = []
+
+    def keep(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        found.extend(arguments)
+        raise _Reached
+
+    handle = block.register_forward_pre_hook(keep)
+    try:
+        stage(**example_batch("block", stage, setting, samples), training=_PASS)
+    except _Reached:
+        return tuple(found)
+    finally:
+        handle.remove()
+    raise AssertionError("the stage does not call its block")
+
+
+# --- eager parts -------------------------------------------------------------------------------------------------------
+
+
+def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing | None = None) -> _Traced:
+    recorder = Recorder(_AXES, ring_operations())
+    if ring is not None:
+        ring.recorder = recorder
+    named = part_parameters(stage, setting)
+    if setting.attention != "cpu":
+        fuse_norms(stage, recorder)
+    for parameter in stage.parameters():
+        recorder.hold(parameter, "given")
+    blocks = list(stage.part.blocks)
+    shared: list[int] = []
+    chunks: list[int] = []
+    run: Callable[[], Tensor]
+    if blocks:
+        (block,) = blocks
+        arguments = _block_arguments(stage, setting, samples)
+        x = arguments[0]
+        shared = [recorder.hold(tensor, "given", name) for name, tensor in _shared(arguments).items()]
+        _mark(block, recorder)
+        recompute_block(block, setting.recompute)
+
+        def run() -> Tensor:
+            result: Tensor = block(*arguments)
+            return result
+    else:
+        batch = example_batch("head" if stage.part.part.last else "embedding", stage, setting, samples)
+        x = batch["x"]
+        for key, tensor in batch.items():
+            if key != "x":
+                recorder.hold(tensor, "given", key)
+        chunks = _watch_loss(stage, recorder, fused=setting.compile)
+
+        def run() -> Tensor:
+            result: Tensor = stage(**batch, training=_PASS)
+            return result
+
+    number = recorder.hold(x, "input", "input")
+    streamed = streamed_parameters(stage)
+    _run(recorder, run, [parameter for parameter in stage.parameters() if parameter not in streamed])
+    _mark_coming(recorder, streamed)
+    if not stage.part.part.first:
+        # What the embedding is called with are samples, which are there all the time.
+        recorder.timeline.kept.append(number)
+    return _Traced(recorder.timeline, named, tuple(sorted(set(shared))), tuple(chunks))
+
+
+def _run(recorder: Recorder, run: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> None:
+    timeline = recorder.timeline
+    with recorder:
+        result = run()
+        timeline.output = [recorder.hold(result, "made")]
+        timeline.kept = recorder.living()
+        recorder.backward = True
+        incoming = torch.empty_like(result)
+        recorder.relabel(incoming, "incoming")
+        result.backward(incoming)
+    timeline.gradients = [recorder.hold(p.grad, "made") for p in parameters if p.grad is not None]
+    recorder.close()
+
+
+def _mark_coming(recorder: Recorder, streamed: Iterable[nn.Parameter]) -> None:
+    """Tell the gradients of `streamed` matrices from what every micro-batch makes."""
+    timeline = recorder.timeline
+    coming = {recorder.hold(p.grad, "made") for p in streamed if p.grad is not None}
+    timeline.coming = sorted(coming)
+    for step in timeline.backward:
+        if step.makes and coming.issuperset(step.makes):
+            step.kind = "free"
+
+
+def _mark(block: nn.Module, recorder: Recorder) -> None:
+    """Let the recorder know what belongs to the block's forward pass, even where it runs a second time."""
+    kind: Any = type(block)
+
+    def forward(self: nn.Module, *arguments: Any) -> Any:
+        with recorder.recomputable():
+            return kind.forward(self, *arguments)
+
+    block.__class__ = type(f"Recorded{kind.__name__}", (kind,), {"forward": forward})
+
+
+def _watch_loss(stage: Stage, recorder: Recorder, *, fused: bool) -> list[int]:
+    """Note how many steps there are when the loss of each chunk of tokens begins. fused: let it run as the compiler fuses
+    it."""
+    begun: list[int] = []
+    kernel = getattr(stage.part.head, "loss_kernel", None) if stage.part.part.last else None
+    if kernel is None:
+        return begun
+
+    def watched(logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool) -> Any:
+        begun.append(len(recorder.timeline.forward))
+        if not fused:
+            return kernel(logits_NV, targets_N, z_loss, with_grad)
+        return fused_steps(lambda x, y: kernel(x, y, z_loss, with_grad), (logits_NV, targets_N), recorder)
+
+    stage.part.head.loss_kernel = watched
+    return begun

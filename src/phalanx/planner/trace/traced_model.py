@@ -1,0 +1,305 @@
+"""What cost models ask of a bound model: its parts on meta, what they are called with, and what a run of it computes with.
+
+A part's costs depend on a `Setting` alone, so that layouts with equal settings are traced once: a `PartTracer` is a model
+bound to a setting, as `TracedModel` is one bound to a run. See docs/architecture.md, the families.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.config.model import BlockModel, Model
+from phalanx.config.schema import Run
+from phalanx.data.batch_stream import Batch
+from phalanx.families.family import BoundModel
+from phalanx.families.registry import bind, bound_class
+from phalanx.families.sizes import check_parameter_count
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.context_parallel.sequence_share import SequenceShare
+from phalanx.layout.family import LayoutModel
+from phalanx.layout.mesh import Axis
+from phalanx.layout.spec import Recompute, ResolvedLayout
+from phalanx.layout.stage import Stage, named_parameters
+from phalanx.layout.streamed_weights.stream_pairs import Stream
+from phalanx.nn.kinds import ParameterKind
+from phalanx.nn.layers import Norm, separate_gradients
+from phalanx.nn.splits import ModelChunk
+from phalanx.planner.trace.accelerator_kernels import fused_rms_norm
+from phalanx.planner.trace.recorder import Recorder
+
+PartName = Literal["embedding", "block", "head"]
+Kernel = Literal["flash", "cudnn", "efficient", "flex", "math", "cpu"]
+"""Attention as accelerators compute it; `cpu` is what an uncompiled run on the CPU does."""
+MODEL_PARTS = {
+    "embedding": ModelChunk(range(0), first=True, last=False),
+    "block": ModelChunk(range(1), first=False, last=False),
+    "head": ModelChunk(range(0), first=False, last=True),
+}
+"""The parts as those of a model."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything the costs of a part depend on, besides the micro-batch."""
+
+    model: BlockModel
+    length: int
+    """Positions a sample."""
+    tp: int = 1
+    cp: int = 1
+    context: str = "ring"
+    recompute: Recompute = "none"
+    precision: str = "bf16"
+    attention: Kernel = "flash"
+    compile: bool = True
+    chunk_tokens: int = 4096
+    """Tokens whose logits are held at once."""
+    document_mask: bool = False
+    z_loss: float = 0.0
+    streamed: int = 1
+    """Ranks around which the chunks of a block's matrices go (`layout.gather=stream`); 1: blocks are gathered whole."""
+    peer_copies: bool = False
+    """Whether streamed chunks lie beside the allocator's memory."""
+    joint_gradients: bool = True
+    """Whether a node of the backward pass may give gradients of inputs and of weights at once."""
+
+    def apart(self) -> Setting:
+        """In a schedule that computes gradients of inputs and of weights apart: blocks are not compiled then."""
+        return replace(self, compile=False, joint_gradients=False)
+
+
+@dataclass(frozen=True)
+class PartParameter:
+    """One parameter of a part as a rank of the tensor-parallel axis holds it."""
+
+    name: str
+    """In the whole model, with block number 0."""
+    shape: tuple[int, ...]
+    kind: ParameterKind
+    split: bool
+    """Whether `tp` ranks hold different parts; else they hold it alike and add up its gradients."""
+
+    streamed: bool = False
+    """Whether it is never gathered whole; see `planner.trace.streamed_block`."""
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        """What data-parallel sharding cuts."""
+        return self.shape[0]
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it multiplies every token."""
+        return self.kind == "matrix"
+
+    def sharded_count(self, ranks: int) -> int:
+        """Elements that one of `ranks` data-parallel ranks holds: whole rows, as many on each, padding included."""
+        return -(-self.rows // ranks) * (self.count // self.rows)
+
+
+class PartTracer(ABC):
+    """The parts of a model on meta, in one setting."""
+
+    model: BlockModel
+    """Of the setting: a family's class declares this attribute with the type of its own."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.model = setting.model
+
+    @abstractmethod
+    def build_stage(self, name: PartName, share: SequenceShare, stream: Stream | None) -> Stage:
+        """A stage of one part on meta, as the first rank of every axis has it, parameters in the format they are used in.
+
+        stream: streams the matrices of blocks; None leaves them whole.
+        """
+
+    @abstractmethod
+    def whole_part(self, part: ModelChunk) -> nn.Module:
+        """A part on meta, as one device has it."""
+
+    @abstractmethod
+    def example_batch(self, name: PartName, stage: Stage, samples: int) -> dict[str, Tensor]:
+        """What a stage of this part is called with, on meta."""
+
+    @abstractmethod
+    def parameter_kind(self, name: str) -> ParameterKind:
+        """The kind of the parameter `name`."""
+
+    @abstractmethod
+    def relative_block_costs(self) -> tuple[float, float]:
+        """What the embedding and the head cost beside one block, in blocks; as `BoundModel.block_costs`."""
+
+    def tied(self) -> dict[str, str]:
+        """Parameters that are copies of others wherever both are not in one part, by name; by default none."""
+        return {}
+
+    def random_drops(self) -> bool:
+        """Whether training leaves anything out at random behind the matrices of a block; by default not."""
+        return False
+
+
+class TracedModel(LayoutModel):
+    """A bound model whose steps depend on nothing but the run file, so that they can be planned for."""
+
+    absent: ClassVar[str] = (
+        "model.family={family}: phalanx plan needs blocks of one size; what a batch of graphs costs depends on "
+        "the graphs. phalanx train runs it without a plan: docs/guides/materials.md says in which layouts"
+    )
+
+    tracer: ClassVar[type[PartTracer]]
+    """Traces the parts of such models."""
+
+    @abstractmethod
+    def setting_of(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
+        """The setting of the run in `layout` on accelerators."""
+
+    @abstractmethod
+    def likely_kernel(self, *, rocm: bool) -> Kernel:
+        """The attention kernel a run will use: the one it names, or what `auto` finds fastest on such devices as a rule."""
+
+    def chunk_tokens(self, tp: int) -> int:
+        """Tokens whose logits are held at once, where there are logits; else any number."""
+        return Setting.chunk_tokens
+
+    @abstractmethod
+    def sample_bytes(self) -> int:
+        """Bytes of what one sample brings to the device."""
+
+    @abstractmethod
+    def example_batch(self, samples: int, device: torch.device) -> Batch:
+        """Samples without content, in the shapes that training has."""
+
+    def dry_run_fields(self, device: torch.device, tp: int) -> dict[str, Any]:
+        """Fields of `training` that a run on `device` decides by itself, as it decides them; by default none."""
+        return {}
+
+    def dry_run_attention(self) -> AttentionChoice:
+        """Attention of a dry run that keeps what an accelerator's kernel keeps.
+
+        By default SDPA: without a mask the CPU's fused attention keeps what accelerators' do, its result and one number a
+        row and head.
+        """
+        return AttentionChoice("sdpa")
+
+
+def is_planned(model: Model) -> bool:
+    """Whether the family's steps depend on nothing but the run file, so that they can be planned for."""
+    return issubclass(bound_class(model.family, BoundModel), TracedModel)
+
+
+def require_planned(model: Model) -> None:
+    """Raise ConfigError, with the reason, for families whose steps depend on more than the run file, and for models of
+    impossible size."""
+    bound_class(model.family, TracedModel)
+    check_parameter_count(model)
+
+
+def planned_model(run: Run) -> BlockModel:
+    """The model of a run that can be planned for. Raises ConfigError, with the reason, for others."""
+    require_planned(run.model)
+    assert isinstance(run.model, BlockModel)
+    return run.model
+
+
+def part_tracer(setting: Setting) -> PartTracer:
+    """Return what traces the parts of `setting`'s model."""
+    return bound_class(setting.model.family, TracedModel).tracer(setting)
+
+
+def setting_of(run: Run, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
+    """The setting of `run` in `layout` on accelerators; see `TracedModel`."""
+    setting = bind(run, TracedModel).setting_of(layout, attention=attention, compiled=compiled)
+    if layout.gather == "stream":
+        setting = replace(setting, streamed=layout.shards, compile=False)
+    return setting.apart() if layout.splits_backward else setting
+
+
+def likely_kernel(run: Run, *, rocm: bool) -> Kernel:
+    """See `TracedModel`."""
+    return bind(run, TracedModel).likely_kernel(rocm=rocm)
+
+
+def sdpa_choice(requested: str, precision: str, *, biased: bool, rocm: bool) -> Kernel:
+    """The kernel of SDPA that runs where `requested` is tried first: what does not cover a case gives way to what does.
+
+    64-bit numbers are for the math kernel alone. Of 32-bit ones, and of biases, flash attention and cuDNN's know nothing,
+    but that cuDNN's adds biases of 16 bits; AMD devices have no cuDNN.
+    """
+    if precision == "fp64" or requested == "math":
+        return "math"
+    if precision == "fp32" or requested == "efficient":
+        return "efficient"
+    if requested == "cudnn" and not rocm:
+        return "cudnn"
+    return "efficient" if biased else "flash"
+
+
+def loss_chunks(run: Run, degrees: Iterable[int]) -> dict[int, int]:
+    """Tokens whose logits are held at once, by tensor-parallel degree."""
+    model = bind(run, TracedModel)
+    return {tp: model.chunk_tokens(tp) for tp in degrees}
+
+
+def build_stage(name: PartName, setting: Setting, stream: Stream | None = None) -> Stage:
+    """A stage that consists of one part, as the first rank of every axis has it, with parameters as they are used."""
+    stage = part_tracer(setting).build_stage(name, _share(setting), stream)
+    if not setting.joint_gradients:
+        separate_gradients(stage)
+    return stage
+
+
+def example_batch(name: PartName, stage: Stage, setting: Setting, samples: int) -> dict[str, Tensor]:
+    """See `PartTracer`."""
+    return part_tracer(setting).example_batch(name, stage, samples)
+
+
+def fuse_norms(stage: Stage, recorder: Recorder) -> None:
+    """Let the norms of a stage on meta run as on accelerators, by one kernel; PyTorch would take RMSNorm apart."""
+    for module in stage.modules():
+        if isinstance(module, Norm):
+            # Behind the module's own class, so that whatever it adds to a norm stays.
+            kind: Any = type(module)
+            module.__class__ = _FusedNorm if kind is Norm else type(kind.__name__, (kind, _FusedNorm), {})
+            module.recorder = recorder  # type: ignore[assignment]
+
+
+class _FusedNorm(Norm):
+    """RMSNorm as the single kernel that uncompiled runs on accelerators have."""
+
+    recorder: Recorder
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> same shape."""
+        return fused_rms_norm(x, self.weight, self.recorder) if self.kind == "rmsnorm" else super().forward(x)
+
+
+def part_parameters(stage: Stage, setting: Setting) -> tuple[PartParameter, ...]:
+    """The parameters of a stage of one part."""
+    tracer = part_tracer(setting)
+    tied = tracer.tied()
+    whole = tracer.whole_part(stage.part.part)
+    shapes = {name: parameter.shape for name, parameter in named_parameters(whole, tied).items()}
+    return tuple(
+        PartParameter(name, tuple(p.shape), tracer.parameter_kind(name), split=p.shape != shapes[name])
+        for name, p in named_parameters(stage.part, tied).items()
+    )
+
+
+def _share(setting: Setting) -> SequenceShare:
+    tp, cp = (
+        Axis(name, 0, size, None, tuple(range(size)), name) for name, size in (("tp", setting.tp), ("cp", setting.cp))
+    )
+    return SequenceShare(cp, tp, setting.context)

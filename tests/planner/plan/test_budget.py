@@ -1,0 +1,85 @@
+"""What a training takes: goodput against a simulation of failures, the best checkpoint interval, energy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from phalanx.planner.plan.budget import Reliability, estimate_budget, estimate_goodput
+from phalanx.planner.rank.cost_models import WAITING, Times
+
+
+def elapsed_per_useful_second(interval: float, write: float, restart: float, failure: float) -> float:
+    """By simulation: segments of work and a checkpoint, begun again after each failure, which may hit restarts too."""
+    random, done, clock = np.random.default_rng(7), 0, 0.0
+    segments = 4000
+    next_failure = random.exponential(failure)
+    while done < segments:
+        need = interval + write
+        if next_failure >= need:
+            next_failure -= need
+            clock += need
+            done += 1
+            continue
+        clock += next_failure
+        next_failure = random.exponential(failure)
+        while next_failure < restart:
+            clock += next_failure
+            next_failure = random.exponential(failure)
+        clock += restart
+        next_failure -= restart
+    return clock / (segments * interval)
+
+
+@pytest.mark.parametrize(("nodes", "mtbf"), [(512, 2000.0), (2048, 6300.0), (3000, 1000.0)])
+def test_goodput_is_what_random_failures_leave(nodes: int, mtbf: float) -> None:
+    found = estimate_goodput(10**12, nodes, Reliability(mtbf, 10.0, 1.0))
+    assert found.failure_s == pytest.approx(mtbf * 3600 / nodes)
+    assert found.checkpoint_s == pytest.approx(12e12 / (nodes * 1e9))
+    simulated = 1 / elapsed_per_useful_second(found.interval_s, found.checkpoint_s, 600.0, found.failure_s)
+    assert found.share == pytest.approx(simulated, rel=0.04)
+
+
+@pytest.mark.parametrize("nodes", [8, 512, 8192])
+def test_no_other_interval_loses_less(nodes: int) -> None:
+    found = estimate_goodput(10**12, nodes, Reliability())
+    failure, write = found.failure_s, found.checkpoint_s
+
+    def share(interval: float) -> float:
+        return interval / (failure * math.exp(600 / failure) * math.expm1((interval + write) / failure))
+
+    assert found.share == pytest.approx(share(found.interval_s))
+    others = [share(found.interval_s * factor) for factor in np.geomspace(0.2, 5, 101)]
+    assert max(others) <= found.share * 1.001
+
+
+def test_a_job_that_fails_faster_than_it_saves_has_no_goodput() -> None:
+    found = estimate_goodput(10**12, 8, Reliability(mtbf_hours=1.0, checkpoint_gb_s=0.01))
+    assert 0 <= found.share < 1e-9
+
+
+def test_budget() -> None:
+    losses = estimate_goodput(10**9, 8, Reliability())
+    found = estimate_budget(
+        amount=1001, unit="tokens", amount_per_step=100, step_s=7.2, devices=64, watts=500.0, losses=losses
+    )
+    assert found.steps == 11
+    assert found.seconds == pytest.approx(79.2)
+    assert found.elapsed_s == pytest.approx(79.2 / losses.share)
+    assert found.device_hours == pytest.approx(found.elapsed_s * 64 / 3600)
+    assert found.energy_mwh == pytest.approx(found.device_hours * 500 / 1e6)
+    assert (
+        estimate_budget(
+            amount=1, unit="tokens", amount_per_step=1, step_s=1.0, devices=1, watts=None, losses=losses
+        ).energy_mwh
+        is None
+    )
+
+
+def test_waiting_devices_draw_less() -> None:
+    causes = {"matmul": np.array([6.0, 10.0, 0.0]), WAITING: np.array([3.0, 0.0, 10.0])}
+    causes["data-parallel exposed"] = np.array([1.0, 0.0, 0.0])
+    watts = Times(np.full(3, 10.0), causes, np.zeros(3)).mean_power(100.0)
+    assert watts.tolist() == pytest.approx([0.6 * 75 + 0.4 * 40, 75.0, 40.0])
