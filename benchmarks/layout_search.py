@@ -30,7 +30,7 @@ import numpy as np
 from scipy.special import ndtr
 
 from phalanx.config.load import load_run
-from phalanx.config.search import Search
+from phalanx.config.studies import Search
 from phalanx.families.language.config import LanguageRun, require_language
 from phalanx.families.language.sizes import model_flops_per_token
 from phalanx.hardware.machine import load_machine

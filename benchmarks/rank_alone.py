@@ -30,8 +30,8 @@ from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionShape, choose_attention
 from phalanx.layout.mesh import build_mesh
 from phalanx.layout.resolve import resolve_layout
+from phalanx.nn.precision import PRECISIONS
 from phalanx.planner.trace.traced_model import TracedModel
-from phalanx.precision import PRECISIONS
 from phalanx.torch_compat.fake import fake_process_group, silent_neighbours
 from phalanx.training.step import build_step
 

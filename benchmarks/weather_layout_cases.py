@@ -13,6 +13,7 @@ from phalanx.hardware.device import device_facts
 from phalanx.hardware.machine import Machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.nn.precision import PRECISIONS
 from phalanx.planner.memory.model import Kernels, memory
 from phalanx.planner.memory.probability import BESIDE, GIB, Beside, communicators, fits
 from phalanx.planner.plan.compare_layouts import break_even
@@ -21,7 +22,6 @@ from phalanx.planner.time.step_time import StepCause
 from phalanx.planner.time.timing import our_framework, step_times
 from phalanx.planner.trace.streamed_block import chain_sizes
 from phalanx.planner.trace.traced_model import Kernel, likely_kernel, setting_of
-from phalanx.precision import PRECISIONS
 
 RUN_FILE = ROOT / "examples/orbit-1b.yaml"
 Words = list[str]

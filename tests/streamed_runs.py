@@ -32,7 +32,7 @@ from phalanx.layout.streamed_weights.ring_transport import WeightRing
 from phalanx.layout.streamed_weights.sharding import StreamedSharding
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
 from phalanx.nn.initial import InitRule
-from phalanx.precision import PRECISIONS
+from phalanx.nn.precision import PRECISIONS
 from whole_model import CPU, Box, box, place_of
 
 _SIZE = {"n_layers": 2, "d_model": 24, "vocab_size": 31, "max_positions": 32}

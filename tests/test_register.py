@@ -12,7 +12,7 @@ import phalanx
 from phalanx.config.schema import Optimizer
 from phalanx.errors import PhalanxError
 from phalanx.optimizers import OPTIMIZERS
-from phalanx.optimizers.registry import Group
+from phalanx.optimizers.optimizer_kind import Group
 from phalanx.training.callbacks import CALLBACKS
 
 

@@ -25,7 +25,7 @@ from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
-from phalanx.optimizers.registry import OPTIMIZERS, OptimizerKind
+from phalanx.optimizers.optimizer_kind import OPTIMIZERS, OptimizerKind
 from phalanx.planner.dryrun.rank_report import RankReport
 from phalanx.planner.dryrun.run_step import dry_run
 from phalanx.planner.plan.make_plan import Plan, Wishes, make_plan
@@ -34,8 +34,8 @@ from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import choose_profile
 from phalanx.planner.trace.traced_model import require_planned
 from phalanx.training.callbacks import CALLBACKS, Callback
+from phalanx.training.checkpointing import load_weights
 from phalanx.training.inputs import Finding, TrainableModel
-from phalanx.training.resume import load_weights
 from phalanx.training.start import train as train_run
 from phalanx.training.step import TrainStep, build_step
 from phalanx.verification.verify_run import Options, Outcome, one_rank_run, verify_run

@@ -26,7 +26,7 @@ from phalanx.config.load import load_run
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.hardware.device import HostCopy
 from phalanx.training import trainer
-from phalanx.training.asynchronous_steps import SHORT_S, AsynchronousSteps
+from phalanx.training.trainer import SHORT_S, AsynchronousSteps
 from token_data import write_run_file, write_token_folder
 
 STEPS, CHECKPOINTS, EVALUATIONS = 30, 10, 7

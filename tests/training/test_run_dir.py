@@ -12,9 +12,9 @@ import torch
 
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
-from phalanx.files import write_atomically
+from phalanx.files import JsonLines, write_atomically
 from phalanx.training.metrics import Peaks
-from phalanx.training.run_dir import JsonLines, RunDirectory, describe_machine
+from phalanx.training.run_dir import RunDirectory, describe_machine
 from phalanx.training.start import train
 from token_data import write_run_file, write_token_folder
 

@@ -16,7 +16,7 @@ from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
 from phalanx.families.materials.cost_fitting import BalancerState
 from phalanx.families.materials.data.structure_cost import SUMS
-from phalanx.training.resume import check_state
+from phalanx.training.checkpointing import check_state
 from phalanx.training.start import train
 from token_data import write_run_file, write_token_folder
 

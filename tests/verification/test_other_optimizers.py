@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx.config.schema import Optimizer
 from phalanx.layout.resolve import resolve_layout
 from phalanx.optimizers import OPTIMIZERS, OptimizerKind
-from phalanx.optimizers.registry import Group
+from phalanx.optimizers.optimizer_kind import Group
 from phalanx.verification.verify_run import Verifier
 from whole_model import GPT, whole_run
 

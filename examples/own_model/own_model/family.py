@@ -3,7 +3,7 @@
 from typing import Literal
 
 from phalanx import BlockModel, BlockRun, Family
-from phalanx.config.bounds import Width
+from phalanx.config.section import Width
 
 
 class GatedConvModel(BlockModel):

@@ -4,7 +4,6 @@ Knows tensors, names and files; knows nothing of models, run files or the traini
 """
 
 from phalanx.checkpoint.folders import Checkpoint
-from phalanx.checkpoint.random_state import RngState, rng_state, set_rng_state
 from phalanx.checkpoint.rank_group import RankGroup
 from phalanx.checkpoint.reader import (
     CheckpointReader,
@@ -15,7 +14,14 @@ from phalanx.checkpoint.reader import (
 )
 from phalanx.checkpoint.saver import SaveHandle
 from phalanx.checkpoint.store import CheckpointStore, RunLock
-from phalanx.checkpoint.training_tensors import collect_tensors, materialise_optimizer_state, placed_tensors
+from phalanx.checkpoint.training_state import (
+    RngState,
+    collect_tensors,
+    materialise_optimizer_state,
+    placed_tensors,
+    rng_state,
+    set_rng_state,
+)
 from phalanx.errors import CheckpointDamaged
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The folders under a run's checkpoints/: their names, and changing them so that a kill at any moment does no harm.
+"""The folders of checkpoints on disk: their names, changed so that a kill at any moment does no harm, and reading them.
 
     step-00000120               a whole checkpoint
     step-00000120.writing       being written; worthless once its writer is gone
@@ -7,8 +7,11 @@
     step-00000120.superseded    of a run that resumed from an earlier step and passed this one; never deleted by Phalanx
     step-00000120.nonfinite     holds weights with which the next step was not finite; never deleted by Phalanx
 
-A folder becomes a checkpoint by being renamed, and stops being one by being renamed; only folders that are no
-checkpoints are ever changed or deleted. One process at a time does this: rank 0 of the run that holds run.lock.
+A folder becomes a checkpoint by being renamed, and stops being one by being renamed; only folders that are no checkpoints
+are ever changed or deleted. One process at a time does this: rank 0 of the run that holds run.lock.
+
+What is read is not trusted: files are opened by plain name relative to the open folder, never through a link, and only if
+they are regular files. Beside the writing of data files (`saver`), this is the only module that touches the file system.
 """
 
 from __future__ import annotations
@@ -16,12 +19,34 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
-from phalanx.checkpoint.manifest import MANIFEST_NAME, STATE_NAME, parse_step, step_name
-from phalanx.checkpoint.verified_files import sync_path, write_durably
+from torch import Tensor
+
+from phalanx.checkpoint.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    MAX_NESTED,
+    MAX_STATE_BYTES,
+    STATE_NAME,
+    Chunk,
+    FileRecord,
+    Manifest,
+    TensorRecord,
+    compute_checksum,
+    count_bytes,
+    max_nested_of_table,
+    parse_json,
+    parse_manifest,
+    parse_step,
+    step_name,
+)
+from phalanx.errors import CheckpointDamaged
 
 WRITING, REPLACED, DELETING, SUPERSEDED = ".writing", ".replaced", ".deleting", ".superseded"
 NONFINITE = ".nonfinite"
@@ -136,3 +161,211 @@ def clear_up(root: Path) -> None:
         elif f".{suffix}" in (WRITING, REPLACED, DELETING):
             shutil.rmtree(path)
             logger.warning("removed %s, left by a process that has ended", path)
+
+
+@dataclass(frozen=True)
+class CheckpointText:
+    """The text of a checkpoint's two JSON files, which any rank can check for itself."""
+
+    path: Path
+    manifest_text: bytes
+    state_text: bytes
+
+    def parse_manifest(self) -> Manifest:
+        """Return the table of contents. Raises CheckpointDamaged."""
+        try:
+            manifest = parse_manifest(self.manifest_text)
+        except ValueError as error:
+            raise CheckpointDamaged(f"{self.path / MANIFEST_NAME}: {error}") from error
+        # A folder may be read under any name; only the name of another step's checkpoint is a contradiction.
+        if parse_step(self.path.name) not in (None, manifest.step):
+            raise CheckpointDamaged(
+                f"{self.path / MANIFEST_NAME}: step={manifest.step}; this is the checkpoint of another step than the "
+                f"folder's name says"
+            )
+        return manifest
+
+    def parse_state(self, manifest: Manifest) -> dict[str, Any]:
+        """Return all that is not a tensor, checked against the manifest's checksum. Raises CheckpointDamaged."""
+        where, record = self.path / STATE_NAME, manifest.state
+        if len(self.state_text) != record.bytes:
+            raise CheckpointDamaged(f"{where}: {record.bytes} bytes expected, found {len(self.state_text)}")
+        found = compute_checksum(self.state_text)
+        if found != record.crc32:
+            raise CheckpointDamaged(f"{where}: checksum expected {record.crc32}, found {found}")
+        try:
+            state = parse_json(self.state_text, max_nested=MAX_NESTED)
+        except ValueError as error:
+            raise CheckpointDamaged(f"{where}: {error}") from error
+        if not isinstance(state, dict):
+            raise CheckpointDamaged(f"{where}: a JSON object is expected, found a {type(state).__name__}")
+        return state
+
+
+class CheckpointFolder:
+    """An open checkpoint folder; every failure names the file and raises CheckpointDamaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointDamaged(f"{path} is not a checkpoint folder that can be read: {error.strerror}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+
+    def open_file(self, name: str) -> int:
+        """Return a descriptor of the regular file `name`, for reading."""
+        try:
+            status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            self._check_kind(name, status)
+            # Should the file be exchanged in between: no link is followed, and a pipe keeps nobody waiting.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            return os.open(name, flags, dir_fd=self._fd)
+        except FileNotFoundError as error:
+            raise CheckpointDamaged(f"{self.path / name} is missing") from error
+        except OSError as error:
+            raise CheckpointDamaged(f"{self.path / name} cannot be read: {error.strerror}") from error
+
+    def read_small(self, name: str, limit: int) -> bytes:
+        """Return all of file `name`, which may be at most `limit` bytes long."""
+        descriptor = self.open_file(name)
+        try:
+            size = os.fstat(descriptor).st_size
+            # By its length, before anything is read: a file made up by somebody may claim a terabyte.
+            if size > limit:
+                raise CheckpointDamaged(
+                    f"{self.path / name} is {size} bytes, more than the {limit} it may have; refused"
+                )
+            content = bytearray(size)
+            read_exactly(descriptor, memoryview(content), 0, self.path / name)
+            return bytes(content)
+        finally:
+            os.close(descriptor)
+
+    def read_text(self) -> CheckpointText:
+        """Return the two JSON files, unchecked."""
+        manifest = self.read_small(MANIFEST_NAME, MAX_MANIFEST_BYTES)
+        return CheckpointText(self.path, manifest, self.read_small(STATE_NAME, MAX_STATE_BYTES))
+
+    def check_lengths(self, manifest: Manifest) -> None:
+        """Refuse a folder in which a file is missing or has another length than the manifest says."""
+        # One listing instead of a call for each file: folders of large runs hold thousands, on slow shared disks.
+        with os.scandir(self._fd) as entries:
+            found = {entry.name: entry for entry in entries}
+        for name, size in [(STATE_NAME, manifest.state.bytes), *((file.name, file.bytes) for file in manifest.files)]:
+            entry = found.get(name)
+            if entry is None:
+                raise CheckpointDamaged(f"{self.path / name} is missing")
+            status = entry.stat(follow_symlinks=False)
+            self._check_kind(name, status)
+            self._check_length(name, size, status.st_size)
+
+    def _check_kind(self, name: str, status: os.stat_result) -> None:
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
+            raise CheckpointDamaged(f"{self.path / name} is {kind}; refused")
+
+    def _check_length(self, name: str, expected: int, found: int) -> None:
+        if found != expected:
+            raise CheckpointDamaged(f"{self.path / name}: {expected} bytes expected, found {found}")
+
+    def open_data(self, record: FileRecord) -> DataFile:
+        """Return the data file that `record` describes, its length and header checked."""
+        descriptor = self.open_file(record.name)
+        try:
+            self._check_length(record.name, record.bytes, os.fstat(descriptor).st_size)
+            return DataFile(self.path / record.name, descriptor, record)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+
+class DataFile:
+    """One open safetensors file. What is read is checked against the manifest; several threads may read at once."""
+
+    def __init__(self, path: Path, descriptor: int, record: FileRecord) -> None:
+        self.path = path
+        self._fd = descriptor
+        self._start = record.header_bytes
+        self._entries = _read_header(path, descriptor, record)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def read_chunk(self, tensor: TensorRecord, chunk: Chunk, into: Tensor) -> None:
+        """Fill `into` (uint8 [bytes of the chunk], on the CPU) with `chunk` of `tensor`, and verify its checksum."""
+        size = count_bytes(chunk.sizes, tensor.torch_dtype)
+        where = f"{self.path}: tensor {tensor.name!r}, chunk at {chunk.offsets}"
+        entry = self._entries.get(chunk.key)
+        begin, end = entry if entry is not None else (0, 0)
+        if entry is None or end - begin != size:
+            raise CheckpointDamaged(f"{where}: {size} bytes under key {chunk.key!r} expected, found {end - begin}")
+        buffer = byte_view(into)
+        read_exactly(self._fd, buffer, self._start + begin, self.path)
+        found = compute_checksum(buffer)
+        if found != chunk.crc32:
+            raise CheckpointDamaged(f"{where}: checksum expected {chunk.crc32}, found {found}")
+
+
+def _read_header(path: Path, descriptor: int, record: FileRecord) -> dict[str, tuple[int, int]]:
+    """Return where each key's data begin and end, in bytes from the header's end. The header is safetensors' own."""
+    header = bytearray(record.header_bytes)
+    read_exactly(descriptor, memoryview(header), 0, path)
+    found = compute_checksum(bytes(header))
+    if found != record.header_crc32:
+        raise CheckpointDamaged(f"{path}: header checksum expected {record.header_crc32}, found {found}")
+    length = int.from_bytes(header[:8], "little")
+    if length != record.header_bytes - 8:
+        raise CheckpointDamaged(f"{path}: header of {record.header_bytes - 8} bytes expected, the file claims {length}")
+    try:
+        entries = parse_json(bytes(header[8:]), max_nested=max_nested_of_table(header))
+        spans = {key: entry["data_offsets"] for key, entry in entries.items() if key != "__metadata__"}
+        for begin, end in spans.values():
+            if not (type(begin) is type(end) is int and 0 <= begin <= end <= record.bytes - record.header_bytes):
+                raise ValueError(f"data at {begin} to {end}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointDamaged(f"{path}: the header is not that of a safetensors file: {error}") from error
+    return {key: (begin, end) for key, (begin, end) in spans.items()}
+
+
+def byte_view(memory: Tensor) -> memoryview:
+    """Return the bytes of a uint8 tensor on the CPU, not copied."""
+    return memory.numpy().data
+
+
+def read_exactly(descriptor: int, buffer: memoryview, offset: int, path: Path) -> None:
+    """Fill `buffer` from byte `offset` of an open file. Raises CheckpointDamaged when the file ends before."""
+    done = 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        except OSError as error:
+            raise CheckpointDamaged(f"{path} cannot be read: {error.strerror}") from error
+        if count == 0:
+            raise CheckpointDamaged(f"{path} ends at byte {offset + done}, {len(buffer) - done} bytes too early")
+        done += count
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a new file and wait until it is on disk."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_path(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of entries, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

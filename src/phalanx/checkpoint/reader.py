@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.folders import Checkpoint, list_published
+from phalanx.checkpoint.folders import Checkpoint, CheckpointFolder, CheckpointText, DataFile, list_published
 from phalanx.checkpoint.manifest import Manifest, TensorRecord, count_bytes, parse_step
 from phalanx.checkpoint.rank_group import RankGroup
 from phalanx.checkpoint.shard_plan import ChunkRead, SavedTensors, describe_dtype, plan_load
-from phalanx.checkpoint.verified_files import CheckpointFolder, CheckpointText, DataFile
 from phalanx.errors import CheckpointDamaged, CheckpointError
 from phalanx.layout.place import as_place
 

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx.checkpoint import folders
+from phalanx.checkpoint.folders import byte_view, sync_path
 from phalanx.checkpoint.manifest import (
     MAX_HEADER_BYTES,
     MAX_MANIFEST_BYTES,
@@ -30,12 +31,11 @@ from phalanx.checkpoint.manifest import (
     StateRecord,
     compute_checksum,
     render_manifest,
+    render_state,
     step_name,
 )
-from phalanx.checkpoint.plain_json import render_state
 from phalanx.checkpoint.rank_group import RankGroup, as_checkpoint_error
 from phalanx.checkpoint.shard_plan import Piece, SavedTensors, SavePlanner
-from phalanx.checkpoint.verified_files import byte_view, sync_path
 from phalanx.errors import CheckpointError
 
 MAX_FILE_BYTES = 1 << 29

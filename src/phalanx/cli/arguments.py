@@ -9,7 +9,7 @@ import typer
 
 from phalanx.config.families import DEFAULT_FAMILY, find_family
 from phalanx.config.fields import all_fields
-from phalanx.config.override import full_name
+from phalanx.config.load import full_name
 
 
 def complete_override(incomplete: str) -> list[str]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.config.bounds import MAX_BATCH_SAMPLES
 from phalanx.config.document import FieldPath
 from phalanx.config.fields import nearest_names
 from phalanx.config.problems import Problem, config_error
 from phalanx.config.schema import Run
+from phalanx.config.section import MAX_BATCH_SAMPLES
 
 
 def check_run(run: Run) -> list[Problem]:

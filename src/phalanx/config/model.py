@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from phalanx.config.bounds import HiddenWidth, Layers, Positions, Vocabulary, Width
-from phalanx.config.section import Section
+from phalanx.config.section import HiddenWidth, Layers, Positions, Section, Vocabulary, Width
 
 
 class Model(Section):

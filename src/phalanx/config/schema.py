@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from phalanx.config.bounds import (
+from phalanx.config.model import Model
+from phalanx.config.section import (
     MAX_BATCH_SAMPLES,
     Layers,
     NonNegativeInt,
@@ -20,12 +21,11 @@ from phalanx.config.bounds import (
     PositiveInt,
     Ranks,
     Samples,
+    Section,
     Seed,
+    Words,
 )
-from phalanx.config.model import Model
-from phalanx.config.search import Search
-from phalanx.config.section import Section, Words
-from phalanx.config.tune import Tune
+from phalanx.config.studies import Search, Tune
 
 if TYPE_CHECKING:
     from phalanx.config.problems import Problem

@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import cast
 
-from phalanx.config.bounds import MAX_PARAMETERS
 from phalanx.config.families import Sizes, find_family
 from phalanx.config.model import Model
+from phalanx.config.section import MAX_PARAMETERS
 from phalanx.errors import ConfigError
 
 

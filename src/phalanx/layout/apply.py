@@ -38,7 +38,7 @@ from phalanx.layout.recompute import recompute_stage
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage, named_parameters, whole_name
 from phalanx.nn.layers import separate_gradients
-from phalanx.precision import PRECISIONS
+from phalanx.nn.precision import PRECISIONS
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.layout.data_parallel import task_heads
 from phalanx.layout.spec import DEGREES, SINGLE_STAGE, Bools, Ints, LayoutTable, ResolvedLayout
+from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import SplitCount
-from phalanx.precision import PRECISIONS
 
 Fix = dict[str, int | str | bool]
 """Fields of the run file, as `section.field`, with other values."""

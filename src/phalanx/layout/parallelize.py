@@ -35,8 +35,8 @@ from phalanx.layout.recompute import recompute_block
 from phalanx.layout.spec import DEGREES, ResolvedLayout
 from phalanx.layout.tensor_parallel.split_plain import PlainSplit, split_plain_modules
 from phalanx.nn.initial import InitRules
+from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import Split
-from phalanx.precision import PRECISIONS
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,14 @@
 Knows parameters and the optimizer section of a run file; knows nothing of layouts, files or the training loop.
 """
 
-from phalanx.optimizers.learning_rate import LearningRateSchedule
-from phalanx.optimizers.registry import OPTIMIZERS, OptimizerKind, build_optimizer, find_optimizer, set_learning_rate
+from phalanx.optimizers.optimizer_kind import (
+    OPTIMIZERS,
+    LearningRateSchedule,
+    OptimizerKind,
+    build_optimizer,
+    find_optimizer,
+    set_learning_rate,
+)
 
 __all__ = [
     "OPTIMIZERS",

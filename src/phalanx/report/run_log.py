@@ -18,8 +18,7 @@ import numpy.typing as npt
 import yaml
 
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.files import open_own_file
-from phalanx.json_lines import read_json_lines, require_step
+from phalanx.files import open_own_file, read_json_lines, require_step
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

@@ -14,14 +14,11 @@ Damaged lines move to metrics.jsonl.damaged and events.jsonl.damaged.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import platform
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -29,95 +26,10 @@ import torch
 
 from phalanx import __version__
 from phalanx.errors import PhalanxError
-from phalanx.files import replacing, require_own
+from phalanx.files import JsonLines, require_own
 from phalanx.hardware.device import device_kind, device_name
 from phalanx.hardware.host import available_cores
-from phalanx.json_lines import read_json_lines, require_step
 from phalanx.training.metrics import GIB, Peaks
-
-
-class JsonLines:
-    """A file of one JSON object a line, written line by line.
-
-    A line that the disk has no room for waits in memory and is written before the next one: training is worth more than
-    its log. Any thread may append.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.failure: OSError | None = None
-        """Why lines wait; None while there are none."""
-        self.removed = False
-        """Whether somebody removed the file while it was written: its earlier lines are lost."""
-        self._file: FileIO | None = None
-        self._waiting = b""
-        self._lock = threading.Lock()
-
-    def drop_after(self, step: int) -> str | None:
-        """Drop objects of later steps than `step`, and a last line torn by a kill.
-
-        Damaged lines are moved to a file of their own beside this one. Returns one line that says so, or None.
-        """
-        self.close()
-        if not self.path.exists():
-            return None
-        found = read_json_lines(self.path, require_step)
-        kept = b"".join(line.text + b"\n" for line in found.sound if line.record["step"] <= step)
-        aside = self.path.with_name(f"{self.path.name}.damaged")
-        if found.damaged:
-            require_own(aside, folder=False)
-            with aside.open("ab") as file:
-                file.writelines(line.text + b"\n" for line in found.damaged)
-        # Most runs resume at their last line: nothing is rewritten then.
-        if len(kept) != self.path.stat().st_size:
-            with replacing(self.path) as file:
-                file.write(kept)
-        return f"{found.describe_damage()}; moved to {aside}" if found.damaged else None
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Add one object; it has reached the operating system when this returns, unless `failure` says why not."""
-        with self._lock:
-            self._waiting += json.dumps(record).encode() + b"\n"
-            self._write()
-
-    def sync(self) -> None:
-        """Force what was appended onto the disk, so that no checkpoint is newer than its metrics. Raises OSError."""
-        with self._lock:
-            self._write()
-            if self.failure is not None:
-                raise self.failure
-            if self._file is not None:
-                os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file."""
-        with self._lock:
-            self._write()
-            if self._file is not None:
-                self._file.close()
-                self._file = None
-
-    def _write(self) -> None:
-        """Write what waits, as far as it goes."""
-        try:
-            while self._waiting:
-                # A file that was removed can still be written, but nobody would ever read it.
-                if self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0:
-                    self._file.close()
-                    self._file = None
-                    self.removed = True
-                if self._file is None:
-                    # Without a buffer of Python's, which would lose or repeat what it could not write.
-                    self._file = FileIO(self.path, "a", opener=_open_no_link)
-                self._waiting = self._waiting[self._file.write(self._waiting) :]
-            self.failure = None
-        except OSError as error:
-            self.failure = error
-
-
-def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-
 
 OWN_FILES = (
     "run.yaml",

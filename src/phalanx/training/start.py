@@ -34,17 +34,16 @@ from phalanx.layout.mesh import (
 )
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import find_optimizer
 from phalanx.planner.rank.cost_models import memory_fits
-from phalanx.precision import PRECISIONS
 from phalanx.printable import write_stderr
 from phalanx.torch_compat.common import is_rocm
-from phalanx.training.callbacks import Callback, CallbackList, build_callbacks
+from phalanx.training.callbacks import Callback, CallbackList, MemoryHistory, ProfilerTrace, build_callbacks
+from phalanx.training.checkpointing import require_checkpoint, restore_run
 from phalanx.training.inputs import Inputs, TrainableModel
 from phalanx.training.logs import RunLog, check_trackers, open_sinks
 from phalanx.training.metrics import StepMeter, find_peaks
-from phalanx.training.profiling import MemoryHistory, ProfilerTrace
-from phalanx.training.resume import require_checkpoint, restore_run
 from phalanx.training.run_dir import RunDirectory, describe_machine
 from phalanx.training.step import build_step
 from phalanx.training.stopping import explain_failures

@@ -16,8 +16,8 @@ from phalanx.data.batch_stream import Batch
 from phalanx.families.registry import bind
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import Executor
+from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import build_optimizer, find_optimizer
-from phalanx.precision import PRECISIONS
 from phalanx.torch_compat import common as compat
 
 

@@ -11,18 +11,19 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from phalanx import __version__
 from phalanx.checkpoint import CheckpointStore, RankGroup, placed_tensors, rng_state
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, Interrupted, PhalanxError
-from phalanx.hardware.device import Moment
+from phalanx.hardware.device import HostCopy, Moment
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Ranks
 from phalanx.optimizers import LearningRateSchedule, set_learning_rate
-from phalanx.training.asynchronous_steps import AsynchronousSteps, LaunchedStep
 from phalanx.training.callbacks import CallbackList, TrainingContext
 from phalanx.training.divergence import Divergence, DivergenceGuard, all_finite
 from phalanx.training.inputs import Inputs
@@ -342,3 +343,56 @@ class Checkpointer:
 
 def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
+
+
+SHORT_S = 2.0
+"""Steps that take less than this, seconds, are asynchronous."""
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that the device may still compute."""
+
+    step: int
+    lr: float
+    observations: HostCopy
+    """Loss and gradient norm, and what ranks agree on beside."""
+    launched: Moment
+    data_wait: float
+    """Seconds that the launch waited for the batch."""
+    stall: float
+    """Seconds of a checkpoint before."""
+
+
+class AsynchronousSteps:
+    """Whether the host launches the next step before it reads what the last one gave. The same on all ranks."""
+
+    def __init__(self, device: torch.device, *, allowed: bool) -> None:
+        """Begin with steps that are read at once. allowed: never true where the host computes the steps itself."""
+        self.device = device
+        self.allowed = allowed
+        self.ahead = False
+        """Whether steps are asynchronous, where nothing else makes the host wait for one."""
+        self.signal_number = 0
+        """Signal that some rank was sent by the time of the last step that was read, or 0."""
+
+    def share(self, observations: Tensor, signal_number: int, seconds: float) -> HostCopy:
+        """Return the copy to `read` of a step's observations, float64 [n], and what ranks agree on; wait for nothing.
+
+        signal_number: what this rank was sent, or 0. seconds: of the last step that was read.
+        """
+        if not self.allowed:
+            return HostCopy(observations)
+        agreed = torch.tensor([signal_number, seconds], dtype=torch.float64).to(self.device, non_blocking=True)
+        if dist.is_initialized():
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        return HostCopy(torch.cat((observations, agreed)))
+
+    def read(self, shared: HostCopy) -> list[float]:
+        """Return the step's own observations once the device has computed them, and take up what ranks agreed on."""
+        values: list[float] = shared.read()
+        if self.allowed:
+            *values, signal_number, seconds = values
+            self.signal_number = int(signal_number)
+            self.ahead = seconds < SHORT_S
+        return values

@@ -33,8 +33,8 @@ from phalanx.layout.mesh import (
 )
 from phalanx.layout.resolve import every_layout, resolve_layout, stated_ranks
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import find_optimizer
-from phalanx.precision import PRECISIONS
 from phalanx.printable import write_stderr
 from phalanx.verification.compare_records import Bound, Check, compare_records, from_first
 from phalanx.verification.family import VerifiableModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.config.tune import Asha
+from phalanx.config.studies import Asha
 from phalanx.study.hyperparameters.asha import Standing, backfill_order, project_scores, promotable_trials, rung_steps
 
 

@@ -13,7 +13,7 @@ from phalanx.config.load import load_run
 from phalanx.errors import ConfigError, DataError
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.registry import bind
-from phalanx.json_lines import read_last_record
+from phalanx.files import read_last_record
 from phalanx.study.hyperparameters.metric import (
     check_metric,
     evaluation_at,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from layout_runs import run_with
-from phalanx.config.search import Search
+from phalanx.config.studies import Search
 from phalanx.errors import ConfigError
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 from phalanx.study.layouts.prior import Prior

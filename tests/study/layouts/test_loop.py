@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from layout_runs import run_with
-from phalanx.config.search import Search
+from phalanx.config.studies import Search
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 from phalanx.study.layouts.space import LayoutSpace, build_layout_space
 from phalanx.study.layouts.study import STUDY, LayoutSearch, digest_run

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from layout_runs import run_with
-from phalanx.config.search import Search, Tunable
+from phalanx.config.studies import Search, Tunable
 from phalanx.families.language.config import LanguageRun
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import LayoutTable

@@ -8,7 +8,7 @@ import yaml
 
 from layout_runs import run_from_words, run_with
 from phalanx.config.load import load_run, parse_run
-from phalanx.config.search import Search, Tunable
+from phalanx.config.studies import Search, Tunable
 from phalanx.errors import ConfigError
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts

@@ -9,7 +9,7 @@ import torch
 from phalanx.errors import ConfigError
 from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
 from phalanx.hardware.device import choose_device
-from phalanx.precision import PRECISIONS
+from phalanx.nn.precision import PRECISIONS
 
 
 def load_model(path: Path, *, device: str, precision: str | None, tokenizer: Path | None) -> LoadedModel:

@@ -11,8 +11,7 @@ from typing import Any
 
 from phalanx.cli.console import open_output, print_json, print_lines, write_file
 from phalanx.cli.planning.plan_text import fold_command, write_plan_lines
-from phalanx.config.load import load_run
-from phalanx.config.override import parse_overrides
+from phalanx.config.load import load_run, parse_overrides
 from phalanx.errors import ConfigError
 from phalanx.hardware.machine import load_machine, machine_names
 from phalanx.planner.measured.check import CheckedGroup, CheckedRun, check, summarise_check

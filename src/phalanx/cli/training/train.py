@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.cli.ranks import start_ranks
-from phalanx.config.load import load_run
-from phalanx.config.override import parse_overrides
+from phalanx.config.load import load_run, parse_overrides
 from phalanx.config.schema import Run
 from phalanx.layout.resolve import resolve_layout
 from phalanx.training.start import train

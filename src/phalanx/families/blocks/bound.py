@@ -27,9 +27,9 @@ from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
 from phalanx.nn.initial import InitRules
 from phalanx.nn.kinds import ParameterKind
+from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk, SplitCount
 from phalanx.planner.trace.traced_model import MODEL_PARTS, Kernel, PartName, PartTracer, Setting, TracedModel
-from phalanx.precision import PRECISIONS
 from phalanx.training.inputs import ExpectedEvaluation, Inputs, TrainableModel, Verification
 from phalanx.verification.family import VerifiableModel, most_stages
 

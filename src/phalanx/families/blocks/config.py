@@ -6,10 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from phalanx.config.bounds import Positions
 from phalanx.config.model import BlockModel
 from phalanx.config.schema import Run
-from phalanx.config.section import Section
+from phalanx.config.section import Positions, Section
 
 
 class SourceData(Section):

@@ -11,11 +11,10 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from phalanx.config.bounds import PathText, Positions
 from phalanx.config.model import LanguageModel
 from phalanx.config.problems import Problem
 from phalanx.config.schema import Evaluation, Run
-from phalanx.config.section import Section, Words
+from phalanx.config.section import PathText, Positions, Section, Words
 from phalanx.errors import ConfigError
 
 

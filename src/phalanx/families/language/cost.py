@@ -21,6 +21,7 @@ from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.stream_pairs import Stream, Streamed, stream_matrices
 from phalanx.nn.attention import Attention
 from phalanx.nn.kinds import ParameterKind
+from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.accelerator_kernels import core_attention
 from phalanx.planner.trace.traced_model import (
@@ -32,7 +33,6 @@ from phalanx.planner.trace.traced_model import (
     TracedModel,
     sdpa_choice,
 )
-from phalanx.precision import PRECISIONS
 
 
 class LanguageParts(PartTracer):

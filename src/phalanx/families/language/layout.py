@@ -17,8 +17,8 @@ from phalanx.layout.family import BuildContext, LayoutModel
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage, TrainingPass
+from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
-from phalanx.precision import PRECISIONS
 from phalanx.torch_compat import common as compat
 
 

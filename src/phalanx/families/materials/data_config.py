@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from phalanx.config.bounds import NonNegativeInt, PathText, PositiveInt, first_repeated
-from phalanx.config.section import Section, Words
+from phalanx.config.section import NonNegativeInt, PathText, PositiveInt, Section, Words, first_repeated
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]

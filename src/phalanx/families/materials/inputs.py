@@ -44,9 +44,9 @@ from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.printable import write_stderr
+from phalanx.training.checkpointing import damaged_field
 from phalanx.training.inputs import ExpectedEvaluation, Finding, Inputs, TrainableModel, Verification
 from phalanx.training.metrics import RankTimes
-from phalanx.training.resume import damaged_field
 
 BALANCE = "balance.json"
 """File of a run directory that says how evenly ranks share the work."""

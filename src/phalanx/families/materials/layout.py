@@ -23,8 +23,8 @@ from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.family import BuildContext, LayoutModel
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.stage import Stage, TrainingPass
+from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
-from phalanx.precision import PRECISIONS
 
 _EDGE_CHUNK = 2**16
 """Edges whose messages are held at once under recompute: about 0.5 GB of PaiNN's at 128 channels."""

@@ -10,9 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from phalanx.config.bounds import Layers, Width, first_repeated
 from phalanx.config.model import Model
-from phalanx.config.section import Section, Words
+from phalanx.config.section import Layers, Section, Width, Words, first_repeated
 
 Body = Literal["gin", "pna", "gatv2", "cgcnn", "schnet", "dimenet++", "egnn", "painn", "mace"]
 Loss = Literal["mse", "mae", "huber"]

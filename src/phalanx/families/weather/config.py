@@ -13,11 +13,20 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from phalanx.config.bounds import HiddenWidth, Hours, Layers, NonNegativeInt, PathText, Width, first_repeated
 from phalanx.config.model import BlockModel
 from phalanx.config.problems import Problem
 from phalanx.config.schema import Run
-from phalanx.config.section import Section, Words
+from phalanx.config.section import (
+    HiddenWidth,
+    Hours,
+    Layers,
+    NonNegativeInt,
+    PathText,
+    Section,
+    Width,
+    Words,
+    first_repeated,
+)
 
 Latitude = Annotated[float, Field(ge=-90.0, le=90.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]

@@ -20,6 +20,7 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
 from phalanx.nn.kinds import ParameterKind
+from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.traced_model import (
     MODEL_PARTS,
@@ -30,7 +31,6 @@ from phalanx.planner.trace.traced_model import (
     TracedModel,
     sdpa_choice,
 )
-from phalanx.precision import PRECISIONS
 
 
 class WeatherParts(PartTracer):

@@ -23,8 +23,8 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage, TrainingPass
 from phalanx.layout.tensor_parallel.collectives import gather
 from phalanx.nn.positions import Positions
+from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
-from phalanx.precision import PRECISIONS
 
 _LOCATIONS = 1
 """The dim of locations in [B, L, V, P]."""

@@ -11,7 +11,7 @@ from phalanx.layout.data_parallel.sharding import WholeParameters
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.streamed_weights.sharding import StreamedSharding
-from phalanx.precision import PRECISIONS
+from phalanx.nn.precision import PRECISIONS
 
 
 def choose_sharding(run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device) -> WholeParameters:

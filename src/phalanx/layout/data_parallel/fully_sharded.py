@@ -33,7 +33,7 @@ from phalanx.kernels.parts_sum import add_gradient
 from phalanx.layout.data_parallel.copy_engine.exchanges import CopyEngine
 from phalanx.layout.data_parallel.sharding import WholeParameters
 from phalanx.layout.stage import Stage
-from phalanx.precision import Precision
+from phalanx.nn.precision import Precision
 from phalanx.torch_compat import fsdp as compat_fsdp
 
 

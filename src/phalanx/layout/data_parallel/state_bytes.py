@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import find_optimizer
-from phalanx.precision import PRECISIONS
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.layout.spec import SCHEDULES, Ints, LayoutTable, Recompute, ResolvedLayout
+from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import find_optimizer
 from phalanx.planner.memory.one_stage import OneStage, one_stage_candidates
 from phalanx.planner.memory.parts import ModelBytes, distinct, model_bytes
@@ -26,7 +27,6 @@ from phalanx.planner.memory.state import Allocations, Exchanges, MemoryState
 from phalanx.planner.memory.weights import buffers_beside, causes_of, heaviest, together, weights
 from phalanx.planner.schedule.bubble import in_flight
 from phalanx.planner.trace.traced_model import Kernel, TracedModel, likely_kernel
-from phalanx.precision import PRECISIONS
 
 FloatArray = npt.NDArray[np.float64]
 

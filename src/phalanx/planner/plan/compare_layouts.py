@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 
 from phalanx.config.document import dotted
-from phalanx.config.override import parse_overrides
+from phalanx.config.load import parse_overrides
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.registry import bind
 from phalanx.hardware.machine import Machine
 from phalanx.layout.spec import NAMED, LayoutTable, Recompute, ResolvedLayout
+from phalanx.nn.precision import PRECISIONS
 from phalanx.planner.rank.enumeration import CHOSEN
 from phalanx.planner.rank.ranking import Planner, RankedLayouts, Ranking
 from phalanx.planner.time.timing import our_framework
 from phalanx.planner.trace.part_costs import PartCosts, part_costs
 from phalanx.planner.trace.traced_model import likely_kernel, planned_model, setting_of
-from phalanx.precision import PRECISIONS
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,19 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.config.check import global_batch_samples
-from phalanx.config.override import parse_overrides
+from phalanx.config.load import parse_overrides
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
 from phalanx.hardware.machine import Machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import SCHEDULES, Bools, Ints, LayoutTable
+from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import find_optimizer
 from phalanx.planner.rank.cost_models import LEAST_P, CostModels, Floats, Memory, Times
 from phalanx.planner.rank.enumeration import CHOSEN, Limits, drop_equivalent, enumerate_layouts
 from phalanx.planner.schedule.bubble import in_flight
 from phalanx.planner.trace.traced_model import TracedModel, planned_model
-from phalanx.precision import PRECISIONS
 
 SIMULATED = 256
 """Layouts, best by the closed form first, whose schedule is simulated."""

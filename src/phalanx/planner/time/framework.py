@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from phalanx.nn.precision import PRECISIONS
 from phalanx.planner.trace.operations import Operation
 from phalanx.planner.trace.part_costs import part_costs
 from phalanx.planner.trace.traced_model import PartName, Setting, part_tracer
-from phalanx.precision import PRECISIONS
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from phalanx.hardware.machine import Machine
 from phalanx.hardware.topology import Placement, join, place
 from phalanx.layout.pipeline.stage_assignment import stage_layer_counts
 from phalanx.layout.spec import CONTEXTS, RECOMPUTES, SCHEDULES, LayoutTable
+from phalanx.nn.precision import PRECISIONS
 from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.operation_time import Floats, Ints
 from phalanx.planner.time.part_time import Parts, at, parts_of
 from phalanx.planner.trace.part_costs import PartCosts, part_costs
 from phalanx.planner.trace.traced_model import PartName, Setting, part_tracer
-from phalanx.precision import PRECISIONS
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.chunk_plan import ChunkPlan, Matrix
 from phalanx.layout.streamed_weights.ring_transport import Transfer, WeightRing
 from phalanx.layout.streamed_weights.stream_pairs import Stream, Streamed
+from phalanx.nn.precision import PRECISIONS
 from phalanx.planner.schedule.timeline import Costs, Timeline
 from phalanx.planner.trace.operations import Scale
 from phalanx.planner.trace.recorder import Recorder
 from phalanx.planner.trace.traced_model import Setting, build_stage
-from phalanx.precision import PRECISIONS
 
 _PRIMES = (2003, 2011, 2017, 2027, 2029, 2039, 2053, 2063, 2069, 2081)
 """Units of a traced chunk."""

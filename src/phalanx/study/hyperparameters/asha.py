@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from phalanx.config.tune import Asha
+from phalanx.config.studies import Asha
 
 
 def rung_steps(asha: Asha | None, total: int) -> tuple[int, ...]:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
-from phalanx.files import write_atomically
-from phalanx.json_lines import read_last_record
+from phalanx.files import read_last_record, write_atomically
 from phalanx.study.hyperparameters.cost import TrialSize
 from phalanx.study.hyperparameters.metric import evaluation_at, read_events, read_figure, read_metrics, step_problem
 from phalanx.study.hyperparameters.timeline import Span

@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.config.fields import nearest_names
 from phalanx.config.problems import Problem, config_error
 from phalanx.errors import ConfigError
-from phalanx.json_lines import read_json_lines, require_step
+from phalanx.files import read_json_lines, require_step
 from phalanx.training.inputs import ExpectedEvaluation
 
 _LOG = {"kind", "step", "time"}

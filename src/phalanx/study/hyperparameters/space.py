@@ -11,7 +11,7 @@ import numpy as np
 
 from phalanx.config.load import dump_run, parse_run
 from phalanx.config.schema import Run
-from phalanx.config.tune import Tune, TuneRange
+from phalanx.config.studies import Tune, TuneRange
 from phalanx.errors import ConfigError
 from phalanx.study.conditions import condition_holds
 from phalanx.study.space import Choices, Integers, Range, Reals, Scalar, Values, format_override

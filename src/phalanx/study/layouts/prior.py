@@ -10,7 +10,7 @@ import numpy as np
 
 from phalanx.config.load import dump_run, parse_run
 from phalanx.config.schema import Run
-from phalanx.config.search import Search
+from phalanx.config.studies import Search
 from phalanx.errors import ConfigError
 from phalanx.layout.spec import LayoutTable
 from phalanx.planner.memory.model import Kernels, memory

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.config.search import Search, Tunable
+from phalanx.config.studies import Search, Tunable
 from phalanx.errors import ConfigError
 from phalanx.layout.spec import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, LayoutTable
 from phalanx.planner.rank.enumeration import CHOSEN

@@ -13,7 +13,7 @@ import numpy as np
 
 from phalanx.config.load import dump_run, parse_run
 from phalanx.config.schema import Run
-from phalanx.config.search import Search
+from phalanx.config.studies import Search
 from phalanx.errors import ConfigError
 from phalanx.hardware.device import choose_device, device_kind, device_name
 from phalanx.hardware.machine import Machine

@@ -17,11 +17,10 @@ from typing import Protocol
 from phalanx.config.check import global_batch_samples
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
-from phalanx.config.search import Search
+from phalanx.config.studies import Search
 from phalanx.errors import ConfigError
-from phalanx.files import write_atomically
-from phalanx.json_lines import read_json_lines
-from phalanx.precision import PRECISIONS
+from phalanx.files import read_json_lines, write_atomically
+from phalanx.nn.precision import PRECISIONS
 from phalanx.report.run_log import metrics_problem
 from phalanx.study.layouts.space import LayoutSpace
 from phalanx.study.loop import EndedJob, Job

@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from phalanx.config.bounds import MAX_VOCABULARY
+from phalanx.config.section import MAX_VOCABULARY
 from phalanx.errors import ConfigError, DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"

@@ -35,7 +35,7 @@ from phalanx.families.language.huggingface.folder_files import (
 from phalanx.families.language.huggingface.read_folder import architecture_for
 from phalanx.families.language.huggingface.write_folder import Export, new_folder, refuse_used, write_folder
 from phalanx.families.language.sizes import parameter_count
-from phalanx.precision import PRECISIONS
+from phalanx.nn.precision import PRECISIONS
 
 Form = Literal["huggingface", "phalanx"]
 

@@ -34,7 +34,7 @@ from phalanx.families.language.huggingface.folder_files import (
 from phalanx.families.language.huggingface.read_folder import HuggingFaceFolder
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.hardware.device import require_cpu_format
-from phalanx.precision import PRECISIONS
+from phalanx.nn.precision import PRECISIONS
 
 PREFIX = "model."
 """What the names of a checkpoint's model tensors begin with."""

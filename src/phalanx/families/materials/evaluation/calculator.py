@@ -27,7 +27,7 @@ from phalanx.families.materials.ensemble.load_ensemble import LoadedEnsemble
 from phalanx.families.materials.evaluation.network_predictions import load_network
 from phalanx.families.materials.model.losses import Predictions
 from phalanx.hardware.device import choose_device
-from phalanx.precision import PRECISIONS
+from phalanx.nn.precision import PRECISIONS
 
 try:
     from ase import Atoms

@@ -22,8 +22,8 @@ from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
-from phalanx.precision import PRECISIONS
-from phalanx.training.resume import load_weights
+from phalanx.nn.precision import PRECISIONS
+from phalanx.training.checkpointing import load_weights
 
 _PREFIX = "model."
 

@@ -24,7 +24,7 @@ from phalanx.families.weather.evaluation.compare_forecasts import Comparison, Sc
 from phalanx.families.weather.inputs import STATISTICS, require_grid
 from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.hardware.device import require_cpu_format
-from phalanx.precision import PRECISIONS
+from phalanx.nn.precision import PRECISIONS
 
 _PREFIX = "model."
 _BATCH = 16
