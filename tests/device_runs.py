@@ -9,9 +9,11 @@ from torch import Tensor
 
 from layout_runs import Fields, run_with
 from phalanx.families.language.config import LanguageRun
+from phalanx.families.registry import bind
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.place import Place
 from phalanx.layout.resolve import resolve_layout
+from phalanx.verification.family import VerifiableModel
 from phalanx.verification.record_training import Record, record_training
 
 CPU = torch.device("cpu")
@@ -45,7 +47,9 @@ def small_run(changes: Fields, precision: str, *, compiled: bool) -> LanguageRun
 
 def record_steps(run: LanguageRun, device: torch.device, steps: int = 2) -> Record:
     """Return losses, gradients and updated parameters of `steps` steps of one rank on `device`."""
-    return record_training(run, resolve_layout(run, 1), ONE_RANK, device, steps=steps, activations=False)
+    return record_training(
+        bind(run, VerifiableModel), resolve_layout(run, 1), ONE_RANK, device, steps=steps, activations=False
+    )
 
 
 @dataclass(frozen=True)

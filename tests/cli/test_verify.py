@@ -77,9 +77,9 @@ def test_any_batch_of_the_run_file_can_be_verified_on_any_ranks(run_file: str, c
 def test_a_difference_is_named_and_ends_with_code_3(run_file: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     right, seeds = verify_run.record_training, iter((0, 1))
 
-    def other_weights(run: Any, *rest: Any, **options: Any) -> Any:
-        training = run.training.model_copy(update={"seed": next(seeds)})
-        return right(run.model_copy(update={"training": training}), *rest, **options)
+    def other_weights(model: Any, *rest: Any, **options: Any) -> Any:
+        training = model.run.training.model_copy(update={"seed": next(seeds)})
+        return right(type(model)(model.run.model_copy(update={"training": training})), *rest, **options)
 
     monkeypatch.setattr(verify_run, "record_training", other_weights)
     outcome = call("verify", run_file, "--nproc", "1")

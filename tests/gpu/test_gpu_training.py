@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from device_runs import accelerator, distance, record_steps, small_run
 from phalanx.cli.main import run_command_line as call
+from phalanx.families.registry import bind
 from phalanx.layout.mesh import ONE_RANK, Axis
 from phalanx.layout.resolve import resolve_layout
+from phalanx.verification.family import VerifiableModel
 from phalanx.verification.record_training import record_training
 from token_data import write_run_file, write_token_folder
 
@@ -143,7 +145,7 @@ def test_sharding_over_one_rank_changes_nothing(one_rank_group: dist.ProcessGrou
     data = DeviceMesh.from_group(one_rank_group, device.type, mesh_dim_names=("shards",))
     mesh = replace(ONE_RANK, shards=shards, data=data, world=one_rank_group)
     layout = replace(resolve_layout(run, 1), zero=zero)
-    found = record_training(run, layout, mesh, device, steps=2, activations=False)
+    found = record_training(bind(run, VerifiableModel), layout, mesh, device, steps=2, activations=False)
     alone = record_steps(run, device)
     apart = distance(found, alone)
     assert apart.loss <= 1e-6 and apart.worst <= (1e-5 if precision == "fp32" else 1e-2)

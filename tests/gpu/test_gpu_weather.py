@@ -13,9 +13,11 @@ from device_runs import CPU, accelerator, distance
 from field_files import write_climax
 from layout_runs import Fields
 from phalanx.cli.main import run_command_line as call
+from phalanx.families.registry import bind
 from phalanx.families.weather.config import WeatherRun
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
+from phalanx.verification.family import VerifiableModel
 from phalanx.verification.record_training import Record, record_training
 from weather_runs import SECTIONS, write_run
 
@@ -81,7 +83,9 @@ def weather_run(option: str, precision: str, *, compiled: bool, rollout: bool = 
 def record_steps(run: WeatherRun, on_device: bool) -> Record:
     """Return losses, gradients and updated parameters of two steps."""
     device = accelerator() if on_device else CPU
-    return record_training(run, resolve_layout(run, 1), ONE_RANK, device, steps=2, activations=False)
+    return record_training(
+        bind(run, VerifiableModel), resolve_layout(run, 1), ONE_RANK, device, steps=2, activations=False
+    )
 
 
 @cache

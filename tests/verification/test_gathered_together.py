@@ -6,8 +6,10 @@ from typing import Any
 
 from distributed_ranks import run_ranks
 from layout_cases import run_of
+from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import resolve_layout
+from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import Verdict, Verifier
 from whole_model import CPU
 
@@ -31,7 +33,7 @@ def verify_all() -> list[Verdict]:
     verdicts = []
     for model, words in CASES:
         run = run_of(model, 4, "fp64", **words)
-        verifier = Verifier(run, CPU, steps=2, activations=True, groups=groups)
+        verifier = Verifier(bind(run, VerifiableModel), CPU, steps=2, activations=True, groups=groups)
         verdicts.append(verifier.verify(resolve_layout(run, 4)))
     return verdicts
 

@@ -15,6 +15,7 @@ from distributed_ranks import run_ranks
 from layout_cases import run_of
 from phalanx.counter_random import DropoutContext
 from phalanx.families.language import layout as language
+from phalanx.families.registry import bind
 from phalanx.layout import initial_values
 from phalanx.layout.context_parallel import partial_attention, ring_attention, split_context
 from phalanx.layout.context_parallel.partial_attention import Part
@@ -25,6 +26,7 @@ from phalanx.layout.place import TensorSplit
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.tensor_parallel import collectives, split_layers
 from phalanx.layout.tensor_parallel.split_layers import RowLinear
+from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import Verdict, Verifier
 
 Mutation = Callable[[], Any]
@@ -155,7 +157,7 @@ def verify_mutations() -> dict[str, tuple[Verdict, Verdict]]:
         fields = dict(word.split("=") for word in words.split())
         run = run_of(model, 2, "fp64", **{k: int(v) if v.isdecimal() else v for k, v in fields.items()})
         layout = resolve_layout(run, 2)
-        verifier = Verifier(run, torch.device("cpu"), steps=1, activations=True, groups=groups)
+        verifier = Verifier(bind(run, VerifiableModel), torch.device("cpu"), steps=1, activations=True, groups=groups)
         right = verifier.verify(layout)
         with _applied(mutation):
             found[name] = right, verifier.verify(layout)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from phalanx.config.schema import Optimizer
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 from phalanx.optimizers import OPTIMIZERS, OptimizerKind
 from phalanx.optimizers.optimizer_kind import Group
+from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import Verifier
 from whole_model import GPT, whole_run
 
@@ -43,7 +45,9 @@ def descents(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(("name", "compared"), [("plain_descent", False), ("bounded_descent", True), ("adamw", True)])
 def test_parameters_are_compared_where_their_change_is_bounded(name: str, compared: bool, descents: None) -> None:
     run = whole_run({**GPT, "optimizer.name": name, "layout.precision": "fp64"})
-    verdict = Verifier(run, torch.device("cpu"), steps=2, activations=False).verify(resolve_layout(run, 1))
+    verdict = Verifier(bind(run, VerifiableModel), torch.device("cpu"), steps=2, activations=False).verify(
+        resolve_layout(run, 1)
+    )
     assert verdict.passed
     kinds = {check.what for check in verdict.checks}
     assert {"loss", "gradient", "gradient norm"} <= kinds

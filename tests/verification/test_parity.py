@@ -10,8 +10,10 @@ import torch
 
 from distributed_ranks import run_ranks
 from layout_cases import MODELS, cases, pairs, run_of
+from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import every_layout
+from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import Verdict, Verifier
 
 WORLDS = (2, 4, 8)
@@ -35,7 +37,13 @@ def verify_all(world: int) -> dict[tuple[str, str], list[Verdict]]:
     for model in MODELS:
         for precision, steps in precisions(world, model).items():
             run = run_of(model, world, precision)
-            verifier = Verifier(run, torch.device("cpu"), steps=steps, activations=precision == "fp64", groups=groups)
+            verifier = Verifier(
+                bind(run, VerifiableModel),
+                torch.device("cpu"),
+                steps=steps,
+                activations=precision == "fp64",
+                groups=groups,
+            )
             verdicts[model, precision] = [verifier.verify(layout) for layout in cases(model, world)]
     return verdicts
 

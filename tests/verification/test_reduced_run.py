@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from phalanx.families.language.config import LanguageRun
+from phalanx.families.registry import bind
 from phalanx.layout.legality import reasons_against
 from phalanx.layout.resolve import every_layout, resolve_layout, with_degrees
 from phalanx.layout.spec import DEGREES
-from phalanx.verification.compare_records import Bound, layer_of
+from phalanx.verification.compare_records import ErrorBound, layer_of
+from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import reduced_run
 
 
@@ -43,7 +45,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("preset", PRESETS)
 def test_what_is_legal_for_the_run_is_legal_for_the_small_one(preset: str, world: int) -> None:
     run = run_of(preset, world)
-    small = reduced_run(run, "fp64", 2, world)
+    small = reduced_run(bind(run, VerifiableModel), "fp64", 2, world)
     layouts = list(every_layout(run, world))
     assert layouts
     for layout in layouts:
@@ -59,13 +61,13 @@ def test_the_small_model_has_a_layer_for_each_stage_that_the_run_file_asks_for()
     fields = {"pp": 2, "dp_shard": 1, "schedule": "interleaved_1f1b", "stages_per_rank": 8}
     run = run.model_copy(update={"layout": run.layout.model_copy(update=fields)})
     resolve_layout(run, 2)
-    assert resolve_layout(reduced_run(run, "fp64", 2, 2), 2).n_stages == 16
+    assert resolve_layout(reduced_run(bind(run, VerifiableModel), "fp64", 2, 2), 2).n_stages == 16
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_small_model_is_of_the_same_kind(preset: str) -> None:
     run = run_of(preset, 8)
-    small, model = reduced_run(run, "fp64", 2, 8).model, run.model
+    small, model = reduced_run(bind(run, VerifiableModel), "fp64", 2, 8).model, run.model
     for field in ("positions", "norm", "mlp", "bias", "tied_head", "qk_norm", "dropout"):
         assert getattr(small, field) == getattr(model, field)
     assert small.n_heads // small.kv_heads == model.n_heads // model.kv_heads
@@ -74,7 +76,7 @@ def test_the_small_model_is_of_the_same_kind(preset: str) -> None:
 
 
 def test_the_bound_grows_with_the_way_to_the_loss() -> None:
-    bound = Bound(torch.float64, layers=4, targets=100)
+    bound = ErrorBound(torch.float64, layers=4, targets=100)
     names = ["head.weight", "blocks.3.mlp.up.weight", "blocks.0.mlp.up.weight", "embedding.weight"]
     assert [layer_of(name, 4) for name in names] == [5, 4, 1, 0]
     limits = [bound.gradient(name) for name in names]

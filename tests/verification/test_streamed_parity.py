@@ -7,8 +7,10 @@ import pytest
 import weather_cases
 from distributed_ranks import run_ranks
 from layout_runs import Fields, refusal, run_with
+from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import resolve_layout
+from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import Verdict, Verifier, full_run
 from whole_model import CPU, GPT
 
@@ -35,11 +37,11 @@ def verify_all() -> list[Verdict]:
     verdicts = []
     for words in WEATHER:
         run = weather_cases.run_of("orbit", 4, gather="stream", **words)
-        verifier = Verifier(run, CPU, steps=1, activations=True, groups=groups)
+        verifier = Verifier(bind(run, VerifiableModel), CPU, steps=1, activations=True, groups=groups)
         verdicts.append(verifier.verify(resolve_layout(run, 4)))
     for changes, words in LAYOUTS:
-        run = full_run(run_with(changes, gather="stream", **words), "fp64", 2, 4)
-        verifier = Verifier(run, CPU, steps=2, activations=True, groups=groups)
+        run = full_run(run_with(changes, gather="stream", **words), "fp64", 2)
+        verifier = Verifier(bind(run, VerifiableModel), CPU, steps=2, activations=True, groups=groups)
         verdicts.append(verifier.verify(resolve_layout(run, 4)))
     return verdicts
 

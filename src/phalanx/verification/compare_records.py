@@ -28,6 +28,10 @@ from torch import Tensor
 from phalanx.layout.place import Place
 from phalanx.verification.record_training import Record
 
+_SCALE = 16.0
+"""K of the bound."""
+_GROWTH_PER_LAYER = 1.03
+"""C of the bound."""
 _BUCKET = 2**22
 """Elements of small tensors that travel together."""
 
@@ -62,15 +66,15 @@ class Check:
 
 
 def compare_records(
-    mine: Record, reference: Record | None, bound: Bound, update_gain: float | None, vanishing: Sequence[str] = ()
+    mine: Record, reference: Record | None, bound: ErrorBound, update_gain: float | None, vanishing: Sequence[str] = ()
 ) -> list[Check]:
     """Return all checks, in the order in which a mistake would first show: forward, loss, then gradients back from the loss.
 
-    reference: on rank 0. update_gain: see `OptimizerKind.update_gain`. vanishing: patterns of the parameters whose gradients
-    are 0 but for rounding.
+    mine: this rank's record. reference: the one-rank record, on rank 0 alone. update_gain: see `OptimizerKind.update_gain`;
+    None leaves parameters out. vanishing: patterns of the parameters whose gradients are 0 but for rounding.
     """
     checks = _compare_activations(mine, reference, bound)
-    # Largest of any step: a branch that one step has no sample of has moved in others.
+    # Largest of any step: a task head that one step has no sample of has moved in others.
     norms: dict[str, float] = {}
     for number, step in enumerate(mine.steps, 1):
         wanted = None if reference is None else reference.steps[number - 1]
@@ -96,24 +100,85 @@ def compare_records(
 
 
 @dataclass(frozen=True)
+class ErrorBound:
+    """Largest relative errors (2-norm of the difference over the 2-norm of the one-rank value) that rounding explains.
+
+    Each kind of number has a method of its own, so that a module or a number format may get a threshold of its own here.
+    """
+
+    dtype: torch.dtype
+    """Number format of activations."""
+    layers: int
+    """Blocks of the model."""
+    targets: int
+    """Targets of a global batch, of the task that has most."""
+
+    @property
+    def eps(self) -> float:
+        """Spacing at 1 of the format of activations."""
+        return torch.finfo(self.dtype).eps
+
+    @property
+    def loss(self) -> float:
+        """Largest error of a loss."""
+        return _SCALE * math.sqrt(self.targets) * self.eps
+
+    def activations(self, module: str) -> float:
+        """Return the bound for the activations behind `module`.
+
+        It is the embedding's for all of them: activations are followed forward, and the farther from the embedding, the more
+        may have gathered.
+        """
+        return self.gradient("embedding")
+
+    def gradient(self, name: str) -> float:
+        """Return the bound for the gradient of the parameter `name`."""
+        return self.loss * _GROWTH_PER_LAYER ** (self.layers + 1 - layer_of(name, self.layers))
+
+    def parameter(self, name: str, *, gain: float) -> float:
+        """Return the bound for a parameter after updates.
+
+        gain: change of the parameter for a change of its gradient, both relative.
+        """
+        return self.gradient(name) * gain + 8.0 * torch.finfo(torch.promote_types(self.dtype, torch.float32)).eps
+
+    def __str__(self) -> str:
+        return (
+            f"{_SCALE:g} * sqrt({self.targets} targets) * {_GROWTH_PER_LAYER:g}^(layers to the loss) * {self.eps:.3g}, "
+            f"at most {self.gradient('embedding'):.2g}"
+        )
+
+
+def layer_of(name: str, layers: int) -> int:
+    """Return the layer of a module or parameter: 0 for the embedding, 1 to `layers` for blocks, then the head."""
+    first, *rest = name.split(".")
+    if first == "blocks":
+        return int(rest[0]) + 1
+    return 0 if first == "embedding" else layers + 1
+
+
+@dataclass(frozen=True)
 class _Error:
+    """How far a tensor is from the one-rank tensor."""
+
     size: float
     """2-norm of the difference, the largest of any rank's part."""
     norm: float
-    """What it is measured by: 2-norm of the one-rank tensor, or of a module's."""
+    """Scale of the error: 2-norm of the one-rank tensor, or of all gradients of its module."""
 
     @property
     def relative(self) -> float:
-        """The one over the other."""
+        """Size over norm."""
         return self.size / self.norm if self.norm else (0.0 if self.size == 0.0 else math.inf)
 
 
-def _compare_activations(mine: Record, reference: Record | None, bound: Bound) -> list[Check]:
+def _compare_activations(mine: Record, reference: Record | None, bound: ErrorBound) -> list[Check]:
+    """Compare the activations behind each recorded module in the first step, from the embedding on."""
     if not from_first(None if reference is None else bool(reference.activations)):
         return []
-    recorded = {} if reference is None else reference.activations
-    pieces = {name: torch.cat([piece.value_BSD for piece in seen]) for name, seen in recorded.items()}
-    whole = None if reference is None else pieces
+    whole = None
+    if reference is not None:
+        whole = {name: torch.cat([piece.value_BSD for piece in seen]) for name, seen in reference.activations.items()}
     names = from_first(None if whole is None else sorted(whole, key=lambda name: layer_of(name, bound.layers)))
 
     def difference(name: str, wanted: Tensor) -> float:
@@ -125,12 +190,11 @@ def _compare_activations(mine: Record, reference: Record | None, bound: Bound) -
         return math.sqrt(float(sum(squares)))
 
     errors = _relative_differences(names, whole, difference)
-    # Activations are followed forward, from the embedding on: the farther from it, the more may have gathered.
-    limit = bound.gradient("embedding")
-    return [Check("activations", name, 1, errors[name].relative, limit) for name in names]
+    return [Check("activations", name, 1, errors[name].relative, bound.activations(name)) for name in names]
 
 
 def _compare_tensors(mine: dict[str, Place], reference: dict[str, Place] | None) -> dict[str, _Error]:
+    """Return the error of each tensor of `reference`; infinite for one whose parts do not fit or that no rank holds."""
     names: list[str] = from_first(None if reference is None else list(reference))
     whole = None if reference is None else {name: place.local for name, place in reference.items()}
 
@@ -161,7 +225,7 @@ def _relative_differences(
     names: list[str], whole: dict[str, Tensor] | None, difference: Callable[[str, Tensor], float]
 ) -> dict[str, _Error]:
     """Return, for each name, the largest difference of any rank over the norm of the whole."""
-    errors, norms = torch.zeros(len(names), dtype=torch.float64), torch.zeros(len(names), dtype=torch.float64)
+    errors, norms = torch.zeros((2, len(names)), dtype=torch.float64)
     for index, (name, wanted) in enumerate(_send_from_first(names, whole)):
         errors[index] = difference(name, wanted)
         norms[index] = wanted.double().norm()
@@ -170,17 +234,18 @@ def _relative_differences(
 
 
 def _measure_by_module(errors: dict[str, _Error], vanishing: Sequence[str]) -> dict[str, _Error]:
-    """Return the same errors, those of vanishing gradients measured by the gradients of all parameters of their module.
+    """Return the same errors, but measure those of vanishing gradients by the gradients of all parameters of their module.
 
-    Such gradients are 0 by the laws of the model and consist of rounding errors alone, as that of a bias that is taken off
-    again where charges are made to add up. A module's matrix has the scale of what such sums were made of.
+    Vanishing gradients are 0 by the laws of the model and consist of rounding errors alone: that of a bias, for example,
+    which is subtracted again where charges are made to add up. The gradient of the module's matrix has the scale of the
+    terms that cancel.
     """
     found = dict(errors)
     for name, error in errors.items():
         if any(fnmatchcase(name, pattern) for pattern in vanishing):
             module = name.rpartition(".")[0]
-            beside = [other.norm for key, other in errors.items() if key.rpartition(".")[0] == module]
-            found[name] = _Error(error.size, math.hypot(*beside))
+            norms = [other.norm for key, other in errors.items() if key.rpartition(".")[0] == module]
+            found[name] = _Error(error.size, math.hypot(*norms))
     return found
 
 
@@ -229,53 +294,3 @@ def from_first(value: Any) -> Any:
 def _reduce_over_ranks(values: Tensor, how: str) -> None:
     if dist.is_initialized():
         dist.all_reduce(values, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
-
-
-SCALE = 16.0
-"""K of the bound."""
-GROWTH_PER_LAYER = 1.03
-"""C of the bound."""
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Largest relative errors (2-norm of the difference over the 2-norm of the one-rank value)."""
-
-    dtype: torch.dtype
-    layers: int
-    targets: int
-
-    @property
-    def eps(self) -> float:
-        """Spacing at 1 of the format of activations."""
-        return torch.finfo(self.dtype).eps
-
-    @property
-    def loss(self) -> float:
-        """Bound for a loss, and for a gradient norm."""
-        return SCALE * math.sqrt(self.targets) * self.eps
-
-    def gradient(self, name: str) -> float:
-        """Return the bound for the gradient of the parameter, or the activations behind the module, `name`."""
-        return self.loss * GROWTH_PER_LAYER ** (self.layers + 1 - layer_of(name, self.layers))
-
-    def parameter(self, name: str, *, gain: float) -> float:
-        """Return the bound for a parameter after updates.
-
-        gain: change of the parameter for a change of its gradient, both relative.
-        """
-        return self.gradient(name) * gain + 8.0 * torch.finfo(torch.promote_types(self.dtype, torch.float32)).eps
-
-    def __str__(self) -> str:
-        return (
-            f"{SCALE:g} * sqrt({self.targets} targets) * {GROWTH_PER_LAYER:g}^(layers to the loss) * {self.eps:.3g}, "
-            f"at most {self.gradient('embedding'):.2g}"
-        )
-
-
-def layer_of(name: str, layers: int) -> int:
-    """Return the layer of a module or parameter: 0 for the embedding, 1 to `layers` for blocks, then the head."""
-    first, *rest = name.split(".")
-    if first == "blocks":
-        return int(rest[0]) + 1
-    return 0 if first == "embedding" else layers + 1

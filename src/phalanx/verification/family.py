@@ -20,29 +20,35 @@ class VerifiableModel(LayoutModel):
 
     @abstractmethod
     def samples(self, step: int, first: int, count: int, global_batch: int) -> Batch:
-        """Samples `first` to `first + count` of the global batch of `step` (from 1): a function of their numbers alone."""
+        """Return samples `first` to `first + count` of the global batch of `step` (from 1), without reading files.
+
+        They are a function of their numbers alone, so that all layouts read the same ones.
+        """
 
     def branch_samples(self, step: int, layout: ResolvedLayout, rank: int) -> Batch:
-        """The same samples, of those the ones that data-parallel rank `rank` of a layout with sub-groups for branches reads.
+        """Return those of the same samples that data-parallel rank `rank` reads where sub-groups hold task heads.
 
-        Asked only of models that have branches."""
+        Asked only of models with several task heads.
+        """
         raise NotImplementedError(f"{type(self).__name__} has branches and no branch_samples")
 
     @abstractmethod
     def reduced(self, world_size: int) -> dict[str, dict[str, Any]]:
-        """Sections with the fields that make the run small, such that any layout legal for it on `world_size` ranks stays
-        legal."""
+        """Return fields, by section of the run file, that make the run small enough for a laptop.
+
+        Every layout on `world_size` ranks that is legal for the run must be legal for the small one.
+        """
 
     @abstractmethod
     def in_words(self) -> str:
-        """The model that runs, for a person."""
+        """Describe the model that runs, for a person."""
 
 
 _STAGES_PER_RANK = 2
-"""Of the interleaved schedules where the run file does not say."""
+"""Stages per rank of interleaved schedules where the run file does not say."""
 
 
 def most_stages(run: Run, world_size: int) -> int:
-    """Pipeline stages that a layout of `run` on `world_size` ranks has at most; a small model needs a layer for each."""
+    """Return the most pipeline stages that a layout of `run` on `world_size` ranks has; a small model needs a layer each."""
     stated = run.layout.stages_per_rank
     return world_size * (_STAGES_PER_RANK if stated == "auto" else max(stated, _STAGES_PER_RANK))

@@ -1,4 +1,4 @@
-"""What a layout computes in a few optimizer steps, as this rank sees it."""
+"""A few optimizer steps of a layout, recorded on this rank: activations, losses, gradients and updated parameters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.schema import Run
-from phalanx.families.registry import bind
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.gradients import local_gradient
@@ -36,7 +34,9 @@ class Activation:
     samples_B: Tensor
     """Numbers of the samples in the global batch."""
     positions_S: Tensor
+    """Positions in the sequence that this rank computed."""
     value_BSD: Tensor
+    """Activations, on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -44,33 +44,41 @@ class StepRecord:
     """One optimizer step."""
 
     loss: float
+    """Mean loss per target of the whole global batch."""
     grad_norm: float
+    """2-norm of the whole gradient before clipping."""
     gradients: dict[str, Place]
     """This rank's part of every gradient before clipping, on the CPU."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """All steps of a layout."""
+    """All steps of a layout, as one rank saw them."""
 
     activations: dict[str, list[Activation]]
-    """Behind the embedding and each block in the first step, by module name; empty where they were not asked for, and
-    where blocks do not give rows of samples."""
+    """Activations behind the embedding and each block in the first step, by module name, a piece for each micro-batch; empty
+    where they were not asked for, and where blocks do not give rows of samples."""
     steps: list[StepRecord]
     parameters: dict[str, Place]
-    """After the last step, on the CPU."""
+    """This rank's part of every parameter after the last step, on the CPU."""
 
 
 def record_training(
-    run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, steps: int, activations: bool
+    model: VerifiableModel,
+    layout: ResolvedLayout,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    steps: int,
+    activations: bool,
 ) -> Record:
-    """Train `run` for `steps` steps in `layout`, on this rank of `mesh`, with the samples of its family's verification.
+    """Train `model` for `steps` optimizer steps in `layout`, on this rank of `mesh`, with its own samples without files.
 
-    activations: whether to keep those of the first step too.
+    activations: whether to keep the activations of the first step too.
     """
-    model = bind(run, VerifiableModel)
+    run = model.run
     applied = apply_layout(run, layout, mesh, device, AttentionChoice("sdpa"))
-    _perturb_constants(applied, run)
+    _perturb_constants(applied, model)
     optimizer = build_optimizer(applied.parameters, run.optimizer, model.parameter_kind, applied.compute_parameters)
     step = RecordedStep(applied, optimizer, run.optimizer, device=device)
     share = layout.samples_per_rank
@@ -88,6 +96,7 @@ def record_training(
             batch = model.samples(number, first, share, layout.global_batch)
         result = step.run(number, batch)
         done.append(StepRecord(result.loss, result.grad_norm, step.gradients))
+        # The first step alone: after an update, activations differ by as much as the updates may.
         for handle in handles:
             handle.remove()
     parameters = {name: _copy_to_host(place_of(p, applied.splits.get(name))) for name, p in applied.parameters.items()}
@@ -95,14 +104,20 @@ def record_training(
 
 
 @torch.no_grad()
-def _perturb_constants(applied: ParallelModel, run: Run) -> None:
-    """Move the parameters that all start equal (biases at 0, norms at 1): a mistake with them would not show else."""
-    rules = bind(run).initial_rules()
+def _perturb_constants(applied: ParallelModel, model: VerifiableModel) -> None:
+    """Move the parameters that all start equal (biases at 0, norms at 1): a mistake with them would not show otherwise."""
+    rules = model.initial_rules()
     for name, parameter in applied.parameters.items():
         rule = next(rule for pattern, rule in rules if fnmatchcase(name, pattern))
         if rule.kind == "constant":
             noise = torch.empty_like(parameter)
-            fill(noise, f"{name} shaken", InitRule.normal(PERTURBATION), run.training.seed, applied.splits.get(name))
+            fill(
+                noise,
+                f"{name} shaken",
+                InitRule.normal(PERTURBATION),
+                model.run.training.seed,
+                applied.splits.get(name),
+            )
             parameter.add_(noise)
     applied.refresh()
 
@@ -118,6 +133,7 @@ class RecordedStep(TrainStep):
         for name, parameter in self.applied.parameters.items():
             place = place_of(parameter, self.applied.splits.get(name))
             grad = local_gradient(parameter)
+            # NaN fails every comparison: a gradient that was never formed must not pass as one of zeros.
             local = torch.full_like(place.local, torch.nan) if grad is None else grad
             self.gradients[name] = _copy_to_host(place._replace(local=local))
         return super().update_parameters(loss)
@@ -128,6 +144,11 @@ def _copy_to_host(place: Place) -> Place:
 
 
 def _watch_activations(stage: Stage, seen: dict[str, list[Activation]], first: int, microbatch: int) -> list[Any]:
+    """Let the embedding and the blocks of `stage` add what they give to `seen`; return handles that end this.
+
+    first: number of this rank's first sample in the global batch. A comparison of further modules (attention, experts)
+    watches them here, under their names in the model.
+    """
     part = stage.part
     if not stage.rows_are_positions:
         return []
@@ -144,7 +165,7 @@ def _keep_activation(
     stage: Stage, seen: list[Activation], first: int, microbatch: int, _module: nn.Module, _inputs: Any, output: Tensor
 ) -> None:
     if not torch.is_grad_enabled():
-        # A forecast that training starts from, not a part of it.
+        # A forecast that a roll-out starts from, not a part of the training pass.
         return
     length = output.shape[1] * stage.share.cp.size * stage.share.tp.size
     rows = stage.share.positions(length, torch.device("cpu")).rows_S

@@ -25,7 +25,6 @@ from phalanx.launch.fork_server import RanksFailed, run_ranks
 from phalanx.layout.mesh import (
     ONE_RANK,
     Groups,
-    Ranks,
     build_mesh,
     join_process_group,
     leave_process_group,
@@ -36,12 +35,18 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import find_optimizer
 from phalanx.printable import write_stderr
-from phalanx.verification.compare_records import Bound, Check, compare_records, from_first
+from phalanx.verification.compare_records import Check, ErrorBound, compare_records, from_first
 from phalanx.verification.family import VerifiableModel
 from phalanx.verification.record_training import Record, record_training
 
 MOST_RANKS = 256
 """Processes that are started here at most."""
+OPTIMIZER_EPS = 1e-3
+"""AdamW's epsilon while verifying, about the size of the gradients: near-zero gradients would otherwise turn rounding
+errors into whole steps of either sign."""
+_MOST_SAMPLES = 2
+"""Samples of a micro-batch: each further one is computed as the second is."""
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -72,79 +77,6 @@ class Outcome:
     ranks: int
     fixed: str = ""
     """Choices of the run file that all layouts were tried with, where every legal layout was."""
-
-
-def verify_run(run: Run, options: Options) -> Outcome:
-    """Verify the layout of `run`, or every legal one. Under torchrun or srun every rank calls it and gets the outcome.
-
-    Raises ConfigError before anything starts when a layout is not legal, and PhalanxError when ranks fail or hang.
-    """
-    ranks = ranks_from_environment()
-    world = ranks.world_size if ranks.world_size > 1 else options.ranks or stated_ranks(run)
-    if ranks.world_size == 1 and world > MOST_RANKS:
-        raise ConfigError(
-            f"{world:,} ranks are more than the {MOST_RANKS} that verify starts on one machine; take smaller degrees of the "
-            "same kinds, which show as much, or start it with torchrun or srun"
-        )
-    # The batch of the small model is made to suit any degrees: that of the run file need not.
-    judged = run if options.full else with_small_batch(run, world)
-    layouts = list(every_layout(judged, world)) if options.everything else [resolve_layout(judged, world)]
-    if not layouts:
-        raise ConfigError(f"no layout is legal for {world} ranks with the other fields as they are")
-    change = full_run if options.full else reduced_run
-    small = change(run, options.precision, options.steps, world)
-    # Ranks of our own compute on the CPU, whatever the machine has: devices are for those a launcher started.
-    own_ranks = ranks.world_size == 1 and world > 1
-    device = _CPU if own_ranks else choose_device(run.cluster.device, ranks.local_rank)
-    require_cpu_format(PRECISIONS[small.layout.precision].compute_dtype, device)
-    if ranks.world_size > 1:
-        verdicts = _verify_under_launcher(small, layouts, options, ranks)
-    elif world == 1:
-        verdicts = _verify_all(small, layouts, options, device)
-    else:
-        verdicts = _verify_in_own_ranks(small, layouts, options, world)
-    chosen = run.layout
-    fixed = f"gather={chosen.gather} gather_blocks={chosen.gather_blocks} recompute={chosen.recompute}"
-    return Outcome(verdicts, _describe_run(small), world, fixed if options.everything else "")
-
-
-def _verify_under_launcher(run: Run, layouts: list[ResolvedLayout], options: Options, ranks: Ranks) -> list[Verdict]:
-    device = choose_device(run.cluster.device, ranks.local_rank)
-    join_process_group(ranks, device, timeout_s=options.timeout_s)
-    verdicts = _verify_all(run, layouts, options, device)
-    leave_process_group()
-    return verdicts
-
-
-def _verify_in_own_ranks(run: Run, layouts: list[ResolvedLayout], options: Options, world: int) -> list[Verdict]:
-    try:
-        results = run_ranks(_verify_all, world, run, layouts, options, timeout_s=options.timeout_s)
-    except RanksFailed as failure:
-        raise PhalanxError(f"verification did not come to an end\n{failure}") from failure
-    # Every rank comes to the same verdicts.
-    verdicts: list[Verdict] = results[0]
-    return verdicts
-
-
-_CPU = torch.device("cpu")
-
-
-def _verify_all(
-    run: Run, layouts: Sequence[ResolvedLayout], options: Options, device: torch.device = _CPU
-) -> list[Verdict]:
-    verifier = Verifier(run, device, steps=options.steps, activations=not options.full)
-    verdicts = []
-    for number, layout in enumerate(layouts, 1):
-        verdicts.append(verifier.verify(layout))
-        if options.progress and (not dist.is_initialized() or dist.get_rank() == 0):
-            word = "PASS" if verdicts[-1].passed else "FAIL"
-            write_stderr(f"{number}/{len(layouts)} {word} {verdicts[-1].in_words}")
-    return verdicts
-
-
-def _describe_run(run: Run) -> str:
-    model = bind(run, VerifiableModel).in_words()
-    return f"{model}, global batch {run.layout.global_batch}, {run.layout.precision}, {run.training.steps} steps"
 
 
 @dataclass(frozen=True)
@@ -189,17 +121,87 @@ class Verdict:
         }
 
 
+def verify_run(run: Run, options: Options) -> Outcome:
+    """Verify the layout of `run`, or every legal one. Under torchrun or srun every rank calls it and gets the outcome.
+
+    Raises ConfigError before anything starts when a layout is not legal, and PhalanxError when ranks fail or hang.
+    """
+    model = bind(run, VerifiableModel)
+    ranks = ranks_from_environment()
+    launched = ranks.world_size > 1
+    world = ranks.world_size if launched else options.ranks or stated_ranks(run)
+    if not launched and world > MOST_RANKS:
+        raise ConfigError(
+            f"{world:,} ranks are more than the {MOST_RANKS} that verify starts on one machine; take smaller degrees of the "
+            "same kinds, which show as much, or start it with torchrun or srun"
+        )
+    # The batch of the small model is made to suit any degrees: that of the run file need not.
+    judged = run if options.full else with_small_batch(run, world)
+    layouts = list(every_layout(judged, world)) if options.everything else [resolve_layout(judged, world)]
+    if not layouts:
+        raise ConfigError(f"no layout is legal for {world} ranks with the other fields as they are")
+    if options.full:
+        verified = full_run(run, options.precision, options.steps)
+    else:
+        verified = reduced_run(model, options.precision, options.steps, world)
+    model = type(model)(verified)
+    # Ranks of our own compute on the CPU, whatever the machine has: devices are for those a launcher started.
+    own_ranks = world > 1 and not launched
+    device = _CPU if own_ranks else choose_device(run.cluster.device, ranks.local_rank)
+    require_cpu_format(PRECISIONS[verified.layout.precision].compute_dtype, device)
+    if own_ranks:
+        try:
+            # Every rank comes to the same verdicts.
+            verdicts = run_ranks(_verify_layouts, world, model, layouts, options, timeout_s=options.timeout_s)[0]
+        except RanksFailed as failure:
+            raise PhalanxError(f"verification did not come to an end\n{failure}") from failure
+    else:
+        if launched:
+            join_process_group(ranks, device, timeout_s=options.timeout_s)
+        verdicts = _verify_layouts(model, layouts, options, device)
+        if launched:
+            leave_process_group()
+    words = (
+        f"{model.in_words()}, global batch {verified.layout.global_batch}, {verified.layout.precision}, "
+        f"{verified.training.steps} steps"
+    )
+    chosen = run.layout
+    fixed = f"gather={chosen.gather} gather_blocks={chosen.gather_blocks} recompute={chosen.recompute}"
+    return Outcome(verdicts, words, world, fixed if options.everything else "")
+
+
+def _verify_layouts(
+    model: VerifiableModel, layouts: Sequence[ResolvedLayout], options: Options, device: torch.device = _CPU
+) -> list[Verdict]:
+    """Return the verdict on each layout, as one of the ranks that compute them."""
+    verifier = Verifier(model, device, steps=options.steps, activations=not options.full)
+    verdicts = []
+    for number, layout in enumerate(layouts, 1):
+        verdicts.append(verifier.verify(layout))
+        if options.progress and (not dist.is_initialized() or dist.get_rank() == 0):
+            word = "PASS" if verdicts[-1].passed else "FAIL"
+            write_stderr(f"{number}/{len(layouts)} {word} {verdicts[-1].in_words}")
+    return verdicts
+
+
 class Verifier:
-    """Verifies layouts of one run, in the process group that this rank is in (or alone)."""
+    """Verifies layouts of one model, in the process group that this rank is in (or alone)."""
 
     def __init__(
-        self, run: Run, device: torch.device, *, steps: int, activations: bool, groups: Groups | None = None
+        self,
+        model: VerifiableModel,
+        device: torch.device,
+        *,
+        steps: int,
+        activations: bool,
+        groups: Groups | None = None,
     ) -> None:
         """Compute the one-rank record on rank 0.
 
-        activations: keep them too; they must fit in memory. groups: process groups to share with other verifiers.
+        activations: whether to compare them too; they must fit in memory. groups: process groups to share with other
+        verifiers.
         """
-        self.run = run
+        self.model = model
         self.device = device
         self.steps = steps
         self.activations = activations
@@ -207,72 +209,66 @@ class Verifier:
         self._groups: Groups = {} if groups is None else groups
         # Once for all layouts, and on one rank only: the others get its tensors as they compare.
         if not dist.is_initialized() or dist.get_rank() == 0:
-            single = one_rank_run(run)
-            layout = resolve_layout(single, 1)
+            single = type(model)(one_rank_run(model.run))
+            layout = resolve_layout(single.run, 1)
             self.reference = record_training(single, layout, ONE_RANK, device, steps=steps, activations=activations)
 
     def verify(self, layout: ResolvedLayout) -> Verdict:
         """Compare `layout` with one rank. Every rank calls it and gets the same verdict."""
         start = time.perf_counter()
+        model, run = self.model, self.model.run
         mesh = build_mesh(layout, self.device, self._groups)
-        mine = record_training(self.run, layout, mesh, self.device, steps=self.steps, activations=self.activations)
-        gain = find_optimizer(self.run.optimizer).update_gain(self.run.optimizer)
-        vanishing = bind(self.run).vanishing
-        checks = compare_records(mine, self.reference, self._bound(), gain, vanishing)
-        words = layout.in_words(self.run.layout.gather_blocks)
-        return Verdict(str(layout), words, str(self._bound()), checks, from_first(time.perf_counter() - start))
-
-    def _bound(self) -> Bound:
-        batch = global_batch_samples(self.run)
-        samples = bind(self.run, VerifiableModel).samples(1, 0, batch, batch)
-        targets = int(samples.target_counts().max())
-        return Bound(PRECISIONS[self.run.layout.precision].compute_dtype, self.run.model.n_layers, targets)
-
-
-OPTIMIZER_EPS = 1e-3
-"""AdamW's epsilon while verifying, about the size of the gradients: near-zero gradients would otherwise turn rounding
-errors into whole steps of either sign."""
-_MOST_SAMPLES = 2
-"""Samples of a micro-batch: each further one is computed as the second is."""
+        mine = record_training(model, layout, mesh, self.device, steps=self.steps, activations=self.activations)
+        batch = global_batch_samples(run)
+        targets = int(model.samples(1, 0, batch, batch).target_counts().max())
+        bound = ErrorBound(PRECISIONS[run.layout.precision].compute_dtype, run.model.n_layers, targets)
+        gain = find_optimizer(run.optimizer).update_gain(run.optimizer)
+        checks = compare_records(mine, self.reference, bound, gain, model.vanishing)
+        seconds = from_first(time.perf_counter() - start)
+        return Verdict(str(layout), layout.in_words(run.layout.gather_blocks), str(bound), checks, seconds)
 
 
 def with_small_batch(run: Run, world_size: int) -> Run:
     """Return `run` with a batch that every choice of degrees for `world_size` ranks divides into enough micro-batches."""
     stated = run.layout.microbatch
     microbatch = _MOST_SAMPLES if stated == "auto" else min(stated, _MOST_SAMPLES)
-    return _change_sections(run, layout={"microbatch": microbatch, "global_batch": 2 * microbatch * world_size})
+    return _change_sections(run, {"layout": {"microbatch": microbatch, "global_batch": 2 * microbatch * world_size}})
 
 
-def reduced_run(run: Run, precision: str, steps: int, world_size: int) -> Run:
-    """Return a small run that any layout legal for `run` on `world_size` ranks, with a small batch, is legal for too."""
-    small = bind(run, VerifiableModel).reduced(world_size)
-    return _change_sections(with_small_batch(run, world_size), **small, **_verification_sections(precision, steps))
+def reduced_run(model: VerifiableModel, precision: str, steps: int, world_size: int) -> Run:
+    """Return a small run for which every layout is legal that is for the model's run with a small batch.
+
+    precision: number format to compute in. steps: optimizer steps. world_size: ranks of the layouts.
+    """
+    small = model.reduced(world_size)
+    return _change_sections(with_small_batch(model.run, world_size), small, _settings_of(precision, steps))
 
 
-def full_run(run: Run, precision: str, steps: int, _world_size: int) -> Run:
-    """Return the run itself, with only what verification needs changed."""
-    return _change_sections(run, **_verification_sections(precision, steps))
+def full_run(run: Run, precision: str, steps: int) -> Run:
+    """Return the run itself, with only what verification needs changed; arguments as of `reduced_run`."""
+    return _change_sections(run, _settings_of(precision, steps))
 
 
 def one_rank_run(run: Run) -> Run:
     """Return the same run on one rank."""
     degrees = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "pp": 1, "zero": 3, "reshard_after_forward": "auto"}
     others = {"schedule": "1f1b", "stages_per_rank": "auto", "context": "auto", "branch_groups": "off"}
-    return _change_sections(run, layout={**degrees, **others})
+    return _change_sections(run, {"layout": {**degrees, **others}})
 
 
-def _verification_sections(precision: str, steps: int) -> dict[str, dict[str, Any]]:
+def _settings_of(precision: str, steps: int) -> dict[str, dict[str, Any]]:
     """Return what every verified run has changed: no schedule and no compiler, one attention kernel, fresh weights."""
     return {
-        "layout_precision": {"precision": precision},
+        "layout": {"precision": precision},
         "optimizer": {"eps": OPTIMIZER_EPS, "schedule": "constant", "warmup_steps": 0, "lr": 1e-2},
         "training": {"steps": steps, "compile": False, "attention": "sdpa", "init_from": None},
     }
 
 
-def _change_sections(run: Run, **sections: dict[str, Any]) -> Run:
+def _change_sections(run: Run, *changes: dict[str, dict[str, Any]]) -> Run:
+    """Return `run` with other values of some fields of some sections; later changes go before earlier ones."""
     content = run.model_dump()
-    sections.setdefault("layout", {}).update(sections.pop("layout_precision", {}))
-    for name, fields in sections.items():
-        content[name] = {**content[name], **fields}
+    for sections in changes:
+        for name, fields in sections.items():
+            content[name] = {**content[name], **fields}
     return type(run).model_validate(content)

@@ -45,7 +45,7 @@ def verify_all(world: int) -> dict[tuple[str, str], list[Verdict]]:
         # In the layouts, not on the one rank, MACE's messages are computed again, a few edges at a time.
         recompute = "full" if model == "mace" else "none"
         run = run_of(model, world, precision)
-        verifier = Verifier(run, torch.device("cpu"), steps=2, activations=True, groups=groups)
+        verifier = Verifier(bind(run, VerifiableModel), torch.device("cpu"), steps=2, activations=True, groups=groups)
         verifier.run = run_of(model, world, precision, recompute=recompute)
         with patch("phalanx.families.materials.layout._EDGE_CHUNK", 7):
             verdicts[model, precision] = [verifier.verify(layout) for layout in cases(model, world)]
@@ -58,7 +58,7 @@ def verify_recorded(world: int) -> list[Verdict]:
     run = run_of("painn", world)
     with patch("phalanx.families.materials.layout._records", return_value=True):
         # Of the blocks' activations a program tells nothing.
-        verifier = Verifier(run, torch.device("cpu"), steps=2, activations=False, groups=groups)
+        verifier = Verifier(bind(run, VerifiableModel), torch.device("cpu"), steps=2, activations=False, groups=groups)
         return [verifier.verify(layout) for layout in cases("painn", world)]
 
 
@@ -107,7 +107,7 @@ def test_samples_leave_ranks_with_uneven_and_with_no_work() -> None:
 def verify_means_of_ranks() -> Verdict:
     """With losses divided by each rank's own targets, and the mean taken over ranks."""
     run = run_of("painn", 2, dp_shard=2)
-    verifier = Verifier(run, torch.device("cpu"), steps=1, activations=False)
+    verifier = Verifier(bind(run, VerifiableModel), torch.device("cpu"), steps=1, activations=False)
 
     def own_targets(self: TrainStep, value: torch.Tensor) -> torch.Tensor:
         # The losses of both ranks are still added up; targets, which are whole numbers, are each rank's own.
@@ -137,7 +137,11 @@ def sharded_by_block() -> Any:
 def verify_sharded_by_block() -> bool:
     run = run_of("painn", 2, dp_shard=2)
     with sharded_by_block():
-        return Verifier(run, torch.device("cpu"), steps=1, activations=False).verify(resolve_layout(run, 2)).passed
+        return (
+            Verifier(bind(run, VerifiableModel), torch.device("cpu"), steps=1, activations=False)
+            .verify(resolve_layout(run, 2))
+            .passed
+        )
 
 
 def test_forces_are_what_keeps_blocks_from_being_sharded_one_by_one() -> None:

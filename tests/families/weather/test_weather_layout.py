@@ -69,7 +69,7 @@ def test_tensor_ranks_share_out_all_that_is_large() -> None:
 def test_what_is_legal_for_the_run_is_legal_for_the_small_one(example: str, world: int) -> None:
     run = run_of(example, "layout.tp_across_nodes=true", f"layout.global_batch={64 * world}", "layout.microbatch=2")
     run = run.model_copy(update={"layout": run.layout.model_copy(update={"recompute": "none"})})
-    small = reduced_run(run, "fp64", 2, world)
+    small = reduced_run(bind(run, VerifiableModel), "fp64", 2, world)
     layouts = list(every_layout(run, world))
     assert layouts
     for layout in layouts:
@@ -95,7 +95,7 @@ OPTIONS: dict[str, Any] = {
 def test_the_small_model_is_of_the_same_kind() -> None:
     run = run_of("orbit-113b", *(f"model.{name}={value}" for name, value in OPTIONS.items()))
     run = run.model_copy(update={"model": run.model.model_copy(update={"loss_weights": tuple(range(1, 49))})})
-    model = reduced_run(run, "fp64", 2, 8).model
+    model = reduced_run(bind(run, VerifiableModel), "fp64", 2, 8).model
     assert isinstance(run, WeatherRun)
     for field, value in OPTIONS.items():
         if field not in ("aggregation_groups", "aggregation_queries"):

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from distributed_ranks import run_ranks
 from phalanx.counter_random import DropoutContext
+from phalanx.families.registry import bind
 from phalanx.families.weather.layout import WeatherStage
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.tensor_parallel.split_layers import RowLinear
+from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import Verdict, Verifier
 from weather_cases import run_of
 
@@ -85,7 +87,7 @@ def verify_mutations() -> dict[str, tuple[Verdict, Verdict]]:
     for name, (mutation, degrees, _, _) in MUTATIONS.items():
         run = run_of("orbit", 2, **degrees)
         layout = resolve_layout(run, 2)
-        verifier = Verifier(run, torch.device("cpu"), steps=1, activations=True, groups=groups)
+        verifier = Verifier(bind(run, VerifiableModel), torch.device("cpu"), steps=1, activations=True, groups=groups)
         right = verifier.verify(layout)
         with mutation():
             found[name] = right, verifier.verify(layout)

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from distributed_ranks import run_ranks
+from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
+from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import Verdict, Verifier
 from weather_cases import cases, run_of
 
@@ -25,7 +27,9 @@ def verify_all(world: int) -> dict[tuple[str, str], list[Verdict]]:
     groups: Groups = {}
     for _, model, precision in (run for run in RUNS if run[0] == world):
         run = run_of(model, world, precision)
-        verifier = Verifier(run, torch.device("cpu"), steps=1, activations=precision == "fp64", groups=groups)
+        verifier = Verifier(
+            bind(run, VerifiableModel), torch.device("cpu"), steps=1, activations=precision == "fp64", groups=groups
+        )
         verdicts[model, precision] = [verifier.verify(layout) for layout in cases(model, world)]
     return verdicts
 

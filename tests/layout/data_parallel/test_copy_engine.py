@@ -16,6 +16,7 @@ from torch import Tensor
 from distributed_ranks import run_ranks
 from layout_runs import run_with
 from phalanx.errors import ConfigError
+from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.copy_engine import exchanges as peer_copies
@@ -25,6 +26,7 @@ from phalanx.layout.data_parallel.copy_engine.exchanges import choose_copy_engin
 from phalanx.layout.data_parallel.copy_engine.reduce_scatter import CopyEngineReduceScatter
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
+from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import Verdict, Verifier, full_run
 from whole_model import CPU, backward, parts_of
 
@@ -44,8 +46,8 @@ def verify_all() -> list[Verdict]:
     groups: Groups = {}
     verdicts = []
     for words in LAYOUTS:
-        run = full_run(run_with(peer_copies=True, **words), "fp64", 3, 4)
-        verifier = Verifier(run, CPU, steps=3, activations=False, groups=groups)
+        run = full_run(run_with(peer_copies=True, **words), "fp64", 3)
+        verifier = Verifier(bind(run, VerifiableModel), CPU, steps=3, activations=False, groups=groups)
         verdicts.append(verifier.verify(resolve_layout(run, 4)))
     return verdicts
 

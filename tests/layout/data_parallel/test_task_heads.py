@@ -113,12 +113,15 @@ def laid_out(groups: Groups, **layout: Any) -> tuple[ParallelModel, TrainStep]:
 
 def on_four_ranks(folder: Path) -> Found:
     groups: Groups = {}
-    verifiers = {batch: Verifier(run_of(4, global_batch=batch), CPU, steps=2, activations=False) for batch in (4, 8)}
+    verifiers = {
+        batch: Verifier(bind(run_of(4, global_batch=batch), VerifiableModel), CPU, steps=2, activations=False)
+        for batch in (4, 8)
+    }
     verdicts = {}
     for name, fields in LAYOUTS.items():
         run = run_of(4, **fields)
         verifier = verifiers[run.layout.global_batch]  # type: ignore[index]
-        verifier.run, verifier._groups = run, groups
+        verifier.model, verifier._groups = bind(run, VerifiableModel), groups
         verdicts[name] = verifier.verify(resolve_layout(run, 4))
     without_sum = verify_without_sum(groups)
     applied, step = laid_out(groups, **LAYOUTS["two branches in one group"])
@@ -139,7 +142,9 @@ def verify_without_sum(groups: Groups) -> Verdict:
             right(axis, parameters)
 
     with patch.object(execute, "sum_gradients", wrong):
-        return Verifier(run, CPU, steps=1, activations=False, groups=groups).verify(resolve_layout(run, 4))
+        return Verifier(bind(run, VerifiableModel), CPU, steps=1, activations=False, groups=groups).verify(
+            resolve_layout(run, 4)
+        )
 
 
 def count_exchanges(applied: ParallelModel, step: TrainStep) -> list[int]:
@@ -299,4 +304,4 @@ def test_a_small_run_to_verify_keeps_all_branches_that_groups_are_sized_for() ->
     branches = {"branches": [{"name": name} for name in ("first", "second", "shared", "fourth", "fifth")]}
     for choice, kept in (("off", 3), ([1, 0, 1, 1, 1], 5)):
         run = run_of(4, model=branches, branch_groups=choice)
-        assert len(reduced_run(run, "fp64", 2, 4).model.branches) == kept  # type: ignore[attr-defined]
+        assert len(reduced_run(bind(run, VerifiableModel), "fp64", 2, 4).model.branches) == kept  # type: ignore[attr-defined]

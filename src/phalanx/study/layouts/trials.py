@@ -38,7 +38,7 @@ from phalanx.study.processes.short_run import short_run
 from phalanx.study.processes.slots import Launcher
 from phalanx.study.store import save_outcome
 from phalanx.study.trial import ASKED, INTERRUPTED, OK, Outcome, Trial
-from phalanx.verification.compare_records import Bound
+from phalanx.verification.compare_records import ErrorBound
 
 _LOSS_SHARE, _NORM_SHARE = 0.01, 0.03
 """Relative differences of losses and of gradient norms beyond which no number format is an excuse."""
@@ -152,7 +152,7 @@ def loss_bound(run: Run) -> float:
     """Return the relative difference that rounding may make to losses and gradient norms of a first step."""
     targets = global_batch_samples(run) * int(getattr(run.data, "sequence_length", 1))
     layers = int(getattr(run.model, "n_layers", 1))
-    return Bound(PRECISIONS[run.layout.precision].compute_dtype, layers, targets).loss
+    return ErrorBound(PRECISIONS[run.layout.precision].compute_dtype, layers, targets).loss
 
 
 def judge_losses(outcome: Outcome, before: Sequence[Trial], bound: float) -> Outcome:

@@ -74,7 +74,9 @@ def compare_all() -> tuple[dict[str, list[Verdict]], torch.Tensor, torch.Tensor]
     groups: Groups = {}
     verdicts: dict[str, list[Verdict]] = {}
     for model in MODELS:
-        verifier = Verifier(run_of(model), torch.device("cpu"), steps=1, activations=True, groups=groups)
+        verifier = Verifier(
+            bind(run_of(model), VerifiableModel), torch.device("cpu"), steps=1, activations=True, groups=groups
+        )
         verdicts[model] = []
         for fields in LAYOUTS[model]:
             verifier.run = run_of(model, **fields)
