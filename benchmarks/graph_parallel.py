@@ -36,11 +36,13 @@ from phalanx.families.materials.data.structures.device_neighbours import device_
 from phalanx.families.materials.graph_parallel import exchange as graph_parallel
 from phalanx.families.materials.graph_parallel.batch import GraphShare
 from phalanx.families.materials.model.network_shapes import numbers_for_atoms, numbers_for_edges
+from phalanx.families.registry import bind
 from phalanx.hardware.device import choose_device, device_name
 from phalanx.launch.fork_server import run_ranks
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import build_mesh, join_process_group, leave_process_group, ranks_from_environment
 from phalanx.layout.resolve import resolve_layout
 
@@ -170,10 +172,10 @@ def counting(counted: Counted, parameters: set[int]) -> Iterator[None]:
 def measure(setting: Setting, cp: int, device: torch.device) -> dict[str, Any]:
     """Runs on every rank; this rank's figures."""
     run = run_of(setting, cp)
-    layout = resolve_layout(run, cp)
+    layout = resolve_layout(bind(run), cp)
     # Gradients are not added up over ranks: what that takes is known, and gathered parameters would count as saved.
     mesh = replace(build_mesh(layout, device), data=None)
-    applied = apply_layout(run, layout, mesh, device, AttentionChoice("sdpa"))
+    applied = apply_layout(bind(run, LayoutModel), layout, mesh, device, AttentionChoice("sdpa"))
     executor, whole = Executor(applied), crystal(setting.side)
     start = time.perf_counter()
     # Rows are sent one by one even where a gather would bring them sooner: that is what the closed form counts.

@@ -30,6 +30,7 @@ from phalanx.families.registry import bind
 from phalanx.files import write_atomically
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.trace.traced_model import TracedModel
@@ -75,9 +76,9 @@ def issue_seconds(layout_words: str, blocks: int, microbatches: int, samples: in
         if world > 1:
             stack.enter_context(fake_process_group(0, world))
         run = load_run(ROOT / "examples/orbit-1b.yaml", words)
-        layout = resolve_layout(run, world, world)
-        applied = apply_layout(run, layout, build_mesh(layout, CPU), CPU, AttentionChoice("sdpa"))
-        step = build_step(run, applied, CPU)
+        layout = resolve_layout(bind(run), world, world)
+        applied = apply_layout(bind(run, LayoutModel), layout, build_mesh(layout, CPU), CPU, AttentionChoice("sdpa"))
+        step = build_step(bind(run), applied, CPU)
         batch_of_rank = bind(run, TracedModel).example_batch(layout.samples_per_rank, CPU)
         return timed(lambda: step.enqueue(1, batch_of_rank), samples)
 

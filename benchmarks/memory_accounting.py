@@ -43,12 +43,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_intermixed_args()
     run = load_run(options.run_file, options.overrides)
-    layout = resolve_layout(run, 1)
+    layout = resolve_layout(bind(run), 1)
     device = torch.device("cuda", 0)
     planned = memory(run, layout.table, Kernels.on_accelerators(run)).allocated[0]
     attention = bind(run, LayoutModel).choose_attention(layout, device)
-    applied = apply_layout(run, layout, ONE_RANK, device, attention)
-    step = build_step(run, applied, device)
+    applied = apply_layout(bind(run, LayoutModel), layout, ONE_RANK, device, attention)
+    step = build_step(bind(run), applied, device)
 
     def batch(samples: int) -> TokenBatch:
         tokens = torch.randint(0, run.model.vocab_size, (samples, run.data.sequence_length + 1))
@@ -72,7 +72,7 @@ def main() -> None:
         for number in range(2, 2 + options.steps):
             step.run(number, batch(2 * layout.microbatch))
             kept.append(torch.cuda.memory_allocated())
-    accounted = state_bytes(run, layout)
+    accounted = state_bytes(bind(run), layout)
     found = torch.cuda.max_memory_allocated()
     result = {
         "run_file": str(options.run_file),

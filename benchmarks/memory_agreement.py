@@ -22,8 +22,9 @@ import numpy as np
 import torch
 
 from phalanx.checkpoint import materialise_optimizer_state
-from phalanx.config.schema import Run
+from phalanx.families.family import BoundModel
 from phalanx.families.language.config import LanguageRun
+from phalanx.families.registry import bind
 from phalanx.files import write_atomically
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.spec import LayoutTable
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=12, help="layouts of each kind")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    legal = enumerate_layouts(LanguageRun.model_validate(RUN), WORLD, limits=Limits(4, 4, 32))
+    legal = enumerate_layouts(bind(LanguageRun.model_validate(RUN)), WORLD, limits=Limits(4, 4, 32))
     random = np.random.default_rng(options.seed)
     rows: list[dict[str, Any]] = []
     for kind, mask in kinds(legal).items():
@@ -101,9 +102,9 @@ def compared(some: LayoutTable, place: int) -> dict[str, Any]:
     return {"layout": {**fields, "recompute": layout.recompute}, "error": error, "ranks": ranks}
 
 
-def step(run: Run, applied: ParallelModel, device: torch.device) -> TrainStep:
+def step(model: BoundModel, applied: ParallelModel, device: torch.device) -> TrainStep:
     """The step of a run, with all the state its optimizer will ever have."""
-    built = build_step(run, applied, device)
+    built = build_step(model, applied, device)
     materialise_optimizer_state(built.optimizer)
     return built
 

@@ -29,6 +29,7 @@ import torch
 from layout_speed import QUIET, ROOT, phalanx_command, run_environment, run_with_timeout
 from phalanx.config.load import load_run
 from phalanx.families.language.config import LanguageRun, require_language
+from phalanx.families.registry import bind
 from phalanx.files import write_atomically
 from phalanx.hardware.calibrate.measure_machine import plain_machine
 from phalanx.hardware.device import device_facts
@@ -148,7 +149,7 @@ def overrides(case: Case, options: argparse.Namespace) -> list[str]:
 def predict(case: Case, words: list[str], machine: Machine, named: NamedProfile) -> dict[str, Any]:
     """Step time and memory of a case, with the probability that it fits where the device's memory is known."""
     run = require_language(load_run(RUN_FILE, words), "this benchmark")
-    layout = resolve_layout(run, case.devices, case.devices)
+    layout = resolve_layout(bind(run), case.devices, case.devices)
     one = layout.table
     kernel = _kernel(run, machine)
     constants = named.collectives_on(machine)

@@ -28,6 +28,7 @@ from phalanx.files import write_atomically
 from phalanx.hardware.device import choose_device, device_name, synchronize
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionShape, choose_attention
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.nn.precision import PRECISIONS
@@ -42,7 +43,7 @@ def measure(run_file: Path, words: list[str], world: int, rank: int, steps: int)
     """Seconds of each step of `rank`, and the most that its allocator gave out (None on the CPU)."""
     with fake_process_group(rank, world), silent_neighbours():
         run = require_language(load_run(run_file, [*words, "layout.peer_copies=false"]), "rank_alone")
-        layout = resolve_layout(run, world, world)
+        layout = resolve_layout(bind(run), world, world)
         device = choose_device(run.cluster.device, 0)
         shape = AttentionShape(
             run.layout.microbatch,
@@ -51,8 +52,8 @@ def measure(run_file: Path, words: list[str], world: int, rank: int, steps: int)
             documents=False,
         )
         attention = choose_attention(run.training.attention, run.model, shape, device)
-        applied = apply_layout(run, layout, build_mesh(layout, device), device, attention)
-        step = build_step(run, applied, device)
+        applied = apply_layout(bind(run, LayoutModel), layout, build_mesh(layout, device), device, attention)
+        step = build_step(bind(run), applied, device)
         batch = bind(run, TracedModel).example_batch(layout.samples_per_rank, device)
         seconds = [timed(lambda: step.enqueue(1, batch), device) for _ in range(steps)]
         peak = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None

@@ -23,6 +23,7 @@ from layout_speed import ROOT, phalanx_command, run_environment
 sys.path.insert(0, str(ROOT / "src"))
 
 from phalanx.config.load import load_run
+from phalanx.families.registry import bind
 from phalanx.layout.data_parallel.state_bytes import state_bytes
 from phalanx.layout.resolve import resolve_layout
 
@@ -84,7 +85,7 @@ def measure(case: str, data: str, steps: int, skip: int, folder: Path, log: Path
     machine = json.loads((folder / "machine.json").read_text())
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     run = load_run(run_file, changes)
-    state = state_bytes(run, resolve_layout(run, 1))
+    state = state_bytes(bind(run), resolve_layout(bind(run), 1))
     kept = rows[skip:]
 
     def median(name: str) -> float | None:

@@ -9,6 +9,7 @@ from typing import Any
 from layout_speed import ROOT
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
+from phalanx.families.registry import bind
 from phalanx.hardware.device import device_facts
 from phalanx.hardware.machine import Machine
 from phalanx.layout.resolve import resolve_layout
@@ -128,7 +129,7 @@ def width_grid(options: argparse.Namespace) -> int:
 def predict(words: Words, devices: int, machine: Machine, named: NamedProfile) -> Row:
     """Step time, memory, and the closed form of gathered weights."""
     run = load_run(RUN_FILE, words)
-    layout = resolve_layout(run, devices, devices)
+    layout = resolve_layout(bind(run), devices, devices)
     one = layout.table
     kernel = _kernel(run, machine)
     constants = named.collectives_on(machine)
@@ -148,7 +149,7 @@ def predict(words: Words, devices: int, machine: Machine, named: NamedProfile) -
 def predict_memory(words: Words, devices: int, machine: Machine, named: NamedProfile) -> Row:
     """Peak of live tensors on the worst rank, with the buffers that peers read, and the chance that all of it fits."""
     run = load_run(RUN_FILE, words)
-    layout = resolve_layout(run, devices, devices)
+    layout = resolve_layout(bind(run), devices, devices)
     kernels = Kernels(_kernel(run, machine), run.training.compile is not False)
     one = layout.table
     found = memory(run, one, kernels, peer_copies=our_framework(run, machine).copy_engines)
@@ -172,7 +173,7 @@ def gathered_weights(run: Run, layout: ResolvedLayout, kernel: Kernel) -> Row:
         return {"peak": 0}
     width = PRECISIONS[run.layout.precision].compute_dtype.itemsize
     streamed = run.model_copy(update={"layout": run.layout.model_copy(update={"gather": "stream"})})
-    setting = setting_of(streamed, resolve_layout(streamed, layout.world_size), attention=kernel, compiled=False)
+    setting = setting_of(streamed, resolve_layout(bind(streamed), layout.world_size), attention=kernel, compiled=False)
     chains = chain_sizes(setting)
     split = [sum(chain.plan.chunk_size(k) for k in range(chain.plan.chunks)) for chain in chains]
     stream = layout.gather == "stream"

@@ -40,6 +40,7 @@ from phalanx.hardware.device import Moment, choose_device, synchronize
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.state_bytes import state_bytes
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import (
     Groups,
     Mesh,
@@ -145,18 +146,18 @@ def run_case(options: argparse.Namespace, case: Case, ranks: Ranks, device: torc
     """Time the steps of one case; profile one more and measure gathered weights where it asks for that."""
     run = load_run(options.run_file, case["words"])
     assert isinstance(run, WeatherRun)
-    layout = resolve_layout(run, ranks.world_size, ranks.ranks_per_node)
-    if device.type == "cpu" and state_bytes(run, layout).total > options.room_gib * GIB:
+    layout = resolve_layout(bind(run), ranks.world_size, ranks.ranks_per_node)
+    if device.type == "cpu" and state_bytes(bind(run), layout).total > options.room_gib * GIB:
         raise MemoryError("out of memory: the state of the model is larger than --room-gib")
     mesh = build_mesh(layout, device, groups)
     attention = _agreed_attention(run, layout, device)
-    applied = apply_layout(run, layout, mesh, device, attention, fill=case["fill"])
+    applied = apply_layout(bind(run, LayoutModel), layout, mesh, device, attention, fill=case["fill"])
     if not case["fill"]:
         with torch.no_grad():
             for parameter in applied.parameters.values():
                 place_of(parameter).local.zero_()
         applied.refresh()
-    step = build_step(run, applied, device)
+    step = build_step(bind(run), applied, device)
     materialise_optimizer_state(step.optimizer)
     streamed = isinstance(applied.sharding, StreamedSharding)
     handed_out = _watch_weights(applied.sharding.stream.ring) if streamed else None

@@ -48,7 +48,7 @@ def small_run(changes: Fields, precision: str, *, compiled: bool) -> LanguageRun
 def record_steps(run: LanguageRun, device: torch.device, steps: int = 2) -> Record:
     """Return losses, gradients and updated parameters of `steps` steps of one rank on `device`."""
     return record_training(
-        bind(run, VerifiableModel), resolve_layout(run, 1), ONE_RANK, device, steps=steps, activations=False
+        bind(run, VerifiableModel), resolve_layout(bind(run), 1), ONE_RANK, device, steps=steps, activations=False
     )
 
 

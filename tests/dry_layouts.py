@@ -8,11 +8,12 @@ import torch
 
 from layout_runs import run_with
 from phalanx.checkpoint import materialise_optimizer_state
-from phalanx.config.schema import Run
+from phalanx.families.family import BoundModel
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.registry import bind
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.dryrun.memory_trace import StepTrace
@@ -58,9 +59,9 @@ def run_named(name: str) -> LanguageRun:
 NAMES = list(_LAYOUTS)
 
 
-def train_step(run: Run, applied: ParallelModel, device: torch.device) -> TrainStep:
+def train_step(model: BoundModel, applied: ParallelModel, device: torch.device) -> TrainStep:
     """The training step, with all state its optimizer will ever have."""
-    step = build_step(run, applied, device)
+    step = build_step(model, applied, device)
     materialise_optimizer_state(step.optimizer)
     return step
 
@@ -72,11 +73,11 @@ def real_steps(names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def _real_step(run: LanguageRun, made: Groups) -> dict[str, Any]:
-    layout, cpu = resolve_layout(run, WORLD), torch.device("cpu")
+    layout, cpu = resolve_layout(bind(run), WORLD), torch.device("cpu")
     mesh = build_mesh(layout, cpu, made)
     with StepTrace().watching() as trace:
-        applied = apply_layout(run, layout, mesh, cpu, AttentionChoice("sdpa"))
-        step = train_step(run, applied, cpu).relaid(WatchedExecutor(applied, trace))
+        applied = apply_layout(bind(run, LayoutModel), layout, mesh, cpu, AttentionChoice("sdpa"))
+        step = train_step(bind(run), applied, cpu).relaid(WatchedExecutor(applied, trace))
         measured_step(bind(run, TracedModel), applied, step, trace)
         found = measured_step(bind(run, TracedModel), applied, step, trace)
     axes = group_axes(mesh, WORLD)

@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from phalanx.families.language.config import LanguageRun
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import every_layout
 from phalanx.layout.spec import ResolvedLayout
 
@@ -72,7 +73,7 @@ def covering(layouts: list[ResolvedLayout]) -> list[ResolvedLayout]:
 
 def cases(model: str, world: int) -> list[ResolvedLayout]:
     """The layouts to verify `model` in on `world` ranks."""
-    layouts = list(every_layout(run_of(model, world, "fp64"), world))
+    layouts = list(every_layout(bind(run_of(model, world, "fp64")), world))
     others = model == "mpt"
     return [in_few_microbatches(layout, others=others) for layout in (layouts if world == 2 else covering(layouts))]
 

@@ -11,6 +11,7 @@ import yaml
 from phalanx.config.load import parse_run
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 
 Fields = dict[str, Any]
@@ -51,5 +52,5 @@ def run_from_words(run: LanguageRun, words: list[str]) -> LanguageRun:
 def refusal(run: LanguageRun, world: int, devices_per_node: int | None = None) -> list[str]:
     """The lines of the error that `run` meets on `world` ranks."""
     with pytest.raises(ConfigError) as caught:
-        resolve_layout(run, world, devices_per_node)
+        resolve_layout(bind(run), world, devices_per_node)
     return str(caught.value).splitlines()

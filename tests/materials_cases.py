@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 
@@ -82,4 +83,4 @@ def run_of(model: str, world: int, precision: str = "fp64", **layout: Any) -> Ma
 
 def cases(model: str, world: int) -> list[ResolvedLayout]:
     """The layouts to verify `model` in on `world` ranks."""
-    return [resolve_layout(run_of(model, world, **fields), world) for fields in LAYOUTS[world]]
+    return [resolve_layout(bind(run_of(model, world, **fields)), world) for fields in LAYOUTS[world]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from layout_cases import in_few_microbatches
+from phalanx.families.registry import bind
 from phalanx.families.weather.config import WeatherRun
 from phalanx.layout.resolve import every_layout, resolve_layout
 from phalanx.layout.spec import ResolvedLayout
@@ -86,8 +87,8 @@ def run_of(model: str, world: int, precision: str = "fp64", **layout: Any) -> We
 def cases(model: str, world: int) -> list[ResolvedLayout]:
     """The layouts to verify `model` in on `world` ranks: all on two ranks, those of `CHOSEN` on more."""
     chosen = [fields for fields in CHOSEN.get(world, []) if model != "rollout" or "pp" not in fields]
-    layouts = [resolve_layout(run_of(model, world, **fields), world) for fields in chosen]
+    layouts = [resolve_layout(bind(run_of(model, world, **fields)), world) for fields in chosen]
     return [
         in_few_microbatches(layout, others=model == "rollout")
-        for layout in layouts or every_layout(run_of(model, world), world)
+        for layout in layouts or every_layout(bind(run_of(model, world)), world)
     ]

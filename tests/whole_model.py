@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from layout_runs import Fields, run_with
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.token_batches import TokenBatch
+from phalanx.families.registry import bind
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import ONE_RANK, Groups, Mesh, build_mesh
 from phalanx.layout.place import Place, TensorSplits, place_of
 from phalanx.layout.spec import ResolvedLayout
@@ -39,7 +41,7 @@ def whole_run(changes: Fields) -> LanguageRun:
 def laid_out(run: LanguageRun, layout: ResolvedLayout, made: Groups | None = None) -> ParallelModel:
     """`run`'s model in `layout`, on this rank of the process group."""
     mesh = ONE_RANK if layout.world_size == 1 else build_mesh(layout, CPU, made)
-    return apply_layout(run, layout, mesh, CPU, AttentionChoice("sdpa"))
+    return apply_layout(bind(run, LayoutModel), layout, mesh, CPU, AttentionChoice("sdpa"))
 
 
 def samples_of(run: LanguageRun, layout: ResolvedLayout, mesh: Mesh) -> TokenBatch:

@@ -17,6 +17,7 @@ from phalanx.config.load import parse_run
 from phalanx.config.schema import Run
 from phalanx.data.sources import DATA_SOURCES, DataSource
 from phalanx.errors import CheckpointError, PhalanxError
+from phalanx.families.family import BoundModel
 from phalanx.families.registry import bind
 from phalanx.hardware.device import choose_device
 from phalanx.hardware.machine import load_machine
@@ -86,7 +87,7 @@ def dryrun(
     device: "gpu" computes with an accelerator's kernels, "cpu" with the CPU's. The report has the peak in bytes, what it is
     held for, and every collective. Raises ConfigError for a layout that is not legal.
     """
-    layout = resolve_layout(run, devices, devices_per_node)
+    layout = resolve_layout(bind(run), devices, devices_per_node)
     return dry_run(run, layout, rank, _build_whole_step, accelerator=device == "gpu", devices_per_node=devices_per_node)
 
 
@@ -129,29 +130,31 @@ def evaluate(path: Path | str, overrides: Sequence[str] = (), *, device: str = "
     CheckpointError where there is no whole checkpoint, DataError for data that are not there.
     """
     chosen = choose_device(device)
-    run, model = _load_on_one_rank(Path(path), chosen, overrides)
-    inputs = bind(run, TrainableModel).open_inputs(model.layout, ONE_RANK, chosen, first=True)
+    bound, model = _load_on_one_rank(Path(path), chosen, overrides)
+    inputs = bound.open_inputs(model.layout, ONE_RANK, chosen, first=True)
     try:
         return inputs.evaluator.evaluate(Executor(model))
     finally:
         inputs.stream.close()
 
 
-def _build_whole_step(run: Run, model: ParallelModel, device: torch.device) -> TrainStep:
+def _build_whole_step(bound: BoundModel, model: ParallelModel, device: torch.device) -> TrainStep:
     """Return the training step with all the state that its optimizer will ever have."""
-    step = build_step(run, model, device)
+    step = build_step(bound, model, device)
     materialise_optimizer_state(step.optimizer)
     return step
 
 
-def _load_on_one_rank(path: Path, device: torch.device, overrides: Sequence[str]) -> tuple[Run, ParallelModel]:
-    """Return the run that wrote the newest checkpoint at `path`, laid out on one rank, and its model with those weights."""
+def _load_on_one_rank(
+    path: Path, device: torch.device, overrides: Sequence[str]
+) -> tuple[TrainableModel, ParallelModel]:
+    """Return the bound model of the newest checkpoint at `path`, and that model on one rank with those weights."""
     newest = open_checkpoints(path).newest()
     if newest is None:
         raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
     written = parse_run(str(read_state(newest.path).get("run")), f"{newest.path}/state.json: run", overrides)
-    run = one_rank_run(written)
-    model = apply_layout(run, resolve_layout(run, 1), ONE_RANK, device, AttentionChoice("sdpa"), fill=False)
+    bound = bind(one_rank_run(written), TrainableModel)
+    model = apply_layout(bound, resolve_layout(bound, 1), ONE_RANK, device, AttentionChoice("sdpa"), fill=False)
     load_weights(path, model)
     model.refresh()
-    return run, model
+    return bound, model

@@ -15,6 +15,7 @@ import yaml
 from command_line import Call
 from phalanx.cli.planning.plan_text import write_plan_lines
 from phalanx.config.load import load_run
+from phalanx.families.registry import bind
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.measured.cells import COLUMNS
@@ -90,7 +91,7 @@ def test_json_and_the_written_run_agree(call: Call, folder: Path) -> None:
     assert outcome.code == 0 and facts["written"] == {"run": "out.yaml"}
     assert facts["fixed"] == {"microbatch": 1, "recompute": "none"}
     best = facts["layouts"][0]
-    layout = resolve_layout(load_run(folder / "out.yaml"), 16, 8)
+    layout = resolve_layout(bind(load_run(folder / "out.yaml")), 16, 8)
     for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "zero", "schedule", "microbatch", "accumulation"):
         assert getattr(layout, name) == best[name]
     assert best["step_s"] == min(row["step_s"] for row in facts["layouts"])
@@ -160,7 +161,7 @@ def test_the_command_that_runs_the_best_layout(call: Call, folder: Path) -> None
     command = shlex.split(said.partition("wrote plan.html")[0].replace("\\\n", " "))
     assert command[:7] == ["phalanx", "launch", "run.yaml", "--cluster", "frontier", "--nodes", "2"]
     assert "optimizer.lr=2e-3" in command
-    layout = resolve_layout(load_run(folder / "run.yaml", command[7:]), 16, 8)
+    layout = resolve_layout(bind(load_run(folder / "run.yaml", command[7:])), 16, 8)
     for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "zero", "schedule", "microbatch", "accumulation"):
         assert getattr(layout, name) == best[name]
     # The page has the command, the layout as YAML, and the same cells as the terminal.

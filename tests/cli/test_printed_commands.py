@@ -23,6 +23,7 @@ from command_line import Call
 from phalanx.cli.main import SUBCOMMANDS, app
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
+from phalanx.families.registry import bind
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout, stated_ranks
 from phalanx.verification.verify_run import MOST_RANKS, with_small_batch
@@ -174,7 +175,7 @@ def test_a_printed_command_works(command: Printed, clone: Path, call: Call, monk
     if options.get("cluster") is not None:
         load_machine(options["cluster"])
     if verb in ("train", "dryrun", "bench"):
-        resolve_layout(run, command.ranks or 1)
+        resolve_layout(bind(run), command.ranks or 1)
     if verb == "verify":
         _require_verifiable(run, command, options["all_ranks"], full=options["full"])
 
@@ -202,4 +203,4 @@ def _require_verifiable(run: Run, command: Printed, ranks: int | None, *, full: 
     """As `verify` starts it: on as many ranks as the degrees multiply to, with a batch of the small model's own."""
     ranks = ranks or command.ranks or stated_ranks(run)
     assert command.text.startswith(("torchrun", "srun")) or ranks <= MOST_RANKS
-    resolve_layout(run if full else with_small_batch(run, ranks), ranks)
+    resolve_layout(bind(run if full else with_small_batch(run, ranks)), ranks)

@@ -17,6 +17,7 @@ import pytest
 from command_line import Call
 from phalanx.cli.studies.search import write_search_lines
 from phalanx.config.load import load_run
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 from phalanx.report.study_page import render_search
 from phalanx.study.layouts.study import STUDY
@@ -55,7 +56,7 @@ def test_a_simulated_search(call: Call, folder: Path) -> None:
     assert len(facts["trials"]) == 9 and facts["best"]["step_s"] == min(row["step_s"] for row in good)
     assert sum(facts["planned"]["shapley_effects"].values()) == pytest.approx(1.0)
     assert "change with the seed" in facts["measured"]["caution"]
-    layout = resolve_layout(load_run(folder / "best.yaml"), 16, 8)
+    layout = resolve_layout(bind(load_run(folder / "best.yaml")), 16, 8)
     best = facts["best"]["values"]
     assert (layout.tp, layout.pp, layout.microbatch, layout.zero) == tuple(
         best[name] for name in ("tp", "pp", "microbatch", "zero")

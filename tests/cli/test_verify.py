@@ -12,6 +12,7 @@ import pytest
 from command_line import Call
 from phalanx.cli.main import SUBCOMMANDS
 from phalanx.config.load import load_run
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 from phalanx.verification import verify_run
 
@@ -79,7 +80,7 @@ def test_a_difference_is_named_and_ends_with_code_3(run_file: str, call: Call, m
 
     def other_weights(model: Any, *rest: Any, **options: Any) -> Any:
         training = model.run.training.model_copy(update={"seed": next(seeds)})
-        return right(type(model)(model.run.model_copy(update={"training": training})), *rest, **options)
+        return right(model.rebind(model.run.model_copy(update={"training": training})), *rest, **options)
 
     monkeypatch.setattr(verify_run, "record_training", other_weights)
     outcome = call("verify", run_file, "--nproc", "1")
@@ -112,7 +113,7 @@ def test_layouts_of_the_examples_are_legal(example: str) -> None:
     if words[0].startswith("examples/") and fields:
         run = load_run(Path(__file__).parents[2] / words[0], fields)
         ranks = math.prod(int(field.partition("=")[2]) for field in fields if field[1:].startswith("p="))
-        assert resolve_layout(run, ranks).world_size == ranks
+        assert resolve_layout(bind(run), ranks).world_size == ranks
 
 
 def test_an_unknown_field_is_refused(run_file: str, call: Call) -> None:

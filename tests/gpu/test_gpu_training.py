@@ -144,7 +144,7 @@ def test_sharding_over_one_rank_changes_nothing(one_rank_group: dist.ProcessGrou
     shards = Axis("shards", 0, 1, one_rank_group, (0,), one_rank_group.group_name)
     data = DeviceMesh.from_group(one_rank_group, device.type, mesh_dim_names=("shards",))
     mesh = replace(ONE_RANK, shards=shards, data=data, world=one_rank_group)
-    layout = replace(resolve_layout(run, 1), zero=zero)
+    layout = replace(resolve_layout(bind(run), 1), zero=zero)
     found = record_training(bind(run, VerifiableModel), layout, mesh, device, steps=2, activations=False)
     alone = record_steps(run, device)
     apart = distance(found, alone)

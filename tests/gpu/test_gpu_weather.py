@@ -84,7 +84,7 @@ def record_steps(run: WeatherRun, on_device: bool) -> Record:
     """Return losses, gradients and updated parameters of two steps."""
     device = accelerator() if on_device else CPU
     return record_training(
-        bind(run, VerifiableModel), resolve_layout(run, 1), ONE_RANK, device, steps=2, activations=False
+        bind(run, VerifiableModel), resolve_layout(bind(run), 1), ONE_RANK, device, steps=2, activations=False
     )
 
 

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from layout_runs import run_with
+from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
 
@@ -21,6 +23,8 @@ def test_sums_of_64_bit_numbers_are_not_left_to_a_kernel_of_32(precision: str, m
     given: list[Any] = []
     monkeypatch.setattr(nn.Module, "compile", lambda _block, options=None: given.append(options))
     monkeypatch.setattr(torch, "compile", lambda _loss, options=None: given.append(options))
-    apply_layout(run, resolve_layout(run, 1), ONE_RANK, torch.device("cpu"), AttentionChoice("sdpa"))
+    apply_layout(
+        bind(run, LayoutModel), resolve_layout(bind(run), 1), ONE_RANK, torch.device("cpu"), AttentionChoice("sdpa")
+    )
     wanted = {"triton.mix_order_reduction": False} if precision == "fp64" else None
     assert given == [wanted] * 3

@@ -7,10 +7,11 @@ from dataclasses import fields, replace
 import numpy as np
 
 from layout_runs import run_with
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import every_layout
 from phalanx.layout.spec import RECOMPUTES, LayoutTable, ResolvedLayout
 
-LAYOUTS = list(every_layout(run_with({}), 8))
+LAYOUTS = list(every_layout(bind(run_with({})), 8))
 
 
 def test_layouts_come_back_as_they_went_in() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from layout_runs import Fields, refusal, run_with
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 
 ZERO_BUBBLE: Fields = {"pp": 2, "schedule": "interleaved_zero_bubble"}
@@ -265,8 +266,8 @@ def test_an_illegal_layout_is_refused_with_its_numbers_and_what_is_near(rule: st
 
 def test_the_launcher_says_how_many_devices_a_node_has_unless_the_run_file_does() -> None:
     assert refusal(run_with(tp=4), 4, devices_per_node=2)[0] == "layout.tp=4 groups do not fit into nodes of 2 devices"
-    assert resolve_layout(run_with({"cluster.devices_per_node": 8}, tp=4), 4, devices_per_node=2).tp == 4
-    assert resolve_layout(run_with(tp=4, tp_across_nodes=True), 4, devices_per_node=2).tp == 4
+    assert resolve_layout(bind(run_with({"cluster.devices_per_node": 8}, tp=4)), 4, devices_per_node=2).tp == 4
+    assert resolve_layout(bind(run_with(tp=4, tp_across_nodes=True)), 4, devices_per_node=2).tp == 4
 
 
 def test_no_choice_may_be_legal() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from layout_runs import Fields, refusal, run_from_words, run_with
 from phalanx.config.load import parse_run
 from phalanx.errors import ConfigError
+from phalanx.families.registry import bind
 from phalanx.layout.legality import reasons_against
 from phalanx.layout.resolve import every_layout, factorisations, legal_layouts, resolve_layout
 from phalanx.layout.spec import DEGREES, ZERO_BUBBLE, ResolvedLayout
@@ -30,14 +31,14 @@ training: {steps: 10}
 @pytest.mark.parametrize("name", DEGREES)
 def test_any_one_degree_may_be_auto(name: str) -> None:
     fields = {other: 2 if other in ("dp_replicate", "cp") else 1 for other in DEGREES}
-    layout = resolve_layout(run_with(**{**fields, name: "auto"}), 8)
+    layout = resolve_layout(bind(run_with(**{**fields, name: "auto"})), 8)
     expected = 8 // (4 if fields[name] == 1 else 2)
     assert getattr(layout, name) == expected
     assert layout.world_size == 8
 
 
 def test_dp_shard_gives_way_to_another_auto() -> None:
-    assert str(resolve_layout(run_with(pp="auto", tp=2), 8)) == "tp=2 pp=4 schedule=1f1b stages_per_rank=1"
+    assert str(resolve_layout(bind(run_with(pp="auto", tp=2)), 8)) == "tp=2 pp=4 schedule=1f1b stages_per_rank=1"
 
 
 def test_two_degrees_are_not_auto() -> None:
@@ -76,12 +77,12 @@ def test_what_is_offered_instead_of_an_indivisible_degree_is_legal() -> None:
     ],
 )
 def test_context_is_chosen_by_mask_and_heads(fields: Fields, elsewhere: Fields, expected: str) -> None:
-    assert resolve_layout(run_with(elsewhere, **fields), 8).context == expected
+    assert resolve_layout(bind(run_with(elsewhere, **fields)), 8).context == expected
 
 
 @pytest.mark.parametrize(("zero", "pp", "expected"), [(3, 1, True), (3, 2, False), (2, 1, False), (1, 2, False)])
 def test_resharding_is_chosen_by_zero_and_stages(zero: int, pp: int, expected: bool) -> None:
-    assert resolve_layout(run_with(zero=zero, pp=pp), 4).reshard_after_forward is expected
+    assert resolve_layout(bind(run_with(zero=zero, pp=pp)), 4).reshard_after_forward is expected
 
 
 # --- the micro-batch that auto becomes ---------------------------------------------------------------------------------
@@ -107,19 +108,19 @@ def test_resharding_is_chosen_by_zero_and_stages(zero: int, pp: int, expected: b
 def test_auto_is_the_largest_micro_batch_that_divides_and_fills_the_pipeline(
     fields: Fields, world: int, expected: int
 ) -> None:
-    layout = resolve_layout(run_with(microbatch="auto", **fields), world)
+    layout = resolve_layout(bind(run_with(microbatch="auto", **fields)), world)
     assert layout.microbatch == expected
     assert layout.microbatch * layout.accumulation * layout.data_ranks == layout.global_batch
 
 
 def test_a_number_in_the_run_file_stays() -> None:
-    assert resolve_layout(run_with(microbatch=2, global_batch=16), 1, fits=lambda layout: False).microbatch == 2
+    assert resolve_layout(bind(run_with(microbatch=2, global_batch=16)), 1, fits=lambda layout: False).microbatch == 2
 
 
 @pytest.mark.parametrize(("room", "expected"), [(64, 16), (15, 8), (3, 2), (0, 1)])
 def test_auto_is_the_largest_that_fits_else_the_smallest(room: int, expected: int) -> None:
     run = run_with(microbatch="auto", global_batch=16)
-    assert resolve_layout(run, 1, fits=lambda layout: layout.microbatch <= room).microbatch == expected
+    assert resolve_layout(bind(run), 1, fits=lambda layout: layout.microbatch <= room).microbatch == expected
 
 
 def test_auto_meets_what_schedules_ask_for() -> None:
@@ -128,7 +129,7 @@ def test_auto_meets_what_schedules_ask_for() -> None:
             run = run_with(microbatch="auto", global_batch=batch, pp=4, schedule=schedule)
             if schedule in ("interleaved_1f1b", *ZERO_BUBBLE):
                 run = run.model_copy(update={"model": run.model.model_copy(update={"n_layers": 8})})
-            assert resolve_layout(run, 4).pp == 4
+            assert resolve_layout(bind(run), 4).pp == 4
 
 
 # --- hints -------------------------------------------------------------------------------------------------------------
@@ -166,8 +167,8 @@ def test_who_has_started_one_rank_is_told_to_start_more() -> None:
 def test_every_layout_of_1_to_64_ranks_fits_the_world_and_has_no_reason_against_it() -> None:
     run, found = run_with(), 0
     for world in range(1, 65):
-        layouts = list(legal_layouts(run, world))
-        assert all(layout.world_size == world and not reasons_against(run, layout, world) for layout in layouts)
+        layouts = list(legal_layouts(bind(run), world))
+        assert all(layout.world_size == world and not reasons_against(bind(run), layout, world) for layout in layouts)
         legal = {tuple(getattr(layout, name) for name in DEGREES) for layout in layouts}
         assert len(legal) == len(layouts)
         assert legal <= set(factorisations(world, len(DEGREES)))
@@ -175,7 +176,7 @@ def test_every_layout_of_1_to_64_ranks_fits_the_world_and_has_no_reason_against_
     assert found > 400
 
 
-EIGHT = list(every_layout(run_with(), 8))
+EIGHT = list(every_layout(bind(run_with()), 8))
 
 
 def test_no_layout_reshards_under_a_split_backward_pass() -> None:
@@ -189,21 +190,21 @@ def test_no_layout_reshards_under_a_split_backward_pass() -> None:
 @given(st.sampled_from(EIGHT))
 def test_a_layout_written_as_overrides_resolves_to_itself(layout: ResolvedLayout) -> None:
     for plain in (run_with(), run_with(tp=2, pp=2, cp=2, schedule="zbv", zero=1, context="all_to_all")):
-        assert resolve_layout(run_from_words(plain, layout.overrides()), 8) == layout
+        assert resolve_layout(bind(run_from_words(plain, layout.overrides())), 8) == layout
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.sampled_from(EIGHT))
 def test_what_is_printed_of_a_layout_leads_back_to_it(layout: ResolvedLayout) -> None:
     words = [f"layout.{word}" for word in str(layout).split()]
-    back = resolve_layout(run_from_words(run_with(dp_shard=1), words), 8)
+    back = resolve_layout(bind(run_from_words(run_with(dp_shard=1), words)), 8)
     assert str(back) == str(layout)
 
 
 def test_one_rank_is_called_so() -> None:
-    layout = resolve_layout(run_with(), 1)
+    layout = resolve_layout(bind(run_with()), 1)
     assert str(layout) == "one rank"
-    assert resolve_layout(run_from_words(run_with(tp=2), layout.overrides()), 1) == layout
+    assert resolve_layout(bind(run_from_words(run_with(tp=2), layout.overrides())), 1) == layout
 
 
 CHOICES = st.fixed_dictionaries(
@@ -248,14 +249,14 @@ def test_whatever_is_called_legal_is(degrees: tuple[int, ...], fields: Fields, e
     run = run_with(elsewhere, **fields, **stated)
     world = math.prod(degrees)
     try:
-        resolve_layout(run, world)
+        resolve_layout(bind(run), world)
     except ConfigError as error:
         last = str(error).splitlines()[-1]
         if last.startswith("no choice of degrees"):
-            assert not list(legal_layouts(run, world))
+            assert not list(legal_layouts(bind(run), world))
             return
         for words in proposals(last):
-            assert resolve_layout(run_from_words(run, words), world).world_size == world
+            assert resolve_layout(bind(run_from_words(run, words)), world).world_size == world
 
 
 @pytest.mark.parametrize("world", [7, 13, 61])
@@ -269,9 +270,9 @@ def test_a_prime_number_of_ranks_has_a_nearest_legal_layout(world: int) -> None:
 
 def test_24576_ranks_of_gpt_175b() -> None:
     run = parse_run(GPT_175B, "run.yaml")
-    layout = resolve_layout(run, 24576, devices_per_node=8)
+    layout = resolve_layout(bind(run), 24576, devices_per_node=8)
     assert (layout.dp_shard, layout.accumulation, layout.n_stages) == (24, 128, 16)
-    assert sum(1 for _ in legal_layouts(run, 24576, devices_per_node=8)) > 1000
+    assert sum(1 for _ in legal_layouts(bind(run), 24576, devices_per_node=8)) > 1000
     assert refusal(parse_run(GPT_175B, "run.yaml", ["layout.dp_shard=23"]), 24576, devices_per_node=8) == [
         "layout.dp_replicate=8 x layout.dp_shard=23 x layout.tp=8 x layout.pp=16 = 23552 ranks, but 24576 were started",
         "nearest legal: dp_replicate=8 dp_shard=24 tp=8 pp=16, or dp_replicate=6 dp_shard=32 tp=8 pp=16",

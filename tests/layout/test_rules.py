@@ -11,6 +11,7 @@ import pytest
 
 from layout_runs import refusal, run_with
 from phalanx.families.language.config import LanguageRun
+from phalanx.families.registry import bind
 from phalanx.layout import legality
 from phalanx.layout.legality import RULES, Requirements, Rule, is_legal, reasons_against
 from phalanx.layout.spec import CONTEXTS, DEGREES, GATHERS, RECOMPUTES, SCHEDULES, LayoutTable, ResolvedLayout
@@ -49,7 +50,7 @@ def draw_layouts(random: Random, count: int) -> list[ResolvedLayout]:
 
 
 def draw_legal(random: Random, run: LanguageRun, world: int, count: int) -> list[ResolvedLayout]:
-    legal = enumerate_layouts(run, world, limits=Limits.none())
+    legal = enumerate_layouts(bind(run), world, limits=Limits.none())
     return [legal.row(random.randrange(len(legal))) for _ in range(count)]
 
 
@@ -60,10 +61,10 @@ def test_masks_and_messages_agree(seed: int, per_node: int | None) -> None:
     run, world = draw_run(random), random.choice((4, 8, 12))
     # Of layouts drawn at random nearly all are illegal; some are for other numbers of ranks.
     layouts = draw_layouts(random, 200) + draw_legal(random, run, world, 50)
-    mask = is_legal(Requirements.of_run(run, world, per_node), LayoutTable.from_rows(layouts))
+    mask = is_legal(Requirements.of_model(bind(run), world, per_node), LayoutTable.from_rows(layouts))
     assert mask.any() and not mask.all()
     for layout, legal in zip(layouts, mask.tolist(), strict=True):
-        reasons = reasons_against(run, layout, world, per_node)
+        reasons = reasons_against(bind(run), layout, world, per_node)
         assert bool(reasons) is not legal
         assert all(reason.text and "{" not in reason.text for reason in reasons)
 
@@ -73,7 +74,7 @@ def test_no_other_field_than_a_rule_names_decides(seed: int) -> None:
     random = Random(seed)
     run = draw_run(random)
     layouts = draw_layouts(random, 300)
-    needs = Requirements.of_run(run, 8, 6)
+    needs = Requirements.of_model(bind(run), 8, 6)
     for rule in RULES:
         others = {name: values for name, values in VALUES.items() if name not in rule.reads}
         changed = [replace(x, **{name: random.choice(values) for name, values in others.items()}) for x in layouts]
@@ -86,8 +87,8 @@ def test_no_other_field_than_a_rule_names_decides(seed: int) -> None:
 def test_a_rule_added_at_one_place_changes_single_layouts_and_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     odd = Rule(("tp",), lambda _, t: t.tp == 2, "layout.tp={x.tp} brings bad luck", ({"layout.tp": 4},))
     run = run_with(tp=2)
-    assert 2 in enumerate_layouts(run, 8, limits=Limits.none()).tp
+    assert 2 in enumerate_layouts(bind(run), 8, limits=Limits.none()).tp
     monkeypatch.setattr(legality, "RULES", (*RULES, odd))
-    found = enumerate_layouts(run, 8, limits=Limits.none())
+    found = enumerate_layouts(bind(run), 8, limits=Limits.none())
     assert len(found) and 2 not in found.tp
     assert refusal(run, 8) == ["layout.tp=2 brings bad luck", "nearest legal: tp=4"]

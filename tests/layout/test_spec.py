@@ -4,6 +4,7 @@ import pytest
 
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 
 
@@ -20,17 +21,17 @@ def run_with(**layout: Any) -> LanguageRun:
 
 
 def test_auto_takes_the_ranks_that_replicas_leave() -> None:
-    layout = resolve_layout(run_with(dp_replicate=2), 8)
+    layout = resolve_layout(bind(run_with(dp_replicate=2)), 8)
     assert (layout.dp_replicate, layout.dp_shard, layout.data_ranks) == (2, 4, 8)
 
 
 def test_batch_arithmetic() -> None:
-    layout = resolve_layout(run_with(microbatch=2, global_batch=32), 4)
+    layout = resolve_layout(bind(run_with(microbatch=2, global_batch=32)), 4)
     assert (layout.samples_per_rank, layout.accumulation) == (8, 4)
 
 
 def test_a_batch_stated_in_tokens_is_exact() -> None:
-    assert resolve_layout(run_with(global_batch="128 tokens"), 1).global_batch == 16
+    assert resolve_layout(bind(run_with(global_batch="128 tokens")), 1).global_batch == 16
 
 
 @pytest.mark.parametrize(
@@ -63,5 +64,5 @@ def test_a_batch_stated_in_tokens_is_exact() -> None:
 )
 def test_illegal_layouts_name_numbers_and_the_nearest_legal_one(fields: dict, world: int, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve_layout(run_with(**fields), world)
+        resolve_layout(bind(run_with(**fields)), world)
     assert str(caught.value) == message

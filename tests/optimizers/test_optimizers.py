@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from phalanx.config.schema import Optimizer
 from phalanx.errors import ConfigError
 from phalanx.families.language.declare import parameter_kind
+from phalanx.families.registry import bind
 from phalanx.layout.data_parallel.gradients import local_gradient_norm
 from phalanx.layout.data_parallel.state_bytes import state_bytes
 from phalanx.layout.resolve import resolve_layout
@@ -159,7 +160,7 @@ def test_an_optimizer_that_is_not_there_and_options_that_mean_nothing_are_refuse
 
 def test_training_memory_counts_the_state_of_the_optimizer_that_is_named(momentum: Optimizer) -> None:
     run = whole_run(GPT)
-    layout = resolve_layout(run, 1)
-    adamw, lighter = (state_bytes(one, layout) for one in (run, run.model_copy(update={"optimizer": momentum})))
+    layout = resolve_layout(bind(run), 1)
+    adamw, lighter = (state_bytes(bind(one), layout) for one in (run, run.model_copy(update={"optimizer": momentum})))
     assert adamw.optimizer == 2 * adamw.parameters
     assert lighter.optimizer == lighter.parameters == adamw.parameters

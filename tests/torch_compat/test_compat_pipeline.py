@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distributed_ranks import run_ranks
+from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import resolve_layout
 from phalanx.torch_compat.pipeline import LeanStage, Received
@@ -22,7 +23,7 @@ def most_buffers(schedule: str) -> tuple[int, int]:
     run = whole_run({})
     fields = {"pp": 2, "schedule": schedule, "microbatch": 1}
     run = run.model_copy(update={"layout": run.layout.model_copy(update=fields)})
-    applied = laid_out(run, resolve_layout(run, 2), Groups())
+    applied = laid_out(run, resolve_layout(bind(run), 2), Groups())
     assert applied.pipeline is not None
     schedule_object = applied.pipeline._schedule
     stages = getattr(schedule_object, "_stages", None) or [schedule_object._stage]  # type: ignore[union-attr]

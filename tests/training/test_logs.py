@@ -114,7 +114,7 @@ def test_a_missing_tracker_names_the_extra(tracker: str, tmp_path: Path) -> None
     if importlib.util.find_spec(tracker) is not None:
         pytest.skip(f"{tracker} is installed here, so it cannot be missing")
     with pytest.raises(ConfigError, match=rf"training.{tracker}=mine needs the package {tracker}; install the extra"):
-        open_sinks(tiny_run(**{tracker: "mine"}), tmp_path, 0)
+        open_sinks(tiny_run(**{tracker: "mine"}), tmp_path, 0, "tokens")
     # Before anything is made, not when a checkpoint is loaded already.
     with pytest.raises(ConfigError, match=rf"training.{tracker}=mine needs the package"):
         train(tiny_run(**{tracker: "mine"}), tmp_path / "run")
@@ -127,7 +127,7 @@ def test_a_run_directory_keeps_its_identity_in_a_tracker(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "wandb", tracker)
     for folder in ("one", "one", "other"):
         (tmp_path / folder / "run").mkdir(parents=True, exist_ok=True)
-        open_sinks(tiny_run(wandb="mine"), tmp_path / folder / "run", 0)
+        open_sinks(tiny_run(wandb="mine"), tmp_path / folder / "run", 0, "tokens")
     assert asked[0] == asked[1] != asked[2]
 
 

@@ -34,7 +34,7 @@ def verify_all() -> list[Verdict]:
     for model, words in CASES:
         run = run_of(model, 4, "fp64", **words)
         verifier = Verifier(bind(run, VerifiableModel), CPU, steps=2, activations=True, groups=groups)
-        verdicts.append(verifier.verify(resolve_layout(run, 4)))
+        verdicts.append(verifier.verify(resolve_layout(bind(run), 4)))
     return verdicts
 
 

@@ -156,7 +156,7 @@ def verify_mutations() -> dict[str, tuple[Verdict, Verdict]]:
     for name, (mutation, model, words, _, _) in MUTATIONS.items():
         fields = dict(word.split("=") for word in words.split())
         run = run_of(model, 2, "fp64", **{k: int(v) if v.isdecimal() else v for k, v in fields.items()})
-        layout = resolve_layout(run, 2)
+        layout = resolve_layout(bind(run), 2)
         verifier = Verifier(bind(run, VerifiableModel), torch.device("cpu"), steps=1, activations=True, groups=groups)
         right = verifier.verify(layout)
         with _applied(mutation):

@@ -46,7 +46,7 @@ def descents(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_parameters_are_compared_where_their_change_is_bounded(name: str, compared: bool, descents: None) -> None:
     run = whole_run({**GPT, "optimizer.name": name, "layout.precision": "fp64"})
     verdict = Verifier(bind(run, VerifiableModel), torch.device("cpu"), steps=2, activations=False).verify(
-        resolve_layout(run, 1)
+        resolve_layout(bind(run), 1)
     )
     assert verdict.passed
     kinds = {check.what for check in verdict.checks}

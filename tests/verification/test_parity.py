@@ -77,7 +77,7 @@ def test_more_than_eighty_layouts_hold_every_pair_of_features() -> None:
     for model in MODELS:
         held = set().union(*(pairs(x) for (_, m), layouts in tried.items() if m == model for x in layouts))
         for world in WORLDS:
-            legal = set().union(*map(pairs, every_layout(run_of(model, world, "fp64"), world)))
+            legal = set().union(*map(pairs, every_layout(bind(run_of(model, world, "fp64")), world)))
             assert legal <= held
 
 

@@ -46,22 +46,22 @@ PRESETS: dict[str, dict[str, Any]] = {
 def test_what_is_legal_for_the_run_is_legal_for_the_small_one(preset: str, world: int) -> None:
     run = run_of(preset, world)
     small = reduced_run(bind(run, VerifiableModel), "fp64", 2, world)
-    layouts = list(every_layout(run, world))
+    layouts = list(every_layout(bind(run), world))
     assert layouts
     for layout in layouts:
         degrees = {name: getattr(layout, name) for name in DEGREES}
         fields = {"schedule": layout.schedule, "stages_per_rank": layout.stages_per_rank, "zero": layout.zero}
         fields |= {"context": layout.context, "reshard_after_forward": layout.reshard_after_forward}
         chosen = small.model_copy(update={"layout": small.layout.model_copy(update=fields)})
-        assert reasons_against(chosen, with_degrees(chosen, degrees), world) == []
+        assert reasons_against(bind(chosen), with_degrees(bind(chosen), degrees), world) == []
 
 
 def test_the_small_model_has_a_layer_for_each_stage_that_the_run_file_asks_for() -> None:
     run = run_of("llama3-8b", 2)
     fields = {"pp": 2, "dp_shard": 1, "schedule": "interleaved_1f1b", "stages_per_rank": 8}
     run = run.model_copy(update={"layout": run.layout.model_copy(update=fields)})
-    resolve_layout(run, 2)
-    assert resolve_layout(reduced_run(bind(run, VerifiableModel), "fp64", 2, 2), 2).n_stages == 16
+    resolve_layout(bind(run), 2)
+    assert resolve_layout(bind(reduced_run(bind(run, VerifiableModel), "fp64", 2, 2)), 2).n_stages == 16
 
 
 @pytest.mark.parametrize("preset", PRESETS)

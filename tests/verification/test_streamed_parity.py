@@ -38,11 +38,11 @@ def verify_all() -> list[Verdict]:
     for words in WEATHER:
         run = weather_cases.run_of("orbit", 4, gather="stream", **words)
         verifier = Verifier(bind(run, VerifiableModel), CPU, steps=1, activations=True, groups=groups)
-        verdicts.append(verifier.verify(resolve_layout(run, 4)))
+        verdicts.append(verifier.verify(resolve_layout(bind(run), 4)))
     for changes, words in LAYOUTS:
         run = full_run(run_with(changes, gather="stream", **words), "fp64", 2)
         verifier = Verifier(bind(run, VerifiableModel), CPU, steps=2, activations=True, groups=groups)
-        verdicts.append(verifier.verify(resolve_layout(run, 4)))
+        verdicts.append(verifier.verify(resolve_layout(bind(run), 4)))
     return verdicts
 
 
@@ -76,5 +76,5 @@ def test_a_layout_that_cannot_stream_says_why(name: str) -> None:
 
 
 def test_one_rank_streams_nothing() -> None:
-    assert resolve_layout(run_with(gather="stream"), 1).gather == "layer"
-    assert resolve_layout(run_with(gather="stream"), 2).gather == "stream"
+    assert resolve_layout(bind(run_with(gather="stream")), 1).gather == "layer"
+    assert resolve_layout(bind(run_with(gather="stream")), 2).gather == "stream"

@@ -8,7 +8,7 @@ A family's class derives from this one and from those of the rooms that it takes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from phalanx.config.schema import Run
 from phalanx.nn.initial import InitRules
@@ -38,6 +38,10 @@ class BoundModel(ABC):
 
     def __init__(self, run: Run) -> None:
         self.run = run
+
+    def rebind(self, run: Run) -> Self:
+        """Return the model of another run of the same family."""
+        return type(self)(run)
 
     @abstractmethod
     def positions(self) -> SplitCount:

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.schema import Run
-from phalanx.families.registry import bind
 from phalanx.layout.compile import compile_stage, compiles_blocks
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
@@ -90,7 +88,7 @@ class ParallelModel:
 
 
 def apply_layout(
-    run: Run,
+    model: LayoutModel,
     layout: ResolvedLayout,
     mesh: Mesh,
     device: torch.device,
@@ -98,39 +96,38 @@ def apply_layout(
     *,
     fill: bool = True,
 ) -> ParallelModel:
-    """Build the stages of `run`'s model that belong on this rank, over `mesh`, with their initial values.
+    """Build the stages of `model` that belong on this rank, over `mesh`, with their initial values.
 
     fill: whether parameters get their initial values, for which a dry run has no memory. All ranks of `mesh` call it
     together. Raises ConfigError where layout.peer_copies=true and ranks cannot read each other's memory.
     """
-    precision = PRECISIONS[run.layout.precision]
+    run, precision = model.run, PRECISIONS[model.run.layout.precision]
     # Sharded parameters are cast as they are gathered; whole ones have a copy in the format of the arithmetic.
     low_precision = mesh.data is None and precision.copies_parameters
-    bound = bind(run, LayoutModel)
     sharding = choose_sharding(run, layout, mesh, device)
     context = make_context(layout, mesh, device, attention, sharding)
-    names = bound.tied()
-    compiled = compiles_blocks(run, layout, device)
+    names = model.tied()
+    compiled = compiles_blocks(model, layout, device)
     stages: list[Stage] = []
     parameters: dict[str, nn.Parameter] = {}
     splits: TensorSplits = {}
-    for index, chunk in model_chunks(layout, mesh.pp.rank, run.model.n_layers, bound.block_costs()).items():
-        model, kept = bound.build(context, chunk)
+    for index, chunk in model_chunks(layout, mesh.pp.rank, run.model.n_layers, model.block_costs()).items():
+        module, kept = model.build(context, chunk)
         splits |= {whole_name(name, names): split for name, split in kept.items()}
-        model.to(precision.compute_dtype if low_precision else precision.main_dtype)
-        stage = bound.stage(context, model, index)
+        module.to(precision.compute_dtype if low_precision else precision.main_dtype)
+        stage = model.stage(context, module, index)
         recompute_stage(stage, run.layout.recompute)
         if layout.splits_backward:
-            separate_gradients(model)
+            separate_gradients(module)
         if compiled:
             compile_stage(stage)
         sharding.shard_stage(stage)
-        main = bound.build(context, chunk)[0].to(precision.main_dtype) if low_precision else model
+        main = model.build(context, chunk)[0].to(precision.main_dtype) if low_precision else module
         named = named_parameters(main.to_empty(device=device), names)
         if fill:
-            initialise_parameters(named, bound.initial_rules(), run.training.seed, splits)
+            initialise_parameters(named, model.initial_rules(), run.training.seed, splits)
         if low_precision:
-            stage.low_precision = LowPrecisionParameters(main, model.to_empty(device=device))
+            stage.low_precision = LowPrecisionParameters(main, module.to_empty(device=device))
         stages.append(stage)
         parameters |= named
     apart = {parameter for stage in stages for parameter in stage.branch_parameters()}

@@ -7,26 +7,25 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from phalanx.config.schema import Run
-from phalanx.families.registry import bind
 from phalanx.layout.family import LayoutModel
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.torch_compat import common as compat
 
 
-def compiles_blocks(run: Run, layout: ResolvedLayout, device: torch.device) -> bool:
+def compiles_blocks(model: LayoutModel, layout: ResolvedLayout, device: torch.device) -> bool:
     """Return whether blocks are compiled: as the run file says; by `auto` on accelerators wherever the layout allows it.
 
     Streamed weights and gradients of inputs and weights apart both step into the backward pass of a block, which a compiled
     block runs as one program.
     """
-    if not bind(run, LayoutModel).compiles_blocks:
+    if not model.compiles_blocks:
         return False
-    if run.training.compile == "auto":
+    compiles = model.run.training.compile
+    if compiles == "auto":
         whole = layout.gather == "layer" and not layout.splits_backward
         return device.type != "cpu" and whole
-    return run.training.compile
+    return compiles
 
 
 def compile_stage(stage: Stage) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import bind
+from phalanx.families.family import BoundModel
 from phalanx.layout.data_parallel import task_heads
 from phalanx.layout.spec import DEGREES, SINGLE_STAGE, Bools, Ints, LayoutTable, ResolvedLayout
 from phalanx.nn.precision import PRECISIONS
@@ -30,6 +30,7 @@ _MOST_TRIED = 4096
 class Requirements:
     """What a run on a number of ranks asks of its layout; its model is asked once for all layouts."""
 
+    model: BoundModel
     run: Run
     world_size: int
     devices_per_node: int | None
@@ -50,10 +51,11 @@ class Requirements:
     """Whether embedding and head share parameters."""
 
     @classmethod
-    def of_run(cls, run: Run, world_size: int, devices_per_node: int | None = None) -> Requirements:
-        """Ask the model of `run`. devices_per_node: what the launcher says; the run file's own word comes first."""
-        model = bind(run)
+    def of_model(cls, model: BoundModel, world_size: int, devices_per_node: int | None = None) -> Requirements:
+        """Ask the model. devices_per_node: what the launcher says; the run file's own word comes first."""
+        run = model.run
         return cls(
+            model=model,
             run=run,
             world_size=world_size,
             devices_per_node=run.cluster.devices_per_node or devices_per_node,
@@ -113,10 +115,10 @@ def is_legal(needs: Requirements, layouts: LayoutTable, decided: Set[str] | None
 
 
 def reasons_against(
-    run: Run, layout: ResolvedLayout, world_size: int, devices_per_node: int | None = None
+    model: BoundModel, layout: ResolvedLayout, world_size: int, devices_per_node: int | None = None
 ) -> list[Reason]:
-    """Return every reason why `layout` cannot be used for `run` on `world_size` ranks; none for a legal one."""
-    needs = Requirements.of_run(run, world_size, devices_per_node)
+    """Return every reason why `layout` cannot be used for `model` on `world_size` ranks; none for a legal one."""
+    needs = Requirements.of_model(model, world_size, devices_per_node)
     broken = [rule for rule in RULES if np.any(rule.broken(needs, layout.table))]
     # The other rules would only repeat what wrong degrees lead to.
     broken = [rule for rule in broken if rule in DEGREE_RULES] or broken
@@ -231,7 +233,7 @@ def _refuses_branch_groups(needs: Requirements, layouts: LayoutTable) -> Bools |
     if needs.run.layout.branch_groups == "off" and not any(layouts.branch_groups):
         return False
     rows = [layouts.row(index) for index in range(len(layouts))]
-    return np.asarray([any(task_heads.refusals(needs.run, row)) for row in rows], np.bool_)
+    return np.asarray([any(task_heads.refusals(needs.model, row)) for row in rows], np.bool_)
 
 
 BRANCH_RULES = (
@@ -239,7 +241,7 @@ BRANCH_RULES = (
     Rule(
         reads=(*DEGREES, "branch_groups"),
         broken=_refuses_branch_groups,
-        message=lambda needs, x: "\n".join(task_heads.refusals(needs.run, x)),
+        message=lambda needs, x: "\n".join(task_heads.refusals(needs.model, x)),
         fixes=({"layout.branch_groups": "off"},),
     ),
 )

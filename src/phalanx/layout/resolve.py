@@ -10,7 +10,7 @@ from dataclasses import replace
 from phalanx.config.check import global_batch_samples
 from phalanx.config.schema import Layout, Run
 from phalanx.errors import ConfigError
-from phalanx.families.registry import bind
+from phalanx.families.family import BoundModel
 from phalanx.families.sizes import check_parameter_count
 from phalanx.layout.data_parallel.task_heads import branch_sizes
 from phalanx.layout.legality import (
@@ -40,22 +40,22 @@ _EXPERIMENT = ("layout.global_batch", "layout.precision")
 
 
 def resolve_layout(
-    run: Run, world_size: int, devices_per_node: int | None = None, fits: MemoryFits | None = None
+    model: BoundModel, world_size: int, devices_per_node: int | None = None, fits: MemoryFits | None = None
 ) -> ResolvedLayout:
-    """Return the layout of `run` on `world_size` ranks, with `auto` filled in.
+    """Return the layout that the run file of `model` asks for on `world_size` ranks, with `auto` filled in.
 
     devices_per_node: what the launcher says; the run file's own word comes first. fits: asked for the micro-batch where that
     is auto; None where the devices' memory is not known, or does not bound it. Raises ConfigError, with the numbers and the
     nearest legal choice, where the layout is not legal.
     """
-    check_parameter_count(run.model)
+    check_parameter_count(model.run.model)
     try:
-        layout = with_degrees(run, _fill_degrees(run.layout, world_size), fits)
+        layout = with_degrees(model, _fill_degrees(model.run.layout, world_size), fits)
     except _Indivisible as error:
-        raise ConfigError(f"{error}\n{_suggest_instead(run, world_size, devices_per_node)}") from None
-    found = reasons_against(run, layout, world_size, devices_per_node)
+        raise ConfigError(f"{error}\n{_suggest_instead(model, world_size, devices_per_node)}") from None
+    found = reasons_against(model, layout, world_size, devices_per_node)
     if found:
-        raise ConfigError(_explain_illegal(run, layout, world_size, devices_per_node, found))
+        raise ConfigError(_explain_illegal(model, layout, world_size, devices_per_node, found))
     return layout
 
 
@@ -65,18 +65,18 @@ def stated_ranks(run: Run) -> int:
     return math.prod(degree for degree in degrees if degree != "auto")
 
 
-def can_run(run: Run, world_size: int, devices_per_node: int | None = None) -> bool:
-    """Return whether `run` has a legal layout on `world_size` ranks as it stands."""
+def can_run(model: BoundModel, world_size: int, devices_per_node: int | None = None) -> bool:
+    """Return whether the run file of `model` has a legal layout on `world_size` ranks as it stands."""
     try:
-        layout = with_degrees(run, _fill_degrees(run.layout, world_size))
+        layout = with_degrees(model, _fill_degrees(model.run.layout, world_size))
     except _Indivisible:
         return False
-    return not reasons_against(run, layout, world_size, devices_per_node)
+    return not reasons_against(model, layout, world_size, devices_per_node)
 
 
-def with_degrees(run: Run, degrees: Degrees, fits: MemoryFits | None = None) -> ResolvedLayout:
-    """Return the layout with these degrees and all else as `run` says; legal or not. fits: as for `resolve_layout`."""
-    chosen, model = run.layout, bind(run)
+def with_degrees(model: BoundModel, degrees: Degrees, fits: MemoryFits | None = None) -> ResolvedLayout:
+    """Return the layout with these degrees, all else as the run file says; legal or not. fits: as for `resolve_layout`."""
+    chosen = model.run.layout
     cp, pp = degrees["cp"], degrees["pp"]
     per_rank = chosen.stages_per_rank
     if per_rank == "auto":
@@ -91,7 +91,7 @@ def with_degrees(run: Run, degrees: Degrees, fits: MemoryFits | None = None) -> 
         # Pipeline stages would gather their parameters again for every micro-batch.
         reshard = chosen.zero == 3 and pp == 1
     layout = ResolvedLayout(
-        global_batch=global_batch_samples(run),
+        global_batch=global_batch_samples(model.run),
         microbatch=1 if chosen.microbatch == "auto" else chosen.microbatch,
         **degrees,
         zero=chosen.zero,
@@ -102,7 +102,7 @@ def with_degrees(run: Run, degrees: Degrees, fits: MemoryFits | None = None) -> 
         reshard_after_forward=reshard,
         # One rank that shares with nobody has nothing to stream.
         gather=chosen.gather if degrees["dp_shard"] * cp > 1 else "layer",
-        branch_groups=branch_sizes(run, degrees["dp_replicate"] * degrees["dp_shard"]),
+        branch_groups=branch_sizes(model, degrees["dp_replicate"] * degrees["dp_shard"]),
         recompute=chosen.recompute,
     )
     return _choose_microbatch(layout, fits) if chosen.microbatch == "auto" else layout
@@ -124,28 +124,28 @@ def _choose_microbatch(layout: ResolvedLayout, fits: MemoryFits | None) -> Resol
     return next((each for each in largest_first if fits(each)), largest_first[-1])
 
 
-def one_rank_microbatch(run: Run) -> int:
-    """Return the samples that `run` computes at a time on one rank, whatever its degrees are."""
-    return with_degrees(run, dict.fromkeys(DEGREES, 1)).microbatch
+def one_rank_microbatch(model: BoundModel) -> int:
+    """Return the samples that are computed at a time on one rank, whatever its degrees are."""
+    return with_degrees(model, dict.fromkeys(DEGREES, 1)).microbatch
 
 
-def legal_layouts(run: Run, world_size: int, devices_per_node: int | None = None) -> list[ResolvedLayout]:
-    """Return every legal choice of degrees for `world_size` ranks, all else as `run` says."""
-    layouts = _every_split(run, world_size)
-    legal = is_legal(Requirements.of_run(run, world_size, devices_per_node), LayoutTable.from_rows(layouts))
+def legal_layouts(model: BoundModel, world_size: int, devices_per_node: int | None = None) -> list[ResolvedLayout]:
+    """Return every legal choice of degrees for `world_size` ranks, all else as the run file says."""
+    layouts = _every_split(model, world_size)
+    legal = is_legal(Requirements.of_model(model, world_size, devices_per_node), LayoutTable.from_rows(layouts))
     return list(itertools.compress(layouts, legal))
 
 
-def every_layout(run: Run, world_size: int) -> list[ResolvedLayout]:
+def every_layout(model: BoundModel, world_size: int) -> list[ResolvedLayout]:
     """Return `legal_layouts` with every schedule, ZeRO level, resharding and kind of context parallelism as well."""
-    variants = [variant for layout in _every_split(run, world_size) for variant in _vary_choices(layout)]
-    legal = is_legal(Requirements.of_run(run, world_size), LayoutTable.from_rows(variants))
+    variants = [variant for layout in _every_split(model, world_size) for variant in _vary_choices(layout)]
+    legal = is_legal(Requirements.of_model(model, world_size), LayoutTable.from_rows(variants))
     return list(itertools.compress(variants, legal))
 
 
-def _every_split(run: Run, world_size: int) -> list[ResolvedLayout]:
+def _every_split(model: BoundModel, world_size: int) -> list[ResolvedLayout]:
     splits = factorisations(world_size, len(DEGREES))
-    return [with_degrees(run, dict(zip(DEGREES, degrees, strict=True))) for degrees in splits]
+    return [with_degrees(model, dict(zip(DEGREES, degrees, strict=True))) for degrees in splits]
 
 
 def _vary_choices(layout: ResolvedLayout) -> Iterator[ResolvedLayout]:
@@ -212,60 +212,60 @@ def _fill_degrees(layout: Layout, world_size: int) -> Degrees:
     return {**stated, automatic[0]: world_size // product}
 
 
-def _suggest_instead(run: Run, world_size: int, devices_per_node: int | None) -> str:
+def _suggest_instead(model: BoundModel, world_size: int, devices_per_node: int | None) -> str:
     """What would be legal where the stated degrees do not divide the world size: another value of one, else others."""
-    stated = {name: getattr(run.layout, name) for name in DEGREES}
+    stated = {name: getattr(model.run.layout, name) for name in DEGREES}
     given = {name: value for name, value in stated.items() if value not in ("auto", 1)}
     changes = sorted((abs(d - value), d, name) for name, value in given.items() for d in divisors(world_size))
-    more = _more_ranks(run, world_size, devices_per_node)
+    more = _more_ranks(model, world_size, devices_per_node)
     for _, degree, name in changes:
-        if can_run(_change_run(run, {f"layout.{name}": degree}), world_size, devices_per_node):
+        if can_run(_change_fields(model, {f"layout.{name}": degree}), world_size, devices_per_node):
             return f"{more}nearest legal: {name}={degree}"
-    wanted = with_degrees(run, {name: 1 if value == "auto" else value for name, value in stated.items()})
-    nearest = _nearest_degrees(run, wanted, world_size, devices_per_node)
+    wanted = with_degrees(model, {name: 1 if value == "auto" else value for name, value in stated.items()})
+    nearest = _nearest_degrees(model, wanted, world_size, devices_per_node)
     return f"{more}nearest legal: {_join_choices(nearest)}" if nearest else f"{more}{_none_legal(world_size)}"
 
 
-def _more_ranks(run: Run, world_size: int, devices_per_node: int | None) -> str:
+def _more_ranks(model: BoundModel, world_size: int, devices_per_node: int | None) -> str:
     """Return the line that says how many ranks the stated degrees need, for who has started one alone; else nothing."""
-    needed = stated_ranks(run)
-    if world_size > 1 or needed == 1 or not can_run(run, needed, devices_per_node):
+    needed = stated_ranks(model.run)
+    if world_size > 1 or needed == 1 or not can_run(model, needed, devices_per_node):
         return ""
     return f"start {needed} ranks: --nproc {needed}, or with torchrun or srun\n"
 
 
 def _explain_illegal(
-    run: Run, layout: ResolvedLayout, world_size: int, devices_per_node: int | None, found: list[Reason]
+    model: BoundModel, layout: ResolvedLayout, world_size: int, devices_per_node: int | None, found: list[Reason]
 ) -> str:
     """The reasons, and what would be legal: other fields with these degrees, else other degrees, else both."""
     lines = "\n".join(reason.text for reason in found)
     fixes = list(_joint_fixes(found))
     same = [fix for fix in fixes if not any(name in _EXPERIMENT for name in fix)]
     # Other fields first, so that the degrees that were asked for stay.
-    mending = [fix for fix in same if can_run(_change_run(run, fix), world_size, devices_per_node)]
-    more = _more_ranks(run, world_size, devices_per_node) if layout.world_size != world_size else ""
+    mending = [fix for fix in same if can_run(_change_fields(model, fix), world_size, devices_per_node)]
+    more = _more_ranks(model, world_size, devices_per_node) if layout.world_size != world_size else ""
     if mending:
         return f"{lines}\n{more}nearest legal: {_join_choices([_write_fix(fix) for fix in mending[:_SUGGESTED]])}"
     for fix in ({}, *same):
         beside = {name: value for name, value in fix.items() if name.removeprefix("layout.") not in DEGREES}
-        nearest = _nearest_degrees(_change_run(run, beside), layout, world_size, devices_per_node)
+        nearest = _nearest_degrees(_change_fields(model, beside), layout, world_size, devices_per_node)
         if nearest:
             return (
                 f"{lines}\n{more}nearest legal: {_join_choices([_write_fix(beside) + degrees for degrees in nearest])}"
             )
-    return f"{lines}\n{more}{_other_experiment(run, fixes, layout, world_size, devices_per_node)}"
+    return f"{lines}\n{more}{_other_experiment(model, fixes, layout, world_size, devices_per_node)}"
 
 
 def _other_experiment(
-    run: Run, fixes: list[Fix], layout: ResolvedLayout, world_size: int, devices_per_node: int | None
+    model: BoundModel, fixes: list[Fix], layout: ResolvedLayout, world_size: int, devices_per_node: int | None
 ) -> str:
     """Return what is legal with another global batch or precision, which train another run, or that nothing is."""
     changing = [fix for fix in fixes if any(name in _EXPERIMENT for name in fix)]
-    mending = [_write_fix(fix) for fix in changing if can_run(_change_run(run, fix), world_size, devices_per_node)]
+    mending = [_write_fix(fix) for fix in changing if can_run(_change_fields(model, fix), world_size, devices_per_node)]
     if not mending:
         for fix in changing:
             beside = {name: value for name, value in fix.items() if name.removeprefix("layout.") not in DEGREES}
-            nearest = _nearest_degrees(_change_run(run, beside), layout, world_size, devices_per_node)
+            nearest = _nearest_degrees(_change_fields(model, beside), layout, world_size, devices_per_node)
             mending += [_write_fix(beside) + degrees for degrees in nearest]
     if not mending:
         return _none_legal(world_size)
@@ -286,11 +286,12 @@ def _joint_fixes(found: list[Reason]) -> Iterator[Fix]:
     return iter(sorted(joint, key=len))
 
 
-def _change_run(run: Run, fix: Fix) -> Run:
+def _change_fields(model: BoundModel, fix: Fix) -> BoundModel:
+    run = model.run
     for name, value in fix.items():
         section, field = name.split(".")
         run = run.model_copy(update={section: getattr(run, section).model_copy(update={field: value})})
-    return run
+    return model.rebind(run)
 
 
 def _write_fix(fix: Fix) -> list[str]:
@@ -306,7 +307,7 @@ def _join_choices(choices: list[list[str]]) -> str:
 
 
 def _nearest_degrees(
-    run: Run, wanted: ResolvedLayout, world_size: int, devices_per_node: int | None
+    model: BoundModel, wanted: ResolvedLayout, world_size: int, devices_per_node: int | None
 ) -> list[list[str]]:
     """The degrees of the legal layouts that differ least, in words."""
 
@@ -318,7 +319,7 @@ def _nearest_degrees(
         ]
         return (sum(ratios), *(getattr(layout, name) for name in DEGREES))
 
-    legal = sorted(legal_layouts(run, world_size, devices_per_node), key=distance)[:_SUGGESTED]
+    legal = sorted(legal_layouts(model, world_size, devices_per_node), key=distance)[:_SUGGESTED]
     return [_write_degrees(layout, wanted) for layout in legal]
 
 

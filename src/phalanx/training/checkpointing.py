@@ -26,7 +26,6 @@ from phalanx.config.document import Value, parse_document, show_value
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.families.registry import bind
 from phalanx.layout.apply import ParallelModel
 from phalanx.training.divergence import all_finite
 from phalanx.training.inputs import Inputs, TrainableModel
@@ -69,28 +68,31 @@ class TrainingState(BaseModel):
     """The resolved run file."""
 
 
-def require_checkpoint(run: Run, run_dir: Path) -> None:
+def require_checkpoint(model: TrainableModel, run_dir: Path) -> None:
     """Refuse a run that is to begin from a checkpoint that is not there, before its run directory is made."""
-    training = run.training
+    training = model.run.training
     if training.resume in ("auto", "never") and training.init_from is None:
         return
     if open_checkpoints(run_dir).newest() is not None:
         return
     if training.resume not in ("auto", "must", "never"):
         if open_checkpoints(Path(training.resume)).newest() is None:
-            raise _nothing_to_resume(run, training.resume, Path(training.resume))
+            raise _nothing_to_resume(model, training.resume, Path(training.resume))
     elif training.resume == "must":
-        raise _nothing_to_resume(run, training.resume, run_dir / "checkpoints")
+        raise _nothing_to_resume(model, training.resume, run_dir / "checkpoints")
     elif training.init_from is not None and open_checkpoints(Path(training.init_from)).newest() is None:
-        raise _no_weights(Path(training.init_from), bind(run, TrainableModel).how_to_import)
+        raise _no_weights(Path(training.init_from), model.how_to_import)
 
 
-def restore_run(run: Run, store: CheckpointStore, step: TrainStep, inputs: Inputs, device: torch.device) -> int:
+def restore_run(
+    model: TrainableModel, store: CheckpointStore, step: TrainStep, inputs: Inputs, device: torch.device
+) -> int:
     """Load the checkpoint the run resumes from, if any; return the last step already done.
 
     Raises CheckpointError where there is none but `training.resume` asks for one, or where none is usable, and ConfigError
     where the checkpoint's run read other samples.
     """
+    run = model.run
     resume, applied = run.training.resume, step.applied
     present = store.newest() is not None
     if resume == "never" and present:
@@ -116,9 +118,9 @@ def restore_run(run: Run, store: CheckpointStore, step: TrainStep, inputs: Input
     loaded = source.load_newest_usable(tensors, check=check)
     if loaded is None:
         if elsewhere or resume == "must":
-            raise _nothing_to_resume(run, resume, Path(resume) if elsewhere else store.root)
+            raise _nothing_to_resume(model, resume, Path(resume) if elsewhere else store.root)
         if run.training.init_from is not None:
-            load_weights(Path(run.training.init_from), applied, bind(run, TrainableModel).how_to_import)
+            load_weights(Path(run.training.init_from), applied, model.how_to_import)
         return 0
     checkpoint, fields = loaded
     # Only now: a checkpoint of other samples is sound, so an older one must not be tried in its place.
@@ -204,8 +206,8 @@ def _flat(value: Value, name: str = "") -> dict[str, Value]:
     return {path: scalar for part, item in parts for path, scalar in _flat(item, part).items()}
 
 
-def _nothing_to_resume(run: Run, resume: str, where: Path) -> CheckpointError:
-    hint = bind(run, TrainableModel).how_to_import(where)
+def _nothing_to_resume(model: TrainableModel, resume: str, where: Path) -> CheckpointError:
+    hint = model.how_to_import(where)
     return CheckpointError(
         f"training.resume={resume}, but {where} holds no whole checkpoint; use training.resume=auto{hint}"
     )

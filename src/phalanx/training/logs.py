@@ -16,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.families.registry import bind
 from phalanx.files import write_atomically
 from phalanx.printable import plain_console, write_stderr
 from phalanx.training.metrics import StepMetrics
@@ -267,8 +266,11 @@ def _missing_tracker(tracker: str, run: Run) -> ConfigError:
     )
 
 
-def open_sinks(run: Run, folder: Path, first_step: int) -> list[Sink]:
-    """Return the sinks that the run file asks for, for a run that continues after `first_step`."""
+def open_sinks(run: Run, folder: Path, first_step: int, unit: str) -> list[Sink]:
+    """Return the sinks that the run file asks for, for a run that continues after `first_step`.
+
+    unit: what a position of a sample is.
+    """
     training = run.training
     sinks: list[Sink] = []
     if training.tensorboard:
@@ -278,6 +280,5 @@ def open_sinks(run: Run, folder: Path, first_step: int) -> list[Sink]:
     if training.mlflow is not None:
         sinks.append(MlflowSink(run, folder))
     # The terminal last: its progress bar starts only when nothing can fail any more.
-    unit = bind(run).position_unit
     sinks.append(ConsoleSink(total_steps=training.steps, first_step=first_step, every=training.log_every, unit=unit))
     return sinks

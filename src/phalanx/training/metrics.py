@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from phalanx.config.schema import Run
-from phalanx.families.registry import bind
+from phalanx.families.family import BoundModel
 from phalanx.hardware.device import device_name, find_facts, measure_matmul_tflops
 from phalanx.torch_compat import common as compat
 from phalanx.training.step import StepResult
@@ -97,7 +97,7 @@ class StepMeter:
 
     def __init__(
         self,
-        run: Run,
+        model: BoundModel,
         *,
         global_batch: int,
         world_size: int,
@@ -105,8 +105,7 @@ class StepMeter:
         peaks: Peaks,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Measure steps of `run`. note: told, once, that the peak measured at the start was too low."""
-        model = bind(run)
+        """Measure steps of `model`. note: told, once, that the peak measured at the start was too low."""
         self.tokens_per_step = global_batch * model.positions().count
         self.flops_per_token = model.flops_per_sample() / model.positions().count
         self.world_size = world_size

@@ -23,7 +23,6 @@ from phalanx.files import write_atomically
 from phalanx.hardware.device import choose_device, device_name, memory_bytes, require_cpu_format
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, check_attention
-from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import (
     Mesh,
     Ranks,
@@ -71,7 +70,8 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
     PhalanxError when a callback fails, Interrupted when asked to stop.
     """
     ranks = ranks_from_environment()
-    layout = resolve_layout(run, ranks.world_size, ranks.ranks_per_node)
+    model = bind(run, TrainableModel)
+    layout = resolve_layout(model, ranks.world_size, ranks.ranks_per_node)
     device = choose_device(run.cluster.device, ranks.local_rank)
     require_cpu_format(PRECISIONS[run.layout.precision].compute_dtype, device)
     check_attention(run.training.attention, device)
@@ -82,17 +82,17 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
         torch.use_deterministic_algorithms(True)
     join_process_group(ranks, device, timeout_s=run.training.timeout_s)
     try:
-        layout = _fit_microbatch(run, layout, ranks, device)
+        layout = _fit_microbatch(model, layout, ranks, device)
         place = Placement(ranks, layout, build_mesh(layout, device), device)
-        run = bind(run, TrainableModel).settle(run_dir)
+        model = model.rebind(model.settle(run_dir))
         # Before the run directory is made: missing data then leaves nothing behind.
-        inputs = bind(run, TrainableModel).open_inputs(layout, place.mesh, device, first=ranks.first)
+        inputs = model.open_inputs(layout, place.mesh, device, first=ranks.first)
         try:
-            require_checkpoint(run, run_dir)
+            require_checkpoint(model, run_dir)
             directory = RunDirectory(run_dir)
             directory.create()
             with RunLock(run_dir):
-                _train_in_directory(run, place, directory, inputs, callbacks, until)
+                _train_in_directory(model, place, directory, inputs, callbacks, until)
         finally:
             inputs.stream.close()
     except Interrupted:
@@ -102,23 +102,25 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
     leave_process_group()
 
 
-def _fit_microbatch(run: Run, layout: ResolvedLayout, ranks: Ranks, device: torch.device) -> ResolvedLayout:
+def _fit_microbatch(
+    model: TrainableModel, layout: ResolvedLayout, ranks: Ranks, device: torch.device
+) -> ResolvedLayout:
     """Return `layout` with a micro-batch that fits the device, where the run file leaves it to Phalanx."""
     capacity = memory_bytes(device)
-    if run.layout.microbatch != "auto" or capacity is None:
+    if model.run.layout.microbatch != "auto" or capacity is None:
         return layout
     # One rank traces the model for all, so that all have the same.
     chosen = [layout]
     if ranks.first:
-        fits = memory_fits(run, capacity, rocm=is_rocm())
-        chosen = [resolve_layout(run, ranks.world_size, ranks.ranks_per_node, fits)]
+        fits = memory_fits(model.run, capacity, rocm=is_rocm())
+        chosen = [resolve_layout(model, ranks.world_size, ranks.ranks_per_node, fits)]
     if dist.is_initialized():
         dist.broadcast_object_list(chosen, src=0)
     return chosen[0]
 
 
 def _train_in_directory(
-    run: Run,
+    model: TrainableModel,
     place: Placement,
     directory: RunDirectory,
     inputs: Inputs,
@@ -126,6 +128,7 @@ def _train_in_directory(
     until: int | None,
 ) -> None:
     """Build the parts of the run, load what it resumes from, and train, in a run directory that no other process has."""
+    run = model.run
     trainer: Trainer | None = None
     pp = place.mesh.pp
     stage = "" if pp.size == 1 else f" (pipeline rank {pp.rank} of {pp.size})"
@@ -136,11 +139,11 @@ def _train_in_directory(
     # Closed in the reverse order: the store may still write events while it finishes its last save.
     with explain_failures(place.ranks, stage, directory.path, moment), ExitStack() as opened:
         opened.callback(directory.close)
-        attention = _agree_on_attention(run, place)
+        attention = _agree_on_attention(model, place)
         store = opened.enter_context(_open_store(run, directory))
-        applied = apply_layout(run, place.layout, place.mesh, place.device, attention)
-        step = build_step(run, applied, place.device)
-        first_step = restore_run(run, store, step, inputs, place.device)
+        applied = apply_layout(model, place.layout, place.mesh, place.device, attention)
+        step = build_step(model, applied, place.device)
+        first_step = restore_run(model, store, step, inputs, place.device)
         # Loading filled the main parameters; what the model computes with follows them.
         applied.refresh()
         peaks = find_peaks(run, place.device, PRECISIONS[run.layout.precision].compute_dtype)
@@ -150,7 +153,7 @@ def _train_in_directory(
             _begin_logs(run, place, directory, attention, first_step, describe)
         inputs.stream.seek(first_step)
         inputs.watch(applied)
-        log = _open_log(run, place, directory, attention, inputs, first_step)
+        log = _open_log(model, place, directory, attention, inputs, first_step)
         opened.callback(log.close)
         recorders = _build_recorders(run, place.device, log)
         parts = RunParts(
@@ -165,7 +168,7 @@ def _train_in_directory(
             directory=directory,
             describe=describe,
             meter=StepMeter(
-                run,
+                model,
                 global_batch=place.layout.global_batch,
                 world_size=place.ranks.world_size,
                 device=place.device,
@@ -179,9 +182,9 @@ def _train_in_directory(
         trainer.train()
 
 
-def _agree_on_attention(run: Run, place: Placement) -> AttentionChoice:
+def _agree_on_attention(model: TrainableModel, place: Placement) -> AttentionChoice:
     """Choose on the first rank and tell the others: all must run the same arithmetic."""
-    choose = bind(run, LayoutModel).choose_attention
+    choose = model.choose_attention
     if not dist.is_initialized():
         return choose(place.layout, place.device)
     # Chosen by measuring, which may end differently on each rank.
@@ -236,22 +239,28 @@ def _begin_logs(
 
 
 def _open_log(
-    run: Run, place: Placement, directory: RunDirectory, attention: AttentionChoice, inputs: Inputs, first_step: int
+    model: TrainableModel,
+    place: Placement,
+    directory: RunDirectory,
+    attention: AttentionChoice,
+    inputs: Inputs,
+    first_step: int,
 ) -> RunLog:
     """Open the terminal and the trackers, on the first rank, and say what is about to be trained."""
-    first = place.ranks.first
-    log = RunLog(directory, open_sinks(run, directory.path, first_step) if first else [], first=first)
+    run, first = model.run, place.ranks.first
+    sinks = open_sinks(run, directory.path, first_step, model.position_unit) if first else []
+    log = RunLog(directory, sinks, first=first)
     if first_step < run.training.steps:
-        for line in _opening_lines(run, place, attention, inputs, first_step):
+        for line in _opening_lines(model, place, attention, inputs, first_step):
             log.note(line)
     return log
 
 
 def _opening_lines(
-    run: Run, place: Placement, attention: AttentionChoice, inputs: Inputs, first_step: int
+    model: TrainableModel, place: Placement, attention: AttentionChoice, inputs: Inputs, first_step: int
 ) -> Iterator[str]:
     """Yield what is about to be trained, on what and how, for a person who waits for the first step."""
-    model, sizes, layout = bind(run), sizes_of(run.model), place.layout
+    run, layout, sizes = model.run, place.layout, sizes_of(model.run.model)
     positions, unit = model.positions().count, model.position_unit
     yield f"model   {sizes.in_words(run.model)}; {sizes.parameter_count(run.model):,} parameters"
     words = layout.in_words(run.layout.gather_blocks)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from phalanx.config.schema import Optimizer, Run
+from phalanx.config.schema import Optimizer
 from phalanx.data.batch_stream import Batch
-from phalanx.families.registry import bind
+from phalanx.families.family import BoundModel
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import Executor
 from phalanx.nn.precision import PRECISIONS
@@ -39,9 +39,10 @@ class StepResult:
         return cls(loss, norm, math.isfinite(loss) and math.isfinite(norm))
 
 
-def build_step(run: Run, applied: ParallelModel, device: torch.device) -> TrainStep:
-    """Return the training step that `run` asks for, with a fresh optimizer."""
-    optimizer = build_optimizer(applied.parameters, run.optimizer, bind(run).parameter_kind, applied.compute_parameters)
+def build_step(model: BoundModel, applied: ParallelModel, device: torch.device) -> TrainStep:
+    """Return the training step that the run file of `model` asks for, with a fresh optimizer."""
+    run = model.run
+    optimizer = build_optimizer(applied.parameters, run.optimizer, model.parameter_kind, applied.compute_parameters)
     scaler = GradScaler(device.type) if PRECISIONS[run.layout.precision].scales_loss else None
     return TrainStep(applied, optimizer, run.optimizer, device=device, scaler=scaler)
 

@@ -77,7 +77,7 @@ def record_training(
     activations: whether to keep the activations of the first step too.
     """
     run = model.run
-    applied = apply_layout(run, layout, mesh, device, AttentionChoice("sdpa"))
+    applied = apply_layout(model, layout, mesh, device, AttentionChoice("sdpa"))
     _perturb_constants(applied, model)
     optimizer = build_optimizer(applied.parameters, run.optimizer, model.parameter_kind, applied.compute_parameters)
     step = RecordedStep(applied, optimizer, run.optimizer, device=device)

@@ -136,15 +136,15 @@ def verify_run(run: Run, options: Options) -> Outcome:
             "same kinds, which show as much, or start it with torchrun or srun"
         )
     # The batch of the small model is made to suit any degrees: that of the run file need not.
-    judged = run if options.full else with_small_batch(run, world)
-    layouts = list(every_layout(judged, world)) if options.everything else [resolve_layout(judged, world)]
+    judged = model if options.full else model.rebind(with_small_batch(run, world))
+    layouts = every_layout(judged, world) if options.everything else [resolve_layout(judged, world)]
     if not layouts:
         raise ConfigError(f"no layout is legal for {world} ranks with the other fields as they are")
     if options.full:
         verified = full_run(run, options.precision, options.steps)
     else:
         verified = reduced_run(model, options.precision, options.steps, world)
-    model = type(model)(verified)
+    model = model.rebind(verified)
     # Ranks of our own compute on the CPU, whatever the machine has: devices are for those a launcher started.
     own_ranks = world > 1 and not launched
     device = _CPU if own_ranks else choose_device(run.cluster.device, ranks.local_rank)
@@ -209,8 +209,8 @@ class Verifier:
         self._groups: Groups = {} if groups is None else groups
         # Once for all layouts, and on one rank only: the others get its tensors as they compare.
         if not dist.is_initialized() or dist.get_rank() == 0:
-            single = type(model)(one_rank_run(model.run))
-            layout = resolve_layout(single.run, 1)
+            single = model.rebind(one_rank_run(model.run))
+            layout = resolve_layout(single, 1)
             self.reference = record_training(single, layout, ONE_RANK, device, steps=steps, activations=activations)
 
     def verify(self, layout: ResolvedLayout) -> Verdict:

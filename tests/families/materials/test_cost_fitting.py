@@ -21,9 +21,11 @@ from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.materials.data.structure_cost import CostFit, CostModel, measured
 from phalanx.families.materials.inputs import columns_of
+from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import ONE_RANK, build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.stage import TrainingPass
@@ -63,7 +65,7 @@ class SyntheticClock:
 def train_by_synthetic_times(run_file: Path, rank: int) -> tuple[list[RankTimes], dict[str, Any], list[Timed]]:
     """What a rank finds in each step, the costs that it ends with, and its times."""
     run = load_run(run_file)
-    layout = resolve_layout(run, 2)
+    layout = resolve_layout(bind(run), 2)
     stream, told = stream_of(run, rank), []
     balancer = Balancer(stream, build_mesh(layout, CPU), CPU, every=EVERY, each_waits=False)
     balancer._clock = SyntheticClock(stream_of(run, rank))  # type: ignore[assignment]
@@ -131,7 +133,7 @@ def test_costs_cannot_change_for_batches_that_may_have_been_read(run_file: Path)
 
 def test_dealing_by_other_costs_changes_no_sum_of_losses_and_each_micro_batch_is_timed(run_file: Path) -> None:
     run = load_run(run_file)
-    applied = apply_layout(run, resolve_layout(run, 1), ONE_RANK, CPU, AttentionChoice("sdpa"))
+    applied = apply_layout(bind(run, LayoutModel), resolve_layout(bind(run), 1), ONE_RANK, CPU, AttentionChoice("sdpa"))
     (stage,) = applied.stages
     clock = ComputeClock(stage, CPU, lambda x, inputs: (float(len(x)), float(inputs["edges_2E"].shape[1])))
     sums, timed, held = [], [], []

@@ -115,7 +115,7 @@ def verify_means_of_ranks() -> Verdict:
 
     sum_over_ranks = TrainStep._sum_over_ranks
     with patch.object(TrainStep, "_sum_over_ranks", own_targets):
-        return verifier.verify(resolve_layout(run, 2))
+        return verifier.verify(resolve_layout(bind(run), 2))
 
 
 def test_means_over_ranks_in_place_of_sums_over_targets_are_found() -> None:
@@ -139,7 +139,7 @@ def verify_sharded_by_block() -> bool:
     with sharded_by_block():
         return (
             Verifier(bind(run, VerifiableModel), torch.device("cpu"), steps=1, activations=False)
-            .verify(resolve_layout(run, 2))
+            .verify(resolve_layout(bind(run), 2))
             .passed
         )
 
@@ -150,10 +150,10 @@ def test_forces_are_what_keeps_blocks_from_being_sharded_one_by_one() -> None:
 
 
 def test_matrices_are_not_split_and_blocks_not_placed_apart() -> None:
-    layouts = list(every_layout(run_of("painn", 4), 4))
+    layouts = list(every_layout(bind(run_of("painn", 4)), 4))
     assert len(layouts) > 5
     assert {(layout.tp, layout.pp) for layout in layouts} == {(1, 1)}
     with pytest.raises(
         ConfigError, match=r"layout.tp=2: models of family materials are spread over dp_replicate, dp_sh"
     ):
-        resolve_layout(run_of("painn", 4, tp=2), 4)
+        resolve_layout(bind(run_of("painn", 4, tp=2)), 4)

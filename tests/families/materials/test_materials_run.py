@@ -93,7 +93,9 @@ def test_a_budget_of_memory_changes_how_a_step_is_cut_and_not_what_it_gives(run_
 
 def test_a_budget_decides_how_many_micro_batches_there_are(run_file: Path) -> None:
     run = load_run(run_file, ["data.microbatch_cost=30"])
-    inputs = bind(run, TrainableModel).open_inputs(resolve_layout(run, 1), ONE_RANK, torch.device("cpu"), first=False)
+    inputs = bind(run, TrainableModel).open_inputs(
+        resolve_layout(bind(run), 1), ONE_RANK, torch.device("cpu"), first=False
+    )
     batch = inputs.stream.next()
     inputs.stream.close()
     parts = list(batch.split(1))
@@ -110,7 +112,7 @@ def test_an_element_without_a_reference_energy_beside_others_is_said(
     for energies, said in (("{6: -12.0}", True), ("{1: -2.0, 6: -12.0, 8: 0.0}", False), ("{}", False)):
         run = load_run(run_file, [f"model.branches=[{{name: toy, reference_energies: {energies}}}]"])
         bind(run, TrainableModel).open_inputs(
-            resolve_layout(run, 1), ONE_RANK, torch.device("cpu"), first=True
+            resolve_layout(bind(run), 1), ONE_RANK, torch.device("cpu"), first=True
         ).stream.close()
         line = (
             "warning: model.branches: toy.reference_energies has none of atomic number 1, 8, which its structures have"
@@ -123,4 +125,4 @@ def test_an_element_the_model_does_not_know_is_refused(run_file: Path) -> None:
     with pytest.raises(
         DataError, match=r"toy has atomic number 8, model.max_atomic_number=7 is less; set model.max_at"
     ):
-        bind(run, TrainableModel).open_inputs(resolve_layout(run, 1), ONE_RANK, torch.device("cpu"), first=False)
+        bind(run, TrainableModel).open_inputs(resolve_layout(bind(run), 1), ONE_RANK, torch.device("cpu"), first=False)

@@ -11,6 +11,7 @@ from dry_layouts import train_step
 from layout_runs import run_with
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
+from phalanx.families.registry import bind
 from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.sizes import block_flops_per_sample
 from phalanx.layout.resolve import resolve_layout
@@ -70,7 +71,7 @@ def weather_run(**layout: Any) -> WeatherRun:
 @cache
 def planned(name: str) -> tuple[Run, ResolvedLayout]:
     run: Run = weather_run(**WEATHER_LAYOUTS[name]) if name in WEATHER_LAYOUTS else text_run()
-    return run, resolve_layout(run, WORLD)
+    return run, resolve_layout(bind(run), WORLD)
 
 
 def text_run() -> Run:
@@ -132,7 +133,7 @@ def test_streaming_holds_two_chunks_and_computes_the_forward_pass_twice() -> Non
 
 def test_more_ranks_than_heads_hold_chunks_together() -> None:
     run = weather_run(tp=2, dp_shard=16, global_batch=16, gather="stream")
-    attention, mlp = chain_sizes(setting_of(run, resolve_layout(run, 32), attention="flash", compiled=False))
+    attention, mlp = chain_sizes(setting_of(run, resolve_layout(bind(run), 32), attention="flash", compiled=False))
     assert (attention.plan.chunks, attention.plan.group, mlp.plan.chunks) == (8, 2, 16)
     assert attention.own == attention.chunk // 2 and mlp.own == 0
 
@@ -163,7 +164,7 @@ def test_what_cannot_be_planned_is_refused_with_the_reason() -> None:
     rolled = run.model_copy(update={"data": run.data.model_copy(update={"rollout_hours": 12})})
     assert isinstance(rolled, WeatherRun)
     with pytest.raises(ConfigError, match=r"data.rollout_hours=12: plans know single steps alone"):
-        setting_of(rolled, resolve_layout(rolled, 1), attention="flash", compiled=False)
+        setting_of(rolled, resolve_layout(bind(rolled), 1), attention="flash", compiled=False)
     materials = run.model.model_copy(update={"family": "materials"})
     with pytest.raises(ConfigError, match="what a batch of graphs costs depends on the graphs"):
         require_planned(materials)

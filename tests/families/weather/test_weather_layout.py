@@ -70,14 +70,14 @@ def test_what_is_legal_for_the_run_is_legal_for_the_small_one(example: str, worl
     run = run_of(example, "layout.tp_across_nodes=true", f"layout.global_batch={64 * world}", "layout.microbatch=2")
     run = run.model_copy(update={"layout": run.layout.model_copy(update={"recompute": "none"})})
     small = reduced_run(bind(run, VerifiableModel), "fp64", 2, world)
-    layouts = list(every_layout(run, world))
+    layouts = list(every_layout(bind(run), world))
     assert layouts
     for layout in layouts:
         degrees = {name: getattr(layout, name) for name in DEGREES}
         fields = {"schedule": layout.schedule, "stages_per_rank": layout.stages_per_rank, "zero": layout.zero}
         fields |= {"reshard_after_forward": layout.reshard_after_forward}
         chosen = small.model_copy(update={"layout": small.layout.model_copy(update=fields)})
-        assert reasons_against(chosen, with_degrees(chosen, degrees), world) == []
+        assert reasons_against(bind(chosen), with_degrees(bind(chosen), degrees), world) == []
 
 
 OPTIONS: dict[str, Any] = {
@@ -117,9 +117,9 @@ def test_the_fastest_attention_is_measured_once(tmp_path: Path, monkeypatch: pyt
     assert (choice.name, choice.kernel) == ("cudnn", "sdpa")
     assert fastest("a device", lambda: pytest.fail("measured again")).milliseconds == {"flash": 2.0, "cudnn": 1.0}
     run = run_of("climax-small", "training.attention=math")
-    assert bind(run, LayoutModel).choose_attention(resolve_layout(run, 1), cpu).name == "math"
+    assert bind(run, LayoutModel).choose_attention(resolve_layout(bind(run), 1), cpu).name == "math"
     run = run_of("climax-small")
-    assert bind(run, LayoutModel).choose_attention(resolve_layout(run, 1), cpu).name == "sdpa"
+    assert bind(run, LayoutModel).choose_attention(resolve_layout(bind(run), 1), cpu).name == "sdpa"
 
 
 def test_the_last_step_of_a_roll_out_learns_from_the_ones_before(tmp_path: Path) -> None:
@@ -128,7 +128,9 @@ def test_the_last_step_of_a_roll_out_learns_from_the_ones_before(tmp_path: Path)
     run = load_run(write_weather_run(tmp_path, {**changes, "data.rollout_hours": 6}))
     assert isinstance(run, WeatherRun)
     cpu = torch.device("cpu")
-    (stage,) = apply_layout(run, resolve_layout(run, 1), ONE_RANK, cpu, AttentionChoice("sdpa")).stages
+    (stage,) = apply_layout(
+        bind(run, LayoutModel), resolve_layout(bind(run), 1), ONE_RANK, cpu, AttentionChoice("sdpa")
+    ).stages
     model, batch = stage.part, bind(run, VerifiableModel).samples(1, 0, 3, 3)
     x, inputs = batch.inputs()
     loss = stage(x, batch.sample_indices, **{**inputs, "lead_hours_B": torch.tensor([6.0, 12.0, 24.0])})

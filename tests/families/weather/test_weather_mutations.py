@@ -86,7 +86,7 @@ def verify_mutations() -> dict[str, tuple[Verdict, Verdict]]:
     groups: Groups = {}
     for name, (mutation, degrees, _, _) in MUTATIONS.items():
         run = run_of("orbit", 2, **degrees)
-        layout = resolve_layout(run, 2)
+        layout = resolve_layout(bind(run), 2)
         verifier = Verifier(bind(run, VerifiableModel), torch.device("cpu"), steps=1, activations=True, groups=groups)
         right = verifier.verify(layout)
         with mutation():

@@ -24,6 +24,7 @@ from phalanx.layout.data_parallel.copy_engine.all_gather import PublishedShards,
 from phalanx.layout.data_parallel.copy_engine.buffer_pool import BufferPool
 from phalanx.layout.data_parallel.copy_engine.exchanges import choose_copy_engine
 from phalanx.layout.data_parallel.copy_engine.reduce_scatter import CopyEngineReduceScatter
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.verification.family import VerifiableModel
@@ -48,7 +49,7 @@ def verify_all() -> list[Verdict]:
     for words in LAYOUTS:
         run = full_run(run_with(peer_copies=True, **words), "fp64", 3)
         verifier = Verifier(bind(run, VerifiableModel), CPU, steps=3, activations=False, groups=groups)
-        verdicts.append(verifier.verify(resolve_layout(run, 4)))
+        verdicts.append(verifier.verify(resolve_layout(bind(run), 4)))
     return verdicts
 
 
@@ -65,8 +66,10 @@ def gradients(words: dict[str, object]) -> dict[bool, dict[str, Tensor]]:
     groups: Groups = {}
     for copies in (False, True):
         run = run_with({}, precision="bf16", peer_copies=copies, dp_shard=2, reshard_after_forward=True, **words)
-        layout = resolve_layout(run, 2)
-        applied = apply_layout(run, layout, build_mesh(layout, CPU, groups), CPU, AttentionChoice("sdpa"))
+        layout = resolve_layout(bind(run), 2)
+        applied = apply_layout(
+            bind(run, LayoutModel), layout, build_mesh(layout, CPU, groups), CPU, AttentionChoice("sdpa")
+        )
         for _ in range(2):
             backward(run, applied)
         parts = parts_of(((name, p.grad) for name, p in applied.parameters.items()), applied.splits)
@@ -178,7 +181,7 @@ def chosen_without_memory(wanted: bool | str) -> str:
     """What is chosen where ranks cannot read each other's memory."""
     peer_copies.reaches_peers = lambda *_: False  # type: ignore[assignment]
     run = run_with({}, peer_copies=wanted, dp_shard=2, global_batch=8)
-    layout = resolve_layout(run, 2)
+    layout = resolve_layout(bind(run), 2)
     try:
         group = build_mesh(layout, CPU).shards.group
         return str(choose_copy_engine(run.layout.peer_copies, group, torch.device("cuda"), torch.bfloat16))

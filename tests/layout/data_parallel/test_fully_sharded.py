@@ -10,9 +10,11 @@ from torch import Tensor
 
 from distributed_ranks import run_ranks
 from layout_runs import run_with
+from phalanx.families.registry import bind
 from phalanx.kernels.parts_sum import add_gradient
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.torch_compat import fsdp as compat_fsdp
@@ -39,8 +41,10 @@ def gradients(words: dict[str, object]) -> tuple[dict[str, dict[str, Tensor]], l
             patch("phalanx.kernels.parts_sum.LARGE", 1 if way == "large" else 1 << 20),
         ):
             run = run_with({}, **{"precision": "bf16", "global_batch": 8, "microbatch": 1, **words})
-            layout = resolve_layout(run, 2)
-            applied = apply_layout(run, layout, build_mesh(layout, CPU, groups), CPU, AttentionChoice("sdpa"))
+            layout = resolve_layout(bind(run), 2)
+            applied = apply_layout(
+                bind(run, LayoutModel), layout, build_mesh(layout, CPU, groups), CPU, AttentionChoice("sdpa")
+            )
             backward(run, applied)
         parts = parts_of(((name, p.grad) for name, p in applied.parameters.items()), applied.splits)
         found[way] = {name: part[2] for name, part in parts.items()}

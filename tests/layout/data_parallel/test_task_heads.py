@@ -33,6 +33,7 @@ from phalanx.families.registry import bind
 from phalanx.layout import execute
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import Axis, Groups, build_mesh
 from phalanx.layout.resolve import every_layout, resolve_layout
 from phalanx.training.step import TrainStep, build_step
@@ -106,9 +107,11 @@ class Found:
 
 def laid_out(groups: Groups, **layout: Any) -> tuple[ParallelModel, TrainStep]:
     run = run_of(4, **layout)
-    resolved = resolve_layout(run, 4)
-    applied = apply_layout(run, resolved, build_mesh(resolved, CPU, groups), CPU, AttentionChoice("sdpa"))
-    return applied, build_step(run, applied, CPU)
+    resolved = resolve_layout(bind(run), 4)
+    applied = apply_layout(
+        bind(run, LayoutModel), resolved, build_mesh(resolved, CPU, groups), CPU, AttentionChoice("sdpa")
+    )
+    return applied, build_step(bind(run), applied, CPU)
 
 
 def on_four_ranks(folder: Path) -> Found:
@@ -122,7 +125,7 @@ def on_four_ranks(folder: Path) -> Found:
         run = run_of(4, **fields)
         verifier = verifiers[run.layout.global_batch]  # type: ignore[index]
         verifier.model, verifier._groups = bind(run, VerifiableModel), groups
-        verdicts[name] = verifier.verify(resolve_layout(run, 4))
+        verdicts[name] = verifier.verify(resolve_layout(bind(run), 4))
     without_sum = verify_without_sum(groups)
     applied, step = laid_out(groups, **LAYOUTS["two branches in one group"])
     exchanges = count_exchanges(applied, step)
@@ -143,7 +146,7 @@ def verify_without_sum(groups: Groups) -> Verdict:
 
     with patch.object(execute, "sum_gradients", wrong):
         return Verifier(bind(run, VerifiableModel), CPU, steps=1, activations=False, groups=groups).verify(
-            resolve_layout(run, 4)
+            resolve_layout(bind(run), 4)
         )
 
 
@@ -214,7 +217,7 @@ def test_samples_are_uneven_and_some_ranks_and_branches_have_none() -> None:
         "two branches in one group": [[[0], [0], [], [1, 2, 1, 2]], [[0], [0], [], [2, 1, 2, 1]]],
     }.items():
         run = run_of(4, **LAYOUTS[name])
-        layout = resolve_layout(run, 4)
+        layout = resolve_layout(bind(run), 4)
         for step, sources in enumerate(steps, 1):
             batches = [bind(run, VerifiableModel).branch_samples(step, layout, rank) for rank in range(4)]
             assert [batch.source_G.tolist() for batch in batches] == sources, name
@@ -262,7 +265,7 @@ def test_a_checkpoint_is_the_whole_model_s_whatever_the_groups(found: list[Found
 
 def refusal(run: MaterialsRun, world: int) -> str:
     with pytest.raises(ConfigError) as caught:
-        resolve_layout(run, world)
+        resolve_layout(bind(run), world)
     return str(caught.value)
 
 
@@ -286,17 +289,17 @@ def test_sizes_that_cannot_be_are_refused_with_the_numbers() -> None:
 def test_a_layout_is_written_so_that_it_is_read_again() -> None:
     for fields in LAYOUTS.values():
         run = run_of(4, **fields)
-        layout = resolve_layout(run, 4)
+        layout = resolve_layout(bind(run), 4)
         assert f"branch_groups=[{','.join(map(str, fields['branch_groups']))}]" in str(layout)
         content = run_of(4, global_batch=layout.global_batch).model_dump_json(exclude_none=True)
         again = parse_run(content, "run.yaml", layout.overrides())
-        assert resolve_layout(again, 4) == layout
-    plain = resolve_layout(run_of(4), 4)
+        assert resolve_layout(bind(again), 4) == layout
+    plain = resolve_layout(bind(run_of(4)), 4)
     assert "branch" not in str(plain) and "layout.branch_groups=off" in plain.overrides()
 
 
 def test_every_layout_of_a_run_with_sub_groups_has_them() -> None:
-    layouts = list(every_layout(run_of(4, branch_groups=[2, 1, 1]), 4))
+    layouts = list(every_layout(bind(run_of(4, branch_groups=[2, 1, 1])), 4))
     assert len(layouts) > 5 and {layout.branch_groups for layout in layouts} == {(2, 1, 1)}
 
 

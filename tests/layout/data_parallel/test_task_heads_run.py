@@ -80,10 +80,10 @@ def test_auto_goes_by_the_cost_of_the_prepared_data(run_file: Path) -> None:
         costs.append(counts["atoms"] + 0.3 * counts["edges"])
     assert bind(run).branch_costs() == pytest.approx(costs)
     assert np.argmax(costs) == 2
-    assert [branch_sizes(run, ranks) for ranks in (1, 2, 3, 8)][:3] == [(), (1, 0, 1), (1, 1, 1)]
-    assert branch_sizes(run, 8)[2] >= 5
-    layout = resolve_layout(load_run(run_file, ["layout.branch_groups=auto", "layout.global_batch=16"]), 8)
-    assert layout.branch_groups == branch_sizes(run, 8) and "branch_groups=[" in str(layout)
+    assert [branch_sizes(bind(run), ranks) for ranks in (1, 2, 3, 8)][:3] == [(), (1, 0, 1), (1, 1, 1)]
+    assert branch_sizes(bind(run), 8)[2] >= 5
+    layout = resolve_layout(bind(load_run(run_file, ["layout.branch_groups=auto", "layout.global_batch=16"])), 8)
+    assert layout.branch_groups == branch_sizes(bind(run), 8) and "branch_groups=[" in str(layout)
     # As often read as the others, in spite of its size.
     weights = [f"data.sources.{number}.weight=1" for number in range(3)]
     weighted = bind(load_run(run_file, weights)).branch_costs()
@@ -93,5 +93,5 @@ def test_auto_goes_by_the_cost_of_the_prepared_data(run_file: Path) -> None:
 def test_sizes_by_cost_need_prepared_data(run_file: Path) -> None:
     run = load_run(run_file, ["layout.branch_groups=auto", f"data.prepared={run_file.parent / 'nowhere'}"])
     with pytest.raises(DataError, match="nowhere"):
-        resolve_layout(run, 2)
-    assert resolve_layout(run, 1).branch_groups == ()
+        resolve_layout(bind(run), 2)
+    assert resolve_layout(bind(run), 1).branch_groups == ()

@@ -12,6 +12,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from layout_runs import run_with
 from phalanx.families.language.declare import relative_block_costs
+from phalanx.families.registry import bind
 from phalanx.layout.legality import reasons_against
 from phalanx.layout.pipeline import stage_assignment
 from phalanx.layout.pipeline.stage_assignment import model_chunks, rank_of_stage, split_layers, stages_of_rank
@@ -154,7 +155,7 @@ def test_a_schedule_exists_for_whatever_number_of_microbatches_is_legal(schedule
     legal = 0
     for count in range(1, 25):
         layout = pipelined(schedule, per_rank, pp, count)
-        if reasons_against(run, layout, pp):
+        if reasons_against(bind(run), layout, pp):
             continue
         legal += 1
         actions = get_schedule_ops(stage_assignment.TORCH_SCHEDULES[schedule], pp, count, per_rank)
@@ -167,7 +168,7 @@ def test_a_schedule_exists_for_whatever_number_of_microbatches_is_legal(schedule
 def test_every_pipelined_layout_of_eight_ranks_has_a_schedule() -> None:
     layouts = {
         (layout.schedule, layout.pp, layout.accumulation, layout.stages_per_rank)
-        for layout in every_layout(run_with(), 8)
+        for layout in every_layout(bind(run_with()), 8)
         if layout.pp > 1
     }
     assert len({schedule for schedule, *_ in layouts}) == 5

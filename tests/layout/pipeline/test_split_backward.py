@@ -6,6 +6,7 @@ import pytest
 
 from distributed_ranks import run_ranks
 from layout_runs import run_with
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 from whole_model import Box, backward, gradients_of, joined, laid_out
 
@@ -14,7 +15,7 @@ def gradients(schedule: str, world: int) -> tuple[float, dict[str, Box]]:
     """Loss and gradients in bfloat16 beside float32 masters, of this rank."""
     words = {"pp": world, "schedule": schedule} if world > 1 else {}
     run = run_with({}, precision="bf16", global_batch=8, **words)
-    applied = laid_out(run, resolve_layout(run, world))
+    applied = laid_out(run, resolve_layout(bind(run), world))
     assert all(stage.low_precision is not None for stage in applied.stages)
     return float(backward(run, applied)), gradients_of(applied)
 
@@ -33,7 +34,7 @@ def test_gradients_of_a_split_backward_pass_reach_the_masters(schedule: str) -> 
 def whole_batch_gradients(world: int) -> dict[str, Box]:
     """Gradients of 32 samples in bfloat16 beside float32 masters, of this rank; two ranks share out what is beyond two."""
     run = run_with({}, precision="bf16", global_batch=32, pp=2, dp_shard=world // 2, schedule="zbv")
-    applied = laid_out(run, resolve_layout(run, world))
+    applied = laid_out(run, resolve_layout(bind(run), world))
     backward(run, applied)
     return gradients_of(applied)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from distributed_ranks import run_ranks
 from layout_runs import run_with
+from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
 from phalanx.layout.pipeline.runner import Pipeline
 from phalanx.layout.resolve import resolve_layout
@@ -28,7 +29,7 @@ def gradients_cold_and_warm() -> list[tuple[int, list[Tensor], list[Tensor], Ten
     groups: Groups = {}
     for words in LAYOUTS:
         run = run_with({"model.dropout": 0.1}, precision="bf16", microbatch=1, **words)
-        applied = laid_out(run, resolve_layout(run, 4), groups)
+        applied = laid_out(run, resolve_layout(bind(run), 4), groups)
         cold_loss = backward(run, applied)
         cold = [part[2] for part in gradients_of(applied).values()]
         for parameter in applied.parameters.values():

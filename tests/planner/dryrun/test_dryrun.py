@@ -15,6 +15,7 @@ from distributed_ranks import run_ranks
 from dry_layouts import NAMES, WORLD, real_steps, run_named, train_step
 from layout_runs import run_with
 from phalanx.families.language.model.decoder import Block
+from phalanx.families.registry import bind
 from phalanx.layout.data_parallel.state_bytes import state_bytes
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
@@ -57,7 +58,7 @@ def test_outputs_that_are_kept_show(monkeypatch: pytest.MonkeyPatch) -> None:
     right = dry(name, 0)
     monkeypatch.setattr(Block, "forward", keeping)
     wrong = dry(name, 0)
-    layout = resolve_layout(run_named(name), WORLD)
+    layout = resolve_layout(bind(run_named(name)), WORLD)
     model, length = run_named(name).model, run_named(name).data.sequence_length
     each = layout.microbatch * length * model.d_model * 2
     assert wrong.peak - right.peak >= each * model.n_layers * (layout.accumulation - 1) > 0.01 * right.peak
@@ -65,9 +66,9 @@ def test_outputs_that_are_kept_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_counts_its_part_of_sharded_state() -> None:
     run = run_with(dp_shard=64, precision="bf16", global_batch=64)
-    layout = resolve_layout(run, 64)
+    layout = resolve_layout(bind(run), 64)
     found = dry_run(run, layout, 63, train_step, accelerator=True, devices_per_node=8)
-    expected = state_bytes(run, layout)
+    expected = state_bytes(bind(run), layout)
     # 512 bytes of rounding for each of the small parts, two moments and a count of steps for each.
     parts = 9 * run.model.n_layers + 3
     assert expected.parameters <= found.categories["parameters"] <= expected.parameters + 512 * parts
@@ -87,16 +88,16 @@ def test_nothing_fake_is_left_behind() -> None:
 
 def test_131072_ranks_take_no_more_than_the_rank_that_runs() -> None:
     run = run_with(dp_replicate=2048, dp_shard=64, global_batch=131072)
-    layout = resolve_layout(run, 131072)
+    layout = resolve_layout(bind(run), 131072)
     found = dry_run(run, layout, 131071, train_step, accelerator=True, devices_per_node=8)
     small = run_with(dp_replicate=2, dp_shard=64, global_batch=128)
-    same = dry_run(small, resolve_layout(small, 128), 127, train_step, accelerator=True, devices_per_node=8)
+    same = dry_run(small, resolve_layout(bind(small), 128), 127, train_step, accelerator=True, devices_per_node=8)
     assert found.peak == same.peak and found.collectives == same.collectives
 
 
 def test_bytes_over_the_node_boundary() -> None:
     run = run_with(tp=2, pp=2, dp_shard=2, global_batch=8)
-    layout = resolve_layout(run, 8)
+    layout = resolve_layout(bind(run), 8)
     report = dry_run(run, layout, 0, train_step, accelerator=True, devices_per_node=4)
     of = {(t.axis, t.operation): t for t in report.traffic}
     # Nodes hold a pipeline stage each: tensor-parallel and data-parallel groups stay inside, transfers between stages cross.
@@ -113,7 +114,7 @@ def test_bytes_over_the_node_boundary() -> None:
 def test_norms_are_computed_again_by_the_kernel_that_computed_them_first() -> None:
     def activations(recompute: str) -> int:
         run = run_with({"model.norm": "rmsnorm", "data.sequence_length": 64}, recompute=recompute, global_batch=1)
-        report = dry_run(run, resolve_layout(run, 1), 0, train_step, accelerator=True, devices_per_node=None)
+        report = dry_run(run, resolve_layout(bind(run), 1), 0, train_step, accelerator=True, devices_per_node=None)
         return report.categories["activations"]
 
     # Operations that are chosen one by one have to come in the same order again.
@@ -126,7 +127,7 @@ def test_attention_keeps_what_the_accelerators_kernel_keeps() -> None:
     for kernel in ("flash", "flex", "math", "efficient"):
         training = run.training.model_copy(update={"attention": kernel})
         asked = run.model_copy(update={"training": training})
-        report = dry_run(asked, resolve_layout(asked, 2), 0, train_step, accelerator=True, devices_per_node=None)
+        report = dry_run(asked, resolve_layout(bind(asked), 2), 0, train_step, accelerator=True, devices_per_node=None)
         kernels[kernel] = report.categories["activations"]
     # FlexAttention has no bias in memory, the math kernel keeps its probabilities.
     assert kernels["flex"] < kernels["efficient"] < kernels["math"]
@@ -135,14 +136,14 @@ def test_attention_keeps_what_the_accelerators_kernel_keeps() -> None:
 def dry(name: str, rank: int) -> RankReport:
     """The dry run of a named run on the CPU's kernels."""
     run = run_named(name)
-    return dry_run(run, resolve_layout(run, WORLD), rank, train_step, accelerator=False, devices_per_node=None)
+    return dry_run(run, resolve_layout(bind(run), WORLD), rank, train_step, accelerator=False, devices_per_node=None)
 
 
 def test_what_was_sent_goes_when_it_has_arrived_on_accelerators_alone() -> None:
     def peak(count: int, *, accelerator: bool) -> int:
         layout = {"pp": 2, "schedule": "interleaved_1f1b", "recompute": "full", "microbatch": 4}
         run = run_with({"model.d_model": 64}, global_batch=4 * count, **layout)
-        resolved = resolve_layout(run, 2)
+        resolved = resolve_layout(bind(run), 2)
         return dry_run(run, resolved, 0, train_step, accelerator=accelerator, devices_per_node=None).peak
 
     samples, message = 4 * 2 * 32 * 8, 4 * 32 * 64 * 2

@@ -11,6 +11,7 @@ from dry_layouts import train_step
 from layout_runs import run_with
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.sizes import model_flops_per_token
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import SCHEDULES, ZERO_BUBBLE, LayoutTable
 from phalanx.planner.dryrun.run_step import dry_run
@@ -39,7 +40,7 @@ def _chosen() -> tuple[LanguageRun, LayoutTable]:
     Without zero-bubble schedules, which have a test of their own.
     """
     run = run_with(SIZES, global_batch=32)
-    legal = enumerate_layouts(run, WORLD, limits=Limits(2, 2, 32))
+    legal = enumerate_layouts(bind(run), WORLD, limits=Limits(2, 2, 32))
     random = np.random.default_rng(0)
     some = legal.take(random.permutation(len(legal)))
     some = some.take(~np.isin(some.schedule, [SCHEDULES.index(name) for name in ZERO_BUBBLE]))
@@ -79,7 +80,7 @@ def test_several_stages_a_rank_hold_on_accelerators_what_the_code_holds(schedule
     run = run_with(
         SIZES | {"model.n_layers": 8}, pp=pp, schedule=schedule, stages_per_rank=2, recompute="none", **batch
     )
-    layout = resolve_layout(run, pp)
+    layout = resolve_layout(bind(run), pp)
     ranks = rank_memory(run, layout, "none", Kernels("flash", compiled=False))
     worst = max(ranks, key=lambda rank: rank.allocated)
     found = dry_run(run, layout, worst.rank, train_step, accelerator=True, devices_per_node=None)
@@ -103,7 +104,7 @@ def test_split_backward_passes_and_streamed_blocks_hold_on_accelerators_what_the
 ) -> None:
     layers = {"model.n_layers": 4 if words.get("gather") == "stream" else 8}
     run = run_with(SIZES | layers, **{"global_batch": 32, "recompute": "none", **words})
-    layout = resolve_layout(run, WORLD)
+    layout = resolve_layout(bind(run), WORLD)
     ranks = rank_memory(run, layout, run.layout.recompute, Kernels("flash", compiled=False))
     for rank in (ranks[0], ranks[-1]):
         first = rank.rank * WORLD // layout.pp
@@ -124,7 +125,7 @@ def test_stages_that_reduce_their_gradients_in_turn_hold_what_the_code_holds(wor
     # Blocks that weigh more than what they compute, so that gradients decide.
     heavy = {"model.n_layers": 12, "model.d_model": 256, "model.d_ff": 1024}
     run = run_with(SIZES | heavy, **{"schedule": "interleaved_1f1b", **words})
-    layout = resolve_layout(run, WORLD)
+    layout = resolve_layout(bind(run), WORLD)
     ranks = rank_memory(run, layout, run.layout.recompute, Kernels("flash", compiled=False))
     for rank in (ranks[0], ranks[-1]):
         first = rank.rank * WORLD // layout.pp
@@ -148,7 +149,7 @@ UNEVEN: list[dict[str, Any]] = [
 def test_pipelines_hold_at_every_action_what_the_code_holds(words: dict[str, Any]) -> None:
     fields = {"pp": 2, "schedule": "interleaved_1f1b", "global_batch": 32, **words}
     run = run_with(SIZES | {"model.n_layers": 8}, **fields)
-    layout = resolve_layout(run, WORLD)
+    layout = resolve_layout(bind(run), WORLD)
     ranks = rank_memory(run, layout, run.layout.recompute, Kernels("flash", compiled=False))
     for rank in (ranks[0], ranks[layout.pp // 2]):
         first = rank.rank * WORLD // layout.pp
@@ -161,7 +162,7 @@ def test_micro_batches_that_are_done_leave_nothing_on_the_last_rank() -> None:
     peaks = []
     for count in (8, 24):
         run = run_with(SIZES, pp=2, schedule="1f1b", microbatch=2, global_batch=2 * count)
-        found = dry_run(run, resolve_layout(run, 2), 1, train_step, accelerator=True, devices_per_node=None)
+        found = dry_run(run, resolve_layout(bind(run), 2), 1, train_step, accelerator=True, devices_per_node=None)
         peaks.append(found.peak)
     hidden = 2 * SIZES["data.sequence_length"] * SIZES["model.d_model"] * 2
     assert peaks[1] - peaks[0] < 2 * hidden, "16 more of them take their samples, and no more"
@@ -181,7 +182,7 @@ TOGETHER: list[dict[str, Any]] = [
 @pytest.mark.parametrize("words", TOGETHER, ids=str)
 def test_blocks_gathered_together_hold_what_the_code_holds(words: dict[str, Any]) -> None:
     run = run_with(SIZES | {"model.n_layers": 8}, **{"global_batch": 16, **words})
-    layout = resolve_layout(run, WORLD)
+    layout = resolve_layout(bind(run), WORLD)
     first = rank_memory(run, layout, run.layout.recompute, KERNELS)[0]
     found = dry_run(run, layout, 0, train_step, accelerator=False, devices_per_node=None)
     assert first.allocated == pytest.approx(found.peak, rel=0.02), (first, found.moment, found.categories)
@@ -191,7 +192,7 @@ def test_blocks_gathered_together_hold_what_the_code_holds(words: dict[str, Any]
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_as_few_exchanges_as_there_are_units(together: int, units: int, microbatches: int) -> None:
     run = run_with(dp_shard=4, global_batch=4 * microbatches, gather_blocks=together)
-    found = dry_run(run, resolve_layout(run, 4), 0, train_step, accelerator=False, devices_per_node=None)
+    found = dry_run(run, resolve_layout(bind(run), 4), 0, train_step, accelerator=False, devices_per_node=None)
     counts: dict[str, int] = {}
     for traffic in found.traffic:
         if traffic.axis == "dp_shard":

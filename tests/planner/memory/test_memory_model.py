@@ -11,6 +11,7 @@ import pytest
 from dry_layouts import train_step
 from layout_runs import run_with
 from phalanx.families.language.sizes import parameter_count
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.planner.dryrun.run_step import dry_run
@@ -52,7 +53,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 def test_peak_is_that_of_a_dry_run(name: str) -> None:
     world, changes, layout_fields = LAYOUTS[name]
     run = run_with(SIZES | changes, **layout_fields)
-    layout = resolve_layout(run, world)
+    layout = resolve_layout(bind(run), world)
     modelled = rank_memory(run, layout, run.layout.recompute, UNCOMPILED)
     for stage in {0, layout.pp - 1}:
         rank = stage * world // layout.pp
@@ -63,7 +64,7 @@ def test_peak_is_that_of_a_dry_run(name: str) -> None:
 def test_a_split_backward_pass_frees_nothing_on_its_way() -> None:
     """Two blocks a stage; without what waits for the gradients of their weights the model is 5% low."""
     run = run_with(SIZES | {"model.n_layers": 8}, pp=2, schedule="zbv", global_batch=16)
-    layout = resolve_layout(run, 2)
+    layout = resolve_layout(bind(run), 2)
     modelled = rank_memory(run, layout, run.layout.recompute, UNCOMPILED)[1]
     found = dry_run(run, layout, 1, train_step, accelerator=False, devices_per_node=None)
     assert modelled.moment == "backward of the first block"
@@ -73,7 +74,7 @@ def test_a_split_backward_pass_frees_nothing_on_its_way() -> None:
 def peak(run_fields: dict[str, Any], world: int, **layout: Any) -> RankMemory:
     """The worst rank of a small run."""
     run = run_with(SIZES | run_fields, **layout)
-    ranks = rank_memory(run, resolve_layout(run, world), run.layout.recompute, UNCOMPILED)
+    ranks = rank_memory(run, resolve_layout(bind(run), world), run.layout.recompute, UNCOMPILED)
     return max(ranks, key=lambda rank: rank.allocated)
 
 
@@ -81,7 +82,7 @@ def peak(run_fields: dict[str, Any], world: int, **layout: Any) -> RankMemory:
 def test_causes_add_up_to_the_peak_and_arrays_agree_with_single_layouts(peer_copies: bool) -> None:
     """The worst rank is the one that holds most with its own buffers."""
     run = run_with(SIZES, global_batch=16)
-    candidates = enumerate_layouts(run, 8, limits=Limits(4, 2, 32))
+    candidates = enumerate_layouts(bind(run), 8, limits=Limits(4, 2, 32))
     which = np.arange(0, len(candidates), 41)
     chosen = candidates.take(which)
     estimates = memory(run, chosen, UNCOMPILED, peer_copies=peer_copies)
@@ -138,7 +139,7 @@ def test_more_shards_hold_no_more_and_more_work_no_less() -> None:
 
 def test_peer_copies_take_what_is_sent_out_of_the_allocator() -> None:
     run = run_with(SIZES, dp_shard=4, reshard_after_forward=True, global_batch=8)
-    one = resolve_layout(run, 4).table
+    one = resolve_layout(bind(run), 4).table
     collectives = memory(run, one, UNCOMPILED)
     copies = memory(run, one, UNCOMPILED, peer_copies=True)
     assert collectives.peer_buffers[0] == 0 < copies.peer_buffers[0]
@@ -147,7 +148,7 @@ def test_peer_copies_take_what_is_sent_out_of_the_allocator() -> None:
 
 def test_what_a_bound_leaves_out_takes_more_than_the_device() -> None:
     run = run_with(SIZES, global_batch=16)
-    candidates = enumerate_layouts(run, 8, limits=Limits(4, 2, 32))
+    candidates = enumerate_layouts(bind(run), 8, limits=Limits(4, 2, 32))
     candidates = candidates.take((candidates.pp > 1) & (candidates.tp == 1) & (candidates.cp == 1))
     exact = memory(run, candidates, UNCOMPILED).allocated
     capacity = float(np.median(exact))

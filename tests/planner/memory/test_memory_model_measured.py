@@ -9,6 +9,7 @@ from typing import NamedTuple
 from phalanx.config.load import load_run
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.declare import relative_block_costs
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.memory.model import Kernels, rank_memory
@@ -88,7 +89,7 @@ def modelled(row: Measured) -> float:
     """GiB on rank 0, whose memory was logged."""
     words = [word if word.split("=")[0].count(".") else f"layout.{word}" for word in row.words.split()]
     run = load_run(EXAMPLES / row.example, words)
-    layout = resolve_layout(run, row.ranks)
+    layout = resolve_layout(bind(run), row.ranks)
     kernels = Kernels(likely_kernel(run, rocm=False), compiled=True)
     ranks = rank_memory(run, layout, run.layout.recompute, kernels)
     return (ranks[0].allocated + (0.0 if row.fused else kept_product(run, layout))) / GIB

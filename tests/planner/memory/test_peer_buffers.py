@@ -15,6 +15,7 @@ from phalanx.families.language.config import LanguageRun
 from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import LayoutTable
@@ -58,9 +59,11 @@ def _found() -> list[int]:
     found = []
     for place in range(len(CASES)):
         run = _run_of(place)
-        layout = resolve_layout(run, 2)
-        applied = apply_layout(run, layout, build_mesh(layout, CPU, groups), CPU, AttentionChoice("sdpa"))
-        step = build_step(run, applied, CPU)
+        layout = resolve_layout(bind(run), 2)
+        applied = apply_layout(
+            bind(run, LayoutModel), layout, build_mesh(layout, CPU, groups), CPU, AttentionChoice("sdpa")
+        )
+        step = build_step(bind(run), applied, CPU)
         batch = bind(run, TracedModel).example_batch(layout.samples_per_rank, CPU)
         for number in range(1, 4):
             step.enqueue(number, batch)
@@ -76,7 +79,7 @@ def found() -> list[list[int]]:
 @pytest.mark.parametrize("place", range(len(CASES)), ids=[f"{model} {layout}" for model, layout in CASES])
 def test_what_is_planned_is_what_ranks_have(place: int, found: list[list[int]]) -> None:
     run = _run_of(place)
-    one = resolve_layout(run, 2).table
+    one = resolve_layout(bind(run), 2).table
     planned = memory(run, one, Kernels("cpu", compiled=False), peer_copies=True).peer_buffers[0]
     assert [ranks[place] for ranks in found] == [planned, planned]
 
@@ -89,7 +92,7 @@ MEASURED: list[dict[str, Any]] = json.loads((ROOT / "benchmarks/results/weather/
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: row["case"])
 def test_what_is_planned_is_what_h200s_had(row: dict[str, Any]) -> None:
     run = load_run(ROOT / "examples/orbit-1b.yaml", row["words"])
-    one = resolve_layout(run, 2).table
+    one = resolve_layout(bind(run), 2).table
     found = memory(run, one, Kernels.on_accelerators(run), peer_copies=True)
     measured = row["measured"]["memory_gib_rank_0"]["peer_buffers"]
     assert found.peer_buffers[0] / GIB == pytest.approx(measured, rel=1e-4)
@@ -101,7 +104,7 @@ def test_what_is_planned_of_llama_3_is_what_two_h200s_had() -> None:
     (result,) = found["after"]["results"]
     words = [word for word in result["command"].split() if word.startswith(("layout.", "model."))]
     run = load_run(ROOT / "examples/llama3-8b.yaml", words)
-    one = resolve_layout(run, 2).table
+    one = resolve_layout(bind(run), 2).table
     planned = memory(run, one, Kernels("flash", compiled=True), peer_copies=True)
     # Embedding and head are larger than a block: the pool takes other buffers than that of ORBIT does.
     assert planned.held[0] / GIB == pytest.approx(result["memory_peak_gib"], rel=1e-3)
@@ -118,7 +121,7 @@ def test_layouts_take_beside_others_what_they_take_alone() -> None:
         {"pp": 2, "dp_shard": 2},
     ]
     fixed = {"microbatch": 1, "global_batch": 8, "peer_copies": True}
-    layouts = [resolve_layout(run_with(**fixed, **({"dp_shard": 2} | one)), _world(one)) for one in words]
+    layouts = [resolve_layout(bind(run_with(**fixed, **({"dp_shard": 2} | one))), _world(one)) for one in words]
     together = LayoutTable.from_rows(layouts)
     kernels = Kernels("cpu", compiled=False)
     every = memory(run, together, kernels, peer_copies=True).peer_buffers

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from layout_runs import run_with
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.memory.model import Kernels, memory
 from phalanx.planner.memory.probability import GIB
@@ -23,7 +24,7 @@ def test_less_memory_gives_a_smaller_micro_batch_that_the_model_says_fits() -> N
     run = run_with(MODEL, global_batch=64, microbatch="auto")
     chosen = []
     for capacity in (100 * GIB, 24 * GIB, 8 * GIB, 4 * GIB):
-        layout = resolve_layout(run, 1, fits=memory_fits(run, capacity, rocm=False))
+        layout = resolve_layout(bind(run), 1, fits=memory_fits(run, capacity, rocm=False))
         chosen.append(layout.microbatch)
         candidate = layout.table
         held = memory(run, candidate, Kernels.on_accelerators(run), peer_copies=True).held[0]
@@ -39,7 +40,7 @@ def test_less_memory_gives_a_smaller_micro_batch_that_the_model_says_fits() -> N
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_recompute_leaves_room_for_more(recompute: str) -> None:
     run = run_with(MODEL, global_batch=64, microbatch="auto", recompute=recompute)
-    layout = resolve_layout(run, 1, fits=memory_fits(run, 6 * GIB, rocm=False))
+    layout = resolve_layout(bind(run), 1, fits=memory_fits(run, 6 * GIB, rocm=False))
     assert (layout.microbatch > 8) is (recompute == "full")
 
 

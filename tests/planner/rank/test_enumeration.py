@@ -16,6 +16,7 @@ from layout_runs import run_with
 from phalanx.config.check import global_batch_samples
 from phalanx.config.load import load_run
 from phalanx.families.language.config import LanguageRun
+from phalanx.families.registry import bind
 from phalanx.layout.legality import Requirements, is_legal
 from phalanx.layout.resolve import divisors, factorisations, resolve_layout
 from phalanx.layout.spec import CONTEXTS, DEGREES, GATHERS, RECOMPUTES, SCHEDULES, LayoutTable, ResolvedLayout
@@ -70,8 +71,8 @@ RUNS = st.builds(
 @settings(max_examples=40, deadline=None)
 @given(RUNS, st.sampled_from((1, 2, 4, 6, 8, 12, 16)), st.sampled_from((None, 2, 4, 8)), st.randoms())
 def test_same_as_legality(run: LanguageRun, world: int, devices_per_node: int | None, random: Any) -> None:
-    needs = Requirements.of_run(run, world, devices_per_node)
-    found = enumerate_layouts(run, world, devices_per_node, limits=Limits.none())
+    needs = Requirements.of_model(bind(run), world, devices_per_node)
+    found = enumerate_layouts(bind(run), world, devices_per_node, limits=Limits.none())
     assert is_legal(needs, found).all()
 
     known, batch = set(rows_of(found)), global_batch_samples(run)
@@ -108,9 +109,9 @@ def test_every_legal_layout_of_a_small_run() -> None:
                     context=context, reshard_after_forward=reshard, gather=gather, recompute=recompute,
                 )  # fmt: skip
                 possible.append(layout)
-    legal = is_legal(Requirements.of_run(run, 8), LayoutTable.from_rows(possible))
+    legal = is_legal(Requirements.of_model(bind(run), 8), LayoutTable.from_rows(possible))
     wanted = set(compress(possible, legal))
-    assert len(wanted) > 1000 and set(rows_of(enumerate_layouts(run, 8, limits=Limits.none()))) == wanted
+    assert len(wanted) > 1000 and set(rows_of(enumerate_layouts(bind(run), 8, limits=Limits.none()))) == wanted
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_as_many_layouts_of_large_runs_as_two_independent_implementations_found(
     example: str, devices: int, legal: int, different: int
 ) -> None:
     run = load_run(EXAMPLES / f"{example}.yaml", [])
-    found = enumerate_layouts(run, devices, 8)
+    found = enumerate_layouts(bind(run), devices, 8)
     assert (len(found), len(drop_equivalent(found))) == (legal, different)
 
 
@@ -146,8 +147,8 @@ def test_as_many_layouts_of_large_runs_as_two_independent_implementations_found(
 )
 def test_fixed_fields(fixed: dict[str, Any]) -> None:
     run = run_with(global_batch=16)
-    found = enumerate_layouts(run, 8, fixed=fixed, limits=Limits.none())
-    free = rows_of(enumerate_layouts(run, 8, limits=Limits.none()))
+    found = enumerate_layouts(bind(run), 8, fixed=fixed, limits=Limits.none())
+    free = rows_of(enumerate_layouts(bind(run), 8, limits=Limits.none()))
     assert len(found)
     for index in range(len(found)):
         layout = found.row(index)
@@ -164,7 +165,7 @@ def test_fixed_fields(fixed: dict[str, Any]) -> None:
 @pytest.mark.parametrize("zeros", [(0, 1, 2, 3), (2, 3), (3,)])
 def test_of_pipelines_that_run_the_same_way_the_lowest_level_is_left(zeros: tuple[int, ...]) -> None:
     run, kernels = run_with(global_batch=16), Kernels("flash", compiled=False)
-    every = enumerate_layouts(run, 8, limits=Limits.none())
+    every = enumerate_layouts(bind(run), 8, limits=Limits.none())
     every = every.take(np.isin(every.zero, zeros))
     left = drop_equivalent(every)
     assert 0.5 * len(every) < len(left) <= len(every)
@@ -182,25 +183,25 @@ def test_of_pipelines_that_run_the_same_way_the_lowest_level_is_left(zeros: tupl
 
 @pytest.mark.parametrize("fixed", [{"tp": 3}, {"pp": 8}, {"dp_shard": 5}, {"microbatch": 3}, {"cp": 64}])
 def test_nothing_is_legal(fixed: dict[str, Any]) -> None:
-    assert len(enumerate_layouts(run_with(global_batch=16), 8, fixed=fixed)) == 0
+    assert len(enumerate_layouts(bind(run_with(global_batch=16)), 8, fixed=fixed)) == 0
 
 
 def test_limits_bound_free_fields_only() -> None:
     run = run_with({"model.n_layers": 16}, global_batch=64)
     limits = Limits(microbatch=2, stages_per_rank=2, positions=16)
-    found = enumerate_layouts(run, 8, limits=limits)
+    found = enumerate_layouts(bind(run), 8, limits=limits)
     assert (found.microbatch.max(), found.stages_per_rank.max(), found.cp.max()) == (2, 2, 2)
     fixed = {"microbatch": 4, "stages_per_rank": 4, "cp": 4, "pp": 2}
-    assert len(enumerate_layouts(run, 8, fixed=fixed, limits=limits))
+    assert len(enumerate_layouts(bind(run), 8, fixed=fixed, limits=limits))
 
 
 def test_what_is_written_resolves_to_the_same_layout() -> None:
     run = run_with(global_batch=16)
-    found = enumerate_layouts(run, 8, limits=Limits.none())
+    found = enumerate_layouts(bind(run), 8, limits=Limits.none())
     for index in range(0, len(found), 97):
         layout = found.row(index)
         chosen = {name: getattr(layout, name) for name in CHOSEN}
         if layout.pp == 1:
             chosen["stages_per_rank"] = "auto"
         asked = run.model_copy(update={"layout": run.layout.model_copy(update=chosen)})
-        assert resolve_layout(asked, 8) == layout
+        assert resolve_layout(bind(asked), 8) == layout

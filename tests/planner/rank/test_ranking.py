@@ -265,4 +265,4 @@ def test_the_written_run_file_resolves_to_the_planned_layout() -> None:
         assert text.startswith("# Planned.\n")
         run = parse_run(text, "out.yaml")
         assert run == run_with_layout(wide(), layout)
-        assert resolve_layout(run, 16, 8) == layout
+        assert resolve_layout(bind(run), 16, 8) == layout

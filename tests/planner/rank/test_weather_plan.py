@@ -7,6 +7,7 @@ import pytest
 
 from phalanx.cli.planning.plan_text import write_plan_lines
 from phalanx.config.load import parse_run
+from phalanx.families.registry import bind
 from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.sizes import model_flops_per_sample
 from phalanx.hardware.machine import load_machine
@@ -104,7 +105,7 @@ def test_a_streamed_layout_takes_less_memory_and_is_written_as_it_is(planner: Pl
     assert layer - stream > 12 * 16384**2 / 2 * 2
     text = write_planned_run(run, found["stream"].row(0), "Planned.")
     written = parse_run(text, "out.yaml")
-    assert resolve_layout(written, 4) == found["stream"].row(0)
+    assert resolve_layout(bind(written), 4) == found["stream"].row(0)
 
 
 def test_streaming_costs_a_third_more_products_without_recompute(planner: Planner) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 from distributed_ranks import run_ranks
 from layout_runs import run_with
+from phalanx.families.registry import bind
 from phalanx.layout.legality import reasons_against
 from phalanx.layout.mesh import Groups
 from phalanx.layout.pipeline.stage_assignment import rank_of_stage, stages_of_rank
@@ -38,7 +39,9 @@ def pipelined(schedule: str, per_rank: int, pp: int, count: int) -> ResolvedLayo
 
 def legal_counts(schedule: str, per_rank: int, pp: int, highest: int) -> list[int]:
     run = run_with({"model.n_layers": 64}, schedule=schedule, stages_per_rank=per_rank, pp=pp)
-    return [n for n in range(1, highest + 1) if not reasons_against(run, pipelined(schedule, per_rank, pp, n), pp)]
+    return [
+        n for n in range(1, highest + 1) if not reasons_against(bind(run), pipelined(schedule, per_rank, pp, n), pp)
+    ]
 
 
 # --- against a real run ------------------------------------------------------------------------------------------------
@@ -116,7 +119,7 @@ def test_every_stage_computes_every_microbatch_once_each_way(schedule: str, per_
 def test_every_pipelined_layout_of_eight_ranks_has_a_table() -> None:
     layouts = {
         (layout.schedule, layout.pp, layout.stages_per_rank, layout.accumulation)
-        for layout in every_layout(run_with(), 8)
+        for layout in every_layout(bind(run_with()), 8)
     }
     assert any(pp == 1 for _, pp, *_ in layouts) and any(pp == 4 for _, pp, *_ in layouts)
     for schedule, pp, per_rank, count in layouts:

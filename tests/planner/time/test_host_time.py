@@ -12,6 +12,7 @@ import pytest
 
 from layout_runs import run_with
 from phalanx.config.load import load_run
+from phalanx.families.registry import bind
 from phalanx.hardware.collectives import default_constants
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout
@@ -36,7 +37,7 @@ WAITED: list[dict[str, Any]] = [
 def test_small_microbatches_take_what_they_took(row: dict[str, Any]) -> None:
     run = load_run(ROOT / "examples/orbit-1b.yaml", row["words"])
     named = load_profile(str(RESULTS / "planner" / "h200-x4.profile.yaml"))
-    one = resolve_layout(run, 4).table
+    one = resolve_layout(bind(run), 4).table
     found = step_times(run, one, MACHINE, named.profile, constants=named.collectives_on(MACHINE))
     assert found.total[0] == pytest.approx(row["measured"]["step_seconds"], rel=0.1)
     # The plan of the day before the host was counted: 2% below where nothing is gathered, up to 59% below elsewhere.
@@ -60,7 +61,7 @@ def _host_seconds(shard_s: float, exchange_s: float = 0.0) -> np.ndarray:
     for costs in ((shard_s, exchange_s), (0.0, 0.0)):
         one = replace(profile, shard_host_s=costs[0], exchange_host_s=costs[1])
         runs = [run_with(**words) for words in WORDS]
-        layouts = LayoutTable.from_rows([resolve_layout(run, 4) for run in runs])
+        layouts = LayoutTable.from_rows([resolve_layout(bind(run), 4) for run in runs])
         steps, constants = steps_of_run(runs[0], layouts, MACHINE, COMPILED), default_constants(MACHINE)
         times = part_times(steps.parts, MACHINE, constants, one)
         found.append(closed_form(steps, times, one, constants, COMPILED).of(StepCause.HOST))

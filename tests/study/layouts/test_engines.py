@@ -12,6 +12,7 @@ import pytest
 from layout_runs import run_with
 from phalanx.config.studies import Search
 from phalanx.errors import ConfigError
+from phalanx.families.registry import bind
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 from phalanx.study.layouts.prior import Prior
 from phalanx.study.layouts.simulated_cluster import SimulatedRunner, Truth
@@ -28,7 +29,7 @@ ALL = ("planner", "optuna-tpe", "optuna-gp", "random", "exhaustive")
 def space() -> LayoutSpace:
     """The legal layouts of a small run on eight ranks."""
     run = run_with(global_batch=64)
-    layouts = enumerate_layouts(run, 8, limits=Limits(microbatch=8, stages_per_rank=2, positions=1))
+    layouts = enumerate_layouts(bind(run), 8, limits=Limits(microbatch=8, stages_per_rank=2, positions=1))
     return build_layout_space(layouts, Search(layout={"schedule": ["1f1b"], "recompute": ["none", "full"]}))
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from layout_runs import run_with
 from phalanx.config.studies import Search
+from phalanx.families.registry import bind
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 from phalanx.study.layouts.space import LayoutSpace, build_layout_space
 from phalanx.study.layouts.study import STUDY, LayoutSearch, digest_run
@@ -20,7 +21,7 @@ from phalanx.study.trial import OK, Outcome, Trial, best_trial
 
 
 def space_of(**layout: Any) -> LayoutSpace:
-    candidates = enumerate_layouts(run_with(global_batch=64), 4, limits=Limits(microbatch=4, positions=1))
+    candidates = enumerate_layouts(bind(run_with(global_batch=64)), 4, limits=Limits(microbatch=4, positions=1))
     return build_layout_space(candidates, Search(layout={"schedule": ["1f1b"], "recompute": ["none"], **layout}))
 
 

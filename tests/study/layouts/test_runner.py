@@ -7,6 +7,7 @@ from pathlib import Path
 
 from layout_runs import run_with
 from phalanx.config.load import load_run
+from phalanx.families.registry import bind
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 from phalanx.study.layouts.space import LayoutSpace, build_layout_space
 from phalanx.study.layouts.trials import ProcessRunner, judge_losses, loss_bound
@@ -71,7 +72,7 @@ def test_trials_of_a_rate_that_throws_a_model_about_agree(tmp_path: Path) -> Non
     file.write_text(file.read_text() + given)
     run = load_run(file, ["optimizer.lr=1.0", "training.compile=false"])
     search = run.search
-    space = build_layout_space(enumerate_layouts(run, 1, limits=Limits(4, 1, 8)), search)  # type: ignore[arg-type]
+    space = build_layout_space(enumerate_layouts(bind(run), 1, limits=Limits(4, 1, 8)), search)  # type: ignore[arg-type]
     runner = ProcessRunner(run, search, 1, LocalRanks(1))
     one = measure(runner, space, 0, tmp_path / "one", [])
     assert one.cause == OK and len(one.more["gradient_norms"]) == 6
@@ -86,7 +87,7 @@ def test_a_rank_without_memory_is_survived(tmp_path: Path) -> None:
     file.write_text(large + "search: {layout: {microbatch: [1024], recompute: [none]}, steps: 3, memory_gib: 2}\n")
     run = load_run(file, ["search.skip=1"])
     search = run.search
-    space = build_layout_space(enumerate_layouts(run, 1, limits=Limits(1024, 1, 8)), search)  # type: ignore[arg-type]
+    space = build_layout_space(enumerate_layouts(bind(run), 1, limits=Limits(1024, 1, 8)), search)  # type: ignore[arg-type]
     runner = ProcessRunner(run, search, 1, LocalRanks(1))
     outcome = measure(runner, space, 0, tmp_path / "trial", [])
     assert outcome.cause == "out_of_memory", outcome.words

@@ -10,6 +10,7 @@ from layout_runs import run_from_words, run_with
 from phalanx.config.load import load_run, parse_run
 from phalanx.config.studies import Search, Tunable
 from phalanx.errors import ConfigError
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 from phalanx.study.conditions import condition_holds
@@ -19,7 +20,7 @@ RUN = run_with(global_batch=64)
 
 
 def small(search: Search) -> LayoutSpace:
-    return build_layout_space(enumerate_layouts(RUN, 8, limits=Limits(8, 2, 8)), search)
+    return build_layout_space(enumerate_layouts(bind(RUN), 8, limits=Limits(8, 2, 8)), search)
 
 
 def test_every_point_is_the_run_it_stands_for() -> None:
@@ -28,7 +29,7 @@ def test_every_point_is_the_run_it_stands_for() -> None:
     for point in range(0, len(found), max(1, len(found) // 25)):
         run = run_from_words(RUN, found.overrides(point))
         wanted = found.layouts.row(int(found.layout_of[point]))
-        assert resolve_layout(run, 8) == wanted
+        assert resolve_layout(bind(run), 8) == wanted
         assert run.layout.recompute == found.values(point)["recompute"]
         assert found.find(found.values(point)) == point
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.families.family import BoundModel
 from phalanx.families.registry import bind
 from phalanx.layout.resolve import can_run, resolve_layout, stated_ranks
 from phalanx.layout.spec import DEGREES, ResolvedLayout
@@ -23,10 +24,11 @@ def check_layout_and_data(run: Run, ranks: int | None, *, data: bool) -> dict[st
 
     ranks: None takes the fewest that the degrees allow. Raises ConfigError with everything that is wrong.
     """
+    model = bind(run)
     facts: dict[str, Any] = {"ranks": None, "layout": None, "data": None}
     wrong: list[str] = []
     try:
-        layout = resolve_layout(run, ranks) if ranks is not None else _resolve_on_fewest(run)
+        layout = resolve_layout(model, ranks) if ranks is not None else _resolve_on_fewest(model)
         words = layout.in_words(run.layout.gather_blocks)
         count = layout.world_size
         facts |= {"ranks": count, "layout": words if count == 1 else f"{count:,} ranks: {words}"}
@@ -48,9 +50,9 @@ def check_layout_and_data(run: Run, ranks: int | None, *, data: bool) -> dict[st
     return facts
 
 
-def _resolve_on_fewest(run: Run) -> ResolvedLayout:
+def _resolve_on_fewest(model: BoundModel) -> ResolvedLayout:
     """Return the layout on the fewest ranks on which it is legal. Raises ConfigError where it is legal on none."""
-    least = stated_ranks(run)
-    more = any(getattr(run.layout, name) == "auto" for name in DEGREES)
+    least = stated_ranks(model.run)
+    more = any(getattr(model.run.layout, name) == "auto" for name in DEGREES)
     tried = (least * multiple for multiple in range(1, _TRIED + 1 if more else 2))
-    return resolve_layout(run, next((ranks for ranks in tried if can_run(run, ranks)), least))
+    return resolve_layout(model, next((ranks for ranks in tried if can_run(model, ranks)), least))

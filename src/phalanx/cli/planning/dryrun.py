@@ -13,6 +13,8 @@ from phalanx.cli.console import print_json, print_lines, print_table
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
+from phalanx.families.family import BoundModel
+from phalanx.families.registry import bind
 from phalanx.families.sizes import sizes_of
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.compile import compiles_blocks
@@ -22,7 +24,7 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.dryrun.memory_trace import CATEGORIES, Moment
 from phalanx.planner.dryrun.rank_report import RankReport, Traffic
 from phalanx.planner.dryrun.run_step import dry_run
-from phalanx.planner.trace.traced_model import is_planned
+from phalanx.planner.trace.traced_model import TracedModel, is_planned
 from phalanx.printable import write_stderr
 from phalanx.report.formatting import format_gibibytes
 from phalanx.report.table import Column
@@ -50,7 +52,8 @@ def run_dryrun(
             f"phalanx dryrun needs steps of one shape, and those of model.family={loaded.model.family} depend on the samples"
         )
     per_node = loaded.cluster.devices_per_node or devices_per_node
-    layout = resolve_layout(loaded, devices, per_node)
+    model = bind(loaded, TracedModel)
+    layout = resolve_layout(model, devices, per_node)
     # kernels of a GPU need not be here for a dry run, those of the CPU do
     if device == "cpu":
         check_attention(loaded.training.attention, torch.device("cpu"))
@@ -70,7 +73,7 @@ def run_dryrun(
         for number in ranks
     ]
     target = torch.device("cpu" if device == "cpu" else "meta")
-    compiled = compiles_blocks(loaded, layout, target)
+    compiled = compiles_blocks(model, layout, target)
     if json:
         print_json(
             {
@@ -101,9 +104,9 @@ class _Progress:
             write_stderr(f"rank {self.rank}: {moment}, {now - self.start:.0f} s")
 
 
-def _build_full_step(run: Run, applied: ParallelModel, device: torch.device) -> TrainStep:
+def _build_full_step(model: BoundModel, applied: ParallelModel, device: torch.device) -> TrainStep:
     """Return the step that `phalanx train` runs, with all the state its optimizer will ever have."""
-    step = build_step(run, applied, device)
+    step = build_step(model, applied, device)
     materialise_optimizer_state(step.optimizer)
     return step
 

@@ -12,6 +12,7 @@ from phalanx.cli.console import print_json, print_lines
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
+from phalanx.families.registry import bind
 from phalanx.hardware.device import device_facts
 from phalanx.hardware.machine import Machine, load_machine
 from phalanx.layout.mesh import ranks_from_environment
@@ -80,11 +81,11 @@ def run_bench(
 def _resolve_for(machine: Machine | None, run: Run, devices: int) -> ResolvedLayout:
     """Return the layout of `run`, with an automatic micro-batch that fits the devices of `machine` where it is known."""
     if machine is None:
-        return resolve_layout(run, devices)
+        return resolve_layout(bind(run), devices)
     device = machine.node.device
     capacity = device_facts(device).memory_bytes
     fits = None if capacity is None else memory_fits(run, capacity, rocm=device.startswith("MI"))
-    return resolve_layout(run, devices, machine.node.devices, fits)
+    return resolve_layout(bind(run), devices, machine.node.devices, fits)
 
 
 def _choose_launcher(where: str, devices: int, machine: Machine | None) -> Launcher:

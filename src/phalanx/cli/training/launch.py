@@ -9,6 +9,7 @@ from pathlib import Path
 from phalanx.cli.console import print_json, print_lines, write_file
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
+from phalanx.families.registry import bind
 from phalanx.hardware.machine import Machine, described_names, load_machine
 from phalanx.launch.job_script import Job, complete_job, format_walltime, launch_script, parse_walltime
 from phalanx.layout.resolve import resolve_layout
@@ -49,7 +50,7 @@ def run_launch(
     )
     job = complete_job(machine, wanted)
     ranks = job.nodes * machine.node.devices
-    layout = resolve_layout(load_run(run, overrides or []), ranks, machine.node.devices)
+    layout = resolve_layout(bind(load_run(run, overrides or [])), ranks, machine.node.devices)
     # before anything is written: a login node without Slurm is told so at once
     sbatch = _find_sbatch() if submit else None
     text = launch_script(machine, job)

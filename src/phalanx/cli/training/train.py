@@ -7,6 +7,7 @@ from pathlib import Path
 from phalanx.cli.ranks import start_ranks
 from phalanx.config.load import load_run, parse_overrides
 from phalanx.config.schema import Run
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 from phalanx.training.start import train
 
@@ -26,7 +27,7 @@ def run_train(
         train(loaded, run_dir or _choose_run_directory(loaded, run, words))
         return
     # what is wrong with the layout is said once, here, and not by every rank
-    resolve_layout(loaded, nproc, nproc)
+    resolve_layout(bind(loaded), nproc, nproc)
     where = [] if run_dir is None else ["--run-dir", str(run_dir)]
     start_ranks(["train", str(run), *where, *words], nproc, grace_s=grace)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.config.schema import Run
-from phalanx.families.registry import bind
+from phalanx.families.family import BoundModel
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import find_optimizer
@@ -35,19 +34,19 @@ class StateBytes:
         return self.between_steps + self.gradients
 
 
-def state_bytes(run: Run, layout: ResolvedLayout) -> StateBytes:
+def state_bytes(model: BoundModel, layout: ResolvedLayout) -> StateBytes:
     """Return the training state of one rank: main parameters, gradients and optimizer state, sharded over `dp_shard` ranks.
 
     Sharding pads a parameter whose first dim `dp_shard` does not divide; that padding is not counted.
     """
-    precision = PRECISIONS[run.layout.precision]
+    precision = PRECISIONS[model.run.layout.precision]
     width = precision.main_dtype.itemsize
-    count = bind(run).parameter_count()
+    count = model.parameter_count()
     share = -(-count * width // layout.dp_shard)
     copied = precision.copies_parameters and layout.dp_shard * layout.dp_replicate == 1
     return StateBytes(
         parameters=share,
         working_copy=precision.compute_dtype.itemsize * count * copied,
         gradients=share,
-        optimizer=find_optimizer(run.optimizer).state_values * share,
+        optimizer=find_optimizer(model.run.optimizer).state_values * share,
     )

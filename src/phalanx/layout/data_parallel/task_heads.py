@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from phalanx.config.schema import Run
-from phalanx.families.registry import bind
+from phalanx.families.family import BoundModel
 from phalanx.layout.spec import ResolvedLayout
 
 
@@ -88,17 +87,17 @@ def _share_ranks(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
     return tuple(int(branch in starts) for branch in range(len(costs)))
 
 
-def branch_sizes(run: Run, data_ranks: int) -> tuple[int, ...]:
-    """Ranks of each branch (see `BranchGroups.sizes`) as `run` asks for them; empty where every rank holds every head.
+def branch_sizes(model: BoundModel, data_ranks: int) -> tuple[int, ...]:
+    """Return the ranks of each branch (see `BranchGroups.sizes`) that the run file asks for; none where all hold all heads.
 
     Sizes are not checked yet. Raises DataError for `auto` where the data are not prepared that costs are read from.
     """
-    chosen = run.layout.branch_groups
+    chosen = model.run.layout.branch_groups
     if isinstance(chosen, list):
         return tuple(chosen)
-    if chosen == "off" or data_ranks == 1 or bind(run).branches() == 1:
+    if chosen == "off" or data_ranks == 1 or model.branches() == 1:
         return ()
-    return sizes_by_cost(bind(run).branch_costs(), data_ranks)
+    return sizes_by_cost(model.branch_costs(), data_ranks)
 
 
 def branch_groups(layout: ResolvedLayout) -> BranchGroups | None:
@@ -106,11 +105,12 @@ def branch_groups(layout: ResolvedLayout) -> BranchGroups | None:
     return BranchGroups(layout.branch_groups) if layout.branch_groups else None
 
 
-def refusals(run: Run, layout: ResolvedLayout) -> Iterator[str]:
-    """Yield why the sub-groups that `run` asks for cannot be."""
+def refusals(model: BoundModel, layout: ResolvedLayout) -> Iterator[str]:
+    """Yield why the sub-groups that the run file asks for cannot be."""
+    run = model.run
     if run.layout.branch_groups == "off" and not layout.branch_groups:
         return
-    branches, sizes = bind(run).branches(), layout.branch_groups
+    branches, sizes = model.branches(), layout.branch_groups
     name = f"layout.branch_groups={list(sizes) if sizes else run.layout.branch_groups}"
     if branches == 1:
         yield f"{name} needs heads of several branches, of which this model of family {run.model.family} has none"

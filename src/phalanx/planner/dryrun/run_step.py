@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from phalanx.config.schema import Run
 from phalanx.data.batch_stream import Batch
+from phalanx.families.family import BoundModel
 from phalanx.families.registry import bind
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
@@ -53,7 +54,7 @@ class Step(Protocol):
         """The same optimizer's steps, run by `executor`."""
 
 
-StepBuilder = Callable[[Run, ParallelModel, torch.device], Step]
+StepBuilder = Callable[[BoundModel, ParallelModel, torch.device], Step]
 Tell = Callable[[Moment], None]
 """Is told each moment of a step as it begins."""
 
@@ -80,13 +81,13 @@ def dry_run(
     """
     start = time.perf_counter()
     model = bind(run, TracedModel)
-    run, attention = _prepared(model, layout, accelerator)
+    model, attention = _prepared(model, layout, accelerator)
     wanted = layout.accumulation
     few, more = representative_microbatches(layout)
     with fake_rank(layout, rank, accelerator=accelerator) as (mesh, trace), attention.active():
         short = _with_microbatches(layout, few)
-        applied = apply_layout(run, short, mesh, DEVICE, attention, fill=False)
-        step = build(run, applied, DEVICE).relaid(WatchedExecutor(applied, trace))
+        applied = apply_layout(model, short, mesh, DEVICE, attention, fill=False)
+        step = build(model, applied, DEVICE).relaid(WatchedExecutor(applied, trace))
         first = measured_step(model, applied, step, trace, tell)
         # The receive buffers of one number of micro-batches must be gone before those of another are made.
         applied = _relaid(applied, mesh, _with_microbatches(layout, more))
@@ -123,14 +124,14 @@ def representative_microbatches(layout: ResolvedLayout) -> tuple[int, int]:
     return (few, more) if more < wanted else (wanted, wanted)
 
 
-def _prepared(model: TracedModel, layout: ResolvedLayout, accelerator: bool) -> tuple[Run, AttentionChoice]:
-    """The run with what depends on the device decided, and its attention; blocks run uncompiled."""
+def _prepared(model: TracedModel, layout: ResolvedLayout, accelerator: bool) -> tuple[TracedModel, AttentionChoice]:
+    """The model with what depends on the device decided, and its attention; blocks run uncompiled."""
     run, target = model.run, torch.device("meta" if accelerator else "cpu")
     decided: dict[str, Any] = {"compile": False, **model.dry_run_fields(target, layout.tp)}
     # The other ranks of a dry run have no memory to copy from.
     plain = run.layout.model_copy(update={"peer_copies": False})
     run = run.model_copy(update={"training": run.training.model_copy(update=decided), "layout": plain})
-    return run, model.dry_run_attention() if accelerator else AttentionChoice("sdpa")
+    return model.rebind(run), model.dry_run_attention() if accelerator else AttentionChoice("sdpa")
 
 
 def _with_microbatches(layout: ResolvedLayout, count: int) -> ResolvedLayout:

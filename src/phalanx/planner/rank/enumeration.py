@@ -17,6 +17,7 @@ import yaml
 from phalanx.config.check import global_batch_samples
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
+from phalanx.families.family import BoundModel
 from phalanx.layout.legality import Requirements, is_legal
 from phalanx.layout.resolve import MOST_SAMPLES, divisors, factorisations
 from phalanx.layout.spec import CONTEXTS, DEGREES, GATHERS, RECOMPUTES, SCHEDULES, Bools, LayoutTable, ResolvedLayout
@@ -51,21 +52,21 @@ class Limits:
 
 
 def enumerate_layouts(
-    run: Run,
+    model: BoundModel,
     world_size: int,
     devices_per_node: int | None = None,
     fixed: Fixed | None = None,
     limits: Limits | None = None,
 ) -> LayoutTable:
-    """Return all legal layouts of `run` on `world_size` ranks.
+    """Return all legal layouts of `model` on `world_size` ranks.
 
     fixed: fields of `layout` that keep these values, each one of CHOSEN and as in the run file, without `auto`. As in a run
-    file, `stages_per_rank` has no effect where `pp` is 1, and `context` none where `cp` is. What `run` itself says of the
-    fields in CHOSEN is not looked at. devices_per_node: as for `layout.resolve.resolve_layout`.
+    file, `stages_per_rank` has no effect where `pp` is 1, and `context` none where `cp` is. What the run file itself says of
+    the fields in CHOSEN is not looked at. devices_per_node: as for `layout.resolve.resolve_layout`.
     """
     fixed, limits = fixed or {}, limits or Limits()
-    needs = Requirements.of_run(run, world_size, devices_per_node)
-    batch, length = global_batch_samples(run), needs.positions.count
+    needs = Requirements.of_model(model, world_size, devices_per_node)
+    batch, length = global_batch_samples(model.run), needs.positions.count
     # Where these have no effect they stay as they are fixed; others are normalized below.
     kept = {name: fixed[name] for name in ("schedule", "zero", "reshard_after_forward") if name in fixed}
     first = ResolvedLayout(batch, **kept)
@@ -93,7 +94,7 @@ def enumerate_layouts(
 
     table = choose("context", CONTEXTS, table.cp > 1)
     table = choose("schedule", SCHEDULES, table.pp > 1)
-    most_stages = int(min(limits.stages_per_rank, run.model.n_layers))
+    most_stages = int(min(limits.stages_per_rank, model.run.model.n_layers))
     table = choose("stages_per_rank", range(1, most_stages + 1), table.pp > 1)
     table = choose("microbatch", [size for size in divisors(batch) if size <= limits.microbatch])
     # ZeRO 0 differs from 3 for replicas as well: their gradients are reduced by DDP.

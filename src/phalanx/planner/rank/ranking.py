@@ -177,7 +177,7 @@ class Planner:
 
     def every_legal(self, task: Task) -> LayoutTable:
         """Return all legal layouts of a task, within the limits."""
-        legal = enumerate_layouts(task.run, task.devices, self.machine.node.devices, task.fixed, self.limits)
+        legal = enumerate_layouts(task.model, task.devices, self.machine.node.devices, task.fixed, self.limits)
         if "gather" in task.fixed:
             return legal
         # Where gathered blocks are small, streaming has nothing to save; without `tp` they are whole, and FSDP does better.
@@ -240,7 +240,7 @@ class Planner:
         plain = {name: task.fixed.get(name, free[name].default) for name in CHOSEN}
         run = task.run.model_copy(update={"layout": task.run.layout.model_copy(update=plain)})
         try:
-            resolve_layout(run, task.devices, self.machine.node.devices)
+            resolve_layout(task.model.rebind(run), task.devices, self.machine.node.devices)
         except ConfigError as error:
             return str(error)
         return f"no layout of {task.devices} devices is legal within {self.limits}; fix the fields that go beyond"

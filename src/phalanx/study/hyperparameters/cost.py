@@ -56,7 +56,7 @@ def measure_size(run: Run) -> TrialSize:
     each = model.flops_per_sample()
     width = float(getattr(run.model, "d_model", 64))
     # 6 FLOPs a matmul parameter and row: a row of width w through w * w parameters keeps some widths of numbers.
-    activations = each * one_rank_microbatch(run) / (6.0 * width) * _ACTIVATION_WIDTHS / 4.0
+    activations = each * one_rank_microbatch(model) / (6.0 * width) * _ACTIVATION_WIDTHS / 4.0
     return TrialSize(each * global_batch_samples(run), parameters, _PROCESS + _STATE * parameters + 4.0 * activations)
 
 

@@ -53,11 +53,12 @@ def run_tuning(run: Run, folder: Path, options: Options, tell: Callable[[Trial, 
     """
     space, section = build_hyperparameter_space(run), run.tune
     # Trials have one rank each: a run file that asks for more is refused before anything starts.
-    resolve_layout(run, 1, 1)
+    model = bind(run, TrainableModel)
+    resolve_layout(model, 1, 1)
     size = measure_size(space.run_of({}, quiet_overrides(run)))
     places = find_devices(options.where, run.cluster.device, options.devices, options.machine)
     rungs = rung_steps(section.asha, run.training.steps)
-    check_metric(section.metric, bind(run, TrainableModel).expected_evaluation())
+    check_metric(section.metric, model.expected_evaluation())
     _require_same_run(run, folder)
     store = open_store(folder, describe_study(run, space, rungs))
     if not (folder / RUN).exists():

@@ -140,7 +140,7 @@ def test_training_reads_shares_whose_micro_batches_are_as_large_as_all_ranks_can
     run = load_run(path, ["layout.cp=2", "layout.dp_shard=1", "data.microbatch_cost=20"])
     assert isinstance(run, MaterialsRun)
     prepare_graphs(run.data, workers=1)
-    layout, axes = resolve_layout(run, 2), [Axis("cp", rank, 2) for rank in range(2)]
+    layout, axes = resolve_layout(bind(run), 2), [Axis("cp", rank, 2) for rank in range(2)]
     streams = [
         bind(run, TrainableModel).open_inputs(layout, replace(ONE_RANK, cp=cp), torch.device("cpu"), first=False).stream
         for cp in axes
@@ -149,7 +149,7 @@ def test_training_reads_shares_whose_micro_batches_are_as_large_as_all_ranks_can
     double = load_run(path, ["data.microbatch_cost=40"])
     whole = (
         bind(double, TrainableModel)
-        .open_inputs(resolve_layout(double, 1), ONE_RANK, torch.device("cpu"), first=False)
+        .open_inputs(resolve_layout(bind(double), 1), ONE_RANK, torch.device("cpu"), first=False)
         .stream
     )
     for _ in range(2):

@@ -15,6 +15,7 @@ from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import ONE_RANK, Groups, build_mesh
 from phalanx.layout.resolve import every_layout, resolve_layout
 from phalanx.verification.family import VerifiableModel
@@ -57,9 +58,9 @@ def run_of(model: str, **layout: Any) -> MaterialsRun:
 
 def measured_sums(run: MaterialsRun, world: int, groups: Groups) -> torch.Tensor:
     """Held-out losses and errors of some structures, of all ranks together."""
-    device, layout = torch.device("cpu"), resolve_layout(run, world)
+    device, layout = torch.device("cpu"), resolve_layout(bind(run), world)
     mesh = ONE_RANK if world == 1 else build_mesh(layout, device, groups)
-    executor = Executor(apply_layout(run, layout, mesh, device, AttentionChoice("sdpa")))
+    executor = Executor(apply_layout(bind(run, LayoutModel), layout, mesh, device, AttentionChoice("sdpa")))
     batch = executor.cut(bind(run, VerifiableModel).samples(1, 0, 5, 5), 1)
     x, inputs = batch.inputs()
     sums = executor.infer(x, {**inputs, "measured_sources": 2}, batch.sample_indices)
@@ -80,7 +81,7 @@ def compare_all() -> tuple[dict[str, list[Verdict]], torch.Tensor, torch.Tensor]
         verdicts[model] = []
         for fields in LAYOUTS[model]:
             verifier.run = run_of(model, **fields)
-            verdicts[model].append(verifier.verify(resolve_layout(verifier.run, 4)))
+            verdicts[model].append(verifier.verify(resolve_layout(bind(verifier.run), 4)))
     alone, four = measured_sums(run_of("painn"), 1, groups), measured_sums(run_of("painn", cp=4), 4, groups)
     return verdicts, alone, four
 
@@ -109,8 +110,8 @@ def test_held_out_errors_are_those_of_one_rank(
 
 
 def test_cp_shares_out_atoms_and_knows_no_rings() -> None:
-    layouts = list(every_layout(run_of("painn"), 4))
+    layouts = list(every_layout(bind(run_of("painn")), 4))
     assert {layout.cp for layout in layouts} == {1, 2, 4}
     assert {str(layout) for layout in layouts if layout.cp == 4 and layout.zero == 1} == {"cp=4 zero=1"}
     with pytest.raises(ConfigError, match=r"layout.context=ring joins positions.*\n.*context=auto"):
-        resolve_layout(run_of("painn", cp=2, dp_replicate=2, context="ring"), 4)
+        resolve_layout(bind(run_of("painn", cp=2, dp_replicate=2, context="ring")), 4)

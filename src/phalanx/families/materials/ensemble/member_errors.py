@@ -29,6 +29,7 @@ from phalanx.families.materials.evaluation.error_sums import Quantity, quantitie
 from phalanx.families.materials.evaluation.network_predictions import load_network
 from phalanx.families.materials.inputs import columns_of
 from phalanx.families.materials.model.losses import Predictions, tasks
+from phalanx.families.registry import bind
 from phalanx.layout.resolve import one_rank_microbatch
 
 Progress = Callable[[int, int], None]
@@ -130,7 +131,7 @@ class _Reader:
         self._cost = CostModel(data.cost.node, data.cost.edge, data.cost.graph)
         self._costs = self._cost.whole(found.atoms, found.edges)
         mean = float(self._costs.mean()) * self._cost.unit
-        self._budget = min(run.data.microbatch_cost or mean * one_rank_microbatch(run) for run in runs)
+        self._budget = min(run.data.microbatch_cost or mean * one_rank_microbatch(bind(run)) for run in runs)
         self._members = len(runs)
 
     def fitting_members(self) -> int:

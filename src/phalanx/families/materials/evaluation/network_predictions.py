@@ -17,9 +17,11 @@ from phalanx.families.materials.data.trained_elements import trained_elements, u
 from phalanx.families.materials.inputs import GraphErrors, GraphEvaluator, columns_of
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import MaterialsModel
+from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
+from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
 from phalanx.nn.precision import PRECISIONS
@@ -125,7 +127,8 @@ def split_errors(
         raise DataError(
             f"the {split} split in {run.data.prepared} is empty; prepare with data.{split}_fraction above 0"
         )
-    applied = apply_layout(run, resolve_layout(run, 1), ONE_RANK, device, AttentionChoice("sdpa"), fill=False)
+    model = bind(run, LayoutModel)
+    applied = apply_layout(model, resolve_layout(model, 1), ONE_RANK, device, AttentionChoice("sdpa"), fill=False)
     load_weights(newest.path, applied)
     applied.refresh()
     evaluator = GraphEvaluator(run, sources, columns_of(run, training), device, samples)
