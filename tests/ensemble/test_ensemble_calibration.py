@@ -8,13 +8,13 @@ import pytest
 from phalanx.ensemble.calibrate import (
     KINDS,
     Calibration,
-    calibrate,
+    calibrate_residuals,
     conformal_part,
     conformal_quantile,
-    fit,
+    fit_calibration,
 )
 from phalanx.ensemble.residuals import Residuals
-from phalanx.ensemble.scores import coverages, nll
+from phalanx.ensemble.scores import interval_coverages, normal_nll
 from phalanx.errors import DataError
 
 
@@ -36,10 +36,10 @@ WEIGHTS = [0.2] * 5
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_normal_intervals_hold_on_new_data(kind: str) -> None:
-    fitted = calibrate(members(1), WEIGHTS, kind)  # type: ignore[arg-type]
+    fitted = calibrate_residuals(members(1), WEIGHTS, kind)  # type: ignore[arg-type]
     error_n, spread_n = members(2).combined(WEIGHTS)
-    raw = coverages(error_n, spread_n, [0.9])[0]
-    half, most = coverages(error_n, fitted.calibration.std(spread_n), (0.5, 0.9))
+    raw = interval_coverages(error_n, spread_n, [0.9])[0]
+    half, most = interval_coverages(error_n, fitted.calibration.std(spread_n), (0.5, 0.9))
     assert raw < 0.75 and 0.85 < most < 0.95
     # five members tell their spread roughly, so that errors in its unit have heavier tails than a normal distribution
     assert 0.48 < half < 0.65
@@ -47,25 +47,25 @@ def test_normal_intervals_hold_on_new_data(kind: str) -> None:
 
 def test_factor_is_the_likeliest_one() -> None:
     error_n, spread_n = members(3).combined(WEIGHTS)
-    found = fit("factor", error_n, spread_n)
-    best = nll(error_n, found.std(spread_n)).mean()
+    found = fit_calibration("factor", error_n, spread_n)
+    best = normal_nll(error_n, found.std(spread_n)).mean()
     for change in (0.98, 1.02):
         other = found.model_copy(update={"factor": change * found.factor})
-        assert nll(error_n, other.std(spread_n)).mean() > best
+        assert normal_nll(error_n, other.std(spread_n)).mean() > best
 
 
 def test_floor_finds_what_all_members_err_alike_in() -> None:
     draw = np.random.default_rng(4)
     spread_n = np.exp(draw.normal(0.0, 1.0, 40_000))
     error_n = 1.5 * spread_n * draw.normal(size=40_000) + 0.7 * draw.normal(size=40_000)
-    found = fit("floor", error_n, spread_n)
+    found = fit_calibration("floor", error_n, spread_n)
     assert found.factor == pytest.approx(1.5, rel=0.03)
     assert found.floor == pytest.approx(0.7, rel=0.03)
 
 
 def test_isotonic_never_falls_and_grows_beyond_what_was_seen() -> None:
     error_n, spread_n = members(5).combined(WEIGHTS)
-    found = fit("isotonic", error_n, spread_n)
+    found = fit_calibration("isotonic", error_n, spread_n)
     seen = found.std(np.linspace(0.0, spread_n.max(), 500))
     assert (np.diff(seen) >= -1e-12).all() and seen.min() > 0.0
     last = found.spreads[-1]
@@ -80,7 +80,7 @@ def test_the_kind_is_the_likeliest_on_held_out_structures() -> None:
     error_n = (1.0 + 0.05 * spread_n) * draw.normal(size=6000)
     base = np.stack([error_n - spread_n / np.sqrt(2.0), error_n + spread_n / np.sqrt(2.0)]).astype(np.float32)
     rows = Residuals("toy", "energy", "eV/atom", True, base, np.arange(6000))
-    fitted = calibrate(rows, [0.5, 0.5])
+    fitted = calibrate_residuals(rows, [0.5, 0.5])
     assert fitted.calibration.kind != "factor"
     assert fitted.held_out_nll[fitted.calibration.kind] == min(fitted.held_out_nll[kind] for kind in KINDS)
     assert fitted.held_out_nll["factor"] > fitted.held_out_nll["floor"] + 0.1
@@ -89,10 +89,10 @@ def test_the_kind_is_the_likeliest_on_held_out_structures() -> None:
 def test_members_that_agree_by_chance_claim_no_certainty() -> None:
     error_n, spread_n = np.array([1.0, -1.0, 0.5, 2.0] * 30), np.array([0.0, 1.0, 2.0, 0.0] * 30)
     for kind in KINDS:
-        found = fit(kind, error_n, spread_n)
+        found = fit_calibration(kind, error_n, spread_n)
         assert found.std(np.zeros(1))[0] > 0.0
-        assert np.isfinite(nll(error_n, found.std(spread_n))).all()
-    nothing = fit("floor", np.zeros(20), np.zeros(20))
+        assert np.isfinite(normal_nll(error_n, found.std(spread_n))).all()
+    nothing = fit_calibration("floor", np.zeros(20), np.zeros(20))
     assert np.isfinite(nothing.std(np.zeros(3))).all()
 
 
@@ -111,7 +111,7 @@ def test_conformal_intervals_hold_whatever_the_errors_are(tails: float | None) -
     shares = []
     for seed in range(40):
         rows = members(100 + seed, 60, tails=tails)
-        fitted = calibrate(rows, WEIGHTS, "factor")
+        fitted = calibrate_residuals(rows, WEIGHTS, "factor")
         error_n, spread_n = members(900 + seed, 60, tails=tails).combined(WEIGHTS)
         half_n = fitted.conformal.half_widths(spread_n, 0.9)
         assert half_n is not None
@@ -126,7 +126,7 @@ def test_quantiles_come_from_structures_that_nothing_was_fitted_to() -> None:
     assert 0.35 < first_n.mean() < 0.65
     other = members(8, 200).errors_Mn
     changed = Residuals("toy", "forces", "eV/A", True, np.where(first_n, other, rows.errors_Mn), rows.structures_n)
-    a, b = calibrate(rows, WEIGHTS, "floor"), calibrate(changed, WEIGHTS, "floor")
+    a, b = calibrate_residuals(rows, WEIGHTS, "floor"), calibrate_residuals(changed, WEIGHTS, "floor")
     assert a.conformal.calibration == b.conformal.calibration
     assert a.conformal.quantiles != b.conformal.quantiles
     assert a.calibration != b.calibration
@@ -134,12 +134,12 @@ def test_quantiles_come_from_structures_that_nothing_was_fitted_to() -> None:
 
 def test_too_few_structures_are_refused() -> None:
     with pytest.raises(DataError, match=r"validation split has 9 structures with toy forces.*at least 10"):
-        calibrate(members(1, 9), WEIGHTS)
+        calibrate_residuals(members(1, 9), WEIGHTS)
 
 
 def test_calibration_survives_being_written() -> None:
     error_n, spread_n = members(9).combined(WEIGHTS)
     for kind in KINDS:
-        found = fit(kind, error_n, spread_n)
+        found = fit_calibration(kind, error_n, spread_n)
         back = Calibration.model_validate_json(found.model_dump_json())
         np.testing.assert_array_equal(back.std(spread_n), found.std(spread_n))

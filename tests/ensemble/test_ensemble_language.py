@@ -56,9 +56,9 @@ def test_the_mean_of_probabilities_by_definition(
     assert few.together.tokens == 2 * length
     found.document(tmp_path).write(tmp_path)
     assert read_ensemble(tmp_path).family == "language"
-    print_ensemble(found.facts())
+    print_ensemble(found.summary())
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"  loss {found.together.loss:.4f}  their mean")
-    page = render_ensemble(found.facts())
+    page = render_ensemble(found.summary())
     assert f"{found.together.loss:.4f}" in page and page.count("<tr>") == 3
 
 

@@ -56,7 +56,7 @@ def test_structures_of_elements_that_a_member_was_not_trained_on_are_said(
     built = build_ensemble(opened(copies), EnsembleOptions(weights="equal"), CPU)
     assert list(built.untrained["test"]) == list(built.untrained["validation"]) == ["toy"]
     (count,) = built.untrained["test"]["toy"].values()
-    print_ensemble(built.facts())
+    print_ensemble(built.summary())
     assert f"test split, toy: {count} of these structures have atomic number 8" in " ".join(
         capsys.readouterr().out.split()
     )

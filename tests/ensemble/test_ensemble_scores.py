@@ -9,7 +9,7 @@ import xarray as xr
 from scores.continuous import mae, rmse
 from scores.probability import crps_cdf
 
-from phalanx.ensemble.scores import CURVE, LEVELS, crps, nll, score
+from phalanx.ensemble.scores import CURVE, LEVELS, normal_crps, normal_nll, score_predictions
 
 
 @pytest.fixture
@@ -22,14 +22,14 @@ def drawn() -> tuple[np.ndarray, np.ndarray]:
 
 def test_errors_and_likelihood_are_those_of_others(drawn: tuple[np.ndarray, np.ndarray]) -> None:
     error_n, std_n = drawn
-    found = score(error_n, std_n)
+    found = score_predictions(error_n, std_n)
     truth = xr.DataArray(np.random.default_rng(1).normal(size=len(error_n)), dims="n")
     assert found.mae == pytest.approx(float(mae(truth + error_n, truth)))
     assert found.rmse == pytest.approx(float(rmse(truth + error_n, truth)))
     assert found.nll == pytest.approx(-scipy.stats.norm.logpdf(error_n, scale=std_n).mean())
     assert found.rank_correlation == pytest.approx(scipy.stats.spearmanr(std_n, np.abs(error_n)).statistic)
     tied = np.round(std_n)
-    assert score(error_n, tied).rank_correlation == pytest.approx(
+    assert score_predictions(error_n, tied).rank_correlation == pytest.approx(
         scipy.stats.spearmanr(tied, np.abs(error_n)).statistic
     )
 
@@ -40,12 +40,12 @@ def test_crps_is_that_of_the_distribution_function(drawn: tuple[np.ndarray, np.n
     cdf = xr.DataArray(scipy.stats.norm.cdf(grid[None], scale=std_n[:, None]), dims=("n", "x"), coords={"x": grid})
     # the prediction is at 0, so the truth lies at minus the error
     found = crps_cdf(cdf, xr.DataArray(-error_n, dims="n"), threshold_dim="x", preserve_dims="n").total
-    np.testing.assert_allclose(crps(error_n, std_n), found.values, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(normal_crps(error_n, std_n), found.values, rtol=1e-3, atol=1e-4)
 
 
 def test_coverage_sharpness_and_curve_are_counted(drawn: tuple[np.ndarray, np.ndarray]) -> None:
     error_n, std_n = drawn
-    found = score(error_n, std_n)
+    found = score_predictions(error_n, std_n)
     for level in LEVELS:
         low, high = scipy.stats.norm.interval(level, scale=std_n)
         assert found.coverage[str(level)] == ((low <= error_n) & (error_n <= high)).mean()
@@ -64,8 +64,8 @@ def test_coverage_sharpness_and_curve_are_counted(drawn: tuple[np.ndarray, np.nd
 
 def test_no_width_is_right_or_infinitely_wrong() -> None:
     error_n, std_n = np.array([0.0, 1.0]), np.zeros(2)
-    assert nll(error_n, std_n).tolist() == [-np.inf, np.inf]
-    assert crps(error_n, std_n).tolist() == [0.0, 1.0]
-    found = score(error_n, std_n)
+    assert normal_nll(error_n, std_n).tolist() == [-np.inf, np.inf]
+    assert normal_crps(error_n, std_n).tolist() == [0.0, 1.0]
+    found = score_predictions(error_n, std_n)
     assert found.coverage["0.9"] == 0.5
     assert np.isnan(found.rank_correlation)

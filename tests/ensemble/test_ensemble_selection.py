@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from phalanx.ensemble.residuals import Residuals, parts
-from phalanx.ensemble.select_members import best_by_score, choose, fit_weights, relative_products
+from phalanx.ensemble.residuals import Residuals, assign_parts
+from phalanx.ensemble.select_members import best_by_score, choose_members, fit_weights, relative_products
 from phalanx.errors import ConfigError, DataError
 
 
@@ -29,8 +29,8 @@ def test_diversity_counts_and_score_alone_takes_twins() -> None:
     rows = residuals(twins_and_a_stranger())
     products = relative_products([rows])
     assert best_by_score(products, [None] * 4, 2).members == (0, 1)
-    assert choose(products, 2, diversity=0.0).members == (0, 1)
-    chosen = choose(products, 2)
+    assert choose_members(products, 2, diversity=0.0).members == (0, 1)
+    chosen = choose_members(products, 2)
     assert chosen.members == (0, 2)
     mean = rows.combined([0.5, 0.0, 0.5, 0.0])[0]
     alone = np.sqrt(np.square(rows.errors_Mn[0].astype(float)).mean())
@@ -49,12 +49,14 @@ def test_greedy_choice_is_nearly_the_best_of_all_subsets() -> None:
         errors = draw.normal(size=(7, 3)) @ draw.normal(size=(3, 300)) + draw.normal(size=(7, 300))
         products = relative_products([residuals(errors)])
         every = [products[np.ix_(some, some)].mean() for some in map(list, itertools.combinations(range(7), 3))]
-        assert min(every) - 1e-12 <= choose(products, 3).errors[-1] ** 2 <= 1.4 * min(every)
+        assert min(every) - 1e-12 <= choose_members(products, 3).errors[-1] ** 2 <= 1.4 * min(every)
 
 
 def test_fitted_weights_come_close_to_the_best_ones() -> None:
     errors = np.random.default_rng(2).normal(size=(3, 20_000)) * np.array([[1.0], [2.0], [4.0]])
-    chosen = fit_weights(relative_products([residuals(errors)]), choose(relative_products([residuals(errors)]), 3))
+    chosen = fit_weights(
+        relative_products([residuals(errors)]), choose_members(relative_products([residuals(errors)]), 3)
+    )
     # of errors that know nothing of each other the weights go as one over the variance
     expected = dict(zip((0, 1, 2), np.array([16.0, 4.0, 1.0]) / 21.0, strict=True))
     assert sum(chosen.weights) == pytest.approx(1.0)
@@ -72,7 +74,7 @@ def test_kinds_of_numbers_weigh_alike_and_only_what_was_learned() -> None:
 
 def test_more_members_than_candidates_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--top 3: there are only 2 candidates; give at most 2"):
-        choose(np.eye(2), 3)
+        choose_members(np.eye(2), 3)
 
 
 def test_spread_is_the_unbiased_one_and_weights_count() -> None:
@@ -87,7 +89,7 @@ def test_spread_is_the_unbiased_one_and_weights_count() -> None:
 
 
 def test_parts_depend_on_the_structure_alone() -> None:
-    whole = parts(np.arange(4000), 4, "some")
-    np.testing.assert_array_equal(parts(np.arange(1000, 2000), 4, "some"), whole[1000:2000])
+    whole = assign_parts(np.arange(4000), 4, "some")
+    np.testing.assert_array_equal(assign_parts(np.arange(1000, 2000), 4, "some"), whole[1000:2000])
     assert np.bincount(whole, minlength=4).min() > 900
-    assert (whole != parts(np.arange(4000), 4, "other")).mean() > 0.5
+    assert (whole != assign_parts(np.arange(4000), 4, "other")).mean() > 0.5

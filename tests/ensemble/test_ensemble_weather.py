@@ -67,7 +67,7 @@ def test_stretching_too_far_scores_worse(runs: list[Path], monkeypatch: pytest.M
 
 
 def test_what_calibrates_and_what_is_scored_are_apart(runs: list[Path]) -> None:
-    facts = build_forecasts([open_member(run) for run in runs[:2]], CPU, hours=6, starts=2).facts()
+    facts = build_forecasts([open_member(run) for run in runs[:2]], CPU, hours=6, starts=2).summary()
     # validation ends with step 199; the test begins with step 205, of which those within the longest lead time are left out
     assert (facts["calibrated_on"], facts["scored_on"], facts["hours_between"]) == ("validation", "test", 36)
     for row in facts["forecasts"]:
@@ -81,10 +81,10 @@ def test_an_ensemble_of_forecasts_is_written_shown_and_read(
     found.document(tmp_path).write(tmp_path)
     document = read_ensemble(tmp_path)
     assert document.family == "weather" and [member.weight for member in document.members] == [0.5, 0.5]
-    print_ensemble(found.facts())
+    print_ensemble(found.summary())
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 + len(found.rows) and lines[-1].split()[0] == found.rows[-1].variable
-    page = render_ensemble(found.facts())
+    page = render_ensemble(found.summary())
     assert page.count('<svg viewBox="0 0 1000') == 3 and page.count("<tr>") == 1 + len(found.rows) + 1 + 2
 
 

@@ -1,11 +1,11 @@
-"""From how far members lie apart to an uncertainty that means something: fitted to validation errors.
+"""Calibration of an ensemble: from the spread of its members to a standard deviation, fitted to validation errors.
 
-Members that learned from the same data err alike, so they lie closer together than to the truth. Three ways to widen them
-are fitted, and the one whose normal distributions make held-out errors likeliest is taken:
+Members that learned from the same data err alike, so they lie closer together than to the truth. Three ways to widen their
+spread are fitted, and the one under whose normal distributions held-out errors are likeliest is taken:
 
     factor    std = a * spread
-    floor     std^2 = (a * spread)^2 + b^2      what all members err alike in, such as noise of the labels
-    isotonic  std = f(spread), f never falling  by parts of equal size
+    floor     std^2 = (a * spread)^2 + b^2      b is the error that all members share, such as noise of the labels
+    isotonic  std = f(spread), f never falling  f is fitted to parts of equal size
 
 Intervals come from that normal distribution or from conformal quantiles, which hold the share they promise whatever the
 distribution of errors is.
@@ -22,19 +22,21 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 from scipy.optimize import isotonic_regression, minimize
 
-from phalanx.ensemble.residuals import FloatArray, Int64Array, Residuals, parts
-from phalanx.ensemble.scores import CURVE, LEVELS, half_width, nll
+from phalanx.ensemble.residuals import FloatArray, Int64Array, Residuals, assign_parts
+from phalanx.ensemble.scores import CURVE, LEVELS, normal_nll
 from phalanx.errors import DataError
 
 BoolArray = npt.NDArray[np.bool_]
 Kind = Literal["factor", "floor", "isotonic"]
 KINDS: tuple[Kind, ...] = ("factor", "floor", "isotonic")
-"""From the simplest."""
+"""Kinds of calibration, the simplest first."""
 
 LEAST_STRUCTURES = 10
-"""Fewer say too little of a 90% interval."""
+"""Least structures to calibrate on: fewer say too little of a 90% interval."""
 _FOLDS = 5
+"""Parts of the validation split, of which each is held out once."""
 _KNOTS = 40
+"""Most knots of an isotonic calibration."""
 _PER_KNOT = 20
 """Least numbers that a knot is the mean of."""
 _LEAST = 1e-3
@@ -48,16 +50,16 @@ class Calibration(BaseModel):
 
     kind: Kind
     factor: float
-    """a of `factor` and `floor`."""
+    """a of `factor` and `floor`; 1 for `isotonic`."""
     floor: float
-    """b of `floor`, in the unit of the numbers; elsewhere the least that is ever stated."""
+    """b of `floor`; for the other kinds the least standard deviation. In the unit of the numbers."""
     spreads: tuple[float, ...] = ()
-    """Of `isotonic`: spreads at the knots, rising."""
+    """Spreads at the knots of `isotonic`, rising."""
     stds: tuple[float, ...] = ()
-    """Of `isotonic`: standard deviations there, never falling."""
+    """Standard deviations at the knots of `isotonic`, never falling."""
 
     def std(self, spread_n: FloatArray) -> FloatArray:
-        """Calibrated standard deviations, shape kept. Beyond the last knot they grow with the spread."""
+        """Return calibrated standard deviations for spreads of any shape. Beyond the last knot they grow with the spread."""
         if self.kind != "isotonic":
             return np.sqrt(np.square(self.factor * spread_n) + self.floor**2)
         inside = np.interp(spread_n, self.spreads, self.stds)
@@ -66,37 +68,43 @@ class Calibration(BaseModel):
 
 
 class Conformal(BaseModel):
-    """Intervals that hold what they promise for a number of a new structure, if structures are exchangeable."""
+    """Intervals that cover a number of a new structure as often as they promise, if structures are exchangeable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     calibration: Calibration
-    """Fitted to structures that the quantiles know nothing of."""
+    """Calibration fitted to other structures than the quantiles."""
     quantiles: dict[str, float | None]
-    """By level: half widths in standard deviations; None where there are too few structures for that level."""
+    """Half widths in standard deviations, by level; None where there are too few structures for that level."""
 
     def half_widths(self, spread_n: FloatArray, level: float) -> FloatArray | None:
-        """Half the width of the interval of one of `LEVELS` or `CURVE` around each mean [n]; None where it has no end."""
+        """Return half the width of the interval of a level around each mean [n]; None where the interval has no end.
+
+        spread_n: spreads of the members. level: one of `LEVELS` or `CURVE`.
+        """
         quantile = self.quantiles[str(level)]
         return None if quantile is None else quantile * self.calibration.std(spread_n)
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What was found for one kind of number."""
+    """A calibration of one kind of number, and how it was chosen."""
 
     calibration: Calibration
     held_out_nll: dict[str, float]
     """Mean negative log likelihood on held-out folds, by kind of calibration, in nats; "none" is the spread itself."""
     conformal: Conformal
     numbers: int
+    """Numbers calibrated on."""
     structures: int
+    """Structures that they belong to."""
 
 
-def calibrate(residuals: Residuals, weights: Sequence[float], kind: Kind | None = None) -> Fitted:
-    """Calibrate one kind of number on validation errors. kind: None takes the likeliest on held-out structures.
+def calibrate_residuals(residuals: Residuals, weights: Sequence[float], kind: Kind | None = None) -> Fitted:
+    """Calibrate one kind of number on validation errors.
 
-    Raises DataError for too few structures.
+    residuals: errors of the chosen members. weights: one a member, with a sum of 1. kind: kind of calibration; None takes
+    the likeliest on held-out structures. Raises DataError for fewer than `LEAST_STRUCTURES` structures.
     """
     structures = residuals.structures
     if structures < LEAST_STRUCTURES:
@@ -105,16 +113,17 @@ def calibrate(residuals: Residuals, weights: Sequence[float], kind: Kind | None 
             f"{LEAST_STRUCTURES}: prepare with a larger data.validation_fraction"
         )
     error_n, spread_n = residuals.combined(weights)
-    held_out = _held_out(error_n, spread_n, residuals.structures_n)
+    held_out = _held_out_nll(error_n, spread_n, residuals.structures_n)
     chosen = min(KINDS, key=lambda name: held_out[name]) if kind is None else kind
+    # Conformal quantiles hold only for numbers that the normaliser was not fitted to, hence two halves.
     first_n = conformal_part(residuals.structures_n)
     rest_n = ~first_n if (~first_n).any() else first_n
-    normaliser = fit(chosen, error_n[rest_n], spread_n[rest_n])
+    normaliser = fit_calibration(chosen, error_n[rest_n], spread_n[rest_n])
     scores_n = np.abs(error_n[first_n]) / normaliser.std(spread_n[first_n])
     levels = sorted({*LEVELS, *CURVE})
     quantiles = {str(level): conformal_quantile(scores_n, residuals.structures_n[first_n], level) for level in levels}
     return Fitted(
-        calibration=fit(chosen, error_n, spread_n),
+        calibration=fit_calibration(chosen, error_n, spread_n),
         held_out_nll=held_out,
         conformal=Conformal(calibration=normaliser, quantiles=quantiles),
         numbers=residuals.count,
@@ -123,22 +132,25 @@ def calibrate(residuals: Residuals, weights: Sequence[float], kind: Kind | None 
 
 
 def conformal_part(structures_n: Int64Array) -> BoolArray:
-    """Which numbers [n] serve conformal quantiles: half of the structures, always the same. Nothing is chosen by them."""
-    chosen_n: BoolArray = parts(structures_n, 2, "conformal") == 0
+    """Return which numbers [n] conformal quantiles are taken of: those of half of the structures, always the same.
+
+    Neither members nor calibrations are chosen by them.
+    """
+    chosen_n: BoolArray = assign_parts(structures_n, 2, "conformal") == 0
     return chosen_n
 
 
-def fit(kind: Kind, error_n: FloatArray, spread_n: FloatArray) -> Calibration:
-    """The likeliest calibration of one kind for errors [n] of predictions with spreads [n]."""
+def fit_calibration(kind: Kind, error_n: FloatArray, spread_n: FloatArray) -> Calibration:
+    """Return the likeliest calibration of one kind for errors [n] of predictions with spreads [n]."""
     return _FITS[kind](error_n, spread_n)
 
 
 def conformal_quantile(scores_n: FloatArray, structures_n: Int64Array, level: float) -> float | None:
-    """The least q such that scores of a new structure are at most q with probability `level`; None where there is none.
+    """Return the least q such that scores of a new structure are at most q with probability `level`; None for no such q.
 
-    scores_n: none negative, ordered by structure. A structure with k numbers weighs as one, each of its numbers 1/k of it,
-    and one more structure is taken to be at infinity (Lee, Barber and Willett 2023, hierarchical conformal prediction;
-    with one number a structure it is split conformal prediction, Papadopoulos et al. 2002).
+    scores_n: absolute errors in standard deviations, ordered by structure. A structure with k numbers weighs as one, each of
+    its numbers 1/k of it, and one more structure is taken to be at infinity (Lee, Barber and Willett 2023, hierarchical
+    conformal prediction; with one number a structure it is split conformal prediction, Papadopoulos et al. 2002).
     """
     if not len(scores_n):
         return None
@@ -146,47 +158,45 @@ def conformal_quantile(scores_n: FloatArray, structures_n: Int64Array, level: fl
     weight_n = 1.0 / (counts[place_n] * (len(counts) + 1))
     order = np.argsort(scores_n, kind="stable")
     reached = np.cumsum(weight_n[order])
+    # Weights that add up to the level but for rounding do reach it.
     first = int(np.searchsorted(reached, level - 1e-12))
     return None if first >= len(order) else float(scores_n[order[first]])
 
 
-def normal_half_widths(std_n: FloatArray, level: float) -> FloatArray:
-    """Half the width of the central interval of normal distributions."""
-    return half_width(level) * std_n
-
-
-def _held_out(error_n: FloatArray, spread_n: FloatArray, structures_n: Int64Array) -> dict[str, float]:
-    """Mean negative log likelihood of errors under calibrations that were fitted to other structures."""
-    fold_n = parts(structures_n, _FOLDS, "folds")
+def _held_out_nll(error_n: FloatArray, spread_n: FloatArray, structures_n: Int64Array) -> dict[str, float]:
+    """Return the mean negative log likelihood of errors under calibrations that were fitted to other structures, by kind."""
+    fold_n = assign_parts(structures_n, _FOLDS, "folds")
     total = dict.fromkeys(("none", *KINDS), 0.0)
     for fold in range(_FOLDS):
         test_n = fold_n == fold
         if not test_n.any() or test_n.all():
             continue
-        least = _least(error_n[~test_n])
-        total["none"] += float(nll(error_n[test_n], np.maximum(spread_n[test_n], least)).sum())
+        # Members that agree exactly would make any error infinitely unlikely.
+        least = _least_std(error_n[~test_n])
+        total["none"] += float(normal_nll(error_n[test_n], np.maximum(spread_n[test_n], least)).sum())
         for kind in KINDS:
-            std_n = fit(kind, error_n[~test_n], spread_n[~test_n]).std(spread_n[test_n])
-            total[kind] += float(nll(error_n[test_n], std_n).sum())
+            std_n = fit_calibration(kind, error_n[~test_n], spread_n[~test_n]).std(spread_n[test_n])
+            total[kind] += float(normal_nll(error_n[test_n], std_n).sum())
     return {name: value / len(error_n) for name, value in total.items()}
 
 
-def _least(error_n: FloatArray) -> float:
+def _least_std(error_n: FloatArray) -> float:
+    """Return the least standard deviation that is ever stated, in the unit of the errors."""
     size = float(np.sqrt(np.square(error_n).mean()))
     return max(_LEAST * size, float(np.finfo(np.float32).tiny))
 
 
 def _fit_factor(error_n: FloatArray, spread_n: FloatArray) -> Calibration:
-    """a in closed form: the root mean square of error over spread, where that is no less than the least."""
-    least = _least(error_n)
+    """Fit a in closed form: the root mean square of error over spread, the spread held above the least deviation."""
+    least = _least_std(error_n)
     spread_n = np.maximum(spread_n, least)
     factor = float(np.sqrt(np.square(error_n / spread_n).mean()))
     return Calibration(kind="factor", factor=factor, floor=least)
 
 
 def _fit_floor(error_n: FloatArray, spread_n: FloatArray) -> Calibration:
-    """a and b by descent, in logarithms of a^2 and b^2 relative to the errors."""
-    least, size = _least(error_n), float(np.sqrt(np.square(error_n).mean()))
+    """Fit a and b by L-BFGS in log(a^2) and log(b^2), relative to the root mean square error."""
+    least, size = _least_std(error_n), float(np.sqrt(np.square(error_n).mean()))
     if size == 0.0:
         return Calibration(kind="floor", factor=0.0, floor=least)
     squares_n, spreads_n = np.square(error_n / size), np.square(spread_n / size)
@@ -207,20 +217,20 @@ def _fit_floor(error_n: FloatArray, spread_n: FloatArray) -> Calibration:
 
 
 def _fit_isotonic(error_n: FloatArray, spread_n: FloatArray) -> Calibration:
-    """The never-falling variance that makes the errors likeliest: isotonic regression of their squares.
+    """Fit the never-falling variance that makes the errors likeliest, by isotonic regression of their squares.
 
-    For the variance of a normal distribution that is the maximum of the likelihood (Robertson, Wright and Dykstra 1988),
-    here over knots that are means of at least `_PER_KNOT` numbers.
+    For the variance of a normal distribution this is the maximum of the likelihood (Robertson, Wright and Dykstra 1988).
+    Knots are means of at least `_PER_KNOT` numbers.
     """
     order = np.argsort(spread_n, kind="stable")
     knots = max(1, min(_KNOTS, len(order) // _PER_KNOT))
     pieces = np.array_split(order, knots)
     spreads = np.array([float(spread_n[piece].mean()) for piece in pieces])
     squares = np.array([float(np.square(error_n[piece]).mean()) for piece in pieces])
-    # knots of one spread, as where it is mostly zero, are one
+    # Interpolation needs rising spreads: knots of one spread, as where it is mostly zero, become one.
     kept, place, counts = np.unique(spreads, return_inverse=True, return_counts=True)
     squares = np.bincount(place, squares) / counts
-    least = _least(error_n)
+    least = _least_std(error_n)
     stds = np.sqrt(np.maximum(isotonic_regression(squares, weights=counts).x, least**2))
     return Calibration(
         kind="isotonic", factor=1.0, floor=least, spreads=tuple(kept.tolist()), stds=tuple(stds.tolist())

@@ -1,4 +1,4 @@
-"""Ensembles as a model family answers for them: how members are joined, calibrated and scored.
+"""What making an ensemble asks of a bound model: to join its members, calibrate and score them.
 
 A family's bound model derives from `EnsembleModel` where trained models of it can be joined.
 """
@@ -18,7 +18,7 @@ from phalanx.ensemble.members import EnsembleFile, Member, Share
 from phalanx.families.family import BoundModel
 
 Progress = Callable[[str, int, int], None]
-"""Called with the split at work, and how much of it is done and there is."""
+"""Called with the split at work, the number of its samples that are done, and their number in all."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class EnsembleOptions:
     """How an ensemble is made. Families that join all members alike refuse all but `samples`."""
 
     top: int | None = None
-    """Members to choose; None takes all candidates."""
+    """Number of members to choose; None takes all candidates."""
     diversity: float = 1.0
-    """Weight of the disagreement between members in their selection; see `ensemble.select_members.choose`."""
+    """Weight of the disagreement between members in their selection; see `ensemble.select_members.choose_members`."""
     weights: Literal["equal", "fitted"] = "fitted"
     calibration: Kind | None = None
     """Kind of calibration; None takes the likeliest on held-out samples."""
     samples: int | None = None
     """Samples of each split; None takes all."""
     side_by_side: int | None = None
-    """Most members on a device at a time; None goes by memory."""
+    """Most members on a device at a time; None takes as many as fit in memory."""
     hours: int | None = None
     """Longest lead time of forecasts, hours; None takes the longest that members were trained for."""
 
@@ -43,11 +43,11 @@ class EnsembleOptions:
 class Ensemble(Protocol):
     """Joined members with their scores."""
 
-    def facts(self) -> dict[str, Any]:
-        """Return everything as plain values, for JSON and reports."""
+    def summary(self) -> dict[str, Any]:
+        """Return members, calibration and scores as plain values, for JSON and reports."""
 
     def document(self, folder: Path) -> EnsembleFile:
-        """Return what `folder/ensemble.json` says."""
+        """Return the content of `folder/ensemble.json`."""
 
 
 class EnsembleModel(BoundModel):
@@ -70,5 +70,6 @@ class EnsembleModel(BoundModel):
     ) -> Ensemble:
         """Join `members`, of which the first is bound to this object, and score them. Every rank calls this function.
 
-        Raises ConfigError and DataError for members that do not go together and for splits that are too small.
+        share: this rank's share of the samples. progress: called as samples are done. Raises ConfigError and DataError for
+        members that do not go together and for splits that are too small.
         """

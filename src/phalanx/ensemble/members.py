@@ -28,28 +28,28 @@ class Member:
     """A trained model, not loaded yet."""
 
     path: Path
-    """As it was named: a run directory, or one checkpoint."""
+    """Run directory or checkpoint, as it was named."""
     checkpoint: Path
-    """The folder of the newest whole checkpoint there."""
+    """Folder of the newest whole checkpoint there."""
     step: int
     """Optimizer steps it was trained for."""
     run: Run
     score: float | None = None
-    """What the study gives it, lower is better; None where it comes from no study."""
+    """Score in the study, lower is better; None where the run comes from no study."""
 
     @property
     def name(self) -> str:
-        """What tells it apart in tables: the name of its run directory."""
+        """Name of the run directory, which tells members apart in tables."""
         folder = self.path.resolve()
-        if folder == self.checkpoint.resolve():
-            folder = folder.parent.parent
-        return folder.name
+        # Checkpoints lie in RUN/checkpoints/.
+        return (folder.parent.parent if folder == self.checkpoint.resolve() else folder).name
 
 
 def open_member(path: Path, overrides: Sequence[str] = (), score: float | None = None) -> Member:
-    """The newest whole checkpoint of a run directory, or one checkpoint. overrides: fields of its run file to change.
+    """Find the newest whole checkpoint of a run directory, or one checkpoint; read its run file, and no weights.
 
-    Raises CheckpointError where there is none.
+    overrides: fields of the run file to change, as "section.field=value". score: score in the study. Raises CheckpointError
+    where there is no whole checkpoint.
     """
     newest = open_checkpoints(path).newest()
     if newest is None:
@@ -79,7 +79,7 @@ def require_one_family(members: Sequence[Member]) -> None:
 
 @dataclass(frozen=True)
 class Share:
-    """This rank among those that work together."""
+    """This rank among those that share the work."""
 
     rank: int = 0
     ranks: int = 1
@@ -91,27 +91,28 @@ ALONE = Share()
 ENSEMBLE = "ensemble.json"
 
 
-class _Part(BaseModel):
+class _FilePart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class MemberEntry(_Part):
+class MemberEntry(_FilePart):
     """One member."""
 
     run: str
-    """The run directory, or checkpoint, as it was named; relative to the file's folder."""
+    """Run directory or checkpoint as it was named, relative to the file's folder."""
     checkpoint: str
-    """The checkpoint that the calibration belongs to; relative to the file's folder."""
+    """Checkpoint that the calibration belongs to, relative to the file's folder."""
     step: int
     weight: float = Field(ge=0.0, le=1.0)
     score: float | None = None
-    """What the study gave it."""
+    """Score in the study; None where the run comes from no study."""
 
 
-class LabelEntry(_Part):
-    """How one kind of number of one data set is calibrated."""
+class LabelEntry(_FilePart):
+    """Calibration of one kind of number of one data set."""
 
     source: str
+    """Data set."""
     quantity: str
     unit: str
     calibration: Calibration
@@ -121,7 +122,7 @@ class LabelEntry(_Part):
     structures: int
 
 
-class EnsembleFile(_Part):
+class EnsembleFile(_FilePart):
     """Everything a reader needs to know about an ensemble."""
 
     format: Literal["phalanx-ensemble"] = "phalanx-ensemble"
@@ -129,16 +130,16 @@ class EnsembleFile(_Part):
     family: str
     members: list[MemberEntry] = Field(min_length=1)
     labels: list[LabelEntry] = []
-    """Of the materials family."""
+    """Calibrations, of the materials family alone."""
     facts: dict[str, Any] = {}
-    """How members were chosen and how the ensemble did, for reading alone."""
+    """How members were chosen and how the ensemble did; nothing reads it but people and reports."""
 
     def label(self, source: str, quantity: str) -> LabelEntry | None:
-        """The calibration of one kind of number; None where validation had no labels of it."""
+        """Return the calibration of one kind of number; None where validation had no labels of it."""
         return next((one for one in self.labels if (one.source, one.quantity) == (source, quantity)), None)
 
     def write(self, folder: Path) -> None:
-        """Write it into `folder`."""
+        """Write the file into `folder`."""
         content = replace_nonfinite(self.model_dump(mode="json"))
         write_atomically(folder / ENSEMBLE, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
@@ -157,12 +158,12 @@ def read_ensemble(folder: Path) -> EnsembleFile:
 
 
 def is_ensemble(folder: Path) -> bool:
-    """Whether `folder` holds an ensemble."""
+    """Return whether `folder` holds an ensemble."""
     return (folder / ENSEMBLE).is_file()
 
 
 def member_checkpoints(folder: Path, document: EnsembleFile) -> list[Path]:
-    """The checkpoint of each member. Raises CheckpointError for one that is gone."""
+    """Return the checkpoint of each member. Raises CheckpointError for one that is gone."""
     found = []
     for member in document.members:
         path = (folder / member.checkpoint).resolve()
@@ -174,19 +175,19 @@ def member_checkpoints(folder: Path, document: EnsembleFile) -> list[Path]:
     return found
 
 
-def entries(members: Sequence[Member], weights: Sequence[float], folder: Path) -> list[MemberEntry]:
-    """What `folder` says of these members."""
+def member_entries(members: Sequence[Member], weights: Sequence[float], folder: Path) -> list[MemberEntry]:
+    """Return what the file in `folder` says of these members, with one weight each."""
+
+    def relative(path: Path) -> str:
+        return os.path.relpath(path.resolve(), folder.resolve())
+
     return [
         MemberEntry(
-            run=_relative(one.path, folder),
-            checkpoint=_relative(one.checkpoint, folder),
+            run=relative(one.path),
+            checkpoint=relative(one.checkpoint),
             step=one.step,
             weight=weight,
             score=one.score,
         )
         for one, weight in zip(members, weights, strict=True)
     ]
-
-
-def _relative(path: Path, folder: Path) -> str:
-    return os.path.relpath(path.resolve(), folder.resolve())

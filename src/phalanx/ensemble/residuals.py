@@ -1,7 +1,7 @@
 """Errors of members on held-out data, number by number: all that choosing, calibrating and scoring an ensemble needs.
 
-Members err about the same truth, so the error of their mean is the mean of their errors, and they disagree as their
-errors do: neither predictions nor labels have to be kept. Plain arrays; knows no model and no device.
+The error of the members' mean is the mean of their errors, and the spread of their predictions is the spread of their
+errors, as all have the same truth: neither predictions nor labels have to be kept. Plain arrays; knows no model, no device.
 """
 
 from __future__ import annotations
@@ -28,45 +28,45 @@ class Residuals:
     """Errors of M members in n numbers of one kind, ordered by structure."""
 
     source: str
-    """The data set."""
+    """Data set."""
     quantity: str
     unit: str
-    """Energies count per atom; empty for properties, which are in eV, A and e, whatever they are."""
+    """Unit of the numbers; energies count per atom. Empty for properties, whose units are made of eV, A and e."""
     learned: bool
     """Whether members were trained on it; forces of a model that learned energies alone are predicted all the same."""
     errors_Mn: Float32Array
     """Prediction minus truth."""
     structures_n: Int64Array
-    """The structure that each number belongs to, ascending."""
+    """Structure that each number belongs to, ascending."""
 
     @property
     def count(self) -> int:
-        """How many numbers there are."""
+        """Number of numbers n."""
         return len(self.structures_n)
 
     @property
     def structures(self) -> int:
-        """How many structures they belong to."""
+        """Number of structures that the numbers belong to."""
         return len(np.unique(self.structures_n))
 
     @property
     def name(self) -> str:
-        """Data set and quantity."""
+        """Data set and quantity, for messages."""
         return f"{self.source} {self.quantity}"
 
     def of_members(self, members: Sequence[int]) -> Residuals:
-        """Those of some members alone, in this order."""
+        """Return the errors of some members, in this order."""
         return replace(self, errors_Mn=self.errors_Mn[list(members)])
 
     def where(self, chosen_n: npt.NDArray[np.bool_]) -> Residuals:
-        """Some of the numbers alone."""
+        """Return the errors in the chosen numbers."""
         return replace(self, errors_Mn=self.errors_Mn[:, chosen_n], structures_n=self.structures_n[chosen_n])
 
     def combined(self, weights: Sequence[float]) -> tuple[FloatArray, FloatArray]:
-        """Error of the weighted mean [n], and how far members lie apart [n]: their standard deviation.
+        """Return the error of the weighted mean [n] and the spread, the standard deviation among members [n].
 
-        weights: one a member, with a sum of 1. The variance is divided by 1 - sum of squared weights, which for equal ones
-        makes it the unbiased one with M - 1; of a single member it is 0.
+        weights: one a member, with a sum of 1. The variance is divided by 1 - sum of squared weights, which for equal
+        weights gives the unbiased estimate with M - 1; of a single member it is 0.
         """
         weights_M1 = np.asarray(weights, np.float64)[:, None]
         errors, spreads = np.empty(self.count), np.empty(self.count)
@@ -77,7 +77,7 @@ class Residuals:
         return errors, spreads
 
     def products(self) -> FloatArray:
-        """Mean products of the errors of any two members [M, M]; the diagonal has their mean squared errors."""
+        """Return the mean products of the errors of any two members [M, M]; the diagonal has mean squared errors."""
         total = np.zeros((len(self.errors_Mn), len(self.errors_Mn)))
         for start in range(0, self.count, _CHUNK):
             errors_Mn = self.errors_Mn[:, start : start + _CHUNK].astype(np.float64)
@@ -86,7 +86,7 @@ class Residuals:
 
 
 def weighted_moments(values_Mn: FloatArray, weights_M1: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Weighted mean [n] and standard deviation among members [n]; see `Residuals.combined`."""
+    """Return the weighted mean [n] and the standard deviation among members [n]; see `Residuals.combined`."""
     mean = (weights_M1 * values_Mn).sum(axis=0)
     rest = 1.0 - float(np.square(weights_M1).sum())
     if rest < 1e-12:
@@ -94,10 +94,11 @@ def weighted_moments(values_Mn: FloatArray, weights_M1: FloatArray) -> tuple[Flo
     return mean, np.sqrt((weights_M1 * np.square(values_Mn - mean)).sum(axis=0) / rest)
 
 
-def parts(structures: Int64Array, count: int, name: str) -> Int64Array:
-    """Which of `count` parts each structure falls into: always the same, whatever else there is. Shape kept.
+def assign_parts(structures: Int64Array, count: int, name: str) -> Int64Array:
+    """Return which of `count` parts each structure belongs to; the shape is that of `structures`.
 
-    name: divisions of different names have nothing to do with one another.
+    name: names the division; those of different names are independent.
     """
+    # A function of the structure's number: a part then does not depend on what other structures there are.
     drawn = uniform_values(stream_key("ensemble", name), torch.from_numpy(structures)).numpy()
     return np.minimum((drawn * count).astype(np.int64), count - 1)

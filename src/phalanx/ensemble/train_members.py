@@ -1,7 +1,6 @@
-"""Training members: real runs, as `phalanx train` starts them, several side by side. Knows not what they train.
+"""Training of members: real runs, as `phalanx train` starts them, several side by side. Does not know what they train.
 
-A run that was stopped goes on from its newest checkpoint when the same command is given again; one that is done is left as
-it is.
+A run that was stopped resumes from its newest checkpoint when the same command is given again; a finished one is left alone.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ _POLL_S = 0.1
 _ORDERLY_S = 600.0
 """Seconds that runs have to write a checkpoint once they were told to stop."""
 _SHOWN_LINES = 8
+"""Last lines of a failed member's log that an error message shows."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Recipe:
     run: Path
     """Run file, or folder of a run."""
     words: tuple[str, ...]
-    """`section.field=value` changes."""
+    """Changes of its fields, as "section.field=value"."""
     folder: Path
-    """Its run directory."""
+    """Run directory of the member."""
 
 
 @dataclass
@@ -54,20 +54,20 @@ def train_side_by_side(
     *,
     devices: int = 0,
 ) -> None:
-    """Train all of them, `jobs` at a time, each on a device of its own where there are so many; else they share them.
+    """Train all members, `jobs` at a time, each on a device of its own where there are as many devices; else they share.
 
-    threads: of each on the host. devices: accelerators here; 0 for the CPU. tell: called as members begin and end. Ctrl-C
-    and SIGTERM stop all in good order. Raises PhalanxError with the last words of a member that failed, when the others
-    have been stopped.
+    threads: threads of each member on the host. devices: accelerators here; 0 for the CPU. tell: called as members begin
+    and end. On Ctrl-C and SIGTERM all members write a checkpoint and stop. Raises PhalanxError with the end of the log of a
+    member that failed, when the others have been stopped.
     """
     waiting, running = list(recipes), dict[int, _Training]()
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    previous = signal.signal(signal.SIGTERM, _raise_interrupt)
     try:
         while waiting or running:
             for place in range(jobs):
                 if waiting and place not in running:
                     recipe = waiting.pop(0)
-                    running[place] = _start(recipe, place % devices if devices else 0, threads)
+                    running[place] = _start_training(recipe, place % devices if devices else 0, threads)
                     tell(f"{recipe.name}: training in {recipe.folder}")
             for place, training in list(running.items()):
                 code = training.process.poll()
@@ -76,23 +76,23 @@ def train_side_by_side(
                 del running[place]
                 training.log.close()
                 if code:
-                    raise PhalanxError(_failure(training.recipe, code))
+                    raise PhalanxError(_describe_failure(training.recipe, code))
                 tell(f"{training.recipe.name}: trained")
             time.sleep(_POLL_S)
     finally:
-        _stop(list(running.values()))
+        _stop_trainings(list(running.values()))
         signal.signal(signal.SIGTERM, previous)
 
 
-def _interrupt(number: int, frame: object) -> None:
+def _raise_interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _start(recipe: Recipe, device: int, threads: int) -> _Training:
+def _start_training(recipe: Recipe, device: int, threads: int) -> _Training:
     recipe.folder.mkdir(parents=True, exist_ok=True)
     log = (recipe.folder / LOG).open("ab")
     command = [sys.executable, "-m", "phalanx", "train", str(recipe.run), *recipe.words, "--run-dir"]
-    # One rank of its own, which ends when this process is killed: it would else hold its folder against the next one.
+    # A run on one rank, which ends when this process is killed: it would otherwise lock its folder against the next try.
     alone = {
         "RANK": "0",
         "WORLD_SIZE": "1",
@@ -106,12 +106,13 @@ def _start(recipe: Recipe, device: int, threads: int) -> _Training:
         stdout=log,
         stderr=subprocess.STDOUT,
         env={**os.environ, **alone},
+        # A group of its own: Ctrl-C in a terminal then reaches this process alone, which stops its members in order.
         process_group=0,
     )
     return _Training(recipe, process, log)
 
 
-def _stop(running: Sequence[_Training]) -> None:
+def _stop_trainings(running: Sequence[_Training]) -> None:
     for training in running:
         if training.process.poll() is None:
             training.process.send_signal(signal.SIGTERM)
@@ -125,7 +126,7 @@ def _stop(running: Sequence[_Training]) -> None:
         training.log.close()
 
 
-def _failure(recipe: Recipe, code: int) -> str:
+def _describe_failure(recipe: Recipe, code: int) -> str:
     lines = (recipe.folder / LOG).read_text(errors="replace").splitlines()
     said = "\n".join(lines[-_SHOWN_LINES:])
     return f"{recipe.name} ended with exit code {code} ({recipe.folder / LOG}); give the command again to go on\n{said}"

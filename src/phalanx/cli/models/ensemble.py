@@ -200,7 +200,7 @@ def _train_members(
         opened = [open_member(one.path, (), one.score) for one in candidates]
         taken = list(range(options.top))
         if bind(opened[0].run, EnsembleModel).selects_members:
-            selection = _build_ensemble(opened, options, choose_device(device), ranks).facts()
+            selection = _build_ensemble(opened, options, choose_device(device), ranks).summary()
             names = [one["name"] for one in selection["candidates"]]
             taken = [names.index(name) for name in selection["selection"]["members"]]
         candidates, options = [candidates[number] for number in taken], replace(options, top=None)
@@ -252,7 +252,7 @@ def _words_for_ranks(
 
 
 def _write_ensemble(built: Ensemble, out: Path, page: Path, *, as_json: bool) -> None:
-    facts = built.facts()
+    facts = built.summary()
     try:
         built.document(out).write(out)
     except OSError as error:

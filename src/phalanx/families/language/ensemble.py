@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.ensemble.family import Progress
-from phalanx.ensemble.members import ALONE, EnsembleFile, Member, Share, entries, require_one_family
+from phalanx.ensemble.members import ALONE, EnsembleFile, Member, Share, member_entries, require_one_family
 from phalanx.errors import ConfigError, DataError
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.open_tokens import open_source
@@ -42,7 +42,7 @@ class LanguageEnsemble:
     together: HeldOut
     """Of the mean of their probabilities."""
 
-    def facts(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Everything as plain values."""
         return {
             "family": "language",
@@ -65,8 +65,8 @@ class LanguageEnsemble:
 
     def document(self, folder: Path) -> EnsembleFile:
         """What is written into `folder`."""
-        members = entries(self.members, [1.0 / len(self.members)] * len(self.members), folder)
-        return EnsembleFile(family="language", members=members, facts=self.facts())
+        members = member_entries(self.members, [1.0 / len(self.members)] * len(self.members), folder)
+        return EnsembleFile(family="language", members=members, facts=self.summary())
 
 
 def build_language(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from phalanx.ensemble.family import Progress
-from phalanx.ensemble.members import ALONE, EnsembleFile, Member, Share, entries, require_one_family
+from phalanx.ensemble.members import ALONE, EnsembleFile, Member, Share, member_entries, require_one_family
 from phalanx.errors import ConfigError
 from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.coordinates import HOUR
@@ -73,7 +73,7 @@ class ForecastEnsemble:
     hours_between: float
     """Hours between the times that calibrated and those that are scored, where they come closest."""
 
-    def facts(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Everything as plain values."""
         return {
             "family": "weather",
@@ -89,8 +89,8 @@ class ForecastEnsemble:
 
     def document(self, folder: Path) -> EnsembleFile:
         """What is written into `folder`."""
-        members = entries(self.members, [1.0 / len(self.members)] * len(self.members), folder)
-        return EnsembleFile(family="weather", members=members, facts=self.facts())
+        members = member_entries(self.members, [1.0 / len(self.members)] * len(self.members), folder)
+        return EnsembleFile(family="weather", members=members, facts=self.summary())
 
 
 def build_forecasts(

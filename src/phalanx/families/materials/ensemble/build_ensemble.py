@@ -10,12 +10,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from phalanx.ensemble.calibrate import Fitted, calibrate, conformal_part
+from phalanx.ensemble.calibrate import Fitted, calibrate_residuals, conformal_part
 from phalanx.ensemble.family import EnsembleOptions, Progress
-from phalanx.ensemble.members import ALONE, EnsembleFile, LabelEntry, Member, Share, entries, require_one_family
+from phalanx.ensemble.members import ALONE, EnsembleFile, LabelEntry, Member, Share, member_entries, require_one_family
 from phalanx.ensemble.residuals import FloatArray, Residuals
-from phalanx.ensemble.scores import CURVE, LEVELS, Errors, Scores, errors_of, score
-from phalanx.ensemble.select_members import Chosen, best_by_score, choose, fit_weights, relative_products
+from phalanx.ensemble.scores import CURVE, LEVELS, Errors, Scores, mean_errors, score_predictions
+from phalanx.ensemble.select_members import Chosen, best_by_score, choose_members, fit_weights, relative_products
 from phalanx.errors import ConfigError, DataError
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.graph_shards import Split, read_manifest
@@ -81,7 +81,7 @@ class MaterialsEnsemble:
     untrained: dict[Split, dict[str, dict[int, int]]]
     """By split: see `materials.untrained_elements`."""
 
-    def facts(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Everything as plain values."""
         names = [member.name for member in self.candidates]
         return {
@@ -114,7 +114,7 @@ class MaterialsEnsemble:
 
     def document(self, folder: Path) -> EnsembleFile:
         """What is written into `folder`."""
-        members = entries(self.members, self.chosen.weights, folder)
+        members = member_entries(self.members, self.chosen.weights, folder)
         labels = [
             LabelEntry(
                 source=one.source,
@@ -129,7 +129,7 @@ class MaterialsEnsemble:
             for one in self.labels
         ]
         family = self.members[0].run.model.family
-        return EnsembleFile(family=family, members=members, labels=labels, facts=self.facts())
+        return EnsembleFile(family=family, members=members, labels=labels, facts=self.summary())
 
 
 def build_ensemble(
@@ -165,7 +165,7 @@ def build_ensemble(
     validation = residuals(candidates, "validation")
     products = relative_products([rows.where(~conformal_part(rows.structures_n)) for rows in validation])
     count = options.top or len(candidates)
-    chosen = choose(products, count, diversity=options.diversity)
+    chosen = choose_members(products, count, diversity=options.diversity)
     if options.weights == "fitted":
         chosen = fit_weights(products, chosen)
     by_score = best_by_score(products, [member.score for member in candidates], count)
@@ -194,22 +194,22 @@ def _label_result(
     options: EnsembleOptions,
 ) -> LabelResult:
     """validation: errors of the members; test: of all candidates in `shown`."""
-    fitted = calibrate(validation, chosen.weights, options.calibration)
+    fitted = calibrate_residuals(validation, chosen.weights, options.calibration)
     ours = test.of_members([shown.index(number) for number in chosen.members])
     error_n, spread_n = ours.combined(chosen.weights)
     other: Errors | None = None
     if set(by_score.members) != set(chosen.members):
         others = test.of_members([shown.index(number) for number in by_score.members])
-        other = errors_of(others.combined(by_score.weights)[0])
+        other = mean_errors(others.combined(by_score.weights)[0])
     return LabelResult(
         source=test.source,
         quantity=test.quantity,
         unit=test.unit,
         learned=test.learned,
         fitted=fitted,
-        members=[errors_of(row.astype(np.float64)) for row in ours.errors_Mn],
-        raw=score(error_n, spread_n),
-        scores=score(error_n, fitted.calibration.std(spread_n)),
+        members=[mean_errors(row.astype(np.float64)) for row in ours.errors_Mn],
+        raw=score_predictions(error_n, spread_n),
+        scores=score_predictions(error_n, fitted.calibration.std(spread_n)),
         conformal={str(level): _interval(fitted, error_n, spread_n, level) for level in LEVELS},
         conformal_curve=tuple(_interval(fitted, error_n, spread_n, level).coverage for level in CURVE),
         by_score=other,
