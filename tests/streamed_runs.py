@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from phalanx.config.model import LanguageModel
 from phalanx.counter_random import DropoutContext
-from phalanx.families.language.declare import initial_rules, tensor_splits
+from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.context_parallel.split_context import split_context
@@ -136,7 +136,7 @@ def lay_out(
     share = SequenceShare(mesh.cp, mesh.tp, "ring")
     with torch.device("meta"):
         decoder = Decoder(model, dtype=dtype, chunk_tokens=64)
-    splits = stream_matrices(decoder, tensor_splits(model), mesh.tp, streams, chunks=chunks)
+    splits = stream_matrices(decoder, DeclaredLanguage(model, 1).splits(), mesh.tp, streams, chunks=chunks)
     split_context(decoder, share)
     decoder.to(precision.main_dtype)
     stage = StreamedStage(decoder, share)
@@ -145,7 +145,7 @@ def lay_out(
     sharding.shard_stage(stage)
     decoder.to_empty(device="cpu")
     laid = Laid(mesh, layout, stage, streams, sharding, splits, dict(decoder.named_parameters()))
-    initialise_parameters(laid.parameters, initial_rules(model), SEED, splits)
+    initialise_parameters(laid.parameters, DeclaredLanguage(model, 1).initial_rules(), SEED, splits)
     for name, parameter in laid.parameters.items():
         noise = torch.empty_like(parameter)
         fill(noise, f"{name} shaken", InitRule.normal(0.1), SEED, splits.get(name))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from phalanx.families.language.config import LanguageRun
-from phalanx.families.language.declare import relative_block_costs
+from phalanx.families.registry import bind
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.measured.check import run_of
 from phalanx.planner.memory.model import Kernels, rank_memory
@@ -59,7 +59,7 @@ def _besides(
     """Bytes that each pipeline rank holds besides."""
     one = replace(layout, recompute=run.layout.recompute).table
     parts = model_bytes(run, one, attention=kernels.attention, compiled=kernels.compiled)
-    costs = relative_block_costs(run.model, run.data.sequence_length)
+    costs = bind(run).block_costs()
     blocks_kept = blocks_in_flight(layout, run.model.n_layers, costs)
     split = habits.split_between_blocks if split is None else split
     # Each rank has the whole of what stands between blocks, where ours has its part.

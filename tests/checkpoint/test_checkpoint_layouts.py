@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distributed_ranks import run_ranks
 from phalanx.checkpoint import CheckpointStore, materialise_optimizer_state, placed_tensors, read_tensors
-from phalanx.families.language.declare import parameter_kind
+from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
 from phalanx.layout.place import Place
 from phalanx.layout.spec import ResolvedLayout
@@ -121,7 +121,7 @@ def visit(root: Path, step: int, layout: ResolvedLayout, made: Groups | None = N
     """Train one step from new (step 1), or load the newest checkpoint into other weights; save it as `step`."""
     run = whole_run({**GPT, "training.seed": step})
     applied = laid_out(run, layout, made)
-    optimizer = build_optimizer(applied.parameters, run.optimizer, parameter_kind)
+    optimizer = build_optimizer(applied.parameters, run.optimizer, bind(run).parameter_kind)
     if step == 1:
         backward(run, applied)
         divisor, skip = clip_or_skip(torch.ones(()), applied.gradient_norm(), None)

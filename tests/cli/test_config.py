@@ -10,9 +10,9 @@ import pytest
 
 from command_line import Call
 from config.run_text import RUN
+from phalanx.config.families import sizes_of
 from phalanx.config.load import load_run, parse_run
 from phalanx.config.presets import load_preset, preset_names
-from phalanx.families.sizes import sizes_of
 from token_data import write_run_file, write_token_folder
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from phalanx.config.families import sizes_of
 from phalanx.config.model import LanguageModel
 from phalanx.config.presets import PublishedCount, load_preset, preset_names
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.families.language.sizes import parameter_count
-from phalanx.families.sizes import sizes_of
 
 WANTED = [
     "gpt-1.4b",

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from distributed_ranks import run_ranks
 from phalanx.counter_random import normal_values, stream_key
 from phalanx.errors import PhalanxError
-from phalanx.families.language.declare import initial_rules
+from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout import initial_values
 from phalanx.layout.initial_values import fill, initialise_parameters
@@ -79,7 +79,7 @@ def test_a_decoder_is_filled_as_declared(family: Any) -> None:
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.fill_(math.nan)
-    initialise_parameters(dict(decoder.named_parameters()), initial_rules(decoder.config), 0)
+    initialise_parameters(dict(decoder.named_parameters()), DeclaredLanguage(decoder.config, 1).initial_rules(), 0)
     for name, parameter in decoder.named_parameters():
         if "norm" in name or name.endswith("bias"):
             assert torch.equal(parameter, torch.full_like(parameter, 0.0 if name.endswith("bias") else 1.0)), name
@@ -222,9 +222,9 @@ def decoder_differs() -> list[str]:
         fully_shard(block, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
     sharded.to_empty(device="cpu")
-    initialise_parameters(dict(sharded.named_parameters()), initial_rules(LLAMA), 3)
+    initialise_parameters(dict(sharded.named_parameters()), DeclaredLanguage(LLAMA, 1).initial_rules(), 3)
     whole = Decoder(LLAMA)
-    initialise_parameters(dict(whole.named_parameters()), initial_rules(LLAMA), 3)
+    initialise_parameters(dict(whole.named_parameters()), DeclaredLanguage(LLAMA, 1).initial_rules(), 3)
     expected = dict(whole.named_parameters())
     parts = {name: parameter for name, parameter in sharded.named_parameters() if isinstance(parameter, DTensor)}
     assert parts.keys() == expected.keys()

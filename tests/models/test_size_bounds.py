@@ -2,9 +2,9 @@
 
 import pytest
 
+from phalanx.config.families import check_parameter_count
 from phalanx.config.model import LanguageModel
 from phalanx.errors import ConfigError
-from phalanx.families.sizes import check_parameter_count
 
 LARGEST = {"n_layers": 10_000, "d_model": 10**6, "n_heads": 1000, "vocab_size": 10**8, "max_positions": 10**9}
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from phalanx.config.schema import Optimizer
 from phalanx.errors import ConfigError
-from phalanx.families.language.declare import parameter_kind
+from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.registry import bind
 from phalanx.layout.data_parallel.gradients import local_gradient_norm
 from phalanx.layout.data_parallel.state_bytes import state_bytes
@@ -18,6 +18,8 @@ from phalanx.optimizers import OPTIMIZERS, OptimizerKind, build_optimizer, find_
 from phalanx.optimizers.optimizer_kind import Group
 from phalanx.training.step import clip_or_skip
 from whole_model import GPT, whole_run
+
+parameter_kind = DeclaredLanguage(whole_run(GPT).model, 1).parameter_kind
 
 
 class Named(nn.Module):

@@ -8,10 +8,13 @@ are read and checked without it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from importlib import import_module
+from typing import Any, Protocol, cast
 
 from phalanx.config.model import Model
 from phalanx.config.schema import Run
+from phalanx.config.section import MAX_PARAMETERS
+from phalanx.errors import ConfigError
 from phalanx.extensions import Registry
 
 
@@ -38,7 +41,7 @@ class Family:
     """The kind of run: a subclass of `Run` whose `model` and `data` have the family's own types."""
     bound: str | type
     """The class of bound models, a `phalanx.families.family.BoundModel`; "module:Class" is imported when a run is bound."""
-    sizes: str = "phalanx.families.blocks.sizes"
+    sizes: str = "phalanx.families.blocks.bound"
     """The module that says how large its models are (see `Sizes`); by default counted on the modules of a `BlockNetwork`."""
 
     @property
@@ -53,7 +56,7 @@ BUILT_IN = ("language", "weather", "materials")
 """Families of Phalanx itself."""
 FAMILIES: Registry[Family] = Registry(
     "phalanx.families",
-    built_in={name: f"phalanx.families.{name}.family:FAMILY" for name in BUILT_IN},
+    built_in={name: f"phalanx.families.{name}.config:FAMILY" for name in BUILT_IN},
     accepts=lambda item: isinstance(item, Family),
     expected="a phalanx.Family",
 )
@@ -64,3 +67,19 @@ DEFAULT_FAMILY = "language"
 def find_family(name: str) -> Family:
     """Return the family called `name`. Raises ConfigError naming the known ones where there is none."""
     return FAMILIES.get(name, "model.family")
+
+
+def sizes_of(model: Model) -> Sizes:
+    """Return the functions that say how large `model` is, by its family."""
+    return cast("Sizes", import_module(find_family(model.family).sizes))
+
+
+def check_parameter_count(model: Model) -> None:
+    """Raise ConfigError for a model with more parameters than any computer holds, before anything is built for it."""
+    sizes = sizes_of(model)
+    count = sizes.parameter_count(model)
+    if count > MAX_PARAMETERS:
+        raise ConfigError(
+            f"model: {count:,} parameters ({sizes.in_words(model)}) are more than {MAX_PARAMETERS:,}, the most that can "
+            f"be planned or trained; lower one of these"
+        )

@@ -1,8 +1,11 @@
-"""What a model says about itself once it is bound to a run: the facts that layouts, training and planning ask for.
+"""What layouts, training and planning ask of a model: what its shape alone declares, and what a run of it adds.
 
-A family's class derives from this one and from those of the rooms that it takes part in: `layout.family.LayoutModel`,
+A family answers each question once, in the class that has what the answer needs: `DeclaredModel` where the shape and the
+positions of a sample do, `BoundModel` where it takes more of the run file. The bound class derives from the family's
+declared one and from the classes of the rooms that it takes part in: `layout.family.LayoutModel`,
 `planner.trace.traced_model.TracedModel`, `training.inputs.TrainableModel` and `verification.family.VerifiableModel`.
-`registry.bind` makes the one object that answers for a run; it is handed down from there.
+`registry.bind` makes the one object that answers for a run; it is handed down from there. Sizes that must be known without
+torch are in `config.families.Sizes`.
 """
 
 from __future__ import annotations
@@ -10,13 +13,55 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar, Self
 
+from phalanx.config.families import sizes_of
+from phalanx.config.model import Model
 from phalanx.config.schema import Run
 from phalanx.nn.initial import InitRules
 from phalanx.nn.kinds import ParameterKind
-from phalanx.nn.splits import SplitCount
+from phalanx.nn.splits import SplitCount, Splits
 
 
-class BoundModel(ABC):
+class DeclaredModel(ABC):
+    """What a model declares about its parameters and modules, as data.
+
+    Nothing here depends on the rest of a run file: a family's bound model, and its tracer for the planner, which knows no
+    run, derive from the same class.
+    """
+
+    model: Model
+    """Section of the run file; a family's class declares this attribute with the type of its own."""
+
+    def __init__(self, model: Model, length: int) -> None:
+        """length: positions of a sample in the residual stream."""
+        self.model = model
+        self.length = length
+
+    @abstractmethod
+    def initial_rules(self) -> InitRules:
+        """Return initial values by parameter name; the first pattern that matches counts."""
+
+    @abstractmethod
+    def parameter_kind(self, name: str) -> ParameterKind:
+        """Return the kind of the parameter `name`."""
+
+    def splits(self) -> Splits:
+        """Return how modules may be split over tensor-parallel ranks (see `nn.splits`); by default none may."""
+        return []
+
+    def split_counts(self) -> list[SplitCount]:
+        """Return what a tensor-parallel degree must divide; by default nothing."""
+        return []
+
+    @abstractmethod
+    def block_costs(self) -> tuple[float, float]:
+        """Return the floating-point operations of the embedding and of the head, in those of one block."""
+
+    def tied(self) -> dict[str, str]:
+        """Return parameters that are copies of others wherever both are not in one model chunk, by name; by default none."""
+        return {}
+
+
+class BoundModel(DeclaredModel):
     """A model of one family, bound to the run that describes it. Cheap to make: nothing is built or opened."""
 
     axes: frozenset[str]
@@ -34,10 +79,11 @@ class BoundModel(ABC):
     """Why a run of `family` is refused where a class of bound models is asked for that the family's does not derive from."""
 
     run: Run
-    """Of the family's own kind: a family's class declares this attribute with that type."""
+    """Run file of the family's own kind: a family's class declares this attribute with that type."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        super().__init__(run.model, self.positions().count)
 
     def rebind(self, run: Run) -> Self:
         """Return the model of another run of the same family."""
@@ -45,52 +91,33 @@ class BoundModel(ABC):
 
     @abstractmethod
     def positions(self) -> SplitCount:
-        """Positions of a sample in the residual stream, and the field that decides."""
-
-    @abstractmethod
-    def initial_rules(self) -> InitRules:
-        """Initial values by parameter name, first match wins."""
-
-    @abstractmethod
-    def parameter_kind(self, name: str) -> ParameterKind:
-        """The kind of the parameter `name`."""
-
-    @abstractmethod
-    def split_counts(self) -> list[SplitCount]:
-        """What a tensor-parallel degree must divide."""
+        """Return the positions of a sample in the residual stream, and the field that decides."""
 
     def split_rows(self) -> SplitCount | None:
-        """Rows of a table that tensor-parallel ranks share out unevenly, of which each must get one; by default none."""
+        """Return the rows of a table that `tp` shards unevenly, of which each rank must get one; by default none."""
         return None
 
     def context_heads(self) -> SplitCount:
-        """Heads that context parallelism by exchange shares out over `tp` and `cp`; by default one."""
+        """Return the heads that Ulysses context parallelism assigns to ranks of `tp` and `cp`; by default one."""
         return SplitCount("heads", 1)
 
     def needs_bias(self) -> bool:
-        """Whether attention adds a bias or a mask besides the causal one, which a ring computes slowly; by default not."""
+        """Return whether attention adds a bias or a mask besides the causal one, which a ring computes slowly; by default
+        not."""
         return False
 
-    @abstractmethod
-    def block_costs(self) -> tuple[float, float]:
-        """What the embedding and the head cost beside one block, in blocks."""
-
-    def tied(self) -> dict[str, str]:
-        """Parameters that are copies of others wherever both are not in one part, by name; by default none."""
-        return {}
-
     def branches(self) -> int:
-        """Heads of which each serves a part of the samples; by default 1, which serves all."""
+        """Return the number of task heads of which each serves some of the samples; by default 1, which serves all."""
         return 1
 
     def branch_costs(self) -> list[float]:
-        """What the samples of each branch cost in a mean step, in any unit."""
+        """Return the cost of each task head's samples in a mean step, in any unit."""
         return [1.0]
 
-    @abstractmethod
     def parameter_count(self) -> int:
-        """Parameters of the whole model."""
+        """Return the trainable parameters of the whole model, by the family's `Sizes`."""
+        return sizes_of(self.model).parameter_count(self.model)
 
     @abstractmethod
     def flops_per_sample(self) -> float:
-        """Model FLOPs of one sample, forward and backward, by the convention of `training.flops`."""
+        """Return the model FLOPs of one sample, forward and backward, by the convention of `training.flops`."""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from phalanx.config.check import global_batch_samples
+from phalanx.config.families import check_parameter_count
 from phalanx.config.schema import Layout, Run
 from phalanx.errors import ConfigError
 from phalanx.families.family import BoundModel
-from phalanx.families.sizes import check_parameter_count
 from phalanx.layout.data_parallel.task_heads import branch_sizes
 from phalanx.layout.legality import (
     Fix,

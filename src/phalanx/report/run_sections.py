@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from phalanx.config.families import sizes_of
 from phalanx.config.load import parse_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.families.sizes import sizes_of
 from phalanx.report.formatting import (
     format_count,
     format_duration,

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint import CheckpointStore, RunLock
+from phalanx.config.families import sizes_of
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import Interrupted
 from phalanx.families.registry import bind
-from phalanx.families.sizes import sizes_of
 from phalanx.files import write_atomically
 from phalanx.hardware.device import choose_device, device_name, memory_bytes, require_cpu_format
 from phalanx.layout.apply import apply_layout

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.families import FAMILIES, Family
+from phalanx.config.families import FAMILIES, Family, sizes_of
 from phalanx.config.model import BlockModel
 from phalanx.data.sources import TensorSpec
-from phalanx.families.blocks.bound import BoundBlocks, part_flops, relative_flops
+from phalanx.families.blocks.bound import BoundBlocks, part_flops
 from phalanx.families.blocks.config import BlockRun
 from phalanx.families.blocks.network import BlockNetwork
 from phalanx.families.registry import bind, bound_class
-from phalanx.families.sizes import sizes_of
 from phalanx.nn.layers import Linear
 from phalanx.nn.splits import ModelChunk, Split, Splits
 from phalanx.planner.trace.traced_model import TracedModel
@@ -98,7 +97,7 @@ def test_sizes_and_operations_are_those_of_the_modules(run: PlainRun) -> None:
     first = 4 * LENGTH * WIDTH
     assert part_flops(run.model, LENGTH) == (first, middle, last)
     assert bind(run).flops_per_sample() == first + 5 * middle + last
-    assert relative_flops(run.model, LENGTH) == pytest.approx((first / middle, last / middle))
+    assert bind(run).block_costs() == pytest.approx((first / middle, last / middle))
 
 
 def test_what_tensor_parallelism_must_divide(run: PlainRun) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from phalanx.config.model import LanguageModel
 from phalanx.config.presets import load_preset, preset_names
-from phalanx.families.language.declare import ParameterKind, initial_rules, parameter_kind
+from phalanx.families.language.declare import DeclaredLanguage, ParameterKind
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.nn.initial import InitRule
 from phalanx.nn.layers import Linear, Norm
@@ -57,14 +57,16 @@ def kind_by_module(model: LanguageModel) -> dict[str, ParameterKind]:
 
 
 def rule_of(model: LanguageModel, name: str) -> InitRule:
-    return next(rule for pattern, rule in initial_rules(model) if fnmatchcase(name, pattern))
+    return next(rule for pattern, rule in DeclaredLanguage(model, 1).initial_rules() if fnmatchcase(name, pattern))
 
 
 def test_every_parameter_of_every_shape_has_the_kind_of_its_module() -> None:
     for options in COMBINATIONS:
         model = shape(options)
         expected = kind_by_module(model)
-        assert {name: parameter_kind(name) for name in parameter_names(model)} == expected, options
+        assert {name: DeclaredLanguage(model, 1).parameter_kind(name) for name in parameter_names(model)} == expected, (
+            options
+        )
 
 
 def test_kinds_of_the_parameters_that_look_like_others() -> None:
@@ -81,7 +83,8 @@ def test_kinds_of_the_parameters_that_look_like_others() -> None:
         "blocks.1.attention.qkv.bias": "bias",
     }
     assert kinds.keys() <= names.keys()
-    assert {name: parameter_kind(name) for name in kinds} == kinds
+    declared = DeclaredLanguage(shape({}), 1)
+    assert {name: declared.parameter_kind(name) for name in kinds} == kinds
 
 
 def test_a_tied_head_has_no_weight_of_its_own() -> None:

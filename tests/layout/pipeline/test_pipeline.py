@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from layout_runs import run_with
-from phalanx.families.language.declare import relative_block_costs
+from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.registry import bind
 from phalanx.layout.legality import reasons_against
 from phalanx.layout.pipeline import stage_assignment
@@ -138,7 +138,7 @@ def test_zbv_turns_round_at_the_last_rank() -> None:
 @pytest.mark.parametrize(("schedule", "per_rank"), SCHEDULES)
 def test_the_parts_of_all_ranks_are_the_model(schedule: str, per_rank: int) -> None:
     layout = pipelined(schedule, per_rank, 4)
-    costs = relative_block_costs(run_with().model, 32)
+    costs = DeclaredLanguage(run_with().model, 32).block_costs()
     parts = {stage: part for rank in range(4) for stage, part in model_chunks(layout, rank, 19, costs).items()}
     assert [layer for stage in sorted(parts) for layer in parts[stage].blocks] == list(range(19))
     assert [stage for stage, part in parts.items() if part.first] == [0]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distributed_ranks import run_ranks
-from phalanx.families.language.declare import tensor_splits
+from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.mesh import Axis, Groups
 from phalanx.layout.spec import ResolvedLayout
@@ -149,7 +149,7 @@ def test_chains_are_found_by_what_a_family_declares() -> None:
     for model in MODELS.values():
         with torch.device("meta"):
             decoder = Decoder(model)
-        found = dict(find_projection_pairs(decoder, tensor_splits(model)))
+        found = dict(find_projection_pairs(decoder, DeclaredLanguage(model, 1).splits()))
         assert list(found) == [f"blocks.{n}.{chain}" for n in range(2) for chain in ("attention", "mlp")]
         assert [member.units for member in found["blocks.0.attention"]] == [model.kv_heads] * 2
 
@@ -157,5 +157,5 @@ def test_chains_are_found_by_what_a_family_declares() -> None:
 def test_nothing_is_streamed_without_a_stream() -> None:
     with torch.device("meta"):
         decoder = Decoder(LLAMA)
-    assert stream_matrices(decoder, tensor_splits(LLAMA), Axis("tp"), None) == {}
+    assert stream_matrices(decoder, DeclaredLanguage(LLAMA, 1).splits(), Axis("tp"), None) == {}
     assert streamed_parameters(decoder) == set()

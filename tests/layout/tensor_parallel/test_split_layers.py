@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distributed_ranks import run_ranks
 from phalanx.config.model import LanguageModel
-from phalanx.families.language.declare import tensor_splits
+from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.mesh import Axis, build_mesh
 from phalanx.layout.spec import ResolvedLayout
@@ -181,7 +181,7 @@ WHOLE = {"norm", "positions"}
 def split_on(model: LanguageModel, rank: int, size: int) -> tuple[Decoder, dict[str, Any]]:
     with torch.device("meta"):
         decoder = Decoder(model)
-    return decoder, split_tensors(decoder, tensor_splits(model), Axis("tp", rank, size))
+    return decoder, split_tensors(decoder, DeclaredLanguage(model, 1).splits(), Axis("tp", rank, size))
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from phalanx.config.load import load_run
 from phalanx.families.language.config import LanguageRun
-from phalanx.families.language.declare import relative_block_costs
 from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
@@ -99,6 +98,6 @@ def kept_product(run: LanguageRun, layout: ResolvedLayout) -> float:
     """The product of SwiGLU's gate and up halves, which blocks kept when these runs were made; the fused SwiGLU does not."""
     if run.model.mlp != "swiglu" or run.layout.recompute != "none":
         return 0.0
-    costs = relative_block_costs(run.model, run.data.sequence_length)
+    costs = bind(run).block_costs()
     tokens = layout.microbatch * run.data.sequence_length // layout.cp
     return float(blocks_in_flight(layout, run.model.n_layers, costs)[0]) * tokens * run.model.ff_size / layout.tp * 2

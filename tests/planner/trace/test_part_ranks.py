@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed_ranks import run_ranks
 from phalanx.config.model import LanguageModel
-from phalanx.families.language.declare import tensor_splits
+from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.context_parallel.split_context import SequenceShare, split_context
 from phalanx.layout.mesh import build_mesh
@@ -45,7 +45,7 @@ def communicate(model: LanguageModel, tp: int, cp: int, recompute: Any) -> list[
     mesh = build_mesh(ResolvedLayout(SAMPLES, tp=tp, cp=cp), torch.device("cpu"))
     with torch.device("meta"):
         part = Decoder(model, part=ModelChunk(range(1), first=False, last=False))
-    split_tensors(part, tensor_splits(model), mesh.tp)
+    split_tensors(part, DeclaredLanguage(model, 1).splits(), mesh.tp)
     share = SequenceShare(mesh.cp, mesh.tp, "all_to_all")
     split_context(part, share)
     part.to_empty(device="cpu")

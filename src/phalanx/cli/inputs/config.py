@@ -19,7 +19,7 @@ from phalanx.cli.inputs.config_text import (
     write_markdown_section,
 )
 from phalanx.config.check import global_batch_samples
-from phalanx.config.families import DEFAULT_FAMILY, FAMILIES, find_family
+from phalanx.config.families import DEFAULT_FAMILY, FAMILIES, check_parameter_count, find_family, sizes_of
 from phalanx.config.fields import Field, SectionInfo, nearest_names, sections
 from phalanx.config.load import dump_run, load_run
 from phalanx.config.presets import Preset, load_preset, preset_names
@@ -28,7 +28,6 @@ from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.sizes import model_flops_per_token
 from phalanx.families.materials.config import MaterialsRun
-from phalanx.families.sizes import check_parameter_count, sizes_of
 
 config_app = typer.Typer(
     help="Show, check and explain run files; list the presets.",

@@ -10,10 +10,10 @@ from rich.text import Text
 
 from phalanx.cli.console import open_output, print_pairs, print_table, short_count
 from phalanx.config.document import show_value
+from phalanx.config.families import sizes_of
 from phalanx.config.fields import Field, SectionInfo
 from phalanx.config.model import LanguageModel, Model
 from phalanx.config.presets import Preset
-from phalanx.families.sizes import sizes_of
 from phalanx.report.table import Column, write_markdown_table
 
 Language = tuple[Preset, LanguageModel]

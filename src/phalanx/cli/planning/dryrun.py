@@ -10,12 +10,12 @@ import torch
 
 from phalanx.checkpoint import materialise_optimizer_state
 from phalanx.cli.console import print_json, print_lines, print_table
+from phalanx.config.families import sizes_of
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.family import BoundModel
 from phalanx.families.registry import bind
-from phalanx.families.sizes import sizes_of
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.compile import compiles_blocks
 from phalanx.layout.context_parallel.kernel_choice import check_attention

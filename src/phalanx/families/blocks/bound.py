@@ -4,50 +4,92 @@ its network and its data source."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.config.model import BlockModel
-from phalanx.data.sources import DataSource, SampleBatch, SampleStream, SourceReader, open_source, valid_targets
+from phalanx.data.sources import (
+    DataSource,
+    SampleBatch,
+    SampleStream,
+    SourceReader,
+    TensorSpec,
+    open_source,
+    valid_targets,
+)
 from phalanx.families.blocks.config import BlockRun
-from phalanx.families.blocks.inputs import HeldOutEvaluator, evaluation_fields
-from phalanx.families.blocks.network import BlockNetwork, count_splits
-from phalanx.families.blocks.stage import BlockStage
+from phalanx.families.blocks.network import BlockNetwork
+from phalanx.families.family import DeclaredModel
 from phalanx.families.registry import bound_class
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
+from phalanx.layout.execute import Executor
 from phalanx.layout.family import BuildContext
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage import Stage
+from phalanx.layout.stage import Stage, TrainingPass
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
 from phalanx.nn.initial import InitRules
 from phalanx.nn.kinds import ParameterKind
+from phalanx.nn.layers import Linear
 from phalanx.nn.precision import PRECISIONS
-from phalanx.nn.splits import ModelChunk, SplitCount
+from phalanx.nn.splits import ModelChunk, SplitCount, Splits
 from phalanx.planner.trace.traced_model import MODEL_PARTS, Kernel, PartName, PartTracer, Setting, TracedModel
-from phalanx.training.inputs import ExpectedEvaluation, Inputs, TrainableModel, Verification
+from phalanx.training.inputs import ExpectedEvaluation, Finding, Inputs, TrainableModel, Verification
 from phalanx.verification.family import VerifiableModel, most_stages
 
 
-class BlockParts(PartTracer):
+class DeclaredBlocks(DeclaredModel):
+    """What a network of blocks declares; costs and sizes are counted on its modules."""
+
+    model: BlockModel
+    network: type[BlockNetwork]
+    """Class of the network."""
+
+    def initial_rules(self) -> InitRules:
+        """Return initial values by parameter name; see `BlockNetwork`."""
+        return self.network.initial_rules(self.model)
+
+    def parameter_kind(self, name: str) -> ParameterKind:
+        """Return the kind of the parameter `name`; see `BlockNetwork`."""
+        return self.network.parameter_kind(name)
+
+    def splits(self) -> Splits:
+        """Return how modules may be split over `tp`; see `BlockNetwork`."""
+        return self.network.splits(self.model)
+
+    def split_counts(self) -> list[SplitCount]:
+        """Return the units of the linear layers that are split, which a tensor-parallel degree must divide."""
+        return count_split_units(self.model)
+
+    def block_costs(self) -> tuple[float, float]:
+        """Return the floating-point operations of the embedding and of the head, in those of one block."""
+        embedding, block, head = part_flops(self.model, self.length)
+        # A block without any matmul counts nothing.
+        return embedding / max(block, 1), head / max(block, 1)
+
+
+class BlockParts(DeclaredBlocks, PartTracer):
     """The parts of networks of blocks."""
 
-    @property
-    def network(self) -> type[BlockNetwork]:
-        """The kind of network."""
-        return bound_class(self.model.family, BoundBlocks).network
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.network = find_network(setting.model)
 
     def build_stage(self, name: PartName, share: SequenceShare, stream: Stream | None) -> Stage:
         """See `PartTracer`."""
         dtype = PRECISIONS[self.setting.precision].compute_dtype
         with torch.device("meta"):
             part = self.network(self.model, dtype=dtype, part=MODEL_PARTS[name])
-        stream_matrices(part, part.splits(self.model), share.tp, stream)
+        stream_matrices(part, self.splits(), share.tp, stream)
         return BlockStage(part.to(dtype), 0, share, seed=0, length=self.setting.length)
 
     def whole_part(self, part: ModelChunk) -> nn.Module:
@@ -67,84 +109,51 @@ class BlockParts(PartTracer):
             "sample_indices_B": torch.empty(samples, dtype=torch.int64, device=meta),
         }
 
-    def parameter_kind(self, name: str) -> ParameterKind:
-        """See `PartTracer`."""
-        return self.network.parameter_kind(name)
 
-    def relative_block_costs(self) -> tuple[float, float]:
-        """See `PartTracer`."""
-        return relative_flops(self.model, self.setting.length)
-
-
-class BoundBlocks(TracedModel, TrainableModel, VerifiableModel):
+class BoundBlocks(DeclaredBlocks, TracedModel, TrainableModel, VerifiableModel):
     """A network of blocks bound to its run. A family names its `network`, and overrides what it knows better."""
 
     run: BlockRun
-    network: ClassVar[type[BlockNetwork]]
-    """The kind of network."""
-
     tracer = BlockParts
     position_unit = "positions"
 
     def __init__(self, run: BlockRun) -> None:
         super().__init__(run)
         # Without a split all ranks of `tp` would compute the same. Nothing joins positions over `cp`.
-        split = {"tp"} if self.network.splits(run.model) else set()
+        split = {"tp"} if self.splits() else set()
         self.axes = frozenset({"dp_replicate", "dp_shard", "pp", *split})
 
     # --- what it declares ----------------------------------------------------------------------------------------------
 
     def positions(self) -> SplitCount:
-        """Those of a sample of the data source."""
+        """Return the positions of a sample of the data source."""
         return SplitCount("data.sequence_length", self.run.data.sequence_length)
 
-    def initial_rules(self) -> InitRules:
-        """See `BlockNetwork`."""
-        return self.network.initial_rules(self.run.model)
-
-    def parameter_kind(self, name: str) -> ParameterKind:
-        """See `BlockNetwork`."""
-        return self.network.parameter_kind(name)
-
-    def split_counts(self) -> list[SplitCount]:
-        """Units of the linear layers that are split."""
-        return split_counts_of(self.run.model)
-
-    def block_costs(self) -> tuple[float, float]:
-        """By floating-point operations."""
-        return relative_flops(self.run.model, self.run.data.sequence_length)
-
-    def parameter_count(self) -> int:
-        """Counted on the modules."""
-        return sum(parameter.numel() for parameter in whole_network(self.run.model).parameters())
-
     def flops_per_sample(self) -> float:
-        """Counted on the operations of the modules, forward and backward."""
-        model = self.run.model
-        embedding, block, head = part_flops(model, self.run.data.sequence_length)
-        return float(embedding + model.n_layers * block + head)
+        """Return the operations that are counted on the modules, forward and backward."""
+        embedding, block, head = part_flops(self.model, self.length)
+        return float(embedding + self.model.n_layers * block + head)
 
     # --- layouts -------------------------------------------------------------------------------------------------------
 
     def build(self, building: BuildContext, part: ModelChunk) -> tuple[nn.Module, TensorSplits]:
         """See `LayoutModel`."""
         with torch.device("meta"):
-            network = self.network(self.run.model, dtype=PRECISIONS[self.run.layout.precision].compute_dtype, part=part)
-        splits = network.splits(self.run.model)
-        return network, building.sharding.split_parameters(network, splits, building.share.tp)
+            network = self.network(self.model, dtype=PRECISIONS[self.run.layout.precision].compute_dtype, part=part)
+        return network, building.sharding.split_parameters(network, self.splits(), building.share.tp)
 
     def stage(self, building: BuildContext, part: nn.Module, index: int) -> Stage:
         """See `LayoutModel`."""
         assert isinstance(part, BlockNetwork)
-        return BlockStage(part, index, building.share, self.run.training.seed, self.run.data.sequence_length)
+        return BlockStage(part, index, building.share, self.run.training.seed, self.length)
 
     # --- the planner ---------------------------------------------------------------------------------------------------
 
     def setting_of(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
         """See `TracedModel`."""
         return Setting(
-            model=self.run.model,
-            length=self.run.data.sequence_length,
+            model=self.model,
+            length=self.length,
             tp=layout.tp,
             recompute=self.run.layout.recompute,
             precision=self.run.layout.precision,
@@ -158,11 +167,11 @@ class BoundBlocks(TracedModel, TrainableModel, VerifiableModel):
 
     def sample_bytes(self) -> int:
         """Inputs and targets."""
-        return sum(spec.sample_bytes(self.run.data.sequence_length) for spec in self.network.specs(self.run.model))
+        return sum(spec.sample_bytes(self.length) for spec in self.network.specs(self.model))
 
     def example_batch(self, samples: int, device: torch.device) -> SampleBatch:
         """See `TracedModel`."""
-        specs, length = self.network.specs(self.run.model), self.run.data.sequence_length
+        specs, length = self.network.specs(self.model), self.length
         inputs, targets = (spec.zeros(samples, length, device) for spec in specs)
         return SampleBatch(inputs, targets, torch.arange(samples, device=device))
 
@@ -175,7 +184,7 @@ class BoundBlocks(TracedModel, TrainableModel, VerifiableModel):
 
     def open_inputs(self, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
         """See `TrainableModel`."""
-        data, specs = self.run.data, self.network.specs(self.run.model)
+        data, specs = self.run.data, self.network.specs(self.model)
         reader = SourceReader(self.open_source(), self.run.training.seed, data.sequence_length, specs)
         stream = SampleStream(
             reader,
@@ -205,10 +214,10 @@ class BoundBlocks(TracedModel, TrainableModel, VerifiableModel):
         """Random inputs and targets; some targets are left out, more in some samples than in others, so that an average over
         ranks in place of a sum over targets shows."""
         numbers = torch.arange(first, first + count) + (step - 1) * global_batch
-        length = self.run.data.sequence_length
+        length = self.length
         inputs, targets = (
             spec.random_samples(what, numbers, length)
-            for what, spec in zip(("inputs", "targets"), self.network.specs(self.run.model), strict=True)
+            for what, spec in zip(("inputs", "targets"), self.network.specs(self.model), strict=True)
         )
         # Every eighth position to every second one, by the number of the sample.
         left_out = (torch.arange(length)[None] + numbers[:, None]) % 8 < 1 + numbers[:, None] % 4
@@ -218,55 +227,161 @@ class BoundBlocks(TracedModel, TrainableModel, VerifiableModel):
 
     def reduced(self, world_size: int) -> dict[str, dict[str, Any]]:
         """Fewer blocks; widths and positions as they are. Override it for a model that is too wide for the CPU."""
-        layers = min(self.run.model.n_layers, max(3, most_stages(self.run, world_size) + 1))
-        return {"model": {**self.run.model.model_dump(), "preset": None, "n_layers": layers}}
+        layers = min(self.model.n_layers, max(3, most_stages(self.run, world_size) + 1))
+        return {"model": {**self.model.model_dump(), "preset": None, "n_layers": layers}}
 
     def in_words(self) -> str:
         """Sizes of the network."""
-        model = self.run.model
+        model = self.model
         return (
             f"{model.family}: {model.n_layers} blocks, width {model.d_model}, {self.run.data.sequence_length} positions"
         )
+
+
+class BlockStage(Stage):
+    """Samples in, hidden activations between stages, the summed loss of this rank's positions out."""
+
+    loss_is_whole = False
+
+    def __init__(self, part: BlockNetwork, index: int, share: SequenceShare, seed: int, length: int) -> None:
+        super().__init__(part, index, share, seed, length)
+        self.inputs: TensorSpec = part.specs(part.config)[0]
+
+    def forward(
+        self, x: Tensor, sample_indices_B: Tensor, *, training: TrainingPass | None = None, **inputs: Any
+    ) -> Tensor:
+        """See `Stage`. x: samples [B, S, ...] in the first stage. inputs: targets [B, S, ...]; without them the last stage
+        gives predictions of this rank's positions."""
+        rows_S = self.share.positions(self.length, x.device).rows_S
+        # Batches are whole samples: each rank of `tp` takes its positions of inputs and of targets.
+        if self.part.part.first:
+            x = self.part.embedding(x[:, rows_S], rows_S).to(self.part.dtype)
+        for block in self.part.blocks:
+            x = block(x)
+        if not self.part.part.last:
+            return x
+        predicted: Tensor = self.part.head(x)
+        targets = inputs.get("targets")
+        if targets is None:
+            return predicted
+        loss: Tensor = self.part.loss(predicted, targets[:, rows_S])
+        # Not a view, which FSDP2 warns of.
+        return torch.stack((loss,))
+
+    def example_input(self, samples: int) -> Tensor:
+        """Samples."""
+        return torch.empty((samples, self.length, *self.inputs.shape), dtype=self.inputs.dtype)
+
+
+def evaluation_fields(loss: float, samples: int) -> dict[str, float]:
+    """Return what an evaluation writes down: the mean loss a target, and over how many samples."""
+    return {"loss": loss, "samples": samples}
+
+
+@dataclass(frozen=True)
+class HeldOutEvaluator:
+    """Computes the loss of the same held-out items again and again."""
+
+    reader: SourceReader
+    samples: int
+    """Items that an evaluation reads at most."""
+    device: torch.device
+
+    def evaluate(self, executor: Executor) -> list[Finding]:
+        """The mean loss a target over items spread evenly over the validation split; every rank calls it."""
+        held_out = self.reader.source.count_items("validation")
+        if not held_out:
+            return []
+        items = np.unique(np.linspace(0, held_out - 1, min(self.samples, held_out)).round().astype(np.int64))
+        layout, mesh = executor.layout, executor.mesh
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        size = layout.microbatch
+        for start in range(0, len(items), size * layout.data_ranks):
+            # A sharded model needs all ranks, a pipeline micro-batches of one size: what is missing repeats the last item.
+            places = np.arange(size) + start + mesh.data_rank * size
+            batch = self.reader.read_items("validation", items[np.minimum(places, len(items) - 1)], places)
+            targets = batch.targets.clone()
+            targets[torch.from_numpy(places >= len(items))] = torch.nan if targets.dtype.is_floating_point else -1
+            batch = type(batch)(batch.samples, targets, batch.sample_indices).to(self.device)
+            count = batch.target_counts().double() if mesh.reads_first else torch.zeros(1, device=self.device)
+            sums += torch.cat((executor.evaluate(batch), count))
+        if mesh.world is not None:
+            dist.all_reduce(sums, group=mesh.world)
+        loss = float(sums[0] / sums[1].clamp(min=1))
+        return [Finding("evaluation", evaluation_fields(loss, len(items)), f"held-out loss {loss:.5g}")]
+
+
+# --- sizes: the functions of `config.families.Sizes` ---------------------------------------------------------------------
+
+
+def parameter_count(model: BlockModel) -> int:
+    """Return the number of all trainable parameters."""
+    return sum(parameter.numel() for parameter in whole_network(model).parameters())
+
+
+def matmul_parameters(model: BlockModel) -> int:
+    """Return the number of parameters that multiply every position: those of the kind `matrix`."""
+    network = whole_network(model)
+    named = network.named_parameters()
+    return sum(parameter.numel() for name, parameter in named if network.parameter_kind(name) == "matrix")
+
+
+def in_words(model: BlockModel) -> str:
+    """Return the shape for a person."""
+    return f"{model.family}, {model.n_layers} blocks x {model.d_model}"
+
+
+# --- counted on the modules ----------------------------------------------------------------------------------------------
+
+
+def find_network(model: BlockModel) -> type[BlockNetwork]:
+    """Return the class of the network that `model` describes."""
+    return bound_class(model.family, BoundBlocks).network
 
 
 @cache
 def whole_network(model: BlockModel) -> BlockNetwork:
     """Return the whole network that `model` describes, on the meta device."""
     with torch.device("meta"):
-        return bound_class(model.family, BoundBlocks).network(model)
+        return find_network(model)(model)
 
 
 @cache
-def split_counts_of(model: BlockModel) -> list[SplitCount]:
+def count_split_units(model: BlockModel) -> list[SplitCount]:
     """Return what a tensor-parallel degree must divide for the linear layers that the network splits."""
     network = whole_network(model)
-    return count_splits(network, network.splits(model))
+    splits = network.splits(model)
+    found: dict[SplitCount, None] = {}
+    for name, module in network.named_modules():
+        split = next((split for pattern, split in splits if fnmatchcase(name, pattern)), None)
+        if split is not None and isinstance(module, Linear):
+            features = module.weight.shape[1 if split.kind == "row" else 0]
+            kind = "inputs" if split.kind == "row" else "outputs"
+            # Blocks are alike: the first of them stands for all.
+            parts = name.split(".")
+            field = f"{kind} of {'.'.join('*' if part.isdecimal() else part for part in parts)}"
+            found[SplitCount(field, features // split.unit, split.unit)] = None
+    return list(found)
 
 
 @cache
 def part_flops(model: BlockModel, positions: int) -> tuple[int, int, int]:
     """Return the FLOPs of one sample in the embedding, a block and the head, forward and backward, by PyTorch's count."""
+
+    def count(compute: Callable[[], Tensor]) -> int:
+        with FlopCounterMode(display=False) as counter:
+            compute().backward()
+        return int(counter.get_total_flops())
+
     # Blocks are alike: one stands for all. On meta, operations have shapes and so a count, and take no time.
-    kind, meta = bound_class(model.family, BoundBlocks).network, torch.device("meta")
+    kind, meta = find_network(model), torch.device("meta")
     with meta:
         network = kind(model.model_copy(update={"n_layers": 1}))
         hidden = torch.empty((1, positions, model.d_model), requires_grad=True)
     inputs, targets = (spec.zeros(1, positions, meta) for spec in kind.specs(model))
     (block,) = network.blocks
-    embedding = _count_flops(lambda: network.embedding(inputs, torch.arange(positions, device=meta)).sum())
-    middle = _count_flops(lambda: block(hidden).sum())
-    head = _count_flops(lambda: network.loss(network.head(hidden), targets))
-    return embedding, middle, head
-
-
-def relative_flops(model: BlockModel, positions: int) -> tuple[float, float]:
-    """Return what the embedding and the head cost beside one block, in blocks."""
-    embedding, block, head = part_flops(model, positions)
-    # A block without any matmul counts nothing.
-    return embedding / max(block, 1), head / max(block, 1)
-
-
-def _count_flops(compute: Callable[[], Tensor]) -> int:
-    with FlopCounterMode(display=False) as counter:
-        compute().backward()
-    return int(counter.get_total_flops())
+    return (
+        count(lambda: network.embedding(inputs, torch.arange(positions, device=meta)).sum()),
+        count(lambda: block(hidden).sum()),
+        count(lambda: network.loss(network.head(hidden), targets)),
+    )

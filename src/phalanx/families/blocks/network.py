@@ -13,8 +13,7 @@ from phalanx.data.sources import TensorSpec, valid_targets
 from phalanx.nn.blocks import NumberedBlocks
 from phalanx.nn.initial import InitRule, InitRules
 from phalanx.nn.kinds import ParameterKind
-from phalanx.nn.layers import Linear
-from phalanx.nn.splits import ModelChunk, SplitCount, Splits
+from phalanx.nn.splits import ModelChunk, Splits
 
 
 class BlockNetwork(nn.Module):
@@ -104,18 +103,3 @@ class BlockNetwork(nn.Module):
         valid = valid_targets(targets)
         errors = predicted.to(wide) - torch.where(valid, targets, 0).to(wide)
         return torch.where(valid, errors.square(), 0.0).sum()
-
-
-def count_splits(network: BlockNetwork, splits: Splits) -> list[SplitCount]:
-    """Return what a tensor-parallel degree must divide for the linear layers of `network` that `splits` names."""
-    found: dict[SplitCount, None] = {}
-    for name, module in network.named_modules():
-        split = next((split for pattern, split in splits if fnmatchcase(name, pattern)), None)
-        if split is not None and isinstance(module, Linear):
-            features = module.weight.shape[1 if split.kind == "row" else 0]
-            kind = "inputs" if split.kind == "row" else "outputs"
-            # Blocks are alike: the first of them stands for all.
-            parts = name.split(".")
-            field = f"{kind} of {'.'.join('*' if part.isdecimal() else part for part in parts)}"
-            found[SplitCount(field, features // split.unit, split.unit)] = None
-    return list(found)

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
+from phalanx.config.families import Family
 from phalanx.config.model import LanguageModel
 from phalanx.config.problems import Problem
 from phalanx.config.schema import Evaluation, Run
@@ -132,3 +133,12 @@ def require_language(run: Run, what: str) -> LanguageRun:
     if not isinstance(run, LanguageRun):
         raise ConfigError(f"{what} works for model.family=language, not for model.family={run.model.family}")
     return run
+
+
+FAMILY = Family(
+    name="language",
+    run=LanguageRun,
+    bound="phalanx.families.language.bound:BoundLanguage",
+    sizes="phalanx.families.language.sizes",
+)
+"""The language family as run files know it."""

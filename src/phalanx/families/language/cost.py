@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.model import LanguageModel
-from phalanx.families.language import declare
 from phalanx.families.language.config import LanguageRun
-from phalanx.families.language.declare import tensor_splits
+from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.language.layout import LanguageStage, loss_chunk_tokens
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
@@ -20,7 +19,6 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.stream_pairs import Stream, Streamed, stream_matrices
 from phalanx.nn.attention import Attention
-from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.accelerator_kernels import core_attention
@@ -35,7 +33,7 @@ from phalanx.planner.trace.traced_model import (
 )
 
 
-class LanguageParts(PartTracer):
+class LanguageParts(DeclaredLanguage, PartTracer):
     """The parts of decoders."""
 
     model: LanguageModel
@@ -51,7 +49,7 @@ class LanguageParts(PartTracer):
                 z_loss=self.setting.z_loss,
                 part=MODEL_PARTS[name],
             )
-        stream_matrices(part, tensor_splits(model), share.tp, stream)
+        stream_matrices(part, self.splits(), share.tp, stream)
         core = core_attention(self.setting.attention)
         for module in part.modules():
             if isinstance(module, Attention):
@@ -88,18 +86,6 @@ class LanguageParts(PartTracer):
         if self.setting.document_mask:
             batch["document_ids_BS"] = torch.empty(shape, dtype=torch.int32, device="meta")
         return batch
-
-    def parameter_kind(self, name: str) -> ParameterKind:
-        """See `PartTracer`."""
-        return declare.parameter_kind(name)
-
-    def relative_block_costs(self) -> tuple[float, float]:
-        """See `PartTracer`."""
-        return declare.relative_block_costs(self.model, self.setting.length)
-
-    def tied(self) -> dict[str, str]:
-        """See `PartTracer`."""
-        return declare.TIED if self.model.tied_head else {}
 
     def random_drops(self) -> bool:
         """See `PartTracer`."""

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from phalanx.counter_random import DropoutContext
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.token_batches import TokenBatch
-from phalanx.families.language.declare import tensor_splits
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, AttentionShape, choose_attention
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
@@ -79,7 +78,7 @@ class LanguageLayout(LayoutModel):
                 z_loss=run.training.z_loss,
                 part=part,
             )
-        splits = building.sharding.split_parameters(model, tensor_splits(run.model), building.share.tp)
+        splits = building.sharding.split_parameters(model, self.splits(), building.share.tp)
         split_context(model, building.share, building.attention.core)
         return model, splits
 

@@ -84,10 +84,6 @@ class BoundMaterials(MaterialsLayout, MaterialsInputs, MaterialsVerification, En
             costs.append(total if source.weight is None else source.weight * total / max(counts.structures, 1))
         return costs
 
-    def parameter_count(self) -> int:
-        """See `sizes`."""
-        return sizes.parameter_count(self.run.model)
-
     def flops_per_sample(self) -> float:
         """Of a mean structure of the prepared training data, sources weighed as they are read.
 

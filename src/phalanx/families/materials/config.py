@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from phalanx.config.families import Family
 from phalanx.config.problems import Problem
 from phalanx.config.schema import Run
 from phalanx.families.materials.data_config import GraphData, GraphSource
@@ -137,3 +138,12 @@ def _labels_of(source: GraphSource, field: str) -> set[str]:
 
 def _is_label(field: str) -> bool:
     return field not in ("model.properties", "model.atom_properties")
+
+
+FAMILY = Family(
+    name="materials",
+    run=MaterialsRun,
+    bound="phalanx.families.materials.bound:BoundMaterials",
+    sizes="phalanx.families.materials.sizes",
+)
+"""The materials family as run files know it."""

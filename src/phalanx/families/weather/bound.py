@@ -8,18 +8,17 @@ import torch
 
 from phalanx.ensemble.family import Ensemble, EnsembleModel, EnsembleOptions, Progress
 from phalanx.ensemble.members import Member, Share
-from phalanx.families.weather import declare, sizes
+from phalanx.families.weather import sizes
 from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.cost import WeatherTracing
+from phalanx.families.weather.declare import DeclaredWeather
 from phalanx.families.weather.inputs import WeatherInputs
 from phalanx.families.weather.layout import WeatherLayout
 from phalanx.families.weather.verification import WeatherVerification
-from phalanx.nn.initial import InitRules
-from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.splits import SplitCount
 
 
-class BoundWeather(WeatherLayout, WeatherTracing, WeatherInputs, WeatherVerification, EnsembleModel):
+class BoundWeather(DeclaredWeather, WeatherLayout, WeatherTracing, WeatherInputs, WeatherVerification, EnsembleModel):
     """A forecaster bound to its run; the rooms' questions are answered by the modules beside this one."""
 
     run: WeatherRun
@@ -37,29 +36,9 @@ class BoundWeather(WeatherLayout, WeatherTracing, WeatherInputs, WeatherVerifica
             "model.n_lat * model.n_lon / model.patch_size^2 * model.aggregation_queries", self.run.model.n_tokens
         )
 
-    def initial_rules(self) -> InitRules:
-        """See `declare`."""
-        return declare.initial_rules(self.run.model)
-
-    def parameter_kind(self, name: str) -> ParameterKind:
-        """See `declare`."""
-        return declare.parameter_kind(name)
-
-    def split_counts(self) -> list[SplitCount]:
-        """See `declare`."""
-        return declare.tensor_split_counts(self.run.model)
-
     def context_heads(self) -> SplitCount:
         """Attention heads."""
         return SplitCount("model.n_heads", self.run.model.n_heads)
-
-    def block_costs(self) -> tuple[float, float]:
-        """See `declare`."""
-        return declare.relative_block_costs(self.run.model)
-
-    def parameter_count(self) -> int:
-        """See `sizes`."""
-        return sizes.parameter_count(self.run.model)
 
     def flops_per_sample(self) -> float:
         """Of the operations this code needs; attention sees all pairs, so `training.flops` makes no difference."""

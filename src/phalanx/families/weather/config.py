@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from phalanx.config.families import Family
 from phalanx.config.model import BlockModel
 from phalanx.config.problems import Problem
 from phalanx.config.schema import Run
@@ -496,3 +497,12 @@ def level_name(array: str, level: float) -> str:
     """The shortest name under which `split_level` finds a level, in hPa, of an array."""
     short = f"{array}{level:g}"
     return short if split_level(short) == (array, level) else f"{array}_{level:g}"
+
+
+FAMILY = Family(
+    name="weather",
+    run=WeatherRun,
+    bound="phalanx.families.weather.bound:BoundWeather",
+    sizes="phalanx.families.weather.sizes",
+)
+"""The weather family as run files know it."""

@@ -10,16 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.families.weather import declare
 from phalanx.families.weather.config import WeatherModel, WeatherRun
-from phalanx.families.weather.declare import tensor_splits
+from phalanx.families.weather.declare import DeclaredWeather
 from phalanx.families.weather.layout import WeatherStage, share_embedding
 from phalanx.families.weather.model.forecaster import Attention, AttentionCore, Forecaster
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
-from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.traced_model import (
@@ -33,7 +31,7 @@ from phalanx.planner.trace.traced_model import (
 )
 
 
-class WeatherParts(PartTracer):
+class WeatherParts(DeclaredWeather, PartTracer):
     """The parts of forecasters."""
 
     model: WeatherModel
@@ -43,7 +41,7 @@ class WeatherParts(PartTracer):
         model, dtype = self.model, PRECISIONS[self.setting.precision].compute_dtype
         with torch.device("meta"):
             part = Forecaster(model, dtype=dtype, part=MODEL_PARTS[name])
-        stream_matrices(part, tensor_splits(model), share.tp, stream)
+        stream_matrices(part, self.splits(), share.tp, stream)
         share_embedding(part, share.tp)
         core = _core(self.setting.attention)
         for module in part.modules():
@@ -73,14 +71,6 @@ class WeatherParts(PartTracer):
             "fields_BVHW": fields,
             "targets_BVHW": targets,
         }
-
-    def parameter_kind(self, name: str) -> ParameterKind:
-        """See `PartTracer`."""
-        return declare.parameter_kind(name)
-
-    def relative_block_costs(self) -> tuple[float, float]:
-        """See `PartTracer`."""
-        return declare.relative_block_costs(self.model)
 
     def random_drops(self) -> bool:
         """See `PartTracer`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from functools import partial
 
+from phalanx.families.family import DeclaredModel
 from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.grid_features import grid_table, sine_table
 from phalanx.families.weather.sizes import block_flops_per_sample, embedding_flops_per_sample, head_flops_per_sample
@@ -22,63 +23,64 @@ _KINDS: tuple[tuple[str, ParameterKind], ...] = (
 )
 
 
-def parameter_kind(name: str) -> ParameterKind:
-    """The kind of the forecaster's parameter `name`; the first matching row of the table decides."""
-    return next(kind for pattern, kind in _KINDS if fnmatchcase(name, pattern))
+class DeclaredWeather(DeclaredModel):
+    """What a forecaster's shape declares."""
 
+    model: WeatherModel
 
-def initial_rules(config: WeatherModel) -> InitRules:
-    """Initial values by parameter name, first match wins.
+    def parameter_kind(self, name: str) -> ParameterKind:
+        """Return the kind of the forecaster's parameter `name`; the first matching row of the table decides."""
+        return next(kind for pattern, kind in _KINDS if fnmatchcase(name, pattern))
 
-    As published: matrices normal with `init_std`, tables of variables and positions as waves, a single query zero.
-    Several queries that are all zero would give equal tokens, so these start normal.
-    """
-    columns = config.n_lon // config.patch_size
-    single = config.aggregation == "flat" and config.aggregation_queries == 1
-    return [
-        ("*norm.weight", InitRule.constant(1.0)),
-        ("*.bias", InitRule.constant(0.0)),
-        ("embedding.variables", InitRule.of_index(sine_table)),
-        ("embedding.positions", InitRule.of_index(partial(grid_table, columns))),
-        ("embedding.*queries", InitRule.constant(0.0) if single else InitRule.normal(config.init_std)),
-        ("*", InitRule.normal(config.init_std)),
-    ]
+    def initial_rules(self) -> InitRules:
+        """Return initial values by parameter name, first match wins.
 
+        As published: matrices normal with `init_std`, tables of variables and positions as waves, a single query zero.
+        Several queries that are all zero would give equal tokens, so these start normal.
+        """
+        columns = self.model.n_lon // self.model.patch_size
+        single = self.model.aggregation == "flat" and self.model.aggregation_queries == 1
+        return [
+            ("*norm.weight", InitRule.constant(1.0)),
+            ("*.bias", InitRule.constant(0.0)),
+            ("embedding.variables", InitRule.of_index(sine_table)),
+            ("embedding.positions", InitRule.of_index(partial(grid_table, columns))),
+            ("embedding.*queries", InitRule.constant(0.0) if single else InitRule.normal(self.model.init_std)),
+            ("*", InitRule.normal(self.model.init_std)),
+        ]
 
-def tensor_splits(config: WeatherModel) -> Splits:
-    """How modules may be split over tensor-parallel ranks; see `nn.splits`.
+    def splits(self) -> Splits:
+        """Return how modules may be split over tensor-parallel ranks; see `nn.splits`.
 
-    Hidden layers of the head are split in pairs, one by its outputs and the next by its inputs; an odd last one stays whole.
-    Aggregation of variables is split by heads: every rank is given whole fields, of which it computes the scores and values
-    of its heads, and the output's sums are scattered to locations. The rest of embedding and head is small and stays whole:
-    each rank computes its own locations.
-    """
-    head: Splits = []
-    for first in range(0, config.decoder_depth - 1, 2):
-        head += [(f"head.layers.{first}", Split("column")), (f"head.layers.{first + 1}", Split("row"))]
-    heads = "embedding.aggregation.groups" if config.aggregation == "hierarchical" else "embedding.aggregation"
-    return [
-        *((f"{heads}.{name}", Split("part", config.head_size)) for name in ("query", "key", "value")),
-        (f"{heads}.output", Split("row", config.head_size)),
-        ("blocks.*.attention", Split("attention")),
-        ("blocks.*.attention.qkv", Split("column", 3 * config.head_size)),
-        ("blocks.*.attention.output", Split("row", config.head_size)),
-        ("blocks.*.mlp.up", Split("column")),
-        ("blocks.*.mlp.down", Split("row")),
-        *head,
-    ]
+        Hidden layers of the head are split in pairs, one by its outputs and the next by its inputs; an odd last one stays
+        whole. Aggregation of variables is split by heads: every rank is given whole fields, of which it computes the scores
+        and values of its heads, and the output's sums are scattered to locations. The rest of embedding and head is small
+        and stays whole: each rank computes its own locations.
+        """
+        head: Splits = []
+        for first in range(0, self.model.decoder_depth - 1, 2):
+            head += [(f"head.layers.{first}", Split("column")), (f"head.layers.{first + 1}", Split("row"))]
+        heads = "embedding.aggregation.groups" if self.model.aggregation == "hierarchical" else "embedding.aggregation"
+        return [
+            *((f"{heads}.{name}", Split("part", self.model.head_size)) for name in ("query", "key", "value")),
+            (f"{heads}.output", Split("row", self.model.head_size)),
+            ("blocks.*.attention", Split("attention")),
+            ("blocks.*.attention.qkv", Split("column", 3 * self.model.head_size)),
+            ("blocks.*.attention.output", Split("row", self.model.head_size)),
+            ("blocks.*.mlp.up", Split("column")),
+            ("blocks.*.mlp.down", Split("row")),
+            *head,
+        ]
 
+    def split_counts(self) -> list[SplitCount]:
+        """Return what a tensor-parallel degree must divide. Rows between blocks are sharded in whole locations."""
+        return [
+            SplitCount("model.n_heads", self.model.n_heads),
+            SplitCount("model.d_ff", self.model.ff_size),
+            SplitCount("model.n_lat * model.n_lon / model.patch_size^2", self.model.n_locations),
+        ]
 
-def tensor_split_counts(config: WeatherModel) -> list[SplitCount]:
-    """What a tensor-parallel degree must divide. Rows between blocks are shared out in whole locations."""
-    return [
-        SplitCount("model.n_heads", config.n_heads),
-        SplitCount("model.d_ff", config.ff_size),
-        SplitCount("model.n_lat * model.n_lon / model.patch_size^2", config.n_locations),
-    ]
-
-
-def relative_block_costs(config: WeatherModel) -> tuple[float, float]:
-    """What the embedding and the head cost beside one block, in blocks: by their floating-point operations."""
-    block = block_flops_per_sample(config)
-    return embedding_flops_per_sample(config) / block, head_flops_per_sample(config) / block
+    def block_costs(self) -> tuple[float, float]:
+        """Return the floating-point operations of the embedding and of the head, in those of one block."""
+        block = block_flops_per_sample(self.model)
+        return embedding_flops_per_sample(self.model) / block, head_flops_per_sample(self.model) / block

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from phalanx.counter_random import DropoutContext
 from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.field_samples import FieldBatch
-from phalanx.families.weather.declare import tensor_splits
 from phalanx.families.weather.model.field_embedding import FieldEmbedding
 from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.families.weather.model.grid_features import fields_of
@@ -126,7 +125,7 @@ class WeatherLayout(LayoutModel):
         run = self.run
         with torch.device("meta"):
             model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision].compute_dtype, part=part)
-        splits = building.sharding.split_parameters(model, tensor_splits(run.model), building.share.tp)
+        splits = building.sharding.split_parameters(model, self.splits(), building.share.tp)
         share_embedding(model, building.share.tp)
         return model, splits
 

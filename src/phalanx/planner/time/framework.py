@@ -68,7 +68,7 @@ class FrameworkProfile:
 
     def end_costs(self, setting: Setting) -> tuple[float, float]:
         """Return the costs of the embedding and of the head, in blocks: pipeline stages are split by these."""
-        return part_tracer(setting).relative_block_costs()
+        return part_tracer(setting).block_costs()
 
 
 _ADAMW_VALUE_PASSES = 7

@@ -7,7 +7,7 @@ bound to a setting, as `TracedModel` is one bound to a run. See docs/architectur
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -15,12 +15,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from phalanx.config.families import check_parameter_count
 from phalanx.config.model import BlockModel, Model
 from phalanx.config.schema import Run
 from phalanx.data.batch_stream import Batch
-from phalanx.families.family import BoundModel
+from phalanx.families.family import BoundModel, DeclaredModel
 from phalanx.families.registry import bind, bound_class
-from phalanx.families.sizes import check_parameter_count
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.family import LayoutModel
@@ -109,15 +109,14 @@ class PartParameter:
         return -(-self.rows // ranks) * (self.count // self.rows)
 
 
-class PartTracer(ABC):
-    """The parts of a model on meta, in one setting."""
+class PartTracer(DeclaredModel):
+    """The parts of a model on meta, in one setting; a family's class derives from its `DeclaredModel` too."""
 
     model: BlockModel
-    """Of the setting: a family's class declares this attribute with the type of its own."""
 
     def __init__(self, setting: Setting) -> None:
+        super().__init__(setting.model, setting.length)
         self.setting = setting
-        self.model = setting.model
 
     @abstractmethod
     def build_stage(self, name: PartName, share: SequenceShare, stream: Stream | None) -> Stage:
@@ -133,18 +132,6 @@ class PartTracer(ABC):
     @abstractmethod
     def example_batch(self, name: PartName, stage: Stage, samples: int) -> dict[str, Tensor]:
         """What a stage of this part is called with, on meta."""
-
-    @abstractmethod
-    def parameter_kind(self, name: str) -> ParameterKind:
-        """The kind of the parameter `name`."""
-
-    @abstractmethod
-    def relative_block_costs(self) -> tuple[float, float]:
-        """What the embedding and the head cost beside one block, in blocks; as `BoundModel.block_costs`."""
-
-    def tied(self) -> dict[str, str]:
-        """Parameters that are copies of others wherever both are not in one part, by name; by default none."""
-        return {}
 
     def random_drops(self) -> bool:
         """Whether training leaves anything out at random behind the matrices of a block; by default not."""

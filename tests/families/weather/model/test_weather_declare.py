@@ -11,13 +11,7 @@ from torch import nn
 
 from phalanx.counter_random import normal_values, stream_key
 from phalanx.families.weather.config import WeatherModel
-from phalanx.families.weather.declare import (
-    initial_rules,
-    parameter_kind,
-    relative_block_costs,
-    tensor_split_counts,
-    tensor_splits,
-)
+from phalanx.families.weather.declare import DeclaredWeather
 from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.nn.layers import Linear
 from small_forecasters import EVERYTHING, SMALL, random_inputs, small
@@ -26,9 +20,10 @@ from small_forecasters import EVERYTHING, SMALL, random_inputs, small
 def _initialised(config: WeatherModel) -> Forecaster:
     """A forecaster with its declared initial values, in float64."""
     model = Forecaster(config, dtype=torch.float64).double()
+    declared = DeclaredWeather(config, config.n_tokens)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            rule = next(rule for pattern, rule in initial_rules(config) if fnmatchcase(name, pattern))
+            rule = next(rule for pattern, rule in declared.initial_rules() if fnmatchcase(name, pattern))
             index = torch.arange(parameter.numel())
             if rule.kind == "constant":
                 parameter.fill_(rule.value)
@@ -78,7 +73,7 @@ def test_tables_stand_where_the_published_ones_do() -> None:
 def test_kinds(config: WeatherModel) -> None:
     with torch.device("meta"):
         parameters = dict(Forecaster(config).named_parameters())
-    kinds = {name: parameter_kind(name) for name in parameters}
+    kinds = {name: DeclaredWeather(config, config.n_tokens).parameter_kind(name) for name in parameters}
     assert all(kinds[name] == "bias" for name in parameters if name.endswith("bias"))
     assert all(kinds[name] == "norm" for name in parameters if name.endswith("norm.weight"))
     tables = {name for name, kind in kinds.items() if kind == "embedding"}
@@ -92,12 +87,13 @@ def test_splits_name_layers_in_pairs_that_fit(depth: int) -> None:
     config = small(decoder_depth=depth, d_ff=96)
     with torch.device("meta"):
         modules = dict(Forecaster(config).named_modules())
+    splits = DeclaredWeather(config, config.n_tokens).splits()
     named = {
-        name: next(split for pattern, split in tensor_splits(config) if fnmatchcase(name, pattern))
+        name: next(split for pattern, split in splits if fnmatchcase(name, pattern))
         for name in modules
-        if any(fnmatchcase(name, pattern) for pattern, _ in tensor_splits(config))
+        if any(fnmatchcase(name, pattern) for pattern, _ in splits)
     }
-    assert all(any(fnmatchcase(name, pattern) for name in modules) for pattern, _ in tensor_splits(config))
+    assert all(any(fnmatchcase(name, pattern) for name in modules) for pattern, _ in splits)
     for name, split in named.items():
         module = modules[name]
         if split.kind == "attention":
@@ -106,7 +102,7 @@ def test_splits_name_layers_in_pairs_that_fit(depth: int) -> None:
         assert module.weight.shape[0 if split.kind == "column" else 1] % split.unit == 0
     head = [split.kind for name, split in named.items() if name.startswith("head.")]
     assert head == ["column", "row"] * (depth // 2)
-    assert [count.count for count in tensor_split_counts(config)] == [4, 96, 24]
+    assert [count.count for count in DeclaredWeather(config, config.n_tokens).split_counts()] == [4, 96, 24]
 
 
 def test_a_part_of_the_rows_of_qkv_is_whole_heads() -> None:
@@ -128,5 +124,6 @@ def test_a_part_of_the_rows_of_qkv_is_whole_heads() -> None:
 
 
 def test_embedding_and_head_cost_a_part_of_a_block() -> None:
-    before, behind = relative_block_costs(small(n_lat=32, n_lon=64, d_model=1024, n_heads=16))
+    config = small(n_lat=32, n_lon=64, d_model=1024, n_heads=16)
+    before, behind = DeclaredWeather(config, config.n_tokens).block_costs()
     assert 0.05 < before < 0.2 and 0.1 < behind < 0.3
