@@ -25,8 +25,9 @@ import torch
 from phalanx.config.load import load_run
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.balance import report, step_balance
+from phalanx.families.materials.data.graph_batches import graph_columns
 from phalanx.families.materials.data.graph_shards import open_prepared
-from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_order
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.families.registry import bind

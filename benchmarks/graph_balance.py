@@ -31,13 +31,20 @@ from typing import Any
 import numpy as np
 
 from materials_files import three_sources
-from phalanx.families.materials.data.balance import BalanceReport, StepBalance, divide, in_turn, report, step_balance
-from phalanx.families.materials.data.graph_order import GraphOrder, Located
-from phalanx.families.materials.data.graph_shards import PreparedSource, open_prepared
-from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.families.materials.config import GraphData
+from phalanx.families.materials.data.balance import (
+    BalanceReport,
+    CostModel,
+    StepBalance,
+    divide,
+    in_turn,
+    report,
+    step_balance,
+)
+from phalanx.families.materials.data.graph_batches import graph_columns
+from phalanx.families.materials.data.graph_shards import Located, PreparedSource, open_prepared
+from phalanx.families.materials.data.graph_stream import GraphBatchStream, GraphOrder, graph_order
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
-from phalanx.families.materials.data.structure_cost import CostModel
-from phalanx.families.materials.data_config import GraphData
 
 COST = CostModel(node=1.0, edge=0.3)
 ATOMS = CostModel(node=1.0, edge=0.0)

@@ -7,7 +7,7 @@ One training step with forces and stress on a jittered simple cubic crystal of s
 are processes of this machine that talk through gloo; under torchrun they are its ranks, and use the devices' own backend
 (cp of 1 or all of them). For each degree a row says, of the rank that has most of it: atoms, halo, edges, bytes that
 autograd keeps at the end of the forward pass (parameters aside), seconds a step; and of all ranks together the bytes that
-halos sent in a step, beside the closed form (`families.materials.model.network_shapes` times atoms and edges of halos).
+halos sent in a step, beside the closed form (`families.materials.sizes` times atoms and edges of halos).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torch import Tensor
 
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.graph_batches import LABELS, GraphBatch
-from phalanx.families.materials.data.structures.device_neighbours import device_edges
-from phalanx.families.materials.graph_parallel import exchange as graph_parallel
-from phalanx.families.materials.graph_parallel.batch import GraphShare
-from phalanx.families.materials.model.network_shapes import numbers_for_atoms, numbers_for_edges
+from phalanx.families.materials.data.neighbours import device_edges
+from phalanx.families.materials.graph_parallel import halo_exchange as graph_parallel
+from phalanx.families.materials.graph_parallel.cut_batches import GraphShare
+from phalanx.families.materials.sizes import numbers_for_atoms, numbers_for_edges
 from phalanx.families.registry import bind
 from phalanx.hardware.device import choose_device, device_name
 from phalanx.launch.fork_server import run_ranks
@@ -179,7 +179,7 @@ def measure(setting: Setting, cp: int, device: torch.device) -> dict[str, Any]:
     executor, whole = Executor(applied), crystal(setting.side)
     start = time.perf_counter()
     # Rows are sent one by one even where a gather would bring them sooner: that is what the closed form counts.
-    with patch("phalanx.families.materials.graph_parallel.batch._GATHER_ABOVE", 1.0):
+    with patch("phalanx.families.materials.graph_parallel.cut_batches._GATHER_ABOVE", 1.0):
         batch = executor.cut(whole, 1)
     cut_seconds = time.perf_counter() - start
     sizes = {"atoms": len(whole.species_N), "halo": 0, "edges": whole.edges_2E.shape[1], "edge_halo": 0}

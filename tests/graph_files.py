@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.families.materials.config import GraphData
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
-from phalanx.families.materials.data_config import GraphData
 
 ELEMENTS = np.array([6, 7, 8])
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from atom_graphs import CUTOFF, Structure, random_structure
 from phalanx.families.materials.data.graph_batches import LABELS, GraphBatch
-from phalanx.families.materials.data.structures.device_neighbours import device_edges
-from phalanx.families.materials.graph_parallel import exchange as graph_parallel
-from phalanx.families.materials.graph_parallel.batch import Cutting, SharePart, cut_microbatch
-from phalanx.families.materials.graph_parallel.exchange import HaloExchange
+from phalanx.families.materials.data.neighbours import device_edges
+from phalanx.families.materials.graph_parallel import halo_exchange as graph_parallel
+from phalanx.families.materials.graph_parallel.cut_batches import Cutting, SharePart, cut_microbatch
+from phalanx.families.materials.graph_parallel.halo_exchange import HaloExchange
 from phalanx.families.materials.model.losses import tasks
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import MaterialsModel

@@ -36,8 +36,7 @@ from torch_geometric.loader import DataLoader
 from phalanx.config.load import load_run
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.graph_batches import Collator
-from phalanx.families.materials.data.graph_order import Located
-from phalanx.families.materials.data.graph_shards import open_prepared
+from phalanx.families.materials.data.graph_shards import Located, open_prepared
 from phalanx.families.materials.inputs import columns_of
 from phalanx.hardware.device import choose_device, device_name
 

@@ -14,7 +14,7 @@ from phalanx.ensemble.family import EnsembleOptions
 from phalanx.ensemble.members import open_member
 from phalanx.errors import CheckpointError
 from phalanx.families.materials.ensemble.build_ensemble import build_ensemble
-from phalanx.families.materials.ensemble.load_ensemble import LoadedEnsemble, Uncertain
+from phalanx.families.materials.ensemble.joint_predictions import LoadedEnsemble, Uncertain
 
 ase = pytest.importorskip("ase")
 from ase.filters import FrechetCellFilter  # noqa: E402

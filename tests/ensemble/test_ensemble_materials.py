@@ -23,7 +23,7 @@ from phalanx.families.materials.data.graph_shards import open_prepared
 from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_order
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.materials.ensemble.build_ensemble import build_ensemble
-from phalanx.families.materials.ensemble.load_ensemble import LoadedEnsemble
+from phalanx.families.materials.ensemble.joint_predictions import LoadedEnsemble
 from phalanx.families.materials.ensemble.member_errors import member_residuals, untrained_elements
 from phalanx.families.materials.evaluation.network_predictions import split_errors
 from phalanx.families.materials.inputs import columns_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atom_graphs import batch_of, random_structure
-from phalanx.families.materials.ensemble.network_stack import NetworkStack, stackable
+from phalanx.families.materials.ensemble.joint_predictions import NetworkStack, stackable
 from phalanx.families.materials.model.network import MaterialsNetwork
 from small_networks import BODIES, filled_network, small_model
 

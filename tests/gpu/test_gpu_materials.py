@@ -22,7 +22,7 @@ from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.materials.evaluation.network_predictions import split_errors
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import Branch, EnergyHead
-from phalanx.families.materials.recorded_step import StepRecorder
+from phalanx.families.materials.step_capture import StepRecorder
 from small_networks import BODIES, filled_network, small_model
 
 pytestmark = pytest.mark.gpu

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from phalanx.checkpoint import Checkpoint, CheckpointDamaged, CheckpointStore, read_state, read_tensors, rng_state
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
-from phalanx.families.materials.cost_fitting import BalancerState
-from phalanx.families.materials.data.structure_cost import SUMS
+from phalanx.families.materials.cost_fitting import SUMS, BalancerState
 from phalanx.training.checkpointing import check_state
 from phalanx.training.start import train
 from token_data import write_run_file, write_token_folder

@@ -14,12 +14,11 @@ import torch
 from distributed_ranks import run_ranks
 from materials_runs import write_materials_run
 from phalanx.config.load import load_run
-from phalanx.families.materials.compute_clock import ComputeClock, Timed
-from phalanx.families.materials.cost_fitting import Balancer
+from phalanx.families.materials.cost_fitting import Balancer, ComputeClock, CostFit, Timed, measured
+from phalanx.families.materials.data.balance import CostModel
 from phalanx.families.materials.data.graph_shards import open_prepared
 from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_order
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
-from phalanx.families.materials.data.structure_cost import CostFit, CostModel, measured
 from phalanx.families.materials.inputs import columns_of
 from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout

@@ -192,7 +192,7 @@ def summarise_run_file(run: Run) -> dict[str, Any]:
 
 def _describe_units(run: MaterialsRun) -> dict[str, Any]:
     """Return what the run file leaves to the training data, in words: the values, where the data are prepared."""
-    fitting = import_module("phalanx.families.materials.data.fitted_units")
+    fitting = import_module("phalanx.families.materials.fitted_units")
     unstated = fitting.unstated_units(run.model)
     if not unstated:
         return {}

@@ -197,7 +197,7 @@ def prepare_graphs(
     except KeyboardInterrupt:
         print_error("stopped; what is done is kept: the same command goes on from there")
         raise
-    fitting = import_module("phalanx.families.materials.data.fitted_units").fitting_units(loaded, manifests)
+    fitting = import_module("phalanx.families.materials.fitted_units").fitting_units(loaded, manifests)
     if json_output:
         described = {name: manifest.model_dump(mode="json", include=_SHOWN) for name, manifest in manifests.items()}
         print_json({"prepared": loaded.data.prepared, "sources": described, "model": fitting})

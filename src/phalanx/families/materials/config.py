@@ -1,15 +1,145 @@
-"""The run file of the materials family: what its sections are, what its model asks of its data, and what training it does
-not allow."""
+"""The run file of the materials family: its `data` section, what its model asks of its data, and what training it refuses.
+
+Pure description: units are checked where structures are read (`data.labels`), since their table lives there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
 
 from phalanx.config.families import Family
 from phalanx.config.problems import Problem
 from phalanx.config.schema import Run
-from phalanx.families.materials.data_config import GraphData, GraphSource
+from phalanx.config.section import NonNegativeInt, PathText, PositiveInt, Section, Words, first_repeated
 from phalanx.families.materials.model_config import MaterialsModel
+
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+LabelName = Literal["energy", "forces", "stress", "charges", "dipole", "total_charge"]
+
+
+def _label_from_unit(value: object) -> object:
+    return {"unit": value} if isinstance(value, str) else value
+
+
+class GraphLabel(Section):
+    """Where a label stands in the files of a source, and in which unit."""
+
+    unit: str
+    """Unit in the files, such as eV, Ha, kcal/mol, Ha/bohr, GPa, D, or 1 for a pure number."""
+    key: str | None = None
+    """Name in the files (array, column or property); null means the label's own name."""
+    column: NonNegativeInt | None = None
+    """Column, where `key` is a table with one row a structure; null takes the whole array."""
+    factor: float = 1.0
+    """A further factor, such as -1 for stresses of the opposite sign (here positive stress is tension)."""
+
+
+_Label = Annotated[
+    GraphLabel, BeforeValidator(_label_from_unit), Words("a unit or a mapping with unit, key, column and factor")
+]
+
+
+class GraphSource(Section):
+    """One body of structures with its own labels and units."""
+
+    name: Name
+    """Name of the source: of its folder of prepared shards, and of its branch in a model with branches."""
+    path: PathText
+    """A file, or a pattern such as `runs/*.extxyz`, of structures."""
+    format: Literal["auto", "npz", "extxyz", "ase", "qm9_csv"] = "auto"
+    """Ragged arrays (.npz), extended XYZ, an ASE database (.db), or QM9's CSV; auto goes by the ending."""
+    weight: Annotated[float, Field(gt=0.0)] | None = None
+    """Share of the samples relative to other sources; null means its number of structures: each is read once an epoch."""
+    length_unit: str = "A"
+    """Unit of positions and cells."""
+    labels: dict[LabelName, _Label] = Field(default_factory=dict)
+    """Labels to read: energy, forces, stress, charges (of atoms), dipole; and total_charge, which a model is told. Where
+    that is missing, charges say it by their sum, and a structure without charges is taken for neutral."""
+    properties: dict[Name, _Label] = Field(default_factory=dict)
+    """Further numbers, one a structure, by the name that a head asks for."""
+    atom_properties: dict[Name, _Label] = Field(default_factory=dict)
+    """Further numbers, one an atom, by the name that a head asks for."""
+    group_by: str | None = None
+    """Name in the files of what belongs together: structures of one group fall into one split, over sources too."""
+    missing_labels: Literal["refuse", "allow"] = "refuse"
+    """Whether a structure may lack a label; it then does not count for that label's loss."""
+    no_edges: Literal["refuse", "allow"] = "refuse"
+    """Whether a structure without any pair of atoms inside the cutoff, such as a lone atom, is kept."""
+    charge_sum: Literal["whole", "any"] = "whole"
+    """Whether charges of a structure must add up, within 0.1 e, to its total_charge or without one to a whole number."""
+    check_units: bool = True
+    """Whether bond lengths and forces that hint at a wrong unit are refused."""
+
+
+class GraphCost(Section):
+    """What a structure costs to compute, in any unit: only ratios matter."""
+
+    node: Annotated[float, Field(ge=0.0)] = 1.0
+    """Cost of an atom."""
+    edge: Annotated[float, Field(ge=0.0)] = 0.3
+    """Cost of a directed pair of atoms: one filter of a radial basis against the several matrices of an atom."""
+    graph: Annotated[float, Field(ge=0.0)] = 0.0
+    """Cost of a structure whatever its size."""
+
+    @model_validator(mode="after")
+    def _positive(self) -> GraphCost:
+        if self.node + self.edge == 0.0:
+            raise ValueError("node=0 and edge=0 leave nothing to balance; give one of them a cost")
+        return self
+
+
+class GraphData(Section):
+    """What a materials model is trained on."""
+
+    sources: Annotated[list[GraphSource], Field(min_length=1)]
+    """Where structures come from."""
+    prepared: PathText
+    """Folder of prepared shards, one folder a source inside."""
+    cutoff: Annotated[float, Field(gt=0.0)]
+    """Reach of an edge in angstrom."""
+    max_neighbours: PositiveInt | None = None
+    """Nearest sources kept for each atom, with all that tie with the last of them; null keeps all."""
+    validation_fraction: Share = 0.05
+    """Share of structures held out for validation, by hash."""
+    test_fraction: Share = 0.05
+    """Share of structures held out for the test, by hash."""
+    batch_by: Literal["cost", "graphs"] = "cost"
+    """Whether global batches are cut at equal cost, global_batch structures on average, or at equal number of structures."""
+    cost: GraphCost = GraphCost()
+    """Cost of a structure, for cutting global batches and, until step times are measured, for sharing them out."""
+    share_by: Literal["cost", "number"] = "cost"
+    """Whether ranks get structures of equal cost or, for comparison, equal numbers of structures as they come."""
+    fit_cost_every: PositiveInt | None = 50
+    """Steps after which costs are fitted again to measured times, which ranks then share out structures by; null (as does
+    training.deterministic) keeps `cost`. Which structures a step holds depends on `cost` alone."""
+    microbatch_cost: Annotated[float, Field(gt=0.0)] | None = None
+    """Most cost of a micro-batch on one device, in units of `cost`; null leaves how many there are to the layout."""
+    oversized: Literal["refuse", "alone"] = "refuse"
+    """Whether a structure that costs more than microbatch_cost is refused, or is a micro-batch of its own."""
+    prefetch: Annotated[int, Field(ge=0, le=64)] = 2
+    """Batches read ahead in the background; 0 reads in the training loop."""
+    verify: bool = True
+    """Whether checksums of all training data are compared in the background as training begins."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> GraphData:
+        names = [source.name for source in self.sources]
+        twice = first_repeated(names)
+        if twice is not None:
+            raise ValueError(f"two sources are named {twice}; give each its own name")
+        unweighted = [source.name for source in self.sources if source.weight is None]
+        if 0 < len(unweighted) < len(self.sources):
+            raise ValueError(f"source {unweighted[0]} has no weight and others have one; give all of them one, or none")
+        if self.validation_fraction + self.test_fraction >= 1.0:
+            raise ValueError(
+                f"validation_fraction={self.validation_fraction} and test_fraction={self.test_fraction} leave nothing "
+                f"to train on; lower one"
+            )
+        return self
 
 
 class MaterialsRun(Run):

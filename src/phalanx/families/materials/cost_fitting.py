@@ -7,21 +7,26 @@ whatever their clocks and libraries; which structures a step holds depends on no
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from phalanx.families.materials.compute_clock import ComputeClock, Timed
+from phalanx.families.materials.data.balance import CostModel
 from phalanx.families.materials.data.graph_stream import GraphBatchStream
-from phalanx.families.materials.data.structure_cost import SUMS, CostFit, CostModel, measured
-from phalanx.hardware.device import HostCopy
+from phalanx.hardware.device import HostCopy, Moment
 from phalanx.layout.mesh import Mesh
-from phalanx.layout.stage import Stage
+from phalanx.layout.stage import Stage, TrainingPass
 from phalanx.training.metrics import RankTimes
 
 _WARM_UP = 3
@@ -30,8 +35,6 @@ _LAUNCHED = 1
 """Steps that may have been launched since the one whose results are there (`training.asynchronous_steps`)."""
 _MEMORY = 0.7
 """Weight of earlier fits beside a new one: what was measured three fits ago counts a third."""
-
-
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Cost = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
@@ -148,3 +151,147 @@ def _sums(timed: list[Timed]) -> np.ndarray[Any, np.dtype[np.float64]]:
     rows = [(*one.sizes, one.seconds) for one in timed if one.seconds > 0.0]
     atoms, edges, graphs, seconds = np.array(rows, dtype=np.float64).reshape(-1, 4).T
     return measured(atoms, edges, graphs, seconds)
+
+
+Sizes = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One micro-batch."""
+
+    sizes: Sizes
+    """What it consisted of."""
+    seconds: float
+    """Forward and backward pass; 0 where nothing was to be computed."""
+
+
+@dataclass
+class _Span:
+    step: int
+    sizes: Sizes
+    start: Moment
+    end: Moment | None = None
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.end is None else self.end.seconds_since(self.start)
+
+
+class ComputeClock:
+    """Times every micro-batch that `stage` is trained on, from now on.
+
+    Of a stage that gathers parameters block by block, the waits for these gathers count as computing.
+    """
+
+    def __init__(self, stage: Stage, device: torch.device, sizes: Callable[[Any, dict[str, Any]], Sizes]) -> None:
+        """sizes: what to note of a micro-batch, from the stage's first input and those by name."""
+        self._device = device
+        self._sizes = sizes
+        self._spans: list[_Span] = []
+        self._watched: set[nn.Parameter] = set()
+        # Behind the hooks of data parallelism, which come first: the parameters are there.
+        stage.register_forward_pre_hook(self._begin, with_kwargs=True)
+        for module in stage.modules():
+            if module is stage or isinstance(module, FSDPModule):
+                module.register_forward_pre_hook(self._watch)
+
+    def take(self, step: int) -> list[Timed]:
+        """The micro-batches of `step`, in order; the device must have computed them. Earlier ones are forgotten."""
+        spans = [span for span in self._spans if span.step == step]
+        self._spans = [span for span in self._spans if span.step > step]
+        return [Timed(span.sizes, span.seconds) for span in spans]
+
+    def _begin(self, stage: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        training: TrainingPass | None = named.get("training")
+        if training is not None:
+            self._spans.append(_Span(training.step, self._sizes(args[0], named), Moment(self._device)))
+
+    def _watch(self, module: nn.Module, _: tuple[Any, ...]) -> None:
+        """Whole parameters of this unit are seen here for the first time: their gradients end a micro-batch."""
+        if not module.training:
+            return
+        fresh = [
+            parameter
+            for parameter in module.parameters()
+            if parameter.requires_grad and not isinstance(parameter, DTensor) and parameter not in self._watched
+        ]
+        if fresh:
+            self._watched.update(fresh)
+            register_multi_grad_hook(fresh, self._end)
+
+    def _end(self, _: Any) -> None:
+        # Several units end one after another: the last one counts.
+        if self._spans:
+            self._spans[-1].end = Moment(self._device)
+
+
+FloatArray = npt.NDArray[np.float64]
+_TERMS = 4
+"""Atoms, edges, structures, and a constant for each micro-batch."""
+SUMS = _TERMS * _TERMS + _TERMS + 1
+"""Numbers that `measured` returns."""
+
+
+def measured(atoms: FloatArray, edges: FloatArray, graphs: FloatArray, seconds: FloatArray) -> FloatArray:
+    """What `CostFit.update` needs of the micro-batches that one rank timed [n]: sums [SUMS], to be added over ranks."""
+    terms = np.stack([atoms, edges, graphs, np.ones_like(atoms)], axis=1)
+    return np.concatenate(((terms.T @ terms).ravel(), terms.T @ seconds, [seconds @ seconds]))
+
+
+class CostFit:
+    """Recursive least squares with forgetting: each update multiplies what came before by `memory`.
+
+    Atoms and edges go together in most data, so that time alone may not tell their costs apart. What the measurements
+    leave open is taken from the ratios of `prior`, which weigh as much as `trust` times the measurements. No cost is
+    negative.
+    """
+
+    def __init__(self, prior: CostModel, *, memory: float = 0.99, trust: float = 1e-4) -> None:
+        """Start without a measurement."""
+        assert 0.0 < memory <= 1.0
+        self._prior = np.array([prior.node, prior.edge, prior.graph, 0.0])
+        self._fallback = prior
+        self._memory = memory
+        self._trust = trust
+        self.state = np.zeros(SUMS)
+        """Sums so far [SUMS]: all there is to save and restore."""
+
+    def update(self, sums: FloatArray) -> None:
+        """Take in `measured` of one step, added over ranks."""
+        assert sums.shape == (SUMS,)
+        self.state = self._memory * self.state + sums
+
+    def seconds(self) -> FloatArray:
+        """Seconds of an atom, an edge, a structure and a micro-batch [4]; zeros before the first measurement."""
+        matrix = self.state[: _TERMS**2].reshape(_TERMS, _TERMS)
+        right, squares = self.state[_TERMS**2 : -1], self.state[-1]
+        if squares == 0.0:
+            return np.zeros(_TERMS)
+        # The prior knows ratios alone: its scale is the one that explains the times best.
+        scale = (self._prior @ right) / (self._prior @ matrix @ self._prior)
+        weight = self._trust * np.diag(matrix)
+        weight[3] = 0.0 if matrix[3, 3] > 1.0 else self._trust
+        return _non_negative(matrix + np.diag(weight), right + weight * scale * self._prior)
+
+    def model(self) -> CostModel:
+        """The costs as measured, in seconds; the prior before the first measurement."""
+        node, edge, graph, _ = self.seconds().tolist()
+        return CostModel(node, edge, graph) if max(node, edge) > 0.0 else self._fallback
+
+
+def _non_negative(matrix: FloatArray, right: FloatArray) -> FloatArray:
+    """The vector x >= 0 with least x' matrix x / 2 - right x, by trying which of its few entries are zero."""
+    best, least = np.zeros(len(right)), 0.0
+    # Scaled so that the diagonal is one: atoms and edges are many, structures few.
+    size = np.sqrt(np.maximum(np.diag(matrix), 1e-300))
+    scaled, target = matrix / np.outer(size, size), right / size
+    for count in range(1, len(right) + 1):
+        for chosen in itertools.combinations(range(len(right)), count):
+            rows = list(chosen)
+            part = np.linalg.lstsq(scaled[np.ix_(rows, rows)], target[rows], rcond=1e-13)[0]
+            value = float(part @ scaled[np.ix_(rows, rows)] @ part / 2 - target[rows] @ part)
+            if (part >= 0.0).all() and value < least:
+                best, least = np.zeros(len(right)), value
+                best[rows] = part / size[rows]
+    return best

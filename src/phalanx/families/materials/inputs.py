@@ -10,42 +10,41 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from pydantic import ValidationError
-from torch import Tensor
 
 from phalanx.data.batch_stream import BatchStream
 from phalanx.errors import DataError
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.cost_fitting import Balancer, BalancerState
 from phalanx.families.materials.data.balance import (
-    Division,
-    assign_by_branch,
     divide,
-    divide_within,
     in_turn,
     report,
     step_balance,
 )
-from phalanx.families.materials.data.graph_batches import Collator, Columns, GraphBatch
-from phalanx.families.materials.data.graph_order import Located
+from phalanx.families.materials.data.graph_batches import Columns, graph_columns
 from phalanx.families.materials.data.graph_shards import PreparedSource, open_prepared
-from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_columns, graph_order
-from phalanx.families.materials.data.structure_cost import CostModel
+from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_order
 from phalanx.families.materials.data.trained_elements import TrainedElements, elements_of, write_elements
-from phalanx.families.materials.evaluation.error_sums import SUMS, Quantity, quantities
-from phalanx.families.materials.graph_parallel.stream import ShareStream, cutting_of
+from phalanx.families.materials.evaluation.prediction_errors import (
+    SUMS,
+    GraphErrors,
+    GraphEvaluator,
+    Quantity,
+    error_rows,
+    quantities,
+)
+from phalanx.families.materials.fitted_units import settle_units
+from phalanx.families.materials.graph_parallel.cut_batches import ShareStream, cutting_of
 from phalanx.families.materials.model.losses import tasks
-from phalanx.families.materials.settled_units import settle_units
 from phalanx.files import write_atomically
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.data_parallel.task_heads import branch_groups
-from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.printable import write_stderr
 from phalanx.training.checkpointing import damaged_field
-from phalanx.training.inputs import ExpectedEvaluation, Finding, Inputs, TrainableModel, Verification
+from phalanx.training.inputs import ExpectedEvaluation, Inputs, TrainableModel, Verification
 from phalanx.training.metrics import RankTimes
 
 BALANCE = "balance.json"
@@ -257,150 +256,3 @@ def _tell_periodic_dipoles(run: MaterialsRun, sources: Sequence[PreparedSource])
                 f"warning: {source.path}: {left_out:,} dipoles of periodic structures take no part in training and "
                 "evaluation, as they depend on which images the atoms are written as; prepare it again without them"
             )
-
-
-@dataclass(frozen=True)
-class ErrorRow:
-    """Errors of one quantity over one data set."""
-
-    source: str
-    quantity: str
-    unit: str
-    """Energies count per atom; empty for properties, which are in eV, A and e, whatever they are."""
-    mae: float
-    rmse: float
-    numbers: int
-    """How many numbers these are means of: three a force, nine a stress."""
-
-    @property
-    def errors_in_words(self) -> str:
-        """Both errors with their unit."""
-        scale, unit = (1.0, self.unit) if not self.unit.startswith("eV") else (1e3, f"m{self.unit}")
-        return f"MAE {self.mae * scale:.4g} RMSE {self.rmse * scale:.4g} {unit}".rstrip()
-
-    def __str__(self) -> str:
-        return f"{self.source} {self.quantity} {self.errors_in_words}"
-
-
-@dataclass(frozen=True)
-class GraphErrors:
-    """What an evaluation found."""
-
-    loss: float
-    """As the training loss: summed over tasks."""
-    structures: int
-    rows: list[ErrorRow]
-    untrained: dict[str, dict[int, int]] | None = None
-    """By source and atomic number: structures among these with an element that the source's branch was not trained on; None
-    where that was not looked for."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        plain = {"loss": self.loss, "structures": self.structures, "errors": [asdict(row) for row in self.rows]}
-        return plain if self.untrained is None else plain | {"untrained_elements": self.untrained}
-
-
-@dataclass(frozen=True)
-class GraphEvaluator:
-    """Predicts the same held-out structures again and again."""
-
-    run: MaterialsRun
-    sources: list[PreparedSource]
-    """One split of each source, in the order of `data.sources`."""
-    columns: Columns
-    device: torch.device
-    samples: int | None
-    """Structures an evaluation reads over all sources, spread evenly over each; None for all."""
-
-    def evaluate(self, executor: Executor) -> list[Finding]:
-        """The loss as in training, and errors of every quantity that a data set has labels of."""
-        if not any(len(source) for source in self.sources):
-            return []
-        errors = self.errors(executor)
-        words = f"held-out loss {errors.loss:.5g}; {'; '.join(map(str, errors.rows))}"
-        return [Finding("evaluation", errors.as_dict(), words)]
-
-    def errors(self, executor: Executor) -> GraphErrors:
-        """The same, over at least one structure. Every rank calls it."""
-        sums, counts, structures = self._sums(executor)
-        size = len(tasks(self.run.model))
-        losses, errors = sums[:size], sums[size:].view(len(self.sources), -1, SUMS)
-        return GraphErrors(float((losses / counts.clamp(min=1)).sum()), structures, error_rows(self.run, errors))
-
-    def _sums(self, executor: Executor) -> tuple[Tensor, Tensor, int]:
-        """Losses and errors over all ranks, counts of targets, and the number of structures."""
-        mesh, found = executor.mesh, self.chosen()
-        division = self._division(found, executor.layout)
-        mine = np.flatnonzero(division.rank == mesh.data_rank)
-        mine = mine[np.argsort(division.part[mine], kind="stable")]
-        parts = np.bincount(division.part[mine], minlength=division.loads.shape[1]).tolist()
-        size = len(tasks(self.run.model))
-        sums = torch.zeros(
-            size + len(self.sources) * len(quantities(self.run.model)) * SUMS, dtype=torch.float64, device=self.device
-        )
-        counts = torch.zeros(size, dtype=torch.float64, device=self.device)
-        start = 0
-        # Every rank has the same number of micro-batches: a sharded model needs all ranks in each.
-        for count in parts:
-            rows = mine[start : start + count]
-            start += count
-            batch = self._read(Located(*(part[rows] for part in vars(found).values())))
-            share = executor.cut(batch, 1).to(self.device)
-            x, inputs = share.inputs()
-            result = executor.infer(x, {**inputs, "measured_sources": len(self.sources)}, share.sample_indices)
-            assert result is not None
-            sums += result
-            if mesh.reads_first:
-                counts += share.target_counts()
-        if mesh.world is not None:
-            dist.all_reduce(sums, group=mesh.world)
-            dist.all_reduce(counts, group=mesh.world)
-        return sums, counts, len(found.numbers)
-
-    def chosen(self) -> Located:
-        """Structures spread evenly over each source, as many of each as its share of all."""
-        total = sum(len(source) for source in self.sources)
-        parts: list[Located] = []
-        first = 0
-        for number, source in enumerate(self.sources):
-            wanted = total if self.samples is None else max(1, self.samples * len(source) // total)
-            count = min(len(source), wanted)
-            item = np.unique(np.linspace(0, max(len(source) - 1, 0), count).round().astype(np.int64))
-            atoms, edges = source.sizes(item)
-            parts.append(Located(first + item, np.full_like(item, number), item, atoms, edges))
-            first += len(source)
-        return Located(*(np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])))
-
-    def _division(self, found: Located, layout: ResolvedLayout) -> Division:
-        data = self.run.data
-        model = CostModel(data.cost.node, data.cost.edge, data.cost.graph)
-        costs = model.whole(found.atoms, found.edges)
-        groups = branch_groups(layout)
-        deal = None if groups is None else assign_by_branch(groups, found.source)
-        if data.microbatch_cost is not None:
-            return divide_within(
-                costs, layout.data_ranks, costs, int(data.microbatch_cost * layout.cp / model.unit), deal
-            )
-        return divide(costs, layout.data_ranks, -(-len(costs) // (layout.data_ranks * layout.microbatch)), deal)
-
-    def _read(self, found: Located) -> GraphBatch:
-        batch = Collator(self.sources, self.columns)(found, (len(found.numbers),))
-        heaviest = int(batch.species_N.max()) if len(batch.species_N) else 0
-        if heaviest > self.run.model.max_atomic_number:
-            raise DataError(
-                f"a held-out structure has atomic number {heaviest}, model.max_atomic_number="
-                f"{self.run.model.max_atomic_number} is less; set model.max_atomic_number={heaviest} or more"
-            )
-        return batch
-
-
-def error_rows(run: MaterialsRun, errors: Tensor) -> list[ErrorRow]:
-    """Rows of the quantities that a data set has labels of. errors: [sources, Q, SUMS], see
-    `families.materials.evaluation.error_sums`."""
-    rows = []
-    for source, table in zip(run.data.sources, errors.tolist(), strict=True):
-        for quantity, (absolute, squared, numbers) in zip(quantities(run.model), table, strict=True):
-            if numbers:
-                mae, rmse = absolute / numbers, (squared / numbers) ** 0.5
-                rows.append(ErrorRow(source.name, quantity.name, quantity.unit, mae, rmse, int(numbers)))
-    return rows

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from phalanx.data.batch_stream import Batch
 from phalanx.families.materials.config import MaterialsRun, one_program_obstacle
 from phalanx.families.materials.data.graph_batches import GraphBatch
-from phalanx.families.materials.evaluation.error_sums import error_sums
-from phalanx.families.materials.graph_parallel.batch import Cutting, GraphShare, cut_batch
-from phalanx.families.materials.graph_parallel.exchange import HaloExchange
-from phalanx.families.materials.graph_parallel.stream import cutting_of
-from phalanx.families.materials.model.atom_exchange import ALONE
+from phalanx.families.materials.evaluation.prediction_errors import error_sums
+from phalanx.families.materials.graph_parallel.cut_batches import Cutting, GraphShare, cut_batch, cutting_of
+from phalanx.families.materials.graph_parallel.halo_exchange import HaloExchange
+from phalanx.families.materials.model.geometry import ALONE
 from phalanx.families.materials.model.losses import Labels, summed_losses
 from phalanx.families.materials.model.network import MaterialsNetwork
-from phalanx.families.materials.recorded_step import StepRecorder
+from phalanx.families.materials.step_capture import StepRecorder
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.family import BuildContext, LayoutModel
 from phalanx.layout.place import TensorSplits
@@ -54,7 +53,7 @@ class MaterialsStage(Stage):
     ) -> Tensor:
         """See `Stage`. x: int64 atomic numbers [N]. inputs: those of `MaterialsNetwork.forward`; and at will
         `measured_sources`, how many data sets there are: errors by data set
-        (`families.materials.evaluation.error_sums`) then follow the
+        (`families.materials.evaluation.prediction_errors`) then follow the
         losses, in one row of numbers. `halo` of a share that `cut` gave."""
         halo = inputs.pop("halo", None)
         inputs["exchange"] = ALONE if halo is None else HaloExchange(halo, self.share.cp)
@@ -100,7 +99,7 @@ class MaterialsStage(Stage):
         return torch.cat((losses, errors.flatten()))
 
     def cut(self, batch: Batch, microbatches: int) -> Batch:
-        """Over `cp`, this rank's atoms of every structure (`families.materials.graph_parallel.batch`), unless it was
+        """Over `cp`, this rank's atoms of every structure (`families.materials.graph_parallel.cut_batches`), unless it was
         cut on reading."""
         if self.share.cp.size == 1 or isinstance(batch, GraphShare):
             return batch
@@ -123,7 +122,7 @@ class MaterialsLayout(LayoutModel):
 
     compiles_blocks = False
     """A compiled block has no second derivative; a step is recorded or compiled as a whole
-    (`families.materials.recorded_step`)."""
+    (`families.materials.step_capture`)."""
 
     def build(self, building: BuildContext, part: ModelChunk) -> tuple[nn.Module, TensorSplits]:
         """The whole network: nothing is split."""

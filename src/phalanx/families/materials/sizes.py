@@ -10,7 +10,11 @@ atoms with atoms, MACE its coupled products. Look-ups, sums over neighbours and 
 
 from __future__ import annotations
 
-from phalanx.families.materials.model.network_shapes import Piece, Row, block_piece, embedding_piece, head_piece
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations_with_replacement, pairwise
+from typing import Literal
+
 from phalanx.families.materials.model_config import MaterialsModel
 
 
@@ -65,3 +69,263 @@ def _flops(config: MaterialsModel, piece: Piece, atoms: float, edges: float, tri
     forward = sum(2.0 * m.inside * m.outside * m.times * rows[m.row] for m in piece.matmuls)
     forward += piece.atom_products * atoms + piece.edge_products * edges + piece.pair_products * atoms * atoms
     return passes * forward
+
+
+Row = Literal["atom", "edge", "triplet"]
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One matrix of the network and what it multiplies."""
+
+    row: Row
+    inside: int
+    outside: int
+    bias: bool = True
+    times: int = 1
+    """Rows for each atom, edge or triplet: 3 for the components of a vector."""
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the matrix and of its bias."""
+        return (self.inside + self.bias) * self.outside
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Matrices and other parameters of a part, and the products in its forward pass that have no parameters."""
+
+    matmuls: tuple[Matmul, ...]
+    other_parameters: int = 0
+    """Tables, norms and single numbers."""
+    atom_products: float = 0.0
+    """Multiplications and additions for each atom."""
+    edge_products: float = 0.0
+    """The same for each edge."""
+    pair_products: float = 0.0
+    """The same for each pair of atoms of a structure."""
+    atom_columns: int = 0
+    """Numbers of an atom that its messages carry: what `Exchange.atoms` is given."""
+    edge_columns: int = 0
+    """Numbers of an edge that go into messages of other edges: what `Exchange.edges` is given."""
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self.other_parameters + sum(matmul.parameters for matmul in self.matmuls)
+
+
+def embedding_piece(config: MaterialsModel) -> Piece:
+    """What stands before the blocks."""
+    table = (config.max_atomic_number + 1) * config.d_model
+    if config.body != "dimenet++":
+        return Piece((), table)
+    ends = Matmul("atom", config.d_model, 2 * config.d_model)
+    return Piece(
+        (ends, Matmul("edge", config.n_radial, config.d_model, bias=False)), table, atom_columns=config.d_model
+    )
+
+
+def block_piece(config: MaterialsModel, number: int) -> Piece:
+    """One block, its global attention included."""
+    if config.body == "mace":
+        piece = _mace(config, number)
+    else:
+        other = {"gin": 1, "gatv2": config.d_model, "pna": config.d_model}.get(config.body, 0)
+        atom, edge = _columns(config)
+        piece = Piece(_matmuls(config, number), other, atom_columns=atom, edge_columns=edge)
+    return piece if config.attention is None else _with_attention(config, piece)
+
+
+def head_piece(config: MaterialsModel) -> Piece:
+    """All heads, with a copy for each branch where they are not shared."""
+    matmuls: list[Matmul] = []
+    width = config.d_model
+    for name in ("energy", "charges", "dipole", "properties", "atom_properties"):
+        head = getattr(config, name)
+        if head is None or (name == "dipole" and head.from_charges):
+            continue
+        sizes = [width, *[max(width // 2, 1)] * (head.layers - 1), len(getattr(head, "names", [0]))]
+        copies = 1 if head.shared else len(config.branches)
+        matmuls += [Matmul("atom", a, b) for a, b in pairwise(sizes)] * copies
+    channels = {"painn": width, "egnn": 1, "mace": width if config.mace.hidden_degree else 0}.get(config.body, 0)
+    if config.dipole is not None and channels:
+        matmuls.append(Matmul("atom", width, channels))
+    return Piece(tuple(matmuls))
+
+
+def _with_attention(config: MaterialsModel, piece: Piece) -> Piece:
+    width = config.d_model
+    assert config.attention is not None
+    sizes = ((width, 3 * width), (width, width), (width, 2 * width), (2 * width, width))
+    matmuls = tuple(Matmul("atom", inside, outside) for inside, outside in sizes)
+    softmax = config.attention.kind == "softmax"
+    return Piece(
+        piece.matmuls + matmuls,
+        piece.other_parameters + 4 * width,
+        piece.atom_products + (0.0 if softmax else 4.0 * width * (width // config.attention.heads)),
+        piece.edge_products,
+        4.0 * width if softmax else 0.0,
+        piece.atom_columns,
+        piece.edge_columns,
+    )
+
+
+def _columns(config: MaterialsModel) -> tuple[int, int]:
+    """What messages carry of an atom and of an edge; of any body but mace."""
+    c, options = config.d_model, config.dimenet
+    if config.body == "dimenet++":
+        return 0, options.triplet_width + options.angular * options.basis_width
+    return {"egnn": c + 3, "painn": 6 * c}.get(config.body, c), 0
+
+
+def _matmuls(config: MaterialsModel, number: int) -> tuple[Matmul, ...]:
+    """The matrices of a block of any body but mace."""
+    c, r = config.d_model, config.n_radial
+    if config.body == "egnn":
+        moves = (Matmul("edge", c, c), Matmul("edge", c, 1))
+        moved = moves if number < config.n_layers - 1 or config.dipole is not None else ()
+        seen = (Matmul("atom", c, 2 * c), Matmul("edge", r + 1, c, bias=False), Matmul("edge", c, c))
+        return (*seen, *moved, Matmul("atom", 2 * c, c), Matmul("atom", c, c))
+    if config.body == "dimenet++":
+        return _dimenet(config)
+    found: dict[str, tuple[Matmul, ...]] = {
+        "gin": (Matmul("edge", r, c), Matmul("atom", c, 2 * c), Matmul("atom", 2 * c, c)),
+        "cgcnn": (
+            Matmul("atom", c, 2 * c),
+            Matmul("atom", c, 2 * c, bias=False),
+            Matmul("edge", r, 2 * c, bias=False),
+        ),
+        "gatv2": (
+            Matmul("atom", c, c),
+            Matmul("atom", c, c, bias=False),
+            Matmul("edge", r, c, bias=False),
+            Matmul("atom", c, c),
+            Matmul("atom", c, c),
+        ),
+        "pna": (
+            Matmul("atom", c, c),
+            Matmul("atom", c, c, bias=False),
+            Matmul("edge", r, c, bias=False),
+            Matmul("atom", 13 * c, c),
+        ),
+        "schnet": (
+            Matmul("atom", c, c, bias=False),
+            Matmul("edge", r, c),
+            Matmul("edge", c, c),
+            Matmul("atom", c, c),
+            Matmul("atom", c, c),
+        ),
+        "painn": (
+            Matmul("atom", c, c),
+            Matmul("atom", c, 3 * c),
+            Matmul("edge", r, 3 * c),
+            Matmul("atom", c, 2 * c, bias=False, times=3),
+            Matmul("atom", 2 * c, c),
+            Matmul("atom", c, 3 * c),
+        ),
+    }
+    return found[config.body]
+
+
+def _dimenet(config: MaterialsModel) -> tuple[Matmul, ...]:
+    c, r, options = config.d_model, config.n_radial, config.dimenet
+    narrow, basis = options.triplet_width, options.basis_width
+    return (
+        # own, other, skip, and three residual layers of two matrices
+        *[Matmul("edge", c, c)] * 9,
+        Matmul("edge", r, basis, bias=False),
+        Matmul("edge", basis, c, bias=False),
+        Matmul("edge", c, narrow, bias=False),
+        Matmul("edge", r, options.angular * basis, bias=False),
+        Matmul("triplet", basis, narrow, bias=False),
+        Matmul("edge", narrow, c, bias=False),
+        Matmul("edge", r, c, bias=False),
+        Matmul("atom", c, c),
+        Matmul("atom", c, c),
+    )
+
+
+def _mace(config: MaterialsModel, number: int) -> Piece:
+    c, options, rows = config.d_model, config.mace, config.max_atomic_number + 1
+    inside = 0 if number == 0 else options.hidden_degree
+    outside = 0 if number == config.n_layers - 1 and config.dipole is None else options.hidden_degree
+    kept = min(inside, outside) + 1
+    degrees = [(a, b) for a in range(inside + 1) for b in range(options.degree + 1)]
+    paths = [
+        sum(abs(a - ell) <= b <= a + ell and (a + b + ell) % 2 == 0 for a, b in degrees)
+        for ell in range(options.degree + 1)
+    ]
+    polynomials = [
+        [_polynomial_count(options.degree, order, degree) for degree in range(outside + 1)]
+        for order in range(1, options.correlation + 1)
+    ]
+    components = sum(count * (2 * ell + 1) for ell, count in enumerate(paths))
+    matmuls = (
+        *(Matmul("atom", c, c, bias=False, times=2 * ell + 1) for ell in range(inside + 1)),
+        Matmul("edge", config.n_radial, options.radial_width),
+        Matmul("edge", options.radial_width, sum(paths) * c),
+        *(Matmul("atom", count * c, c, bias=False, times=2 * ell + 1) for ell, count in enumerate(paths)),
+        *(Matmul("atom", c, c, bias=False, times=2 * ell + 1) for ell in range(outside + 1)),
+        *(Matmul("atom", c, c, bias=False, times=2 * ell + 1) for ell in range(kept)),
+    )
+    products = [
+        2.0 * c * count * (2 * ell + 1) * _monomial_count(options.degree, order)
+        for order, counts in enumerate(polynomials, 1)
+        for ell, count in enumerate(counts)
+    ]
+    width = (inside + 1) ** 2
+    coupled = 2.0 * components * width * ((options.degree + 1) ** 2 + c)
+    tables = rows * c * (kept + sum(map(sum, polynomials)))
+    return Piece(matmuls, tables, atom_products=sum(products), edge_products=coupled, atom_columns=width * c)
+
+
+def _monomial_count(degree: int, order: int) -> int:
+    """Distinct products of `order` spherical components up to `degree`."""
+    return sum(1 for _ in combinations_with_replacement(range((degree + 1) ** 2), order))
+
+
+@cache
+def _polynomial_count(degree: int, order: int, result: int) -> int:
+    """Polynomials of `order` in components up to `degree` that transform like `result`, counted by their weights.
+
+    As many as there are products with total weight m = result, less those with m = result + 1, parity kept.
+    """
+    components = [(ell, m) for ell in range(degree + 1) for m in range(-ell, ell + 1)]
+    count = 0
+    for factors in combinations_with_replacement(components, order):
+        if (sum(ell for ell, _ in factors) + result) % 2 == 0:
+            weight = sum(m for _, m in factors)
+            count += (weight == result) - (weight == result + 1)
+    return count
+
+
+_SPACE = 3
+"""Components of a vector."""
+
+
+def numbers_for_atoms(config: MaterialsModel, *, forces: bool = False, stress: bool = False) -> int:
+    """Numbers that a training step sends for each atom which edges come from and which is elsewhere; losses and global
+    attention aside.
+
+    A pass sends rows one way, its backward pass as many the other way. Where forces or stress are formed the derivative
+    repeats both, and forces travel home once more, with their gradient; the derivative does not reach what atoms tell of
+    themselves before the first messages.
+    """
+    passes = 4 if forces or stress else 2
+    columns = [block_piece(config, number).atom_columns for number in range(config.n_layers)]
+    first = embedding_piece(config).atom_columns or columns.pop(0)
+    return 2 * first + passes * sum(columns) + 2 * _SPACE * forces
+
+
+def numbers_for_edges(config: MaterialsModel, *, forces: bool = False, stress: bool = False) -> int:
+    """The same for each edge that ends at such an atom; 0 for all bodies but DimeNet++.
+
+    Before the blocks: directions, and vectors without their gradient.
+    """
+    columns = sum(block_piece(config, number).edge_columns for number in range(config.n_layers))
+    if not columns:
+        return 0
+    # Where nobody asks for derivatives by positions, directions have no gradient either.
+    derived = forces or stress
+    return (4 if derived else 2) * columns + _SPACE + (4 if derived else 1) * _SPACE

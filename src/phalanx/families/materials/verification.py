@@ -13,7 +13,7 @@ from phalanx.counter_random import normal_values, random_bits, stream_key
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.balance import assign_by_branch
 from phalanx.families.materials.data.graph_batches import LABELS, GraphBatch
-from phalanx.families.materials.data.structures.device_neighbours import device_edges
+from phalanx.families.materials.data.neighbours import device_edges
 from phalanx.families.materials.model.losses import tasks
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.families.materials.sizes import in_words

@@ -10,9 +10,9 @@ import pytest
 
 from graph_files import graph_data, write_set
 from phalanx.errors import DataError
+from phalanx.families.materials.config import GraphData
 from phalanx.families.materials.data.graph_shards import open_prepared
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
-from phalanx.families.materials.data_config import GraphData
 
 BAD = 5
 """Number of the structure that is spoilt, of 8."""

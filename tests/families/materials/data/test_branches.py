@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graph_files import prepared_sources
+from phalanx.families.materials.config import GraphData
 from phalanx.families.materials.data.balance import assign_by_branch, divide, divide_within, longest_first
+from phalanx.families.materials.data.graph_batches import graph_columns
 from phalanx.families.materials.data.graph_shards import PreparedSource, open_prepared
-from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_columns, graph_order
-from phalanx.families.materials.data_config import GraphData
+from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_order
 from phalanx.layout.data_parallel.task_heads import BranchGroups, sizes_by_cost
 
 STEPS = range(1, 9)

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from phalanx.families.materials.cost_fitting import CostFit, measured
 from phalanx.families.materials.data import balance
 from phalanx.families.materials.data.balance import (
+    CostModel,
     Division,
     divide,
     divide_within,
@@ -20,7 +22,6 @@ from phalanx.families.materials.data.balance import (
     report,
     step_balance,
 )
-from phalanx.families.materials.data.structure_cost import CostFit, CostModel, measured
 
 costs_of = st.lists(st.integers(1, 10**6), min_size=1, max_size=60).map(lambda c: np.array(c, dtype=np.int64))
 

@@ -11,12 +11,12 @@ import torch
 
 from graph_files import graph_data, prepared_sources, write_set
 from phalanx.errors import ConfigError, DataError
-from phalanx.families.materials.data.graph_batches import LABELS, GraphBatch
+from phalanx.families.materials.config import GraphData
+from phalanx.families.materials.data.balance import CostModel
+from phalanx.families.materials.data.graph_batches import LABELS, GraphBatch, graph_columns
 from phalanx.families.materials.data.graph_shards import PreparedSource, open_prepared
-from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_order
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
-from phalanx.families.materials.data.structure_cost import CostModel
-from phalanx.families.materials.data_config import GraphData
 
 KCAL = 0.043364104241801
 STEPS = 8

@@ -11,12 +11,12 @@ import pytest
 
 from graph_files import graph_data, prepared_sources, two_sources, write_set
 from phalanx.errors import ConfigError, DataError
+from phalanx.families.materials.config import GraphData
 from phalanx.families.materials.data import prepare_structures
+from phalanx.families.materials.data.array_files import map_arrays, write_arrays
 from phalanx.families.materials.data.graph_shards import SPLITS, PreparedSource, open_prepared, read_manifest
+from phalanx.families.materials.data.neighbours import find_edges
 from phalanx.families.materials.data.prepare_structures import Job, Piece, prepare_graphs
-from phalanx.families.materials.data.structures.arrays import map_arrays, write_arrays
-from phalanx.families.materials.data.structures.neighbours import find_edges
-from phalanx.families.materials.data_config import GraphData
 
 
 def contents(folder: Path) -> dict[str, bytes]:

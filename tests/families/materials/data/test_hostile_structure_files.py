@@ -16,9 +16,9 @@ import pytest
 
 from graph_files import write_set
 from phalanx.errors import DataError
-from phalanx.families.materials.data.structures import ase_files, npz_files
-from phalanx.families.materials.data.structures.structure_files import open_structures
-from phalanx.families.materials.data_config import GraphSource
+from phalanx.families.materials.config import GraphSource
+from phalanx.families.materials.data import ase_files, structure_files
+from phalanx.families.materials.data.structure_files import open_structures
 
 HYDROGEN = "1\n{comment}\nH 0.0 0.0 0.0\n"
 
@@ -87,7 +87,7 @@ def test_a_file_that_unpacks_to_far_more_than_it_holds_is_refused(
 ) -> None:
     path = tmp_path / "set.npz"
     write_set(path, 2)
-    monkeypatch.setattr(npz_files, "_UNPACKED_BYTES", 2**20)
+    monkeypatch.setattr(structure_files, "_UNPACKED_BYTES", 2**20)
     replace_member(path, "energy", npy_bytes((2**20,), bytes(2**23)))
     with pytest.raises(DataError, match=rf"^{path}: [\d,]+ bytes unpack to 8,[\d,]+, more than 20 times as many; if"):
         read_all(path)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from graph_files import graph_data
+from phalanx.families.materials.config import GraphData
+from phalanx.families.materials.data.graph_batches import graph_columns
 from phalanx.families.materials.data.graph_shards import open_prepared
-from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_columns, graph_order
+from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_order
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
-from phalanx.families.materials.data_config import GraphData
 
 FOLDER = Path(__file__).resolve().parents[5] / "shared/data/molecules"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no molecule sets at {FOLDER}")

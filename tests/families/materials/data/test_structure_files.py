@@ -14,10 +14,10 @@ from ase.calculators.singlepoint import SinglePointCalculator
 
 from graph_files import write_set
 from phalanx.errors import DataError
-from phalanx.families.materials.data.structures.labels import labels_of
-from phalanx.families.materials.data.structures.structure_files import StructureFile, find_files, open_structures
-from phalanx.families.materials.data.structures.structures import convert
-from phalanx.families.materials.data_config import GraphSource
+from phalanx.families.materials.config import GraphSource
+from phalanx.families.materials.data.labels import labels_of
+from phalanx.families.materials.data.structure_files import StructureFile, find_files, open_structures
+from phalanx.families.materials.data.structures import convert
 
 STRUCTURES = 7
 

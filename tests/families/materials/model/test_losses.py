@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from atom_graphs import batch_of, random_structure
-from phalanx.families.materials.model.head_units import BranchUnits
-from phalanx.families.materials.model.losses import Labels, Predictions, summed_losses, target_counts, tasks
+from phalanx.families.materials.model.losses import (
+    BranchUnits,
+    Labels,
+    Predictions,
+    summed_losses,
+    target_counts,
+    tasks,
+)
 from phalanx.families.materials.model_config import Branch, ChargeHead, EnergyHead
 from small_networks import filled_network, small_model
 
@@ -118,3 +124,13 @@ def test_weights_multiply_the_sums() -> None:
         return float(network(batch.pop("species_N"), **batch, forces_N3=torch.ones(4, 3))[1].detach())
 
     assert forces_loss(5.0) == pytest.approx(5.0 * forces_loss(1.0), rel=1e-12)
+
+
+def test_tables_are_read_by_branch_and_element() -> None:
+    branches = [Branch(name="a", weight=2.0, reference_energies={"1": -1.5}), Branch(name="b", energy_scale=4.0)]
+    units = BranchUnits(small_model("painn", branches=branches))
+    branch = torch.tensor([1, 0, 0])
+    assert units.reference_energy(torch.tensor([1, 1, 8]), branch).tolist() == [0.0, -1.5, 0.0]
+    assert units.energy_scale(branch).tolist() == [4.0, 1.0, 1.0]
+    assert units.weight(branch).tolist() == [1.0, 2.0, 2.0]
+    assert units.column_shift("properties_GP", branch).tolist() == [[0.0, 0.0]] * 3

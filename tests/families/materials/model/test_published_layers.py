@@ -10,8 +10,7 @@ from torch_geometric.nn.models import SchNet
 
 from atom_graphs import CUTOFF, batch_of, random_structure
 from phalanx.families.materials.model.geometry import Geometry, edge_geometry, edge_vectors
-from phalanx.families.materials.model.layers import Atoms
-from phalanx.families.materials.model.messages import InvariantAttention
+from phalanx.families.materials.model.layers import Atoms, InvariantAttention
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import Branch, EnergyHead, GlobalAttention
 from phalanx.nn.layers import Linear

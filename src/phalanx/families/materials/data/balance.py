@@ -13,7 +13,7 @@ from heapq import heapreplace
 
 import numpy as np
 
-from phalanx.families.materials.data.structures.arrays import Int64Array
+from phalanx.families.materials.data.array_files import Int64Array
 from phalanx.layout.data_parallel.task_heads import BranchGroups
 
 Deal = Callable[[Int64Array, int], Int64Array]
@@ -226,3 +226,34 @@ def assign_by_branch(groups: BranchGroups, source: Int64Array) -> Deal:
         return rank
 
     return assign
+
+
+_SCALE = 2**16
+"""The largest coefficient as a whole number. A million structures of a million edges each cost 10^17, below 2^63."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Cost of a structure in any unit; only ratios decide how batches are cut and shared out."""
+
+    node: float
+    """Of an atom."""
+    edge: float
+    """Of a directed edge."""
+    graph: float = 0.0
+    """Of a structure whatever its size."""
+
+    def __post_init__(self) -> None:
+        assert min(self.node, self.edge, self.graph) >= 0.0, self
+        assert max(self.node, self.edge) > 0.0, self
+
+    @property
+    def unit(self) -> float:
+        """What one of `whole` is in the unit of the coefficients."""
+        return max(self.node, self.edge, self.graph) / _SCALE
+
+    def whole(self, atoms: Int64Array, edges: Int64Array) -> Int64Array:
+        """Costs of structures as whole numbers, at least 1 each. atoms, edges: counts (any shape)."""
+        node, edge, graph = (round(value / self.unit) for value in (self.node, self.edge, self.graph))
+        costs: Int64Array = np.maximum(node * atoms + edge * edges + graph, 1)
+        return costs

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from phalanx.families.materials.data.graph_order import Located
-from phalanx.families.materials.data.graph_shards import LABEL_DTYPES, PreparedSource
-from phalanx.families.materials.data.structures.arrays import Int64Array, offsets, ragged_ranges
-from phalanx.families.materials.data.structures.labels import KINDS
-from phalanx.families.materials.data.structures.structures import total_charges
+from phalanx.errors import ConfigError
+from phalanx.families.materials.data.array_files import Int64Array, offsets, ragged_ranges
+from phalanx.families.materials.data.graph_shards import LABEL_DTYPES, Located, PreparedSource
+from phalanx.families.materials.data.labels import KINDS
+from phalanx.families.materials.data.structures import total_charges
 
 PER_ATOM = ("species_N", "positions_N3", "graph_N", "forces_N3", "charges_N", "atom_properties_NP")
 """Fields of a batch with a row for each atom; those of `edges_2E` and `_PER_EDGE` are edges', of others structures'."""
@@ -326,3 +326,40 @@ class _Rows:
     def copy(self, to: npt.NDArray[Any], numbers: npt.NDArray[Any]) -> None:
         """From the shard to the batch."""
         self.put(to, self.taken(numbers))
+
+
+def graph_columns(
+    sources: Sequence[PreparedSource],
+    *,
+    tasks: Sequence[str] | None = None,
+    properties: Sequence[str] | None = None,
+    atom_properties: Sequence[str] | None = None,
+) -> Columns:
+    """What batches of these sources hold.
+
+    tasks: fields of `batches.LABELS` in the order in which a model's losses come; None takes all there are. properties,
+    atom_properties: names in the order of a model's heads; None takes all there are, in order.
+
+    Raises ConfigError for a property or task that no source has.
+    """
+    manifests = [source.manifest for source in sources]
+    labels = dict.fromkeys(name for manifest in manifests for name in manifest.labels)
+    known = list(dict.fromkeys(name for manifest in manifests for name in manifest.properties))
+    known_atom = list(dict.fromkeys(name for manifest in manifests for name in manifest.atom_properties))
+    for asked, there, field in ((properties, known, "properties"), (atom_properties, known_atom, "atom_properties")):
+        missing = [name for name in asked or () if name not in there]
+        if missing:
+            raise ConfigError(
+                f"model.{field} asks for {missing[0]}, which no source of data has; they have {', '.join(there) or 'none'}"
+            )
+    chosen = tuple(known if properties is None else properties)
+    chosen_atom = tuple(known_atom if atom_properties is None else atom_properties)
+    there = [name for name in LABELS if name.rsplit("_", 1)[0] in labels]
+    there += ["properties_GP"] * bool(chosen) + ["atom_properties_NP"] * bool(chosen_atom)
+    unlabelled = [name for name in tasks or () if name not in there]
+    if unlabelled:
+        raise ConfigError(
+            f"the model learns {unlabelled[0].rsplit('_', 1)[0]}, which no source of data has a label for; "
+            f"add it to data.sources.NAME.labels or take it out of the model"
+        )
+    return Columns(tuple(labels), chosen, chosen_atom, tuple(there if tasks is None else tasks))

@@ -34,11 +34,11 @@ from phalanx.data.prepared_folder import (
     write_manifest,
 )
 from phalanx.errors import DataError
-from phalanx.families.materials.data.structures.arrays import Arrays, Int64Array, map_arrays, offsets, smallest_integers
-from phalanx.families.materials.data.structures.labels import KINDS
-from phalanx.families.materials.data.structures.neighbours import Edges
-from phalanx.families.materials.data.structures.structures import Structure
-from phalanx.families.materials.data_config import GraphData, GraphSource
+from phalanx.families.materials.config import GraphData, GraphSource
+from phalanx.families.materials.data.array_files import Arrays, Int64Array, map_arrays, offsets, smallest_integers
+from phalanx.families.materials.data.labels import KINDS
+from phalanx.families.materials.data.neighbours import Edges
+from phalanx.families.materials.data.structures import Structure
 
 LABEL_DTYPES = {"energy": "f8", "forces": "f4", "stress": "f4", "charges": "f4", "dipole": "f4", "total_charge": "f4"}
 """Total energies keep float64: a float32 resolves one of 10^5 eV to 8 meV only."""
@@ -261,3 +261,19 @@ def check_settings(folder: Path, manifest: Manifest, source: GraphSource, data: 
                 f"{folder} was prepared with {field}={json.dumps(manifest.settings.get(field))}, source {source.name} now "
                 f"asks for {json.dumps(wanted.get(field))}; choose another data.prepared, or delete that folder"
             )
+
+
+@dataclass(frozen=True)
+class Located:
+    """Samples, and what is known of them without reading them."""
+
+    numbers: Int64Array
+    """Global sample numbers [n]."""
+    source: Int64Array
+    """[n]."""
+    item: Int64Array
+    """[n]: item of that source."""
+    atoms: Int64Array
+    """[n]."""
+    edges: Int64Array
+    """[n]."""

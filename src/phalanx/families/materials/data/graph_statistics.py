@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.errors import DataError
+from phalanx.families.materials.config import GraphSource
+from phalanx.families.materials.data.array_files import Arrays, ragged_ranges
 from phalanx.families.materials.data.graph_shards import SPLITS, LabelStatistics, PreparedSource, Statistics
-from phalanx.families.materials.data.structures.arrays import Arrays, ragged_ranges
-from phalanx.families.materials.data.structures.labels import KINDS, FloatArray, labels_of
-from phalanx.families.materials.data.structures.structures import ELEMENTS, total_charges
-from phalanx.families.materials.data_config import GraphSource
+from phalanx.families.materials.data.labels import KINDS, FloatArray, labels_of
+from phalanx.families.materials.data.structures import ELEMENTS, total_charges
 
 _TRAIN = SPLITS.index("train")
 _ROUNDING = 1e-9
@@ -33,7 +33,7 @@ def gather_statistics(shards: Sequence[Arrays], source: GraphSource) -> Statisti
         found = np.bincount(_degrees(shard))
         degrees = _padded(degrees, len(found)) + _padded(found, len(degrees))
     present = np.flatnonzero(elements)
-    energies, deviation = _reference_energies(shards, present) if "energy" in source.labels else ({}, None)
+    energies, deviation = fit_reference_energies(shards, present) if "energy" in source.labels else ({}, None)
     labels: dict[str, LabelStatistics] = {}
     for name in source.labels:
         labels[name] = _label_statistics(shards, name, KINDS[name].per_atom)
@@ -76,7 +76,7 @@ def joint_statistics(sources: Sequence[PreparedSource]) -> Statistics:
         for number in range(len(source.manifest.shards))
     ]
     present = np.array(sorted(set().union(*(one.reference_energies for one in known))), dtype=np.int64)
-    energies, deviation = _reference_energies(shards, present) if len(present) else ({}, None)
+    energies, deviation = fit_reference_energies(shards, present) if len(present) else ({}, None)
     return Statistics(
         elements=dict(sorted(elements.items())),
         largest_atoms=max(one.largest_atoms for one in known),
@@ -135,7 +135,7 @@ def _label_statistics(
     return LabelStatistics(numbers=numbers, mean=mean, std=variance**0.5, largest=largest)
 
 
-def _reference_energies(
+def fit_reference_energies(
     shards: Sequence[Arrays], present: npt.NDArray[np.int64]
 ) -> tuple[dict[int, float], float | None]:
     """Least squares of the energies on the numbers of atoms of each element; of several solutions the shortest."""

@@ -24,6 +24,8 @@ import numpy as np
 
 from phalanx.data.prepared_folder import FileRecord, Progress, file_record, prepare_once
 from phalanx.errors import DataError
+from phalanx.families.materials.config import GraphData, GraphSource
+from phalanx.families.materials.data.array_files import Arrays, Int64Array, map_arrays, write_arrays
 from phalanx.families.materials.data.graph_shards import (
     INDEX,
     SPLITS,
@@ -38,11 +40,10 @@ from phalanx.families.materials.data.graph_shards import (
     shard_arrays,
 )
 from phalanx.families.materials.data.graph_statistics import gather_statistics
-from phalanx.families.materials.data.structures.arrays import Arrays, Int64Array, map_arrays, write_arrays
-from phalanx.families.materials.data.structures.labels import labels_of, length_factor
-from phalanx.families.materials.data.structures.neighbours import find_edges
-from phalanx.families.materials.data.structures.structure_files import find_files, open_structures
-from phalanx.families.materials.data.structures.structures import (
+from phalanx.families.materials.data.labels import labels_of, length_factor
+from phalanx.families.materials.data.neighbours import find_edges
+from phalanx.families.materials.data.structure_files import find_files, open_structures
+from phalanx.families.materials.data.structures import (
     RawStructure,
     Structure,
     bond_ratios,
@@ -50,7 +51,6 @@ from phalanx.families.materials.data.structures.structures import (
     check_structure,
     convert,
 )
-from phalanx.families.materials.data_config import GraphData, GraphSource
 from phalanx.hardware.host import available_cores
 
 PIECE_STRUCTURES = 8192

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.errors import CheckpointError
-from phalanx.families.materials.data.graph_order import Located
-from phalanx.families.materials.data.graph_shards import PreparedSource, Statistics
-from phalanx.families.materials.data.structures.arrays import Int64Array, ragged_ranges
-from phalanx.families.materials.data.structures.structures import ELEMENTS
+from phalanx.families.materials.data.array_files import Int64Array, ragged_ranges
+from phalanx.families.materials.data.graph_shards import Located, PreparedSource, Statistics
+from phalanx.families.materials.data.structures import ELEMENTS
 from phalanx.families.materials.model_config import Branch
 from phalanx.files import write_atomically
 

@@ -17,11 +17,10 @@ from phalanx.ensemble.residuals import FloatArray, Residuals
 from phalanx.ensemble.scores import CURVE, LEVELS, Errors, Scores, mean_errors, score_predictions
 from phalanx.ensemble.select_members import Chosen, best_by_score, choose_members, fit_weights, relative_products
 from phalanx.errors import ConfigError, DataError
-from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.config import GraphData, MaterialsRun
 from phalanx.families.materials.data.graph_shards import Split, read_manifest
-from phalanx.families.materials.data_config import GraphData
 from phalanx.families.materials.ensemble.member_errors import materials_run, member_residuals, untrained_elements
-from phalanx.families.materials.evaluation.error_sums import quantities
+from phalanx.families.materials.evaluation.prediction_errors import quantities
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,13 @@ from phalanx.ensemble.members import ALONE, Member, Share
 from phalanx.ensemble.residuals import Float32Array, Int64Array, Residuals
 from phalanx.errors import CheckpointError, DataError
 from phalanx.families.materials.config import MaterialsRun
-from phalanx.families.materials.data.balance import divide_within
+from phalanx.families.materials.data.balance import CostModel, divide_within
 from phalanx.families.materials.data.graph_batches import Collator, GraphBatch
-from phalanx.families.materials.data.graph_order import Located
-from phalanx.families.materials.data.graph_shards import PreparedSource, Split, open_prepared
-from phalanx.families.materials.data.structure_cost import CostModel
+from phalanx.families.materials.data.graph_shards import Located, PreparedSource, Split, open_prepared
 from phalanx.families.materials.data.trained_elements import trained_elements, untrained_by_source
-from phalanx.families.materials.ensemble.network_stack import NetworkStack
-from phalanx.families.materials.evaluation.error_sums import Quantity, quantities
+from phalanx.families.materials.ensemble.joint_predictions import NetworkStack
 from phalanx.families.materials.evaluation.network_predictions import load_network
+from phalanx.families.materials.evaluation.prediction_errors import Quantity, quantities
 from phalanx.families.materials.inputs import columns_of
 from phalanx.families.materials.model.losses import Predictions, tasks
 from phalanx.families.registry import bind

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from phalanx.ensemble.members import is_ensemble
 from phalanx.errors import ConfigError, DataError, PhalanxError
-from phalanx.families.materials.data.structures.device_neighbours import DeviceEdges, device_edges
-from phalanx.families.materials.data.structures.structures import SAME_PLACE_A, agreed_total
+from phalanx.families.materials.data.neighbours import DeviceEdges, device_edges
+from phalanx.families.materials.data.structures import SAME_PLACE_A, agreed_total
 from phalanx.families.materials.data.trained_elements import TrainedElements, trained_elements
-from phalanx.families.materials.ensemble.load_ensemble import LoadedEnsemble
+from phalanx.families.materials.ensemble.joint_predictions import LoadedEnsemble
 from phalanx.families.materials.evaluation.network_predictions import load_network
 from phalanx.families.materials.model.losses import Predictions
 from phalanx.hardware.device import choose_device

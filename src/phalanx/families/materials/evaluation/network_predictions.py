@@ -14,7 +14,8 @@ from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.families.materials.config import MaterialsRun, learned
 from phalanx.families.materials.data.graph_shards import Split, open_prepared
 from phalanx.families.materials.data.trained_elements import trained_elements, untrained_by_source
-from phalanx.families.materials.inputs import GraphErrors, GraphEvaluator, columns_of
+from phalanx.families.materials.evaluation.prediction_errors import GraphErrors, GraphEvaluator
+from phalanx.families.materials.inputs import columns_of
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.families.registry import bind

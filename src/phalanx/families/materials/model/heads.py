@@ -12,12 +12,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from phalanx.families.materials.model.atom_exchange import ALONE, Exchange
-from phalanx.families.materials.model.backbones.backbone import body_of
-from phalanx.families.materials.model.geometry import Geometry
-from phalanx.families.materials.model.head_units import BranchUnits
+from phalanx.families.materials.model.backbones import body_of
+from phalanx.families.materials.model.geometry import ALONE, Exchange, Geometry
 from phalanx.families.materials.model.layers import Atoms, Mlp, linear, silu
-from phalanx.families.materials.model.losses import Predictions
+from phalanx.families.materials.model.losses import BranchUnits, Predictions
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.families.materials.model.head_units import BranchUnits
+from phalanx.families.materials.model.layers import Constant
 from phalanx.families.materials.model_config import Loss, MaterialsModel
 
 
@@ -121,3 +121,55 @@ def _pointwise(loss: Loss, error: Tensor) -> Tensor:
     if loss == "mae":
         return error.abs()
     return F.huber_loss(error, torch.zeros_like(error), reduction="none")
+
+
+class BranchUnits:
+    """The tables of all branches. Rows are asked for by branch, int64; everything is float64."""
+
+    def __init__(self, config: MaterialsModel) -> None:
+        branches = config.branches
+        energies = torch.zeros(len(branches), config.max_atomic_number + 1, dtype=torch.float64, device="cpu")
+        for row, branch in zip(energies, branches, strict=True):
+            for element, energy in branch.reference_energies.items():
+                if int(element) <= config.max_atomic_number:
+                    row[int(element)] = energy
+        self._elements = energies.shape[1]
+        self._reference = Constant(energies.flatten())
+        self._energy_scale = _table([branch.energy_scale for branch in branches])
+        self._weight = _table([branch.weight for branch in branches])
+        self.columns: dict[str, tuple[Constant, Constant]] = {}
+        """By label: shift and scale of each branch's properties."""
+        for label, head in (("properties", config.properties), ("atom_properties", config.atom_properties)):
+            if head is not None:
+                size = len(head.names)
+                shifts = [getattr(branch, f"{label}_shift") or [0.0] * size for branch in branches]
+                scales = [getattr(branch, f"{label}_scale") or [1.0] * size for branch in branches]
+                self.columns[f"{label}_{'GP' if label == 'properties' else 'NP'}"] = (_table(shifts), _table(scales))
+
+    def reference_energy(self, species_N: Tensor, branch_N: Tensor) -> Tensor:
+        """Energy of each atom's element (eV)."""
+        return _table_rows(self._reference, branch_N * self._elements + species_N)
+
+    def energy_scale(self, branch: Tensor) -> Tensor:
+        """What one unit of the energy head means (eV)."""
+        return _table_rows(self._energy_scale, branch)
+
+    def weight(self, branch: Tensor) -> Tensor:
+        """Factor on the losses."""
+        return _table_rows(self._weight, branch)
+
+    def column_shift(self, label: str, branch: Tensor) -> Tensor:
+        """What a property of 0 means, [rows, P]."""
+        return _table_rows(self.columns[label][0], branch)
+
+    def column_scale(self, label: str, branch: Tensor) -> Tensor:
+        """What one unit of a property means, [rows, P]."""
+        return _table_rows(self.columns[label][1], branch)
+
+
+def _table(values: list[float] | list[list[float]]) -> Constant:
+    return Constant(torch.tensor(values, dtype=torch.float64, device="cpu"))
+
+
+def _table_rows(table: Constant, index: Tensor) -> Tensor:
+    return table.on(index.device, torch.float64).index_select(0, index)

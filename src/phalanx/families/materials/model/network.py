@@ -10,14 +10,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from phalanx.families.materials.model.atom_exchange import ALONE, Exchange
-from phalanx.families.materials.model.backbones.backbone import body_of
-from phalanx.families.materials.model.geometry import Geometry, edge_geometry, edge_vectors
-from phalanx.families.materials.model.head_units import BranchUnits
+from phalanx.families.materials.model.backbones import body_of
+from phalanx.families.materials.model.geometry import ALONE, Exchange, Geometry, edge_geometry, edge_vectors
 from phalanx.families.materials.model.heads import Heads, sum_by_graph
-from phalanx.families.materials.model.layers import Atoms
-from phalanx.families.materials.model.losses import Labels, Predictions, summed_losses
-from phalanx.families.materials.model.messages import InvariantAttention
+from phalanx.families.materials.model.layers import Atoms, InvariantAttention
+from phalanx.families.materials.model.losses import BranchUnits, Labels, Predictions, summed_losses
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.blocks import NumberedBlocks
 from phalanx.nn.splits import ModelChunk

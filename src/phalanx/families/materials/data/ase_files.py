@@ -1,0 +1,194 @@
+"""Extended XYZ files and ASE databases, read through ase."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+import sqlite3
+import sys
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.errors import DataError, PhalanxError
+from phalanx.families.materials.data.structure_files import StructureFile, Wanted, bounded_lines
+from phalanx.families.materials.data.structures import RawStructure
+
+try:
+    import ase.db
+    import ase.io
+    from ase import Atoms
+except ImportError as error:
+    raise PhalanxError('these files need ase: pip install "phalanx-train[materials]"') from error
+
+
+_LARGEST_FRAME = 2**27
+"""Bytes of one frame, of some million atoms: ase takes many times as much memory to read it."""
+_PROPERTIES = re.compile(r"Properties\s*=\s*[\"'{]?\s*([^\s\"'}]*)")
+
+
+class ExtendedXyzFile(StructureFile):
+    """Frames one after the other: a line with the number of atoms, a line of properties, a line for each atom."""
+
+    def __init__(self, path: Path, wanted: Wanted) -> None:
+        """Find where each frame begins. Raises DataError naming the frame and line where the file is cut short."""
+        super().__init__(path, wanted)
+        self._starts, self._lines = _frame_starts(path)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def read(self, start: int, stop: int) -> Iterator[RawStructure]:
+        """Frames start..stop-1."""
+        with self.path.open("rb") as file:
+            for number in range(start, stop):
+                file.seek(int(self._starts[number]))
+                text = file.read(int(self._starts[number + 1] - self._starts[number])).decode("utf-8", "replace")
+                place = f"frame {number} (line {self._lines[number]})"
+                _check_columns(text, f"{self.path}: {place}")
+                try:
+                    atoms = ase.io.read(io.StringIO(text), index=0, format="extxyz")
+                # ase raises whatever its parser stumbled over.
+                except Exception as error:
+                    raise DataError(f"{self.path}: {place}: {_first_line(error)}") from None
+                assert isinstance(atoms, Atoms)
+                yield _raw(atoms, self.path, place, number, self.wanted, {})
+
+
+class AseDatabase(StructureFile):
+    """An ASE database in one file (.db); places are row ids."""
+
+    def __init__(self, path: Path, wanted: Wanted) -> None:
+        """Open it. Raises DataError for a file that is no database or is truncated."""
+        super().__init__(path, wanted)
+        self._database = ase.db.connect(path, use_lock_file=False)
+        try:
+            self._count = int(self._database.count())
+        except (sqlite3.Error, OSError) as error:
+            raise self._broken(error) from None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, start: int, stop: int) -> Iterator[RawStructure]:
+        """The start-th to the (stop-1)-th row by id."""
+        rows = self._database.select(offset=start, limit=stop - start, sort="id")
+        for number in itertools.count(start):
+            try:
+                row = next(rows, None)
+                if row is None:
+                    return
+                atoms, place = row.toatoms(), f"row id {row.id}"
+                extra = {key: _from_row(row, key) for key in self.wanted.keys}
+            except sqlite3.Error as error:
+                raise self._broken(error) from None
+            # ase raises whatever its decoder stumbled over.
+            except Exception as error:
+                raise DataError(f"{self.path}: structure {number}: {_first_line(error)}") from None
+            yield _raw(atoms, self.path, place, number, self.wanted, extra)
+
+    def _broken(self, error: Exception) -> DataError:
+        return DataError(f"{self.path}: it cannot be read as an ASE database ({error}); it may be truncated")
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says, or what it is where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _frame_starts(path: Path) -> tuple[npt.NDArray[np.int64], array[int]]:
+    """Byte offsets of all frames and of the end of the file, and the line number of each frame."""
+    starts, numbers = array("q"), array("q")
+    place = line = 0
+    with path.open("rb") as file:
+        lines = bounded_lines(file, path)
+        for head in lines:
+            if not head.strip():
+                place, line = place + len(head), line + 1
+                continue
+            starts.append(place)
+            numbers.append(line + 1)
+            frame = f"{path}: frame {len(starts) - 1} (line {line + 1})"
+            atoms = _atom_count(head, frame)
+            place, line = place + len(head), line + 1
+            # Announced atoms are counted as they come: the number itself may be anything.
+            found = size = 0
+            for row in itertools.islice(lines, min(atoms, sys.maxsize - 1) + 1):
+                found, size = found + 1, size + len(row)
+                if size > _LARGEST_FRAME:
+                    raise DataError(
+                        f"{frame}: it is larger than {_LARGEST_FRAME / 2**20:.0f} MiB; put structures that large into .npz"
+                    )
+            if found < atoms + 1:
+                raise DataError(
+                    f"{frame}: {atoms} atoms are announced, {max(0, found - 1)} lines follow; the file is truncated"
+                )
+            place, line = place + size, line + found
+    return np.array([*starts, place], dtype=np.int64), numbers
+
+
+def _atom_count(head: bytes, frame: str) -> int:
+    try:
+        atoms = int(head)
+    except ValueError:
+        raise DataError(
+            f"{frame}: a number of atoms is expected, found {head[:40].decode('utf-8', 'replace').strip()!r}"
+        ) from None
+    if atoms < 1:
+        raise DataError(f"{frame}: {atoms} atoms are announced; a structure has one at least")
+    return atoms
+
+
+def _check_columns(text: str, place: str) -> None:
+    """Refuse a frame that announces more columns than its atoms have: ase makes room for all before it reads any.
+
+    Raises DataError.
+    """
+    lines = text.split("\n", 3)
+    announced = _PROPERTIES.search(lines[1])
+    if announced is None:
+        return
+    counts = announced.group(1).split(":")[2::3]
+    columns, there = 0, len(lines[2].split())
+    for count in counts:
+        # As many digits as a number of columns can have.
+        if not (count.isascii() and count.isdecimal() and len(count) <= 6):
+            raise DataError(f"{place}: Properties has {count[:40]!r} where a number of columns is expected")
+        columns += int(count)
+    if columns > there:
+        raise DataError(f"{place}: Properties announces {columns} columns, the line of its first atom has {there}")
+
+
+def _raw(atoms: Atoms, path: Path, place: str, number: int, wanted: Wanted, extra: dict[str, Any]) -> RawStructure:
+    values = {key: _from_atoms(atoms, key) for key in wanted.keys}
+    values.update({key: value for key, value in extra.items() if value is not None})
+    flags = [bool(flag) for flag in atoms.pbc]
+    return RawStructure(
+        str(path),
+        place,
+        number,
+        atoms.numbers,
+        atoms.positions,
+        atoms.cell.array,
+        (flags[0], flags[1], flags[2]),
+        {key: value for key, value in values.items() if value is not None},
+    )
+
+
+def _from_atoms(atoms: Atoms, key: str) -> Any:
+    """A value under `key`: of the structure, of its atoms, or of the calculator that ase makes from known names."""
+    if key in atoms.info:
+        return atoms.info[key]
+    if key in atoms.arrays:
+        return atoms.arrays[key]
+    return None if atoms.calc is None else atoms.calc.results.get(key)
+
+
+def _from_row(row: Any, key: str) -> Any:
+    """A value of a database row: one of its key-value pairs, or of its data."""
+    return row.key_value_pairs.get(key, row.data.get(key))

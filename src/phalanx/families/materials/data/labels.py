@@ -1,0 +1,221 @@
+"""What labels there are, and how a source's own become ours: name, shape, unit.
+
+energy   [ ]     eV        of a structure
+forces   [N, 3]  eV/A      minus the gradient of the energy
+stress   [3, 3]  eV/A^3    derivative of the energy by strain over the volume: tension is positive, as in ASE
+charges  [N]     e         of atoms
+dipole   [3]     e*A       of a structure
+a property       any unit  one number a structure, under a name of its own
+
+A unit is written as symbols joined by `*` and `/`, each with an optional `^power`: "Ha/bohr", "eV/A^3", "kcal/mol".
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.errors import ConfigError
+from phalanx.families.materials.config import GraphLabel, GraphSource
+
+_JOULE = 1.0 / 1.602176634e-19
+_BOHR = 0.529177210903
+_HARTREE = 27.211386245988
+_AVOGADRO = 6.02214076e23
+Dimension = tuple[int, int, int, int]
+"""Powers of energy, length, charge and temperature."""
+ENERGY: Dimension = (1, 0, 0, 0)
+LENGTH: Dimension = (0, 1, 0, 0)
+CHARGE: Dimension = (0, 0, 1, 0)
+FORCE: Dimension = (1, -1, 0, 0)
+STRESS: Dimension = (1, -3, 0, 0)
+DIPOLE: Dimension = (0, 1, 1, 0)
+_PRESSURE = _JOULE * 1e-30
+"""One pascal in eV/A^3."""
+SYMBOLS: dict[str, tuple[float, Dimension]] = {
+    "1": (1.0, (0, 0, 0, 0)),
+    "eV": (1.0, ENERGY),
+    "meV": (1e-3, ENERGY),
+    "Ha": (_HARTREE, ENERGY),
+    "mHa": (_HARTREE * 1e-3, ENERGY),
+    "Ry": (_HARTREE / 2, ENERGY),
+    "J": (_JOULE, ENERGY),
+    "kJ": (_JOULE * 1e3, ENERGY),
+    "cal": (_JOULE * 4.184, ENERGY),
+    "kcal": (_JOULE * 4184.0, ENERGY),
+    "mol": (_AVOGADRO, (0, 0, 0, 0)),
+    "A": (1.0, LENGTH),
+    "bohr": (_BOHR, LENGTH),
+    "nm": (10.0, LENGTH),
+    "pm": (0.01, LENGTH),
+    "Pa": (_PRESSURE, STRESS),
+    "GPa": (_PRESSURE * 1e9, STRESS),
+    "bar": (_PRESSURE * 1e5, STRESS),
+    "kbar": (_PRESSURE * 1e8, STRESS),
+    "e": (1.0, CHARGE),
+    "D": (0.20819433270935603, DIPOLE),
+    "K": (1.0, (0, 0, 0, 1)),
+}
+"""What one of each symbol is in eV, A, e and K, and its dimension.
+
+Values are the CODATA 2018 recommended ones (Tiesinga et al., Rev. Mod. Phys. 93, 025010, 2021); eV, J, mol and e are exact.
+The debye is 1e-21 C m^2/s divided by c and e."""
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a label of one name always is."""
+
+    per_atom: bool
+    shape: tuple[int, ...]
+    """Shape of one structure's value, or of one atom's."""
+    dimension: Dimension | None
+    """None: any."""
+
+
+KINDS: dict[str, Kind] = {
+    "energy": Kind(False, (), ENERGY),
+    "forces": Kind(True, (3,), FORCE),
+    "stress": Kind(False, (3, 3), STRESS),
+    "charges": Kind(True, (), CHARGE),
+    "dipole": Kind(False, (3,), DIPOLE),
+    "total_charge": Kind(False, (), CHARGE),
+}
+_PROPERTY = Kind(False, (), None)
+_ATOM_PROPERTY = Kind(True, (), None)
+_VOIGT = np.array([[0, 5, 4], [5, 1, 3], [4, 3, 2]])
+"""Place of each stress component among xx, yy, zz, yz, xz, xy."""
+_ASYMMETRY = 1e-3
+"""Largest difference of stress components that should be equal, relative to the largest component."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """One label of one source."""
+
+    name: str
+    key: str
+    """Its name in the files."""
+    column: int | None
+    kind: Kind
+    factor: float
+    """From the files' unit to ours."""
+
+    def convert(self, value: Any, atoms: int) -> FloatArray:
+        """One structure's value in our units and shape. Raises ValueError naming the shape or text found."""
+        try:
+            found = np.asarray(value, dtype=np.float64)
+        except (TypeError, ValueError):
+            raise ValueError(f'{self.name} "{self.key}" holds {str(value)[:40]!r} where numbers are expected') from None
+        if self.column is not None:
+            found = self._pick(found)
+        wanted = (atoms, *self.kind.shape) if self.kind.per_atom else self.kind.shape
+        if self.name == "stress" and found.shape == (6,):
+            found = found[_VOIGT]
+        if found.shape == (*wanted, 1) or (wanted == () and found.shape == (1,)):
+            found = found.reshape(wanted)
+        if found.shape != wanted:
+            raise ValueError(f'{self.name} "{self.key}" has shape {list(found.shape)}, expected {list(wanted)}')
+        if np.isinf(found).any():
+            raise ValueError(f'{self.name} "{self.key}" holds an infinite number')
+        if self.name == "stress" and np.abs(found - found.T).max() > _ASYMMETRY * np.abs(found).max():
+            raise ValueError(f'stress "{self.key}" is not symmetric')
+        return found * self.factor
+
+    def missing(self, atoms: int) -> FloatArray:
+        """What stands for a value that a structure lacks: NaN in its shape."""
+        return np.full((atoms, *self.kind.shape) if self.kind.per_atom else self.kind.shape, np.nan)
+
+    def _pick(self, found: FloatArray) -> FloatArray:
+        if found.ndim == 0 or found.shape[-1] <= (self.column or 0):
+            raise ValueError(f'{self.name} "{self.key}" has shape {list(found.shape)}: no column {self.column} there')
+        picked: FloatArray = found[..., self.column]
+        return picked
+
+
+def labels_of(source: GraphSource) -> list[Label]:
+    """The labels and properties of a source. Raises ConfigError for a unit that does not fit, or a name given twice."""
+    labels = [_label(source, name, given, KINDS[name], "labels") for name, given in source.labels.items()]
+    for field, given, kind in (
+        ("properties", source.properties, _PROPERTY),
+        ("atom_properties", source.atom_properties, _ATOM_PROPERTY),
+    ):
+        twice = sorted({label.name for label in labels} & given.keys())
+        if twice:
+            raise ConfigError(f"data.sources.{source.name}.{field}: the name {twice[0]} is taken; give it another")
+        labels += [_label(source, name, label, kind, field) for name, label in given.items()]
+    return labels
+
+
+def length_factor(source: GraphSource) -> float:
+    """What the source's unit of length is in angstrom. Raises ConfigError for a unit that is none of length."""
+    try:
+        return unit_of(source.length_unit, LENGTH, "length").factor
+    except ValueError as error:
+        raise ConfigError(f"data.sources.{source.name}.length_unit: {error}") from None
+
+
+def _label(source: GraphSource, name: str, given: GraphLabel, kind: Kind, field: str) -> Label:
+    try:
+        unit = parse_unit(given.unit) if kind.dimension is None else unit_of(given.unit, kind.dimension, name)
+    except ValueError as error:
+        raise ConfigError(f"data.sources.{source.name}.{field}.{name}: {error}") from None
+    return Label(name, given.key or name, given.column, kind, unit.factor * given.factor)
+
+
+_FACTOR = re.compile(r"([A-Za-z]+|1)(?:\^(-?[1-9]))?")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit that was understood."""
+
+    text: str
+    """As it was written."""
+    factor: float
+    """What one of it is in eV, A, e and K."""
+    dimension: Dimension
+
+
+def parse_unit(text: str) -> Unit:
+    """The unit that `text` writes. Raises ValueError naming the part that is not understood."""
+    factor, powers, sign = 1.0, [0, 0, 0, 0], 1
+    for part in re.split(r"([*/])", text.replace(" ", "")):
+        if part in ("*", "/"):
+            sign = 1 if part == "*" else -1
+            continue
+        found = _FACTOR.fullmatch(part)
+        if found is None or found[1] not in SYMBOLS:
+            raise ValueError(f'unit "{text}": {_unknown(part)}')
+        value, dimension = SYMBOLS[found[1]]
+        power = sign * int(found[2] or 1)
+        factor *= value**power
+        powers = [total + power * one for total, one in zip(powers, dimension, strict=True)]
+    return Unit(text, factor, (powers[0], powers[1], powers[2], powers[3]))
+
+
+def unit_of(text: str, dimension: Dimension, what: str) -> Unit:
+    """The unit `text`, which must be one of `what`. Raises ValueError for a unit of something else."""
+    unit = parse_unit(text)
+    if unit.dimension != dimension:
+        raise ValueError(f'unit "{text}" is {_name(unit.dimension)}, not one of {what} ({_name(dimension)})')
+    return unit
+
+
+def _unknown(part: str) -> str:
+    near = difflib.get_close_matches(part, SYMBOLS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f'"{part}" is not known; {hint}known are {", ".join(SYMBOLS)}, joined by * and /, with powers as in A^3'
+
+
+def _name(dimension: Dimension) -> str:
+    names = ("energy", "length", "charge", "temperature")
+    parts = [name if power == 1 else f"{name}^{power}" for name, power in zip(names, dimension, strict=True) if power]
+    return " * ".join(parts) or "a pure number"

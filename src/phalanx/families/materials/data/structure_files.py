@@ -1,0 +1,364 @@
+"""Files of structures by format: opened lazily, read structure by structure, damaged ones refused with their place.
+
+Extended XYZ and ASE databases are read by `ase_files`, which needs a package of its own.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import importlib
+import itertools
+import math
+import re
+import struct
+import tokenize
+import zipfile
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, AnyStr
+
+import numpy as np
+import numpy.lib.format as npy
+import numpy.typing as npt
+
+from phalanx.errors import DataError
+from phalanx.families.materials.config import GraphSource
+from phalanx.families.materials.data.labels import FloatArray, Label, labels_of
+from phalanx.families.materials.data.structures import RawStructure
+
+_FORMATS = {
+    "npz": ("phalanx.families.materials.data.structure_files", "NpzFile"),
+    "extxyz": ("phalanx.families.materials.data.ase_files", "ExtendedXyzFile"),
+    "ase": ("phalanx.families.materials.data.ase_files", "AseDatabase"),
+    "qm9_csv": ("phalanx.families.materials.data.structure_files", "Qm9Csv"),
+}
+"""Where each format is read; loaded on demand, since some need a package that others do not."""
+_ENDINGS = {".npz": "npz", ".xyz": "extxyz", ".extxyz": "extxyz", ".db": "ase", ".csv": "qm9_csv"}
+
+
+def open_structures(path: Path, source: GraphSource) -> StructureFile:
+    """Open `path` as a file of `source`. Raises DataError for an unknown ending or content of another format."""
+    kind = _ENDINGS.get(path.suffix) if source.format == "auto" else source.format
+    if kind is None:
+        raise DataError(
+            f"{path}: ending {path.suffix!r} tells no format; set format of source {source.name} to one of "
+            f"{', '.join(_FORMATS)}"
+        )
+    module, name = _FORMATS[kind]
+    reader: type[StructureFile] = getattr(importlib.import_module(module), name)
+    return reader(path, Wanted(tuple(labels_of(source)), source.group_by))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to read besides atoms."""
+
+    labels: tuple[Label, ...]
+    group_by: str | None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every name to look up in the file."""
+        names = [label.key for label in self.labels]
+        return tuple(dict.fromkeys(names if self.group_by is None else [*names, self.group_by]))
+
+
+LONGEST_LINE = 2**20
+"""Characters of a line of a text file: far more than a structure's properties take."""
+
+
+def bounded_lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
+    """Give the lines of an open file one by one. Raises DataError for a line that does not end within `LONGEST_LINE`."""
+    number = 0
+    while line := file.readline(LONGEST_LINE):
+        number += 1
+        if len(line) == LONGEST_LINE and line[-1:] not in ("\n", b"\n"):
+            raise DataError(
+                f"{path}: line {number} is longer than {LONGEST_LINE:,} characters; it is damaged, or no file of structures"
+            )
+        yield line
+
+
+class StructureFile(ABC):
+    """One open file of structures."""
+
+    def __init__(self, path: Path, wanted: Wanted) -> None:
+        self.path = path
+        self.wanted = wanted
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Structures in the file."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Iterator[RawStructure]:
+        """Structures start..stop-1, in order. Raises DataError for a malformed one, naming it."""
+
+
+def find_files(pattern: str) -> list[Path]:
+    """The files that a path or a pattern names, in order of their names. Raises DataError when there is none."""
+    found = [Path(pattern)] if Path(pattern).is_file() else [Path(name) for name in sorted(glob.glob(pattern))]
+    files = [path for path in found if path.is_file()]
+    if not files:
+        raise DataError(f"{pattern}: no such file; name a file of structures or a pattern such as runs/*.extxyz")
+    return files
+
+
+_ATOMS = ("ptr", "z", "numbers", "species", "pos", "positions", "cell", "pbc")
+"""Arrays that are read whatever labels are wanted."""
+_UNPACKED_BYTES = 2**30
+"""Unpacked size that is read whatever the file's own is."""
+_UNPACKED_TIMES = 20
+"""How many times its own size a larger file may unpack to: coordinates and forces hardly shrink at all."""
+_BROKEN = (
+    OSError,
+    ValueError,
+    TypeError,
+    EOFError,
+    KeyError,
+    OverflowError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    struct.error,
+    tokenize.TokenError,
+    zlib.error,
+    zipfile.BadZipFile,
+)
+"""What zipfile and numpy raise for files that are damaged, encrypted, or packed in a way of their own."""
+
+
+class NpzFile(StructureFile):
+    """Ragged arrays in one .npz file: atoms of structure i are ptr[i]:ptr[i+1].
+
+    ptr [G+1]; z [N] (or numbers, species); pos [N, 3] (or positions); cell [G, 3, 3]; pbc [G, 3], absent means that a
+    structure is periodic if its cell is not all zeros; any further array has one row an atom or one row a structure. Read at
+    once: compressed arrays cannot be read in part.
+    """
+
+    def __init__(self, path: Path, wanted: Wanted) -> None:
+        """Open and check. Raises DataError for a truncated file, a missing array, and one of a wrong length."""
+        super().__init__(path, wanted)
+        self._arrays = self._load()
+        self._ptr = self._array("ptr")
+        self._species = self._array("z", "numbers", "species")
+        self._positions = self._array("pos", "positions")
+        self._cell = self._arrays.get("cell")
+        self._periodic = self._arrays.get("pbc")
+        if self._species.ndim != 1 or self._species.dtype.kind not in "iuf":
+            raise DataError(
+                f"{path}: atomic numbers have shape {list(self._species.shape)} of {self._species.dtype}, expected [atoms] "
+                "integers"
+            )
+        self._check_ptr()
+        self._check_species()
+        self._check_rows("positions", self._positions, len(self._species))
+        for name, array in (("cell", self._cell), ("pbc", self._periodic)):
+            if array is not None:
+                self._check_rows(name, array, len(self))
+        for name, array in (("positions", self._positions), ("cell", self._cell), ("pbc", self._periodic)):
+            if array is not None and array.dtype.kind not in "biuf":
+                raise DataError(f"{path}: {name} holds {array.dtype}, numbers are expected")
+        if self._periodic is not None and self._periodic.shape[1:] not in ((), (1,), (3,)):
+            raise DataError(f"{path}: pbc has shape {list(self._periodic.shape)}, expected [{len(self)}, 3] flags")
+        self._per_atom = {key: self._rows_are_atoms(key) for key in wanted.keys if key in self._arrays}
+
+    def __len__(self) -> int:
+        return len(self._ptr) - 1
+
+    def read(self, start: int, stop: int) -> Iterator[RawStructure]:
+        """Structures start..stop-1."""
+        for number in range(start, stop):
+            atoms = slice(int(self._ptr[number]), int(self._ptr[number + 1]))
+            cell = np.zeros((3, 3)) if self._cell is None else self._cell[number]
+            if self._periodic is not None:
+                flags = np.broadcast_to(self._periodic[number], 3)
+            else:
+                flags = np.full(3, bool(cell.any()))
+            yield RawStructure(
+                str(self.path),
+                f"structure {number}",
+                number,
+                self._species[atoms].astype(np.int64),
+                self._positions[atoms],
+                cell,
+                (bool(flags[0]), bool(flags[1]), bool(flags[2])),
+                {key: self._arrays[key][atoms if per_atom else number] for key, per_atom in self._per_atom.items()},
+            )
+
+    def _load(self) -> dict[str, npt.NDArray[Any]]:
+        """Read the arrays that are wanted, none before its size is known to be that of what is stored."""
+        try:
+            with self.path.open("rb") as file:
+                if file.read(len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX:
+                    raise DataError(
+                        f"{self.path}: it holds one array without a name; save ptr, z, pos, ... with numpy.savez"
+                    )
+            with zipfile.ZipFile(self.path) as stored:
+                members = {info.filename.removesuffix(".npy"): info for info in stored.infolist()}
+                self._names = list(members)
+                wanted = {name: members[name] for name in (*_ATOMS, *self.wanted.keys) if name in members}
+                self._check_size(list(wanted.values()))
+                return {name: self._read(stored, info) for name, info in wanted.items()}
+        except _BROKEN as error:
+            raise DataError(f"{self.path}: it cannot be read as .npz ({error}); it may be truncated") from None
+
+    def _check_size(self, members: list[zipfile.ZipInfo]) -> None:
+        """Refuse what unpacks to far more than the file holds; all of it is held in memory."""
+        unpacked, stored = sum(info.file_size for info in members), self.path.stat().st_size
+        if unpacked > max(_UNPACKED_BYTES, _UNPACKED_TIMES * stored):
+            raise DataError(
+                f"{self.path}: {stored:,} bytes unpack to {unpacked:,}, more than {_UNPACKED_TIMES} times as many; if that "
+                "is meant, save it with numpy.savez instead of numpy.savez_compressed"
+            )
+
+    def _read(self, stored: zipfile.ZipFile, info: zipfile.ZipInfo) -> npt.NDArray[Any]:
+        with stored.open(info) as member:
+            version = npy.read_magic(member)
+            read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+            shape, _, dtype = read_header(member)
+            # numpy makes room for what the header says before it reads.
+            declared, there = math.prod(shape) * dtype.itemsize, info.file_size - member.tell()
+        if not dtype.hasobject and declared != there:
+            raise DataError(
+                f"{self.path}: {info.filename} declares {list(shape)} of {dtype}, {declared:,} bytes, and holds {there:,}; "
+                "it is damaged"
+            )
+        with stored.open(info) as member:
+            found: npt.NDArray[Any] = npy.read_array(member, allow_pickle=False)
+            return found
+
+    def _array(self, *names: str) -> npt.NDArray[Any]:
+        for name in names:
+            if name in self._arrays:
+                return self._arrays[name]
+        raise DataError(f"{self.path}: no array {' or '.join(names)}; it has {', '.join(self._names)}")
+
+    def _check_species(self) -> None:
+        """Atomic numbers may be stored in any format of numbers, but are whole."""
+        found = self._species
+        strange = np.flatnonzero(found != np.floor(found)) if found.dtype.kind == "f" else np.empty(0, dtype=np.int64)
+        if strange.size:
+            atom = int(strange[0])
+            structure = int(np.searchsorted(self._ptr, atom, side="right")) - 1
+            raise DataError(
+                f"{self.path}: structure {structure}: atom {atom - int(self._ptr[structure])} has atomic number "
+                f"{found[atom]}, which is no whole number"
+            )
+
+    def _check_ptr(self) -> None:
+        numbers = self._ptr.ndim == 1 and self._ptr.dtype.kind in "iuf"
+        steps = np.diff(self._ptr.astype(np.int64)) if numbers else np.empty(0)
+        if not numbers or len(self._ptr) == 0 or self._ptr[0] != 0 or (steps < 0).any():
+            raise DataError(f"{self.path}: ptr must rise from 0, one more number than structures")
+        if int(self._ptr[-1]) != len(self._species):
+            raise DataError(f"{self.path}: ptr ends at {int(self._ptr[-1])} but there are {len(self._species)} atoms")
+
+    def _check_rows(self, name: str, array: npt.NDArray[Any], rows: int) -> None:
+        if array.ndim == 0 or len(array) != rows:
+            raise DataError(f"{self.path}: {name} has shape {list(array.shape)}, expected {rows} rows")
+
+    def _rows_are_atoms(self, key: str) -> bool:
+        """Whether the array has a row an atom, rather than a row a structure."""
+        array, atoms = self._arrays[key], len(self._species)
+        rows = len(array) if array.ndim else -1
+        expected = any(label.kind.per_atom for label in self.wanted.labels if label.key == key)
+        if rows == (atoms if expected else len(self)):
+            return expected
+        wanted = f"{atoms} rows, one an atom" if expected else f"{len(self)} rows, one a structure"
+        raise DataError(f'{self.path}: "{key}" has shape {list(array.shape)}, expected {wanted}')
+
+
+_ELEMENTS, _POSITIONS = "Elements", "XYZ_Ang"
+_NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|NaN")
+_WORD = re.compile(r"[A-Za-z]+")
+_SYMBOLS = (
+    "H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Y Zr Nb Mo Tc "
+    "Ru Rh Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu Hf Ta W Re Os Ir Pt Au Hg Tl Pb Bi "
+    "Po At Rn"
+)
+_NUMBERS = {symbol: number for number, symbol in enumerate(_SYMBOLS.split(), 1)}
+
+
+class Qm9Csv(StructureFile):
+    """QM9 as CSV, as the qm9pack package ships it: one molecule a row below a header.
+
+    Elements is "['C', 'H', ...]", XYZ_Ang has coordinates in angstrom; any further column holds one number a molecule, or a
+    list with one an atom. Numbers may be written as Mathematica does: 1.5*^-6.
+    """
+
+    def __init__(self, path: Path, wanted: Wanted) -> None:
+        """Read the header and count rows. Raises DataError naming columns that are missing."""
+        super().__init__(path, wanted)
+        # Lines are bounded, and fields with them.
+        csv.field_size_limit(LONGEST_LINE)
+        with self._lines() as lines:
+            rows = csv.reader(lines)
+            self._columns = next(rows, [])
+            absent = [name for name in (_ELEMENTS, _POSITIONS) if name not in self._columns]
+            if absent:
+                raise DataError(f"{path}: no column {absent[0]}; its columns are {', '.join(self._columns) or 'none'}")
+            # Empty lines are no rows to DictReader either.
+            self._count = sum(1 for row in rows if row)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, start: int, stop: int) -> Iterator[RawStructure]:
+        """Rows start..stop-1 below the header."""
+        with self._lines() as lines:
+            for number, row in enumerate(itertools.islice(csv.DictReader(lines), start, stop), start):
+                yield self._structure(number, row)
+
+    @contextmanager
+    def _lines(self) -> Iterator[Iterator[str]]:
+        """Give the file's lines. Raises DataError for what is no text of rows."""
+        with self.path.open(newline="", encoding="utf-8") as file:
+            try:
+                yield bounded_lines(file, self.path)
+            except UnicodeDecodeError as error:
+                raise DataError(f"{self.path}: it is not UTF-8 text ({error.reason}); it may be compressed") from None
+            except csv.Error as error:
+                raise DataError(f"{self.path}: it cannot be read as CSV ({error})") from None
+
+    def _structure(self, number: int, row: dict[str, Any]) -> RawStructure:
+        place = f"row {number}"
+        if None in row.values() or None in row:
+            raise DataError(
+                f"{self.path}: {place}: not as many fields as the header; the file is truncated or malformed"
+            )
+        symbols = _WORD.findall(row[_ELEMENTS])
+        unknown = [symbol for symbol in symbols if symbol not in _NUMBERS]
+        if unknown:
+            raise DataError(
+                f"{self.path}: {place}: atom {symbols.index(unknown[0])} is of unknown element {unknown[0]!r}"
+            )
+        positions = _numbers(row[_POSITIONS])
+        if len(positions) != 3 * len(symbols):
+            raise DataError(f"{self.path}: {place}: {len(positions)} coordinates for {len(symbols)} atoms")
+        values = {key: self._value(key, row[key]) for key in self.wanted.keys if row.get(key, "").strip()}
+        species = np.array([_NUMBERS[symbol] for symbol in symbols], dtype=np.int64)
+        cell = np.zeros((3, 3))
+        return RawStructure(
+            str(self.path), place, number, species, positions.reshape(-1, 3), cell, (False, False, False), values
+        )
+
+    def _value(self, key: str, text: str) -> Any:
+        if key == self.wanted.group_by:
+            return text
+        # Digits within words are no numbers: a SMILES string has some, too.
+        return text if _WORD.search(_NUMBER.sub("", _plain(text))) else _numbers(text)
+
+
+def _numbers(text: str) -> FloatArray:
+    return np.array([float(word) for word in _NUMBER.findall(_plain(text))], dtype=np.float64)
+
+
+def _plain(text: str) -> str:
+    """Powers of ten as everybody but Mathematica writes them."""
+    return text.replace("*^", "e")

@@ -1,0 +1,271 @@
+"""Predictions of several networks on one device: all of them at once, and joined with calibrated uncertainties.
+
+Equal networks run as one with stacked parameters, others in turn. What K small networks cost apart is mostly waiting for the
+device to be told what to do; stacked they are told once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state
+
+from phalanx.ensemble.members import EnsembleFile, LabelEntry, member_checkpoints, read_ensemble
+from phalanx.errors import ConfigError
+from phalanx.families.materials.evaluation.network_predictions import LoadedNetwork, load_network
+from phalanx.families.materials.model.geometry import edge_vectors
+from phalanx.families.materials.model.losses import Predictions
+from phalanx.families.materials.model.network import MaterialsNetwork, cell_volumes
+
+_LABELS = {
+    "energy": "energy_G",
+    "forces": "forces_N3",
+    "stress": "stress_G33",
+    "charges": "charges_N",
+    "dipole": "dipole_G3",
+}
+"""Quantities with a field of their own in `Predictions`."""
+
+
+@dataclass(frozen=True)
+class Uncertain:
+    """What an ensemble predicts of a batch."""
+
+    mean: Predictions
+    std: dict[str, Tensor]
+    """Calibrated standard deviation by quantity (energy in eV, not per atom), in the shape of the prediction; of those that
+    validation had labels of."""
+
+
+class LoadedEnsemble:
+    """The members of an ensemble, side by side."""
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """folder: of `ensemble.json`. dtype: as `load_network` has it.
+
+        Raises CheckpointError where the file or a member cannot be read, ConfigError for another family.
+        """
+        self.folder = folder
+        self.document: EnsembleFile = read_ensemble(folder)
+        if self.document.family != "materials":
+            raise ConfigError(f"{folder} is an ensemble of model.family={self.document.family}; materials is needed")
+        self.members: list[LoadedNetwork] = [
+            load_network(path, device, dtype) for path in member_checkpoints(folder, self.document)
+        ]
+        self.weights_K = torch.tensor(
+            [member.weight for member in self.document.members], dtype=torch.float64, device=device
+        )
+        self._stack: NetworkStack | None = None
+
+    def use_edge_chunk(self, edge_chunk: int | None) -> None:
+        """Compute that many edges at a time, for structures that would not fit; members then run in turn."""
+        for member in self.members:
+            member.model.edge_chunk = edge_chunk
+        self._stack = None
+
+    def predict(self, species_N: Tensor, *, source_G: Tensor, graph_N: Tensor, **inputs: Any) -> Uncertain:
+        """As `MaterialsNetwork.predict`; all graphs are of one branch, so that one calibration belongs to them."""
+        if self._stack is None:
+            self._stack = NetworkStack([member.model for member in self.members])
+        found = self._stack.predict(species_N, source_G=source_G, graph_N=graph_N, **inputs)
+        sources = self._sources(int(source_G[0]))
+        means: dict[str, Tensor] = {}
+        stds: dict[str, Tensor] = {}
+        atoms_G = torch.bincount(graph_N, minlength=len(source_G))
+        for name, value in vars(found).items():
+            if value is None:
+                continue
+            mean, spread = self._moments(value)
+            means[name] = mean.to(value.dtype)
+            quantity = next((known for known, label in _LABELS.items() if label == name), None)
+            entry = None if quantity is None else self._label(sources, quantity)
+            if quantity is not None and entry is not None:
+                stds[quantity] = _calibrated(entry, spread, atoms_G if quantity == "energy" else None)
+        return Uncertain(Predictions(**means), stds)
+
+    def _sources(self, branch: int) -> list[str]:
+        """The data sets of a branch, in the order of `data.sources`: all of them where there is a single branch."""
+        run = self.members[0].run
+        names = [source.name for source in run.data.sources]
+        return names if len(run.model.branches) == 1 else [names[branch]]
+
+    def _label(self, sources: Sequence[str], quantity: str) -> LabelEntry | None:
+        """The calibration of the first of these data sets that has labels of a quantity; None where none has."""
+        found = (self.document.label(source, quantity) for source in sources)
+        return next((entry for entry in found if entry is not None), None)
+
+    def _moments(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation among members, float64; see `residuals.weighted_moments`."""
+        weights = self.weights_K.view(-1, *[1] * (values.dim() - 1))
+        wide = values.double()
+        mean = (weights * wide).sum(0)
+        rest = 1.0 - float(self.weights_K.square().sum())
+        variance = (weights * (wide - mean).square()).sum(0)
+        return mean, (variance / rest).sqrt() if rest > 1e-12 else torch.zeros_like(mean)
+
+
+def _calibrated(entry: LabelEntry, spread: Tensor, atoms_G: Tensor | None) -> Tensor:
+    """atoms_G: atoms of each graph, where the calibration counts per atom."""
+    share = spread if atoms_G is None else spread / atoms_G.clamp(min=1)
+    std = torch.from_numpy(entry.calibration.std(share.numpy(force=True))).to(spread.device)
+    return std if atoms_G is None else std * atoms_G
+
+
+_IN_TURN = ("dimenet++",)
+"""Bodies that count what the data hold while they run, which nothing stacked can."""
+
+
+def stackable(network: MaterialsNetwork) -> bool:
+    """Whether it can run as one of a stack."""
+    return network.config.body not in _IN_TURN and network.edge_chunk is None
+
+
+def alike(one: MaterialsNetwork, other: MaterialsNetwork) -> bool:
+    """Whether two networks compute the same function of their parameters."""
+    return one.config == other.config and one.dtype == other.dtype and stackable(one) and stackable(other)
+
+
+class NetworkStack:
+    """K whole networks in evaluation mode. Networks that are alike run as one, whatever their order."""
+
+    def __init__(self, networks: Sequence[MaterialsNetwork]) -> None:
+        groups: list[list[int]] = []
+        for number, network in enumerate(networks):
+            group = next((group for group in groups if alike(networks[group[0]], network)), None)
+            if group is None:
+                groups.append([number])
+            else:
+                group.append(number)
+        self._parts = [_part([networks[number] for number in group]) for group in groups]
+        order = [number for group in groups for number in group]
+        self._places = [order.index(number) for number in range(len(networks))]
+
+    @torch.no_grad()
+    def predict(self, species_N: Tensor, **inputs: Any) -> Predictions:
+        """As `MaterialsNetwork.predict`, each tensor with a first dimension of K members, in the order they were given."""
+        found = [part(species_N, **inputs) for part in self._parts]
+        return _merged(found, self._places)
+
+
+class _InTurn:
+    """Networks one after another."""
+
+    def __init__(self, networks: Sequence[MaterialsNetwork]) -> None:
+        self._networks = list(networks)
+
+    def __call__(self, species_N: Tensor, **inputs: Any) -> Predictions:
+        found = [vars(network.predict(species_N, **inputs)) for network in self._networks]
+        there = [name for name, value in found[0].items() if value is not None]
+        return Predictions(**{name: torch.stack([one[name] for one in found]) for name in there})
+
+
+class _Stacked:
+    """Equal networks as one: vmap over parameters; forces and stress from each member's own copy of the edge vectors."""
+
+    def __init__(self, networks: Sequence[MaterialsNetwork]) -> None:
+        self._size = len(networks)
+        modules = [_FromVectors(network) for network in networks]
+        parameters, buffers = stack_module_state(modules)
+        self._state = {name: value.detach() for name, value in parameters.items()}, buffers
+        self._module = modules[0]
+
+    def __call__(
+        self,
+        species_N: Tensor,
+        *,
+        positions_N3: Tensor,
+        graph_N: Tensor,
+        edges_2E: Tensor,
+        shifts_E3: Tensor,
+        cells_G33: Tensor,
+        source_G: Tensor,
+        total_charge_G: Tensor | None = None,
+        max_atoms: int | None = None,
+        forces: bool = True,
+        stress: bool = False,
+    ) -> Predictions:
+        derived = self._module.network.config.energy is not None and (forces or stress)
+        vectors_KE3 = edge_vectors(positions_N3, edges_2E, shifts_E3).expand(self._size, -1, -1).contiguous()
+        inputs = {
+            "positions_N3": positions_N3,
+            "graph_N": graph_N,
+            "edges_2E": edges_2E,
+            "cells_G33": cells_G33,
+            "source_G": source_G,
+            "total_charge_G": total_charge_G,
+            "max_atoms": max_atoms,
+        }
+
+        def one(state: Any, vector_E3: Tensor) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = functional_call(self._module, state, (vector_E3, species_N), inputs)
+            return found
+
+        with torch.set_grad_enabled(derived):
+            vectors_KE3.requires_grad_(derived)
+            found = torch.vmap(one)(self._state, vectors_KE3)
+        if derived:
+            gradient_KE3 = _gradient(found["energy_G"], vectors_KE3)
+            if forces:
+                found["forces_N3"] = _forces(gradient_KE3, edges_2E, len(species_N))
+            if stress:
+                graph_E = graph_N.index_select(0, edges_2E[1])
+                found["stress_G33"] = _stress(gradient_KE3, vectors_KE3.detach(), graph_E, cells_G33)
+        return Predictions(**{name: value.detach() for name, value in found.items()})
+
+
+class _FromVectors(nn.Module):
+    """A network whose forward pass begins at edge vectors."""
+
+    def __init__(self, network: MaterialsNetwork) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, vector_E3: Tensor, species_N: Tensor, **inputs: Any) -> dict[str, Tensor]:
+        found = self.network.predict_from_vectors(
+            vector_E3, species_N, **inputs, forces=False, stress=False, differentiable=False
+        )
+        return {name: value for name, value in vars(found).items() if value is not None}
+
+
+def _part(networks: Sequence[MaterialsNetwork]) -> _InTurn | _Stacked:
+    return _InTurn(networks) if len(networks) == 1 else _Stacked(networks)
+
+
+def _merged(found: Sequence[Predictions], places: Sequence[int]) -> Predictions:
+    """Predictions of several parts as one, members in the order of `places`."""
+    if len(found) == 1:
+        return found[0]
+    names = [name for name, value in vars(found[0]).items() if value is not None]
+    index = torch.tensor(places)
+    joined = {name: torch.cat([getattr(one, name) for one in found]) for name in names}
+    return Predictions(**{name: value.index_select(0, index.to(value.device)) for name, value in joined.items()})
+
+
+def _gradient(energy_KG: Tensor, vectors_KE3: Tensor) -> Tensor:
+    """dE/dv of each member, zeros where no energy depends on an edge."""
+    if not energy_KG.requires_grad:
+        return torch.zeros_like(vectors_KE3)
+    (gradient_KE3,) = torch.autograd.grad(energy_KG, vectors_KE3, torch.ones_like(energy_KG), allow_unused=True)
+    return torch.zeros_like(vectors_KE3) if gradient_KE3 is None else gradient_KE3
+
+
+def _forces(gradient_KE3: Tensor, edges_2E: Tensor, atoms: int) -> Tensor:
+    """See `families.materials.model.network.with_derivatives`."""
+    zeros = gradient_KE3.new_zeros((len(gradient_KE3), atoms, 3))
+    return zeros.index_add(1, edges_2E[0], gradient_KE3).index_add(1, edges_2E[1], -gradient_KE3)
+
+
+def _stress(gradient_KE3: Tensor, vectors_KE3: Tensor, graph_E: Tensor, cells_G33: Tensor) -> Tensor:
+    """See `families.materials.model.network.with_derivatives`."""
+    pull_KE33 = vectors_KE3[..., :, None] * gradient_KE3[..., None, :]
+    pull_KE33 = 0.5 * (pull_KE33 + pull_KE33.transpose(-1, -2))
+    zeros = pull_KE33.new_zeros((len(pull_KE33), len(cells_G33), 3, 3))
+    virial_KG33 = zeros.index_add(1, graph_E, pull_KE33)
+    volume_G11 = cell_volumes(cells_G33).to(virial_KG33.dtype)[:, None, None]
+    periodic = volume_G11 > 0.0
+    return torch.where(periodic, virial_KG33 / torch.where(periodic, volume_G11, 1.0), torch.nan)

@@ -1,0 +1,82 @@
+"""The order in which ranks share out atoms: along a curve that fills space, so that runs of it are compact.
+
+Every rank computes it for itself from the same numbers, so only operations are used whose results are exact or rounded alike
+on all processors: sums, products and quotients, one at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.families.materials.data.array_files import Int64Array
+
+Floats = npt.NDArray[np.float64]
+_BITS = 12
+"""Of a coordinate along the curve: 4,096 steps across the longest side of a structure."""
+
+
+def spatial_order(positions_N3: npt.NDArray[Any], cells_G33: npt.NDArray[Any], graph_N: Int64Array) -> Int64Array:
+    """Return atoms [N] in the order of their structures, and within each along a Hilbert curve.
+
+    positions_N3: in any unit of length, inside their cells or not. cells_G33: lattice vectors as rows, in that unit; a
+    structure whose cell has no volume is taken as it lies. graph_N: the structure of each atom, ascending.
+    """
+    if not len(graph_N):
+        return np.zeros(0, dtype=np.int64)
+    places = _move_inside(positions_N3.astype(np.float64), cells_G33.astype(np.float64), graph_N)
+    first_G = np.flatnonzero(np.diff(graph_N, prepend=-1))
+    dense_N = np.cumsum(np.diff(graph_N, prepend=graph_N[0]) != 0)
+    low = np.minimum.reduceat(places, first_G)
+    extent = (np.maximum.reduceat(places, first_G) - low).max(1).clip(min=1e-9)
+    steps = ((places - low[dense_N]) / extent[dense_N, None] * 2**_BITS).astype(np.int64).clip(max=2**_BITS - 1)
+    return np.lexsort((hilbert_numbers(steps, _BITS), graph_N)).astype(np.int64)
+
+
+def _move_inside(positions_N3: Floats, cells_G33: Floats, graph_N: Int64Array) -> Floats:
+    """Return positions moved into their cells, along the lattice vectors at right angles to each other."""
+    normals = np.stack([_cross(cells_G33[:, i - 2], cells_G33[:, i - 1]) for i in range(3)], axis=1)
+    volumes = _dot(cells_G33[:, 0], normals[:, 0])
+    lengths = np.sqrt(_dot(cells_G33, cells_G33))
+    solid = np.abs(volumes) > 1e-6 * lengths.prod(1)
+    inverse = normals / np.where(solid, volumes, 1.0)[:, None, None]
+    fractions = np.stack([_dot(positions_N3, inverse[graph_N, i]) for i in range(3)], axis=1)
+    wrapped = (fractions - np.floor(fractions)) * lengths[graph_N]
+    return np.where((solid & (volumes != 0.0))[graph_N, None], wrapped, positions_N3)
+
+
+def _cross(a: Floats, b: Floats) -> Floats:
+    return np.stack([a[..., i - 2] * b[..., i - 1] - a[..., i - 1] * b[..., i - 2] for i in range(3)], axis=-1)
+
+
+def _dot(a: Floats, b: Floats) -> Floats:
+    products: Floats = a * b
+    return products[..., 0] + products[..., 1] + products[..., 2]
+
+
+def hilbert_numbers(steps_N3: Int64Array, bits: int) -> Int64Array:
+    """Return the place of each point of a cube of 2^bits points a side along its Hilbert curve (Skilling 2004), int64 [N].
+
+    Points that follow each other on the curve are neighbours in the cube. steps_N3: 0 to 2^bits - 1. bits: at most 21.
+    """
+    axes = [steps_N3[:, i].copy() for i in range(3)]
+    for bit in reversed(range(1, bits)):
+        mask = (1 << bit) - 1
+        for axis in range(3):
+            # Where the bit is set, the first axis is mirrored below it; elsewhere it changes places with this one.
+            mirrored = (axes[axis] >> bit) & 1
+            swapped = np.where(mirrored == 1, 0, (axes[0] ^ axes[axis]) & mask)
+            axes[axis] ^= swapped
+            axes[0] ^= np.where(mirrored == 1, mask, swapped)
+    axes[1] ^= axes[0]
+    axes[2] ^= axes[1]
+    turned = np.zeros_like(axes[0])
+    for bit in range(1, bits):
+        turned ^= np.where((axes[2] >> bit) & 1 == 1, (1 << bit) - 1, 0)
+    numbers = np.zeros_like(axes[0])
+    for bit in reversed(range(bits)):
+        for axis in range(3):
+            numbers = (numbers << 1) | (((axes[axis] ^ turned) >> bit) & 1)
+    return numbers

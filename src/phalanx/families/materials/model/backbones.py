@@ -1,0 +1,93 @@
+"""The message-passing bodies by name: what each prepares of a batch's geometry, how it begins, and its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from phalanx.errors import ConfigError
+from phalanx.families.materials.model.dimenet import DimeNetBlock, DimeNetEmbedding
+from phalanx.families.materials.model.equivariant_backbones import EgnnBlock, PaiNNBlock
+from phalanx.families.materials.model.geometry import Geometry, triplets
+from phalanx.families.materials.model.invariant_backbones import CgcnnBlock, Gatv2Block, GinBlock, PnaBlock, SchNetBlock
+from phalanx.families.materials.model.layers import Atoms, ElementTable
+from phalanx.families.materials.model_config import MaterialsModel
+
+BuildBlock = Callable[[MaterialsModel, int], nn.Module]
+"""From a model and the number of a block to a module (Atoms, Geometry) -> Atoms."""
+
+
+class AtomEmbedding(nn.Module):
+    """Scalars from a table of elements; vectors, where a body has them, begin at 0."""
+
+    def __init__(self, config: MaterialsModel, vectors: int) -> None:
+        super().__init__()
+        self.vectors = vectors
+        self.elements = ElementTable(config.max_atomic_number, config.d_model)
+
+    def forward(self, geometry: Geometry) -> Atoms:
+        """Atoms before the first block."""
+        scalars_NC: Tensor = self.elements(geometry.species_N, geometry.radial_ER.dtype)
+        if not self.vectors:
+            return Atoms(scalars_NC)
+        return Atoms(scalars_NC, scalars_NC.new_zeros((scalars_NC.shape[0], 3, self.vectors)))
+
+
+class Body(NamedTuple):
+    """How one body is built."""
+
+    block: BuildBlock
+    embedding: Callable[[MaterialsModel], nn.Module]
+    """Gives a module Geometry -> Atoms."""
+    vectors: Callable[[MaterialsModel], int] = lambda _: 0
+    """Vector channels behind the last block."""
+    prepare: Callable[[MaterialsModel, Geometry], Geometry] = lambda _, geometry: geometry
+    """Adds what all blocks of this body need of the geometry."""
+
+
+def body_of(config: MaterialsModel) -> Body:
+    """The body that `config.body` names. Raises ConfigError where a package that it needs is missing."""
+    return _mace() if config.body == "mace" else _BODIES[config.body]
+
+
+def _scalars(config: MaterialsModel) -> nn.Module:
+    return AtomEmbedding(config, 0)
+
+
+def _with_triplets(_config: MaterialsModel, geometry: Geometry) -> Geometry:
+    return geometry._replace(triplets=triplets(geometry))
+
+
+def _mace() -> Body:
+    try:
+        from phalanx.families.materials.model.mace import MaceBlock, outgoing_degree, spherical_harmonics  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f'model.body=mace needs the package {error.name}; pip install "phalanx-train[materials]"'
+        ) from None
+
+    def vectors(config: MaterialsModel) -> int:
+        return config.d_model if outgoing_degree(config, config.n_layers - 1) else 0
+
+    def prepare(config: MaterialsModel, geometry: Geometry) -> Geometry:
+        return geometry._replace(harmonics_ES=spherical_harmonics(config.mace.degree, geometry.unit_E3))
+
+    return Body(MaceBlock, _scalars, vectors, prepare)
+
+
+_BODIES: dict[str, Body] = {
+    "gin": Body(lambda config, _: GinBlock(config), _scalars),
+    "cgcnn": Body(lambda config, _: CgcnnBlock(config), _scalars),
+    "gatv2": Body(lambda config, _: Gatv2Block(config), _scalars),
+    "pna": Body(lambda config, _: PnaBlock(config), _scalars),
+    "schnet": Body(lambda config, _: SchNetBlock(config), _scalars),
+    "dimenet++": Body(lambda config, _: DimeNetBlock(config), DimeNetEmbedding, prepare=_with_triplets),
+    "egnn": Body(EgnnBlock, lambda config: AtomEmbedding(config, 1), lambda _: 1),
+    "painn": Body(
+        lambda config, _: PaiNNBlock(config),
+        lambda config: AtomEmbedding(config, config.d_model),
+        lambda config: config.d_model,
+    ),
+}

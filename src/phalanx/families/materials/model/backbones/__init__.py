@@ -1,1 +1,0 @@
-"""Message passing of published networks."""

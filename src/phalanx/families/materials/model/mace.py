@@ -1,0 +1,338 @@
+"""A MACE-class body (Batatia et al. 2022): equivariant messages, then products of up to three of them on every atom.
+
+Differs from the reference in what is mixed where: elements weigh the products and the skip connection channel by channel.
+
+Components are those of e3nn: degree l has 2l + 1 of them, degree 1 is (x, y, z), and reflections act with (-1)^l. The
+constants of equivariant products (which polynomials of spherical components transform like a given degree) are made in
+float64 by fixed arithmetic (no eigenvectors), so that they are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache, partial
+from itertools import combinations_with_replacement
+from typing import NamedTuple
+
+import torch
+from e3nn import o3
+from torch import Tensor, nn
+
+from phalanx.families.materials.model.geometry import Geometry
+from phalanx.families.materials.model.layers import Atoms, Constant, ElementTable, Mlp, linear, silu
+from phalanx.families.materials.model.messages import sum_messages
+from phalanx.families.materials.model_config import MaterialsModel
+from phalanx.nn.layers import Linear
+
+
+def spherical_harmonics(degree: int, unit_E3: Tensor) -> Tensor:
+    """All real spherical harmonics up to `degree` of unit vectors, [E, (degree + 1)^2], with squares that add to 2l + 1."""
+    first = 3.0**0.5 * unit_E3
+    found = [torch.ones_like(unit_E3[:, :1]), first]
+    for step in _harmonic_steps(degree):
+        product_E9 = (found[-1][:, :, None] * first[:, None, :]).flatten(1)
+        found.append(product_E9 @ step.on(unit_E3.device, unit_E3.dtype))
+    return torch.cat(found, dim=1)
+
+
+@cache
+def _harmonic_steps(degree: int) -> list[Constant]:
+    return [Constant(step.flatten(0, 1)) for step in harmonic_steps(degree)]
+
+
+class MaceBlock(nn.Module):
+    """One interaction and the symmetric contraction behind it."""
+
+    def __init__(self, config: MaterialsModel, number: int) -> None:
+        super().__init__()
+        width, options = config.d_model, config.mace
+        inside = 0 if number == 0 else options.hidden_degree
+        self.outside = outgoing_degree(config, number)
+        self.scale = 1.0 / config.mean_neighbors
+        self.paths = coupling_paths(inside, options.degree, options.degree)
+        self.couplings = _couplings(tuple(self.paths), components(inside), components(options.degree))
+        self.inward = DegreeLinear([width] * (inside + 1), width)
+        self.radial = Mlp(config.n_radial, options.radial_width, len(self.paths) * width)
+        counts = [sum(path.result == degree for path in self.paths) for degree in range(options.degree + 1)]
+        self.outward = DegreeLinear([count * width for count in counts], width)
+        self.contraction = SymmetricContraction(config, self.outside)
+        self.mix = DegreeLinear([width] * (self.outside + 1), width)
+        kept = min(inside, self.outside) + 1
+        self.skip = DegreeLinear([width] * kept, width)
+        self.skip_element = ElementTable(config.max_atomic_number, kept, width)
+
+    def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
+        """Next features: scalars [N, C] and, above degree 0, components [N, M, C]."""
+        features_NSC = _joined(atoms)[:, : components(len(self.inward) - 1)]
+        sums_NSC = self.outward.paths(self._messages(self.inward(features_NSC), geometry))
+        products_NSC = self.mix(self.contraction(sums_NSC, geometry.species_N))
+        kept_NSC = self.skip(features_NSC[:, : components(len(self.skip) - 1)])
+        element_NLC = self.skip_element(geometry.species_N, kept_NSC.dtype)
+        kept_NSC = kept_NSC * element_NLC.index_select(1, _degree_of(kept_NSC.shape[1], kept_NSC.device))
+        count = kept_NSC.shape[1]
+        joined = torch.cat((products_NSC[:, :count] + kept_NSC, products_NSC[:, count:]), dim=1)
+        return Atoms(joined[:, 0], joined[:, 1:] if self.outside else None)
+
+    def _messages(self, features_NSC: Tensor, geometry: Geometry) -> Tensor:
+        """Sums over neighbours, [N, Q, C]: Q components of all paths, those of one degree together."""
+        assert geometry.harmonics_ES is not None
+        couplings, path_Q = self.couplings
+        device, dtype = features_NSC.device, features_NSC.dtype
+        edges = (geometry.source_E, geometry.radial_ER, geometry.envelope_E1, geometry.harmonics_ES)
+        shared = (geometry.exchange.atoms(features_NSC * self.scale), *self.radial.parameters())
+        message = partial(_message, couplings.on(device, dtype), path_Q.on(device, torch.int64))
+        return sum_messages(message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
+
+
+class SymmetricContraction(nn.Module):
+    """Sums of products of up to `correlation` components that transform like degrees up to `outside`.
+
+    Each atom's element weighs a basis of all such polynomials, channel by channel.
+    """
+
+    def __init__(self, config: MaterialsModel, outside: int) -> None:
+        super().__init__()
+        degree = config.mace.degree
+        self.outside = outside
+        self.products = [monomials(components(degree), order) for order in range(2, config.mace.correlation + 1)]
+        self.indices = [(Constant(p.shorter_P), Constant(p.factor_P)) for p in self.products]
+        self.basis: list[list[Constant]] = []
+        self.weights = nn.ModuleList()
+        for order in range(1, config.mace.correlation + 1):
+            bases = [equivariant_polynomials(degree, order, result) for result in range(outside + 1)]
+            self.basis.append([Constant(basis) for basis in bases])
+            count = sum(len(basis) for basis in bases)
+            self.weights.append(ElementTable(config.max_atomic_number, count, config.d_model))
+
+    def forward(self, features_NSC: Tensor, species_N: Tensor) -> Tensor:
+        """[N, S, C] of all degrees -> [N, S', C] of degrees up to `outside`."""
+        device, dtype = features_NSC.device, features_NSC.dtype
+        products_NPC = features_NSC
+        totals: list[Tensor | None] = [None] * (self.outside + 1)
+        for order, (weight, bases) in enumerate(zip(self.weights, self.basis, strict=True)):
+            if order:
+                shorter, factor = (index.on(device, torch.int64) for index in self.indices[order - 1])
+                products_NPC = products_NPC.index_select(1, shorter) * features_NSC.index_select(1, factor)
+            weight_NKC, start = weight(species_N, dtype), 0
+            for degree, constant in enumerate(bases):
+                basis_KMP = constant.on(device, dtype)
+                polynomials_NKMC = torch.einsum("kmp,npc->nkmc", basis_KMP, products_NPC)
+                part = (polynomials_NKMC * weight_NKC[:, start : start + len(basis_KMP), None]).sum(1)
+                start += len(basis_KMP)
+                total = totals[degree]
+                totals[degree] = part if total is None else total + part
+        return torch.cat([total for total in totals if total is not None], dim=1)
+
+
+class DegreeLinear(nn.Module):
+    """A linear layer for each degree, the same for all its components; no bias, which would not turn with the atoms."""
+
+    def __init__(self, inside: list[int], outside: int) -> None:
+        super().__init__()
+        for degree, width in enumerate(inside):
+            self.add_module(str(degree), Linear(width, outside, bias=False))
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def forward(self, x_NSC: Tensor) -> Tensor:
+        """[N, S, C] -> [N, S, C']."""
+        layers = enumerate(self.children())
+        return torch.cat([layer(x_NSC[:, component_range(degree)]) for degree, layer in layers], dim=1)
+
+    def paths(self, x_NQC: Tensor) -> Tensor:
+        """The same of several paths a degree, [N, Q, C], mixed with each other: [N, S, C']."""
+        results, start = [], 0
+        for degree, layer in enumerate(self.children()):
+            assert isinstance(layer, Linear)
+            size = 2 * degree + 1
+            count = layer.weight.shape[1] // x_NQC.shape[2]
+            part = x_NQC[:, start : start + count * size].unflatten(1, (count, size))
+            results.append(layer(part.transpose(1, 2).flatten(2)))
+            start += count * size
+        return torch.cat(results, dim=1)
+
+
+def outgoing_degree(config: MaterialsModel, number: int) -> int:
+    """Largest degree that block `number` gives: none but scalars from the last, unless a dipole is made of its vectors."""
+    last = number == config.n_layers - 1
+    return 0 if last and config.dipole is None else config.mace.hidden_degree
+
+
+def _joined(atoms: Atoms) -> Tensor:
+    scalars_N1C = atoms.scalars_NC[:, None]
+    return scalars_N1C if atoms.vectors_NMC is None else torch.cat((scalars_N1C, atoms.vectors_NMC), dim=1)
+
+
+@cache
+def _couplings(paths: tuple[Path, ...], inside: int, harmonics: int) -> tuple[Constant, Constant]:
+    """Coefficients [harmonics, Q * inside] of all paths at once, and the path of each of the Q components."""
+    blocks, path_of = [], []
+    for number, path in enumerate(paths):
+        block = torch.zeros(harmonics, 2 * path.result + 1, inside, dtype=torch.float64, device="cpu")
+        values = coupling(path).permute(1, 2, 0)
+        block[component_range(path.second), :, component_range(path.first)] = values
+        blocks.append(block)
+        path_of += [number] * (2 * path.result + 1)
+    joined = torch.cat(blocks, dim=1).flatten(1)
+    return Constant(joined), Constant(torch.tensor(path_of, device="cpu"))
+
+
+def _degree_of(count: int, device: torch.device) -> Tensor:
+    """The degree of each of `count` components, int64."""
+    return torch.arange(count, device=device).sqrt().long()
+
+
+def _message(
+    couplings: Tensor,
+    path_Q: Tensor,
+    source_E: Tensor,
+    radial_ER: Tensor,
+    envelope_E1: Tensor,
+    harmonics_ES: Tensor,
+    features_NSC: Tensor,
+    weight_1: Tensor,
+    bias_1: Tensor,
+    weight_2: Tensor,
+    bias_2: Tensor,
+) -> Tensor:
+    weights_EK = linear(silu(linear(radial_ER, weight_1, bias_1)), weight_2, bias_2) * envelope_E1
+    weights_EKC: Tensor = weights_EK.unflatten(-1, (-1, features_NSC.shape[-1]))
+    coupled_EQS: Tensor = (harmonics_ES @ couplings).unflatten(-1, (len(path_Q), -1))
+    message_EQC = torch.bmm(coupled_EQS, features_NSC.index_select(0, source_E))
+    return message_EQC * weights_EKC.index_select(1, path_Q)
+
+
+_SAME = 1e-6
+"""Norm, beside 1, below which what is left of a polynomial is rounding: it depends on earlier ones."""
+
+
+class Path(NamedTuple):
+    """One way to couple degrees `first` and `second` to `result`."""
+
+    first: int
+    second: int
+    result: int
+
+
+def components(degree: int) -> int:
+    """Components of all degrees up to `degree`."""
+    return (degree + 1) ** 2
+
+
+def component_range(degree: int) -> slice:
+    """Where the components of one degree stand among those of all degrees."""
+    return slice(degree**2, (degree + 1) ** 2)
+
+
+def coupling_paths(first: int, second: int, result: int) -> list[Path]:
+    """Ways to couple degrees up to `first` with degrees up to `second` to degrees up to `result` that keep parity."""
+    return [
+        Path(a, b, c)
+        for c in range(result + 1)
+        for a in range(first + 1)
+        for b in range(second + 1)
+        if abs(a - b) <= c <= a + b and (a + b + c) % 2 == 0
+    ]
+
+
+@cache
+def coupling(path: Path) -> Tensor:
+    """Coupling coefficients, float64 [2a+1, 2b+1, 2c+1] on the CPU: normal inputs give results of variance 1."""
+    with torch.device("cpu"):
+        values: Tensor = o3.wigner_3j(path.first, path.second, path.result, dtype=torch.float64)
+    return values * math.sqrt(2 * path.result + 1)
+
+
+@cache
+def harmonic_steps(degree: int) -> list[Tensor]:
+    """How each spherical harmonic up to `degree` follows from the one below: float64 [2l-1, 3, 2l+1], l from 2.
+
+    Y_l is Y_(l-1) coupled with the direction. Its size is fixed at the pole (0, 1, 0), where it must be sqrt(2l+1).
+    """
+    with torch.device("cpu"):
+        pole = torch.tensor([0.0, 3.0**0.5, 0.0], dtype=torch.float64)
+        steps, below = [], pole
+        for ell in range(2, degree + 1):
+            step = o3.wigner_3j(ell - 1, 1, ell, dtype=torch.float64)
+            value = torch.einsum("a,b,abc->c", below, pole, step)
+            step = step * ((2 * ell + 1) ** 0.5 / value[ell])
+            below = torch.einsum("a,b,abc->c", below, pole, step)
+            steps.append(step)
+    return steps
+
+
+class Products(NamedTuple):
+    """All products of `order` of `count` numbers, and how to form them from those of one factor less."""
+
+    shorter_P: Tensor
+    """int64: which product of order - 1 is multiplied."""
+    factor_P: Tensor
+    """int64: by which number."""
+
+
+@cache
+def monomials(count: int, order: int) -> Products:
+    """The distinct products, in lexicographic order of their sorted factors."""
+    place = {factors: n for n, factors in enumerate(combinations_with_replacement(range(count), order - 1))}
+    factors = list(combinations_with_replacement(range(count), order))
+    shorter = torch.tensor([place[f[:-1]] for f in factors], dtype=torch.int64, device="cpu")
+    return Products(shorter, torch.tensor([f[-1] for f in factors], dtype=torch.int64, device="cpu"))
+
+
+@cache
+def equivariant_polynomials(degree: int, order: int, result: int) -> Tensor:
+    """A basis of the homogeneous polynomials of `order` in components up to `degree` that transform like `result`.
+
+    float64 [K, 2 result + 1, monomials] on the CPU; parity is kept. Each is scaled so that independent normal inputs give
+    components of about variance 1. The symmetric contraction of MACE (Batatia et al. 2022, equation 10) spans
+    the same space.
+    """
+    count = components(degree)
+    with torch.device("cpu"):
+        paths = [p.flatten() for ell, even, p in _polynomials(degree, order, result) if ell == result and even]
+        kept = _independent(paths)
+        size = len(list(combinations_with_replacement(range(count), order)))
+        if not kept:
+            return torch.zeros(0, 2 * result + 1, size, dtype=torch.float64)
+        return torch.stack(kept).view(len(kept), 2 * result + 1, size) * math.sqrt(2 * result + 1)
+
+
+@cache
+def _polynomials(degree: int, order: int, result: int) -> list[tuple[int, bool, Tensor]]:
+    """(degree, whether parity is natural, coefficients [2 degree + 1, monomials]) of coupling factors one by one."""
+    count = components(degree)
+    if order == 1:
+        one = torch.eye(count, dtype=torch.float64)
+        return [(ell, True, one[component_range(ell)]) for ell in range(degree + 1)]
+    factors = list(combinations_with_replacement(range(count), order))
+    place = {f: n for n, f in enumerate(factors)}
+    shorter = list(combinations_with_replacement(range(count), order - 1))
+    joined = torch.tensor([[place[tuple(sorted((*f, n)))] for n in range(count)] for f in shorter])
+    found = []
+    # What is left to couple can lower a degree by at most `degree` a factor.
+    for a, even, polynomial in _polynomials(degree, order - 1, result + degree):
+        for b in range(degree + 1):
+            for c in range(abs(a - b), min(a + b, result) + 1):
+                cg = o3.wigner_3j(a, b, c, dtype=torch.float64)
+                product = torch.einsum("abc,ap->cpb", cg, polynomial)
+                flat = torch.zeros(2 * c + 1, len(factors), dtype=torch.float64)
+                flat.index_add_(1, joined[:, component_range(b)].flatten(), product.flatten(1))
+                found.append((c, even == ((a + b + c) % 2 == 0), flat))
+    return found
+
+
+def _independent(vectors: list[Tensor]) -> list[Tensor]:
+    """An orthonormal basis of what `vectors` span: Gram-Schmidt in their order, twice each for accuracy."""
+    kept: list[Tensor] = []
+    for vector in vectors:
+        norm = vector.norm()
+        if norm < _SAME:
+            continue
+        rest = vector / norm
+        for _ in range(2):
+            for basis in kept:
+                rest = rest - (basis @ rest) * basis
+        if rest.norm() > _SAME:
+            kept.append(rest / rest.norm())
+    return kept
