@@ -39,6 +39,8 @@ from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import profile_for
 from phalanx.study.importance import interactions, measured_importance, shapley_effects
+from phalanx.study.layouts.layout_search import make_layout_sampler
+from phalanx.study.layouts.layout_space import LayoutSpace
 from phalanx.study.layouts.prior import Prior, planned_space
 from phalanx.study.layouts.simulated_cluster import (
     MEMORY_CHOICES,
@@ -48,8 +50,6 @@ from phalanx.study.layouts.simulated_cluster import (
     Truth,
     draw_truth,
 )
-from phalanx.study.layouts.space import LayoutSpace
-from phalanx.study.layouts.study import make_layout_sampler
 from phalanx.study.layouts.surrogate import Posterior, censored_observation
 from phalanx.study.samplers import Observation, Proposal, Sampler, observe_trials
 from phalanx.study.trial import Trial, best_trial, key_of

@@ -32,8 +32,8 @@ from phalanx.hardware.machine import load_machine
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import load_profile
+from phalanx.study.layouts.layout_search import STUDY
 from phalanx.study.layouts.prior import planned_space
-from phalanx.study.layouts.study import STUDY
 from phalanx.study.store import StudyStore
 from phalanx.study.trial import INTERRUPTED, Trial, best_trial
 

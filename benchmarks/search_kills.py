@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from phalanx.study.layouts.study import STUDY
+from phalanx.study.layouts.layout_search import STUDY
 from phalanx.study.store import StudyStore
 
 RUN = """\

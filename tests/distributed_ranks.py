@@ -16,7 +16,7 @@ PRELOADED = (
     *local_ranks.PRELOADED,
     "e3nn.o3",
     "phalanx.cli.main",
-    "phalanx.cli.training.train",
+    "phalanx.cli.train",
     "phalanx.planner.dryrun.run_step",
     "phalanx.families.language.bound",
     "phalanx.families.materials.bound",

@@ -9,8 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.study.hyperparameters.asha import Standing, backfill_order, promotable_trials
-from phalanx.study.hyperparameters.packing import Device, Move, Packing, Ready, Running, decide_actions
-from phalanx.study.hyperparameters.timeline import DeviceUse, Span, Window, device_use, idle_share
+from phalanx.study.hyperparameters.packing import (
+    Device,
+    DeviceUse,
+    Move,
+    Packing,
+    Ready,
+    Running,
+    Span,
+    Window,
+    decide_actions,
+    device_use,
+    idle_share,
+)
 
 _EPSILON = 1e-9
 

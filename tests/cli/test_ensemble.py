@@ -12,8 +12,14 @@ import pytest
 from ensemble_members import train_members
 from materials_runs import write_materials_run
 from phalanx.cli.models import ensemble as subcommand
-from phalanx.cli.models.ensemble import Candidate, find_candidates, recipes_for, split_arguments
-from phalanx.cli.models.ensemble_text import compare_with_best, print_ensemble
+from phalanx.cli.models.ensemble import (
+    Candidate,
+    compare_with_best,
+    find_candidates,
+    print_ensemble,
+    recipes_for,
+    split_arguments,
+)
 from phalanx.config.load import load_run
 from phalanx.errors import ConfigError
 from phalanx.families.materials.data.prepare_structures import prepare_graphs

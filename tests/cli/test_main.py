@@ -88,12 +88,12 @@ sys.exit(9 if "torch" in sys.modules else 0 if sorted(set(codes)) == [0, 2] else
 
 @pytest.mark.parametrize(
     "subcommand",
-    [subcommand for subcommand in SUBCOMMANDS if subcommand.app is None],
+    [subcommand for subcommand in SUBCOMMANDS if subcommand.options is not None],
     ids=lambda subcommand: subcommand.name,
 )
 def test_a_subcommand_does_what_its_options_declare(subcommand: Subcommand) -> None:
-    options = getattr(import_module(f"phalanx.cli.options.{subcommand.subject}"), f"declare_{subcommand.name}")
-    does = getattr(import_module(f"phalanx.cli.{subcommand.subject}.{subcommand.name}"), f"run_{subcommand.name}")
+    options = getattr(import_module(f"phalanx.cli.options.{subcommand.options}"), f"declare_{subcommand.name}")
+    does = getattr(import_module(f"phalanx.cli.{subcommand.module}"), f"run_{subcommand.name}")
     assert list(signature(does).parameters) == list(signature(options).parameters)
     assert {one.kind for one in signature(does).parameters.values()} == {Parameter.KEYWORD_ONLY}
 
@@ -159,7 +159,8 @@ def _fail(name: str) -> None:
 
 def add_subcommand(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., None]) -> None:
     """Let `phalanx` have a subcommand that does what `function` does, and declares its arguments."""
-    monkeypatch.setattr(main, "SUBCOMMANDS", (*SUBCOMMANDS, Subcommand(name, "testing", "For this test.", ())))
+    added = Subcommand(name, f"testing.{name}", "testing", "For this test.", ())
+    monkeypatch.setattr(main, "SUBCOMMANDS", (*SUBCOMMANDS, added))
     for module, does in (
         ("phalanx.cli.options.testing", f"declare_{name}"),
         (f"phalanx.cli.testing.{name}", f"run_{name}"),

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from command_line import Call
-from phalanx.cli.studies.search import write_search_lines
+from phalanx.cli.search import write_search_lines
 from phalanx.config.load import load_run
 from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 from phalanx.report.study_page import render_search
-from phalanx.study.layouts.study import STUDY
+from phalanx.study.layouts.layout_search import STUDY
 from phalanx.study.store import StudyStore
 from report.pages import Page
 from token_data import write_run_file, write_token_folder

@@ -16,8 +16,8 @@ from command_line import Call
 from materials_runs import write_materials_run
 from phalanx.config.load import load_run
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
-from phalanx.study.hyperparameters.configurations import finished_trials
-from phalanx.study.hyperparameters.summary import unfinished_words
+from phalanx.study.hyperparameters.configuration import finished_trials
+from phalanx.study.hyperparameters.study_summary import unfinished_words
 from report.pages import Page
 from token_data import write_run_file, write_token_folder
 from trial_processes import trial_processes, wait_for

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from phalanx.cli.models.ensemble_text import print_ensemble
+from phalanx.cli.models.ensemble import print_ensemble
 from phalanx.config.load import load_run
 from phalanx.ensemble.members import open_member, read_ensemble
 from phalanx.errors import ConfigError

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import yaml
 
 from ensemble_members import train_members
-from phalanx.cli.models.ensemble_text import print_ensemble
+from phalanx.cli.models.ensemble import print_ensemble
 from phalanx.config.load import load_run
 from phalanx.ensemble.family import EnsembleOptions
 from phalanx.ensemble.members import ENSEMBLE, Member, Share, open_member, read_ensemble

@@ -21,8 +21,7 @@ from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.language.sizes import parameter_count
 from phalanx.report.formatting import format_count
 from phalanx.report.page import read_template, write_script_json
-from phalanx.report.run_page import write_report
-from phalanx.report.run_sections import LONGEST_SAMPLE, MOST_EVENTS, MOST_SAMPLES
+from phalanx.report.run_page import LONGEST_SAMPLE, MOST_EVENTS, MOST_SAMPLES, write_report
 from report.pages import Page, points
 from report.run_dirs import EVENTS, event, metric, write_lines, write_run
 

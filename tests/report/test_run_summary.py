@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.report.run_log import RunLog
-from phalanx.report.run_summary import Summary, summarise_run
+from phalanx.report.run_log import RunLog, Summary, summarise_run
 from report.run_dirs import EVENTS, TOKENS_A_STEP, event, write_run
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import ConfigError
-from phalanx.study.conditions import condition_holds
+from phalanx.study.space import condition_holds
 
 COLUMNS = {
     "tp": np.asarray([1, 2]),

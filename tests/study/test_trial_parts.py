@@ -13,8 +13,8 @@ from phalanx.errors import ConfigError, DataError, PhalanxError
 from phalanx.hardware.machine import load_machine
 from phalanx.study.processes.process import Ended
 from phalanx.study.processes.rank import classify_error
-from phalanx.study.processes.reports import explain_failure
 from phalanx.study.processes.slots import SlurmNodes
+from phalanx.study.processes.trial_files import explain_failure
 from phalanx.study.samplers import Observation, deephyper_goals, suggest_optuna
 from phalanx.study.space import Choices, Integers, Range, Reals
 from phalanx.study.trial import FAILURES, OK, Outcome, Trial

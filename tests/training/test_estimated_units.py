@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from materials_runs import write_materials_run
-from phalanx.cli.inputs.config import summarise_run_file
+from phalanx.cli.config import summarise_run_file
 from phalanx.config.load import load_run
 from phalanx.errors import DataError
 from phalanx.families.materials.config import MaterialsRun

@@ -1,8 +1,7 @@
 """The `phalanx` command: which subcommands there are, and what happens when one fails.
 
-What a subcommand takes is declared in `phalanx.cli.options`, what it does is in a folder of `phalanx.cli`. The latter is
-imported when all arguments are understood, not before: help and wrong options answer at once, because torch is loaded only
-by subcommands that compute.
+`SUBCOMMANDS` says where each one is. Its arguments are declared in `phalanx.cli.options`, apart from what it does: that is
+imported when all arguments are understood, so that help and wrong options answer at once, without loading torch.
 """
 
 from __future__ import annotations
@@ -36,31 +35,32 @@ class Subcommand:
     """One subcommand: where it is, its line in the help, and commands to show."""
 
     name: str
-    subject: str
-    """The folder of `phalanx.cli` that it is in, and the module of `phalanx.cli.options`."""
+    module: str
+    """Module below `phalanx.cli` with the function `run_NAME`, or with the Typer application `NAME_app`."""
+    options: str | None
+    """Module of `phalanx.cli.options` with `declare_NAME`; None for an application, which declares its own subcommands."""
     help: str
     examples: tuple[str, ...]
-    app: str | None = None
-    """The Typer application of a subcommand that has subcommands of its own."""
 
 
 SUBCOMMANDS = (
     Subcommand(
         "data",
-        "inputs",
+        "data",
+        None,
         "Prepare text, structures and fields for training.",
         ("phalanx data prepare texts/ --out data/texts", "phalanx data show data/texts"),
-        app="data_app",
     ),
     Subcommand(
         "config",
-        "inputs",
+        "config",
+        None,
         "Show, check and explain run files.",
         ("phalanx config list", "phalanx config check examples/quickstart.yaml training.steps=1000"),
-        app="config_app",
     ),
     Subcommand(
         "plan",
+        "planning.plan",
         "planning",
         "Find the layouts worth running on a cluster.",
         (
@@ -72,6 +72,7 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "calibrate",
+        "planning.calibrate",
         "planning",
         "Measure this machine for better plans.",
         (
@@ -82,7 +83,8 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "search",
-        "studies",
+        "search",
+        "planning",
         "Find the best layout by measuring.",
         (
             "phalanx search run.yaml --cluster h200-x4 --devices 4 --measure 10 --write best.yaml --html search.html",
@@ -92,7 +94,8 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "tune",
-        "studies",
+        "tune",
+        "planning",
         "Find the best hyperparameters by training.",
         (
             "phalanx tune examples/materials-tune.yaml --out studies/materials --write best.yaml --html study.html",
@@ -102,6 +105,7 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "verify",
+        "planning.verify",
         "planning",
         "Prove that a layout equals one rank.",
         (
@@ -112,6 +116,7 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "dryrun",
+        "planning.dryrun",
         "planning",
         "Run one rank of many without devices.",
         (
@@ -120,6 +125,7 @@ SUBCOMMANDS = (
         ),
     ),
     Subcommand(
+        "doctor",
         "doctor",
         "training",
         "Check that a machine is fit to train on.",
@@ -131,6 +137,7 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "train",
+        "train",
         "training",
         "Train a model, or go on with a run.",
         (
@@ -141,6 +148,7 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "bench",
+        "bench",
         "training",
         "Measure a run's speed beside its plan.",
         (
@@ -150,24 +158,28 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "launch",
+        "launch",
         "training",
         "Write or submit a Slurm job that trains.",
         ("phalanx launch run.yaml --cluster frontier --nodes 2 --account ABC123 --out run.sbatch",),
     ),
     Subcommand(
         "evaluate",
+        "models.evaluate",
         "models",
         "Held-out loss and perplexity.",
         ("phalanx evaluate runs/quickstart",),
     ),
     Subcommand(
         "generate",
+        "models.generate",
         "models",
         "Write text with a checkpoint.",
         ('phalanx generate runs/quickstart --prompt "def "',),
     ),
     Subcommand(
         "ensemble",
+        "models.ensemble",
         "models",
         "Make one model of several, with uncertainties.",
         (
@@ -178,24 +190,28 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "forecast",
+        "models.forecast",
         "models",
         "Forecast weather and score it.",
         ("phalanx forecast runs/climax-small --hours 120 --map geopotential_500",),
     ),
     Subcommand(
         "errors",
+        "models.errors",
         "models",
         "Errors of a materials model.",
         ("phalanx errors runs/materials-xtb", "phalanx errors runs/materials-xtb --split validation --json"),
     ),
     Subcommand(
         "report",
+        "models.report",
         "models",
         "Make an HTML page about a run.",
         ("phalanx report runs/quickstart",),
     ),
     Subcommand(
         "convert",
+        "models.convert",
         "models",
         "Import or export Hugging Face checkpoints.",
         ("phalanx convert runs/quickstart exported/",),
@@ -316,14 +332,13 @@ def phalanx(
 
 def _load_command(subcommand: Subcommand) -> Any:
     """Return the command that parses the arguments of a subcommand, without what computes."""
-    if subcommand.app is None:
-        options = import_module(f"phalanx.cli.options.{subcommand.subject}")
+    if subcommand.options is None:
+        target = getattr(import_module(f"phalanx.cli.{subcommand.module}"), f"{subcommand.name}_app")
+    else:
+        options = import_module(f"phalanx.cli.options.{subcommand.options}")
         target = typer.Typer(add_completion=False, rich_markup_mode=None)
         declared = target.command(name=subcommand.name, context_settings=app.info.context_settings)
         declared(_defer_import(subcommand, getattr(options, f"declare_{subcommand.name}")))
-    else:
-        module = import_module(f"phalanx.cli.{subcommand.subject}.{subcommand.name}")
-        target = getattr(module, subcommand.app)
     command = typer.main.get_command(target)
     command.name = subcommand.name
     if command.epilog is None and "Example" not in (command.help or ""):
@@ -336,7 +351,7 @@ def _defer_import(subcommand: Subcommand, declared: Callable[..., None]) -> Call
 
     @wraps(declared)
     def run_subcommand(**arguments: Any) -> None:
-        module = import_module(f"phalanx.cli.{subcommand.subject}.{subcommand.name}")
+        module = import_module(f"phalanx.cli.{subcommand.module}")
         getattr(module, f"run_{subcommand.name}")(**arguments)
 
     return run_subcommand

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from phalanx.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -43,3 +45,15 @@ PRECISIONS = {
     )
 }
 """Every precision that `layout.precision` may name."""
+
+
+def find_number_format(name: str | None, option: str) -> torch.dtype | None:
+    """Return the number format that an option of the command line names; None for None.
+
+    Raises ConfigError that names the option and what it may be.
+    """
+    if name is None:
+        return None
+    if name not in PRECISIONS:
+        raise ConfigError(f"{option}={name} must be {', '.join(PRECISIONS)}")
+    return PRECISIONS[name].compute_dtype

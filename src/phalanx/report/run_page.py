@@ -8,20 +8,64 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from markupsafe import Markup
 
+from phalanx.config.families import sizes_of
+from phalanx.config.load import parse_run
+from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import require_replaceable, write_atomically
-from phalanx.report import run_sections
-from phalanx.report.formatting import format_count, format_duration, format_number
+from phalanx.report.formatting import (
+    format_count,
+    format_duration,
+    format_number,
+    format_percent,
+    shorten_blank_lines,
+)
 from phalanx.report.interactive_chart import PLOT_HEIGHT, PLOT_WIDTH, Chart, draw_chart
-from phalanx.report.page import read_template, render_page, write_script_json
+from phalanx.report.page import Tile, read_template, render_page, write_script_json
 from phalanx.report.run_charts import chart_run, format_value, read_out
-from phalanx.report.run_log import RunLog
-from phalanx.report.run_summary import summarise_run
+from phalanx.report.run_log import Event, RunLog, Summary, summarise_run
+from phalanx.report.table import Column
+
+Item = TypeVar("Item")
+
+MOST_SAMPLES = 30
+MOST_EVENTS = 400
+MOST_WARNINGS = 5
+LONGEST_PROMPT = 1000
+LONGEST_SAMPLE = 3000
+LONGEST_DETAIL = 400
+LONGEST_CONFIG = 100_000
+
+_CONVENTIONS = {"causal": "causal half of attention", "palm": "PaLM, attention not halved"}
+_COUNTED = {"weather": "attention sees all pairs", "materials": "of a structure of mean size"}
+"""Of the families for which `training.flops` makes no difference."""
+_ROUTINE = ("checkpoint", "evaluation")
+_MACHINE_LABELS = {
+    "device": "Device",
+    "device_type": "Device type",
+    "device_kind": "Device in machine descriptions",
+    "device_count": "Devices",
+    "host": "Host",
+    "system": "Operating system",
+    "cpu": "CPU",
+    "cpu_count": "CPU cores",
+    "memory_gib": "Host memory (GiB)",
+    "torch": "PyTorch",
+    "python": "Python",
+    "phalanx": "Phalanx",
+    "peak_tflops_nominal": "Nominal peak of a device (TFLOP/s)",
+    "peak_tflops_measured": "Measured matmul peak of a device (TFLOP/s)",
+    "flops_convention": "Model FLOPs convention",
+}
 
 
 def write_report(run_dir: Path, out: Path | None = None) -> Path:
@@ -64,7 +108,7 @@ def render_run(log: RunLog) -> str:
     if summary.validation_step is not None:
         headline.append(f"validation {format_number(summary.validation_loss)}")
     headline.append(f"{format_count(summary.tokens)} {summary.unit}")
-    state, label = run_sections.describe_status(log, summary)
+    state, label = describe_status(log, summary)
     # one text a column is half the size of a list of texts
     columns = {name: "|".join(texts) for name, texts in figures.columns.items()}
     return render_page(
@@ -72,21 +116,21 @@ def render_run(log: RunLog) -> str:
         name=log.run_dir.resolve().name,
         headline=", ".join(headline),
         state={"name": state, "label": label},
-        facts=run_sections.list_facts(log, summary),
-        tiles=run_sections.make_headline(summary),
-        notes=run_sections.list_notes(log, summary),
+        facts=list_facts(log, summary),
+        tiles=make_headline(summary),
+        notes=list_notes(log, summary),
         charts=[(chart, draw_chart(chart, run.domains, run.marks)) for chart in run.charts],
         describe=_describe_chart,
         marks={name: len(log.of_kind(kind)) for name, kind in (("resumes", "resume"), ("checkpoints", "checkpoint"))},
         last=figures.last,
         median_step=format_duration(summary.median_step_seconds),
-        time_split=run_sections.split_time(log, summary),
-        samples=run_sections.pick_samples(log),
-        events=run_sections.pick_events(log),
-        event_columns=run_sections.EVENT_COLUMNS,
-        event_style=run_sections.style_event,
-        machine=run_sections.list_machine(log),
-        config=run_sections.clip_config(log),
+        time_split=split_time(log, summary),
+        samples=pick_samples(log),
+        events=pick_events(log),
+        event_columns=EVENT_COLUMNS,
+        event_style=style_event,
+        machine=list_machine(log),
+        config=clip_config(log),
         summary=summary,
         event_count=len(log.events),
         plot_width=PLOT_WIDTH,
@@ -117,3 +161,254 @@ def _describe_chart(chart: Chart) -> str:
         )
         sentences.append(f"{series.label} {ends}")
     return " ".join(sentences)
+
+
+# --- what stands around the charts -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Text that the model wrote."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of the newest step that has any, and those of earlier steps, newest first."""
+
+    latest: list[Sample]
+    earlier: list[Sample]
+    left_out: int
+
+
+@dataclass(frozen=True)
+class EventTable:
+    """The events but samples, in the order they were written."""
+
+    rows: list[Event]
+    left_out: int
+
+
+@dataclass(frozen=True)
+class TimePart:
+    """One part of the time spent in steps."""
+
+    label: str
+    share: float
+    percent: str
+    duration: str
+    colour: int
+
+
+def make_headline(summary: Summary) -> list[Tile]:
+    """Return the headline figures; a figure the log does not tell has no tile, the final loss always has one."""
+    unit, in_steps = summary.unit, f"{format_duration(summary.step_seconds)} in steps"
+    tiles = [
+        Tile("final_loss", "Final loss", format_number(summary.final_loss), "", f"training, step {summary.steps:,}")
+    ]
+    if summary.validation_step is not None:
+        at = f"step {summary.validation_step:,}"
+        tiles.append(Tile("validation_loss", "Validation loss", format_number(summary.validation_loss), "", at))
+        # models of weather and materials have no perplexity
+        if not math.isnan(summary.perplexity):
+            perplexity = format_number(summary.perplexity)
+            tiles.append(Tile("perplexity", "Perplexity", perplexity, "", "validation, per token"))
+        if not math.isnan(summary.bits_per_byte):
+            tiles.append(Tile("bits_per_byte", "Bits per byte", format_number(summary.bits_per_byte), "", "validation"))
+    tiles.append(Tile("tokens", unit.capitalize(), format_count(summary.tokens), "", f"{summary.tokens:,}"))
+    if math.isfinite(summary.median_tokens_per_second):
+        rate = format_count(summary.median_tokens_per_second)
+        tiles.append(Tile("tokens_per_second", "Throughput", rate, f"{unit}/s", "all devices, median step"))
+    counted = _name_flops_convention(summary)
+    for key, label, value, of in (
+        ("mfu", "MFU", summary.median_mfu, "of nominal peak"),
+        ("mfu_measured", "MFU, measured peak", summary.median_mfu_measured, "of measured matmul peak"),
+    ):
+        # false for NaN, too
+        if value >= 0:
+            tiles.append(Tile(key, label, format_percent(value), "", f"{of}; {counted}"))
+    tiles.append(Tile("wall", "Wall time", format_duration(summary.wall_seconds), "", in_steps))
+    if math.isfinite(summary.data_wait_share):
+        share = format_percent(summary.data_wait_share)
+        tiles.append(Tile("data_wait", "Data wait", share, "", "of the time in steps"))
+    if math.isfinite(summary.rank_wait_share):
+        share, waited = (
+            format_percent(summary.rank_wait_share),
+            "for the slowest, mean over ranks, of the time in steps",
+        )
+        tiles.append(Tile("rank_wait", "Ranks' wait", share, "", waited))
+    return tiles
+
+
+def _name_flops_convention(summary: Summary) -> str:
+    """Return what is counted as model FLOPs, without which an MFU says little."""
+    if summary.family != "language":
+        return _COUNTED.get(summary.family, summary.family)
+    convention = summary.flops_convention
+    return _CONVENTIONS.get(convention, convention) if convention else "convention not recorded"
+
+
+def list_notes(log: RunLog, summary: Summary) -> list[str]:
+    """Return what a reader must know before trusting the figures: what is missing, and what went wrong in the run."""
+    found = list(log.notes)
+    if summary.nonfinite_losses:
+        bad = log.steps[~np.isfinite(log.columns["loss"])]
+        found.append(
+            f"The loss was NaN, infinite or missing at {summary.nonfinite_losses:,} of {summary.records:,} steps, first at "
+            f"step {bad[0]:,}; the charts show these as gaps with a shaded mark."
+        )
+    if summary.skipped_updates:
+        found.append(f"{summary.skipped_updates:,} steps left the parameters alone: their gradient was not finite.")
+    warnings = log.of_kind("warning")
+    found += [f"Warning at step {event.step:,}: {_describe_event(event)}" for event in warnings[:MOST_WARNINGS]]
+    if len(warnings) > MOST_WARNINGS:
+        found.append(f"{len(warnings) - MOST_WARNINGS:,} more warnings stand among the events.")
+    return found
+
+
+def describe_status(log: RunLog, summary: Summary) -> tuple[str, str]:
+    """Return the class and the words of the badge that says whether the run came to its end."""
+    if summary.finished:
+        return "finished", "Finished"
+    return "unfinished", "Still running, or stopped" if log.events else "No events recorded"
+
+
+def list_facts(log: RunLog, summary: Summary) -> list[str]:
+    """Return how far the run came, on what, and when."""
+    training = (log.config or {}).get("training")
+    planned = training.get("steps") if isinstance(training, Mapping) else None
+    done = f"{summary.steps:,} of {planned:,}" if isinstance(planned, int) else f"{summary.steps:,}"
+    found = [f"{done} step{'s' * (done != '1')}"]
+    machine = log.machine or {}
+    run = _parse_run_file(log)
+    if run is not None:
+        found.append(f"{format_count(sizes_of(run.model).parameter_count(run.model))} parameters")
+    if "device" in machine:
+        devices = machine.get("device_count", 1)
+        found.append(f"{devices} × {machine['device']}"[:LONGEST_DETAIL])
+    if run is not None:
+        names = ", ".join(run.data_names)
+        found += [_describe_layout(run, machine.get("device_count")), f"data {names}"[:LONGEST_DETAIL]]
+    if log.events:
+        first, last = (end(event.time for event in log.events) for end in (min, max))
+        day = "" if first.date() == last.date() else f"{last:%Y-%m-%d} "
+        found.append(f"{first:%Y-%m-%d %H:%M} to {day}{last:%H:%M} UTC")
+    return found
+
+
+def _parse_run_file(log: RunLog) -> Run | None:
+    """Return the run file; None where it is not whole or of another version."""
+    if log.config_text is None:
+        return None
+    try:
+        return parse_run(log.config_text, "run.yaml")
+    except ConfigError:
+        return None
+
+
+def _describe_layout(run: Run, devices: object) -> str:
+    """Return the degrees above 1, the one that is auto as what remains of the devices, and the global batch."""
+    degrees = {name: getattr(run.layout, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
+    # with the devices known, a degree that is auto follows from the others
+    rest = math.prod(degree for degree in degrees.values() if degree != "auto")
+    if isinstance(devices, int) and devices % rest == 0:
+        degrees = {name: devices // rest if degree == "auto" else degree for name, degree in degrees.items()}
+    spread = " ".join(f"{name}={degree}" for name, degree in degrees.items() if degree != 1) or "one rank"
+    return f"{spread}, global batch {run.layout.global_batch}, {run.layout.precision}"
+
+
+def split_time(log: RunLog, summary: Summary) -> list[TimePart]:
+    """Return computing, data wait, checkpoint stall and ranks' wait as parts of the time in steps; none where unrecorded."""
+    waits = [
+        ("data wait", summary.data_wait_share, 2),
+        ("checkpoint stall", summary.checkpoint_stall_share, 3),
+        ("ranks' wait", summary.rank_wait_share, 4),
+    ]
+    waits = [(label, min(share, 1.0), colour) for label, share, colour in waits if math.isfinite(share)]
+    if not waits:
+        return []
+    # waits are measured apart and may overlap a little
+    rest = max(0.0, 1 - sum(share for _, share, _ in waits))
+    return [
+        TimePart(label, share, format_percent(share), format_duration(share * summary.step_seconds), colour)
+        for label, share, colour in [("computing", rest, 1), *waits]
+    ]
+
+
+def pick_samples(log: RunLog) -> Samples:
+    """Return the samples of a run, thinned evenly where there are very many."""
+    events = sorted(log.of_kind("sample"), key=lambda event: -event.step)
+    newest = [event for event in events if event.step == events[0].step]
+    latest, earlier = newest[:MOST_SAMPLES], events[len(newest) :]
+    shown = thin_evenly(earlier, MOST_SAMPLES)
+    left_out = len(events) - len(latest) - len(shown)
+    return Samples([_show_sample(event) for event in latest], [_show_sample(event) for event in shown], left_out)
+
+
+def _show_sample(event: Event) -> Sample:
+    prompt, text = (str(event.fields.get(name) or "") for name in ("prompt", "text"))
+    written = shorten_blank_lines(text.removeprefix(prompt))
+    return Sample(event.step, _clip(prompt, LONGEST_PROMPT), _clip(written, LONGEST_SAMPLE))
+
+
+def pick_events(log: RunLog) -> EventTable:
+    """Return the events but samples, routine ones thinned evenly where there are very many."""
+    routine = [i for i, event in enumerate(log.events) if event.kind in _ROUTINE]
+    rare = [i for i, event in enumerate(log.events) if event.kind not in (*_ROUTINE, "sample")]
+    kept = sorted([*thin_evenly(rare, MOST_EVENTS // 2), *thin_evenly(routine, MOST_EVENTS // 2)])
+    return EventTable([log.events[i] for i in kept], len(routine) + len(rare) - len(kept))
+
+
+def style_event(event: Event) -> str:
+    """Return the class of an event's row on the page."""
+    return f"event-{event.kind if event.kind in ('resume', 'warning') else 'other'}"
+
+
+def _describe_event(event: Event) -> str:
+    parts = (
+        _format_plain(value) if name in ("text", "message") else f"{name.replace('_', ' ')} {_format_plain(value)}"
+        for name, value in event.fields.items()
+    )
+    return _clip(" · ".join(parts))
+
+
+EVENT_COLUMNS: tuple[Column[Event], ...] = (
+    Column("Step", lambda event: f"{event.step:,}"),
+    Column("Time (UTC)", lambda event: f"{event.time:%Y-%m-%d %H:%M:%S}", "left", style=lambda event: "nowrap"),
+    Column("Event", lambda event: _clip(event.kind, 40), "left"),
+    Column("Details", _describe_event, "left"),
+)
+
+
+def list_machine(log: RunLog) -> list[tuple[str, str]]:
+    """Return rows of label and value, the known ones first and in order."""
+    machine = log.machine or {}
+    names = [*(name for name in _MACHINE_LABELS if name in machine), *(n for n in machine if n not in _MACHINE_LABELS)]
+    return [(_MACHINE_LABELS.get(name, name.replace("_", " ")), _clip(_format_plain(machine[name]))) for name in names]
+
+
+def clip_config(log: RunLog) -> str | None:
+    """Return the resolved run file as written, cut where it is extremely long."""
+    return None if log.config_text is None else _clip(log.config_text, LONGEST_CONFIG)
+
+
+def thin_evenly(items: Sequence[Item], most: int) -> list[Item]:
+    """Return at most `most` items, evenly spread, the first and last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def _format_plain(value: Any) -> str:
+    if value is None:
+        return "unknown"
+    if isinstance(value, float):
+        return f"{value:.0f}" if value.is_integer() and abs(value) < 1e5 else format_number(value)
+    return str(value)
+
+
+def _clip(text: str, longest: int = LONGEST_DETAIL) -> str:
+    return text if len(text) <= longest else f"{text[:longest]} … ({len(text) - longest:,} more characters)"

@@ -33,6 +33,8 @@ from phalanx.report.table import Column
 Row = dict[str, Any]
 SHADES = 6
 """Classes shade-0 (best) to shade-5 in `figures.css`."""
+MOST_PARAMETERS = 5
+"""Parameters that are listed by what they matter."""
 MOST_DEVICES = 64
 """Devices that are drawn of a study."""
 
@@ -85,6 +87,12 @@ def _plot_of_trials(trials: list[Row], values: list[float]) -> Plot:
 def _failed_tile(failures: dict[str, int]) -> Tile:
     causes = ", ".join(name.replace("_", " ") for name in failures)
     return Tile("failed", "Failed", f"{sum(failures.values()):,}", "", causes)
+
+
+def list_importance(measured: Row) -> str:
+    """Return in one line what matters most by trials, with the bounds around it."""
+    rows = measured["importance"][:MOST_PARAMETERS]
+    return ", ".join(f"{row['name']} {row['mean']:.3f} ({row['low']:.3f} to {row['high']:.3f})" for row in rows)
 
 
 def draw_importance(measured: Row) -> Drawing:

@@ -6,13 +6,20 @@ combines fields of the run file freely. Samplers see neither.
 
 from __future__ import annotations
 
+import ast
 import json
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from functools import reduce
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
+
+from phalanx.config.document import show_value
+from phalanx.errors import ConfigError
 
 Scalar = bool | int | float | str | None
 Values = dict[str, Scalar]
@@ -125,3 +132,165 @@ def _share_of_range(value: Scalar, low: float, high: float, log: bool) -> float:
     if log:
         return math.log(value / low) / math.log(high / low)
     return (value - low) / (high - low)
+
+
+Mask = npt.NDArray[np.bool_]
+
+MAX_LENGTH = 2000
+"""Characters of a condition."""
+MAX_DEPTH = 50
+"""Operations inside each other; each term of a sum is inside the next."""
+_MAX_WHOLE = 2**62
+"""Size of a whole number anywhere in a condition: columns hold 64 bits, beyond which they would wrap around in silence."""
+
+
+def _is_in(one: Any, several: Any) -> Any:
+    """Return whether `one` is one of a list's values, choice by choice: these may be other columns."""
+    if not isinstance(several, list):
+        raise _Unknown("in wants a list behind it")
+    return reduce(np.logical_or, [np.asarray(one == each) for each in several], np.asarray(False))
+
+
+def _is_not_in(one: Any, several: Any) -> Any:
+    return np.logical_not(_is_in(one, several))
+
+
+_ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARISONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: _is_in,
+    ast.NotIn: _is_not_in,
+}
+_WORDS = {"true": True, "false": False}
+
+
+def condition_holds(text: str, columns: Mapping[str, npt.NDArray[Any]], count: int) -> Mask:
+    """Return whether the condition holds, for each of `count` choices; `columns` are their values by name.
+
+    Raises ConfigError, with the names that are known, for anything that is no such condition.
+    """
+    shown = repr(text) if len(text) <= MAX_LENGTH else repr(show_value(text))
+    try:
+        tree = _parse_condition(text)
+        with np.errstate(all="ignore"):
+            value = _evaluate_node(tree, columns)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        # The last two are what Python's parser answers to brackets within brackets.
+        what = error.msg if isinstance(error, SyntaxError) else "too deeply nested"
+        raise ConfigError(f"{shown} is not a condition: {what}; write one such as tp * microbatch <= 16") from None
+    except _TooLarge as error:
+        raise ConfigError(f"{shown}: {error}") from None
+    except _Unknown as error:
+        raise ConfigError(f"{shown}: {error}; known names: {', '.join(sorted(columns))}") from None
+    except (TypeError, ZeroDivisionError) as error:
+        raise ConfigError(f"{shown} cannot be computed: {error}") from None
+    found = np.broadcast_to(np.asarray(value), (count,)) if not isinstance(value, list) else np.asarray(value, object)
+    if found.dtype != np.bool_:
+        raise ConfigError(f"{shown} is a value, not a condition; compare it with something")
+    return found
+
+
+class _Unknown(Exception):
+    """A name or a construct that conditions do not have."""
+
+
+class _TooLarge(Exception):
+    """A condition, or a number in it, beyond the bounds."""
+
+
+def _parse_condition(text: str) -> ast.AST:
+    if len(text) > MAX_LENGTH:
+        raise _TooLarge(f"{len(text):,} characters; a condition has at most {MAX_LENGTH:,}")
+    tree = ast.parse(text.strip(), mode="eval").body
+    level: list[ast.AST] = [tree]
+    for _ in range(MAX_DEPTH):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    if level:
+        raise _TooLarge(f"operations nested more than {MAX_DEPTH} deep; split the condition into several")
+    return tree
+
+
+def _evaluate_node(node: ast.AST, columns: Mapping[str, npt.NDArray[Any]]) -> Any:
+    match node:
+        case ast.Constant(value=int() | float() | str() | bool() as value):
+            if isinstance(value, int) and value > _MAX_WHOLE:
+                raise _TooLarge(f"a number in it goes beyond {_MAX_WHOLE:,}")
+            return value
+        case ast.Name(id=name) if name in columns:
+            return columns[name]
+        case ast.Name(id=name) if name in _WORDS:
+            return _WORDS[name]
+        case ast.Attribute() if (name := ast.unparse(node)) in columns:
+            return columns[name]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_evaluate_node(item, columns) for item in items]
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+            return _apply_arithmetic(
+                op, _require_number(_evaluate_node(left, columns)), _require_number(_evaluate_node(right, columns))
+            )
+        case ast.BoolOp(op=op, values=items):
+            join = np.logical_and if isinstance(op, ast.And) else np.logical_or
+            return reduce(join, [_require_plain(_evaluate_node(item, columns)) for item in items])
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return np.logical_not(_require_plain(_evaluate_node(operand, columns)))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_require_number(_evaluate_node(operand, columns))
+        case ast.Compare(left=left, ops=ops, comparators=others):
+            sides = [_evaluate_node(side, columns) for side in (left, *others)]
+            pairs = zip(sides, ops, sides[1:], strict=False)
+            return reduce(np.logical_and, [_apply_comparison(type(op), a, b) for a, op, b in pairs])
+    raise _Unknown(f"{ast.unparse(node)} is not known")
+
+
+def _require_number(value: Any) -> Any:
+    """Return the value as a number: of a condition 1 where it holds, so that conditions can be counted.
+
+    Raises TypeError for texts and lists, which arithmetic would repeat."""
+    column = np.asarray(value)
+    texts = column.dtype.kind in "US" or (column.dtype == object and any(isinstance(item, str) for item in column.flat))
+    if isinstance(value, list) or texts:
+        raise TypeError("arithmetic is for numbers, and this has text or a list in it")
+    return column.astype(np.int64) if isinstance(value, np.ndarray) and value.dtype == np.bool_ else value
+
+
+def _apply_arithmetic(op: ast.operator, left: Any, right: Any) -> Any:
+    """Return what the operator gives, choice by choice.
+
+    Raises _TooLarge for whole numbers beyond 64 bits, ZeroDivisionError for a divisor that is zero in all choices.
+    """
+    if isinstance(op, ast.Div | ast.FloorDiv | ast.Mod):
+        if not np.any(right):
+            raise ZeroDivisionError("division by zero")
+    # Tried out in floating point: whole numbers of 64 bits would wrap around in silence.
+    elif np.any(
+        np.abs(_ARITHMETIC[type(op)](np.asarray(left, np.float64), np.asarray(right, np.float64))) > _MAX_WHOLE
+    ):
+        raise _TooLarge(f"a number in it goes beyond {_MAX_WHOLE:,}")
+    return _ARITHMETIC[type(op)](left, right)
+
+
+def _require_plain(value: Any) -> Any:
+    if isinstance(value, list):
+        raise _Unknown("a list stands behind in")
+    return value
+
+
+def _apply_comparison(kind: type[ast.AST], left: Any, right: Any) -> Any:
+    if kind not in _COMPARISONS:
+        raise _Unknown("is and is not are not known")
+    if kind in (ast.In, ast.NotIn):
+        right = [_require_plain(item) for item in right] if isinstance(right, list) else right
+        return np.asarray(_COMPARISONS[kind](_require_plain(left), right))
+    return np.asarray(_COMPARISONS[kind](_require_plain(left), _require_plain(right)))

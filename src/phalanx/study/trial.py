@@ -23,6 +23,8 @@ ASKED = "asked"
 """Mark in `Outcome.more` of an interrupted trial that its own search asked to stop or left behind: no failed attempt."""
 ATTEMPTS = 3
 """Interrupted attempts after which a choice is not tried again: it may be what brings the machine down."""
+_LONGEST = 150
+"""Characters that are shown of what a trial wrote last."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,13 @@ class Outcome:
     def as_failure(self, cause: str, words: str) -> Outcome:
         """Return the same outcome as a failure of that cause, which gives no value."""
         return replace(self, cause=cause, value=None, words=words)
+
+    def describe_failure(self) -> str:
+        """Return in one line why a trial has no value, and what it wrote last."""
+        cause = FAILURES.get(self.cause, "interrupted, may be repeated" if self.cause == INTERRUPTED else self.cause)
+        # A traceback has many lines.
+        said = " ".join(self.words.split())[:_LONGEST]
+        return f"{cause}: {said}" if said else cause
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""

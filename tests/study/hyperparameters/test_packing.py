@@ -15,11 +15,15 @@ from phalanx.study.hyperparameters.packing import (
     Packing,
     Ready,
     Running,
+    Span,
     Start,
+    Window,
     decide_actions,
+    device_use,
+    idle_share,
+    write_busy_bars,
 )
-from phalanx.study.hyperparameters.summary import simulate_unpacked
-from phalanx.study.hyperparameters.timeline import Span, Window, device_use, draw_bars, idle_share
+from phalanx.study.hyperparameters.study_summary import simulate_unpacked
 from simulated_study import Simulated, SimulatedTrial, Simulation
 
 TWO = (Device("a", 2, 10.0), Device("b", 2, 10.0))
@@ -127,4 +131,4 @@ def test_idle_time_by_hand() -> None:
     # Two sessions: what lies between them is nobody's idle time.
     (twice,) = device_use([Window(("a",), 0.0, 2.0), Window(("a",), 4.0, 6.0)], spans)
     assert (twice.held_s, twice.busy_s) == (4.0, 2.0)
-    assert draw_bars([Window(("a",), 0.0, 10.0)], spans, columns=10) == {"a": " ####     "}
+    assert write_busy_bars([Window(("a",), 0.0, 10.0)], spans, columns=10) == {"a": " ####     "}

@@ -18,24 +18,23 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.studies.tune import write_tune_lines
+from phalanx.cli.tune import write_tune_lines
 from phalanx.config.load import parse_run
 from phalanx.errors import Interrupted
+from phalanx.families.registry import bind
 from phalanx.report.study_page import render_tune
 from phalanx.study.hyperparameters.asha import rung_steps
-from phalanx.study.hyperparameters.candidates import CandidateQueue
-from phalanx.study.hyperparameters.configurations import (
+from phalanx.study.hyperparameters.candidates import CandidateQueue, CostModel, measure_size
+from phalanx.study.hyperparameters.configuration import (
     Configuration,
     finished_trials,
     group_configurations,
     open_store,
 )
-from phalanx.study.hyperparameters.cost import CostModel, measure_size
+from phalanx.study.hyperparameters.hyperparameter_space import build_hyperparameter_space
 from phalanx.study.hyperparameters.packing import PACKED, UNPACKED, Packing
-from phalanx.study.hyperparameters.space import build_hyperparameter_space
-from phalanx.study.hyperparameters.study import describe_study
-from phalanx.study.hyperparameters.summary import summarize_study
-from phalanx.study.hyperparameters.tuner import Settings, Tuner
+from phalanx.study.hyperparameters.study_summary import summarize_study
+from phalanx.study.hyperparameters.tuner import Settings, Tuner, describe_study
 from phalanx.study.samplers import make_sampler
 from phalanx.study.trial import Trial
 from phalanx.training.start import train
@@ -130,7 +129,7 @@ def tuner(
 ) -> Tuner:
     run = parse_run(RUN.replace("SEEDS", seeds), "run.yaml")
     space, rungs = build_hyperparameter_space(run), rung_steps(run.tune.asha, run.training.steps)
-    costs = CostModel(space.ranges, measure_size(run), accelerator=False)
+    costs = CostModel(space.ranges, measure_size(bind(run)), accelerator=False)
     sampler = make_sampler("random", space, 0)
     queue = CandidateQueue(space, sampler, costs, rungs=rungs, eta=3, trials=trials, default_first=default_first)
     places = [ScriptPlace(f"device {number}", step_s) for number in range(devices)]
@@ -208,7 +207,7 @@ def test_a_trial_that_moves_goes_on_elsewhere(tmp_path: Path) -> None:
     (job,) = one.jobs
     while not (job.run_dir / "done").exists():
         time.sleep(0.01)
-    job.move_to(one.places["device 1"])
+    job.move_to(one.slots["device 1"])
     one.run()
     (part,) = known(tmp_path)[0].parts
     assert part.good and part.outcome is not None

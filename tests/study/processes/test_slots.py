@@ -10,8 +10,8 @@ import pytest
 from phalanx.errors import ConfigError
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.mesh import ranks_from_environment
-from phalanx.study.processes.reports import CORES
 from phalanx.study.processes.slots import LocalDevice, find_devices
+from phalanx.study.processes.trial_files import CORES
 
 
 def test_parts_of_a_cpu() -> None:

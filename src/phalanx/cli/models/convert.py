@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.cli.console import make_progress_bar, open_output, print_json, short_count
-from phalanx.cli.models.loading import find_precision
 from phalanx.families.language.evaluation.convert_weights import Conversion, convert_weights
+from phalanx.nn.precision import find_number_format
 
 
 def run_convert(
@@ -21,14 +21,13 @@ def run_convert(
     as_json: bool,
 ) -> None:
     """Run the subcommand; `phalanx.cli.options.models` declares its arguments."""
-    chosen = None if dtype is None else find_precision(dtype, "--dtype")
     with make_progress_bar() as bar:
         task = bar.add_task("weights")
         done = convert_weights(
             source,
             target,
             to=to,
-            dtype=chosen,
+            dtype=find_number_format(dtype, "--dtype"),
             tokenizer=tokenizer,
             shard_bytes=round(shard_gb * 1e9),
             progress=lambda done, total: bar.update(task, completed=done, total=total),

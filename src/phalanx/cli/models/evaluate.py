@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.cli.console import make_progress_bar, print_json, print_lines, print_pairs
-from phalanx.cli.models.loading import load_model
 from phalanx.families.language.evaluation.held_out import HeldOut, Scores, score_model
-from phalanx.families.language.evaluation.load_weights import LoadedModel
+from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
+from phalanx.hardware.device import choose_device
+from phalanx.nn.precision import find_number_format
 
 
 def run_evaluate(
@@ -26,7 +27,8 @@ def run_evaluate(
     as_json: bool,
 ) -> None:
     """Run the subcommand; `phalanx.cli.options.models` declares its arguments."""
-    loaded = load_model(checkpoint, device=device, precision=precision, tokenizer=tokenizer)
+    dtype = find_number_format(precision, "--precision")
+    loaded = load_for_inference(checkpoint, choose_device(device), dtype=dtype, tokenizer=tokenizer)
     start = time.perf_counter()
     with make_progress_bar() as bar:
         task = bar.add_task(split)

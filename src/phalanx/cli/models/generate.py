@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 from phalanx.cli.console import make_safe_for_terminal, print_json
-from phalanx.cli.models.loading import load_model
 from phalanx.errors import ConfigError
 from phalanx.families.language.evaluation.generate_text import Generation, generate_text
-from phalanx.families.language.evaluation.load_weights import LoadedModel
+from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
 from phalanx.families.language.model.sampling import Sampling
+from phalanx.hardware.device import choose_device
+from phalanx.nn.precision import find_number_format
 
 _MOST_BYTES = 2**24
 """Bytes of the longest prompt; no model has room for so many."""
@@ -34,7 +35,8 @@ def run_generate(
     """Run the subcommand; `phalanx.cli.options.models` declares its arguments."""
     sampling = Sampling(temperature, top_k, top_p)
     text = _read_prompt(prompt)
-    loaded = load_model(checkpoint, device=device, precision=precision, tokenizer=tokenizer)
+    dtype = find_number_format(precision, "--precision")
+    loaded = load_for_inference(checkpoint, choose_device(device), dtype=dtype, tokenizer=tokenizer)
     streaming = count == 1 and not as_json
     generation = generate_text(
         loaded,

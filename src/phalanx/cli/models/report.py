@@ -7,9 +7,8 @@ from pathlib import Path
 
 from phalanx.cli.console import print_json
 from phalanx.printable import printable
-from phalanx.report.run_log import RunLog
+from phalanx.report.run_log import RunLog, summarise_run
 from phalanx.report.run_page import write_page
-from phalanx.report.run_summary import summarise_run
 
 
 def run_report(

@@ -1,17 +1,27 @@
-"""Which trial runs on which device now: a pure function of what runs, what is ready, and what each is expected to cost.
+"""Packing trials onto devices: which one runs where now, how busy devices were, and how long it would take without packing.
 
 Trials differ in cost by factors of a hundred. Several share a device, so that one computes while another starts; long ones
 begin first, so that no device is left with a long one at the end. Idle devices are backfilled with trials that are likely to
 be promoted, if these finish before the running ones; and a trial that shares its device moves to an idle one.
+
+All here are pure functions of what runs, what is ready, and what each trial is expected to take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+from phalanx.study.hyperparameters.asha import Standing, promotable_trials
 
 _WORTH_MOVING = 3.0
 """Starting times that a move must save."""
+_SHADES = " .:-=+*#"
+"""How much of its time a device was busy, from never to always."""
+
+
+# --- which trial runs where --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -162,3 +172,145 @@ def decide_actions(
             load.running.append(moved)
             actions.append(Move(longest.key, load.device.name))
     return actions
+
+
+# --- how busy devices were ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """A trial in its training loop; starting processes, opening data and waiting for something to do are idle time."""
+
+    device: str
+    begin: float
+    """Seconds on any clock that all spans share."""
+    end: float
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A time in which somebody had devices."""
+
+    devices: tuple[str, ...]
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """What became of a device's time."""
+
+    device: str
+    held_s: float
+    busy_s: float
+    shared_s: float
+    """Busy with more than one trial."""
+    trials: int
+    """Parts of trials that ran on it."""
+
+    @property
+    def idle(self) -> float:
+        """Share of the time that it was idle, from 0 to 1."""
+        return 1.0 - self.busy_s / self.held_s if self.held_s else 0.0
+
+
+def device_use(windows: Sequence[Window], spans: Sequence[Span]) -> list[DeviceUse]:
+    """Return the use of each device that a window names, over all windows."""
+    found = []
+    for name in dict.fromkeys(name for window in windows for name in window.devices):
+        held_in = [window for window in windows if name in window.devices]
+        mine = [span for span in spans if span.device == name]
+        seconds = [_busy_seconds(mine, window.begin, window.end) for window in held_in]
+        held = sum(window.end - window.begin for window in held_in)
+        found.append(DeviceUse(name, held, sum(one for one, _ in seconds), sum(two for _, two in seconds), len(mine)))
+    return found
+
+
+def idle_share(uses: Iterable[DeviceUse]) -> float:
+    """Return the idle time of all devices over the time they were held, from 0 to 1."""
+    uses = list(uses)
+    held = sum(use.held_s for use in uses)
+    return 1.0 - sum(use.busy_s for use in uses) / held if held else 0.0
+
+
+def write_busy_bars(windows: Sequence[Window], spans: Sequence[Span], columns: int = 60) -> dict[str, str]:
+    """Return a line of `columns` letters for each device, from the first window's beginning to the last one's end.
+
+    Each letter says how much of its time the device was busy, from a blank (never) to # (always).
+    """
+    if not windows:
+        return {}
+    begin, end = min(window.begin for window in windows), max(window.end for window in windows)
+    width = max(end - begin, 1e-9) / columns
+    bars = {}
+    for name in dict.fromkeys(name for window in windows for name in window.devices):
+        mine = [span for span in spans if span.device == name]
+        cells = [begin + column * width for column in range(columns)]
+        shares = [_busy_seconds(mine, cell, cell + width)[0] / width for cell in cells]
+        bars[name] = "".join(_SHADES[min(round(share * (len(_SHADES) - 1)), len(_SHADES) - 1)] for share in shares)
+    return bars
+
+
+def _busy_seconds(spans: Sequence[Span], begin: float, end: float) -> tuple[float, float]:
+    """Return the seconds between `begin` and `end` that at least one span covers, and that at least two do."""
+    # A sweep over the times at which the number of spans changes.
+    changes: dict[float, int] = {}
+    for span in spans:
+        first, last = max(span.begin, begin), min(span.end, end)
+        if last > first:
+            changes[first] = changes.get(first, 0) + 1
+            changes[last] = changes.get(last, 0) - 1
+    once = twice = 0.0
+    depth, before = 0, 0.0
+    for time in sorted(changes):
+        once += (time - before) * (depth >= 1)
+        twice += (time - before) * (depth >= 2)
+        depth, before = depth + changes[time], time
+    return once, twice
+
+
+# --- without packing ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UnpackedStudy:
+    """A simulated study of one trial a device."""
+
+    seconds: float
+    idle: float
+    """Idle share of all devices, from 0 to 1: starting a process is idle time."""
+    reached: list[int]
+    """Trials that ran to each rung."""
+
+
+def simulate_unpacked(
+    trials: Sequence[tuple[float, float]], devices: int, start_s: float, rungs: Sequence[int], eta: int
+) -> UnpackedStudy:
+    """Simulate a study without packing: one trial a device, first come first served, ASHA's promotions behind new trials.
+
+    trials: (seconds of a step, score at every rung) of each. start_s: seconds from starting a process to its first step.
+    """
+    begun: list[Standing] = []
+    running: list[tuple[float, int]] = []
+    now = busy = 0.0
+    while True:
+        while len(running) < devices:
+            if len(begun) < len(trials):
+                one = Standing(len(begun))
+                begun.append(one)
+            elif promoted := promotable_trials(begun, eta, len(rungs)):
+                one = promoted[0]
+                one.begun += 1
+            else:
+                break
+            steps = rungs[one.begun] - (rungs[one.begun - 1] if one.begun else 0)
+            work = steps * trials[one.number][0]
+            busy += work
+            heapq.heappush(running, (now + start_s + work, one.number))
+        if not running:
+            break
+        now, number = heapq.heappop(running)
+        begun[number].scores[begun[number].begun] = trials[number][1]
+    reached = [sum(rung in one.scores for one in begun) for rung in range(len(rungs))]
+    return UnpackedStudy(now, 1.0 - busy / (now * devices), reached)

@@ -1,4 +1,4 @@
-"""Tuning's loop: starts parts of configurations on devices as ASHA and the packing rule say, and learns what they cost."""
+"""Tuning, from a run file to a study that has run: parts of configurations on devices as ASHA and the packing rule say."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
+from phalanx.config.load import dump_run, load_run
+from phalanx.config.schema import Run
+from phalanx.errors import ConfigError
+from phalanx.families.registry import bind
 from phalanx.files import write_atomically
-from phalanx.study.hyperparameters.candidates import Candidate, CandidateQueue
-from phalanx.study.hyperparameters.configurations import SESSIONS, group_configurations, run_dir
-from phalanx.study.hyperparameters.jobs import TuningJob
+from phalanx.hardware.machine import Machine
+from phalanx.layout.resolve import resolve_layout
+from phalanx.study.hyperparameters.asha import rung_steps
+from phalanx.study.hyperparameters.candidates import Candidate, CandidateQueue, CostModel, Refusal, measure_size
+from phalanx.study.hyperparameters.configuration import RUN, SESSIONS, group_configurations, open_store, run_dir
+from phalanx.study.hyperparameters.hyperparameter_space import HyperparameterSpace, build_hyperparameter_space
+from phalanx.study.hyperparameters.metric import check_metric
 from phalanx.study.hyperparameters.packing import (
     PACKED,
+    UNPACKED,
     Device,
     Move,
     Packing,
@@ -24,19 +33,136 @@ from phalanx.study.hyperparameters.packing import (
     Running,
     decide_actions,
 )
+from phalanx.study.hyperparameters.tuning_job import TuningJob
 from phalanx.study.loop import ORDERLY_STOP_S, StudyLoop
 from phalanx.study.processes.process import Worker
-from phalanx.study.processes.slots import DeviceSlot
-from phalanx.study.samplers import Proposal
+from phalanx.study.processes.slots import DeviceSlot, automatic_sharing, find_devices
+from phalanx.study.processes.trial_files import tuned_overrides
+from phalanx.study.samplers import Proposal, make_sampler
 from phalanx.study.store import StudyStore, save_outcome
 from phalanx.study.trial import INTERRUPTED, OK, Outcome, Trial
+from phalanx.training.inputs import TrainableModel
 
 _FIRST_START_S = 10.0
 """Seconds from starting a process to its first step, before any is known."""
-_CONTEXT = 0.6e9
+_CONTEXT_BYTES = 0.6e9
 """Bytes of an accelerator that a process takes beside its tensors: context, libraries, the allocator's gaps."""
 _DRAWN_PER_SLOT = 4
 """Configurations at hand for each slot where a sampler learns: more would be drawn with less known."""
+_FREE_SECTIONS = {"tune", "search", "cluster", "checkpoint"}
+"""Sections that may change while a study is resumed; what of `tune` may not, the store knows."""
+
+
+def run_tuning(
+    run: Run,
+    folder: Path,
+    *,
+    where: str = "local",
+    devices: int | None = None,
+    machine: Machine | None = None,
+    packing: bool = True,
+    tell: Callable[[Trial, int], None],
+) -> str:
+    """Run trials until the study has `tune.trials` and none of them is promoted further; return why it stopped.
+
+    Resumes the study that an earlier call left.
+
+    Args:
+        run: the run file, with its `tune` section.
+        folder: of the study.
+        where: local or slurm.
+        devices: number of devices; None takes all.
+        machine: description of the Slurm allocation.
+        packing: whether trials share devices, the long ones first.
+        tell: see `Tuner`.
+
+    Raises:
+        ConfigError: something does not go together, or the folder holds another study.
+        DataError: data are missing.
+        Interrupted: the process was asked to stop.
+    """
+    space, section = build_hyperparameter_space(run), run.tune
+    # Trials have one rank each: a run file that asks for more is refused before anything starts.
+    model = bind(run, TrainableModel)
+    resolve_layout(model, 1, 1)
+    size = measure_size(bind(space.run_of({}, tuned_overrides(run))))
+    slots = find_devices(where, run.cluster.device, devices, machine)
+    rungs = rung_steps(section.asha, run.training.steps)
+    check_metric(section.metric, model.expected_evaluation())
+    _require_same_run(run, folder)
+    store = open_store(folder, describe_study(run, space, rungs))
+    if not (folder / RUN).exists():
+        write_atomically(folder / RUN, dump_run(run))
+    queue = CandidateQueue(
+        space,
+        make_sampler(section.engine, space, section.seed),
+        CostModel(space.ranges, size, accelerator=slots[0].accelerator),
+        rungs=rungs,
+        eta=section.asha.eta if section.asha else 2,
+        trials=section.trials,
+        default_first=section.first == "default",
+    )
+    settings = Settings(
+        folder=folder,
+        metric=section.metric,
+        sharing=automatic_sharing(slots) if section.slots == "auto" else section.slots,
+        time_limit_s=section.time_limit_s,
+        study_time_s=section.study_time_s,
+        memory_bytes=None if section.memory_gib is None else section.memory_gib * 2**30,
+        packing=PACKED if packing else UNPACKED,
+        sampler=section.engine,
+    )
+    return Tuner(store, queue, slots, settings, tell).run()
+
+
+def load_study(folder: Path) -> tuple[Run, HyperparameterSpace]:
+    """Return the run file that a study tunes, and its space. Raises ConfigError where there is none."""
+    run = load_run(folder / RUN)
+    return run, build_hyperparameter_space(run)
+
+
+def describe_study(run: Run, space: HyperparameterSpace, rungs: tuple[int, ...]) -> dict[str, Any]:
+    """Return what trials of one study have in common, beside the run file: others could not be compared with them."""
+    section = run.tune
+    return {
+        "parameters": {name: given.model_dump(mode="json") for name, given in section.parameters.items()},
+        "constraints": list(space.constraints),
+        "metric": section.metric,
+        "rungs": list(rungs),
+        "eta": section.asha.eta if section.asha else None,
+    }
+
+
+def best_run_text(folder: Path, summary: dict[str, Any]) -> str:
+    """Return a run file that trains the best configuration from the start, with all that trials leave out of a run.
+
+    summary: of `summarize_study`. Raises ConfigError where no trial has a score.
+    """
+    best = summary["best"]
+    if best is None:
+        raise ConfigError("--write: no trial has a score, so there is no best configuration to write")
+    note = (
+        f"# Best of {len(summary['trials'])} trials: {summary['metric']} {best['score']:.6g} after {best['steps']} steps "
+        f"(trial {best['number']}).\n"
+    )
+    return note + dump_run(load_study(folder)[1].run_of(best["values"]))
+
+
+def _require_same_run(run: Run, folder: Path) -> None:
+    """Refuse to resume with another run than the study began with. Raises ConfigError that names what differs."""
+    if not (folder / RUN).exists():
+        return
+    before = load_run(folder / RUN)
+    differs = [
+        f"{name}.{field}"
+        for name, section in before.model_dump(mode="json", exclude=_FREE_SECTIONS).items()
+        for field, value in section.items()
+        if getattr(run, name).model_dump(mode="json").get(field) != value
+    ]
+    if differs:
+        raise ConfigError(
+            f"{folder} holds a study of a run with another {', '.join(differs)}; put that back, or give another --out DIR"
+        )
 
 
 @dataclass(frozen=True)
@@ -45,7 +171,7 @@ class Settings:
 
     folder: Path
     metric: str
-    slots: int
+    sharing: int
     """Trials that may share a device."""
     time_limit_s: float
     study_time_s: float | None = None
@@ -64,7 +190,7 @@ class Tuner(StudyLoop[TuningJob]):
         self,
         store: StudyStore,
         queue: CandidateQueue,
-        places: Sequence[DeviceSlot],
+        slots: Sequence[DeviceSlot],
         settings: Settings,
         tell: Callable[[Trial, int], None] = lambda part, number: None,
     ) -> None:
@@ -72,13 +198,13 @@ class Tuner(StudyLoop[TuningJob]):
         limit_s = settings.time_limit_s + ORDERLY_STOP_S
         super().__init__(store, settings.sampler, most=queue.trials, limit_s=limit_s)
         self.queue, self.settings, self.tell = queue, settings, tell
-        self.places = {place.name: place for place in places}
-        slots = settings.slots if settings.packing.share else 1
-        self.devices = [Device(place.name, slots, settings.memory_bytes or place.memory) for place in places]
-        self.accelerator = places[0].accelerator
+        self.slots = {slot.name: slot for slot in slots}
+        sharing = settings.sharing if settings.packing.share else 1
+        self.devices = [Device(slot.name, sharing, settings.memory_bytes or slot.memory) for slot in slots]
+        self.accelerator = slots[0].accelerator
         self.starts: list[float] = []
         """Seconds that processes took to their first step."""
-        self._session = Session(settings, [place.name for place in places])
+        self._session = Session(settings, list(self.slots))
         if settings.study_time_s is not None:
             self.ends = time.time() + settings.study_time_s
             self.time_is_up = f"the {settings.study_time_s:g} s of tune.study_time_s are over"
@@ -103,24 +229,29 @@ class Tuner(StudyLoop[TuningJob]):
         again = True
         while again:
             packing = replace(self.settings.packing, start_s=self.start_s)
-            candidates = self.queue.candidates(self.store, self._lookahead(), backfill=packing.fill)
-            by_key = {one.key: one for one in candidates}
-            refused = [one for one in candidates if one.run is None]
+            found = self.queue.candidates(self.store, self._lookahead(), backfill=packing.fill)
+            refused = [one for one in found if isinstance(one, Refusal)]
             for one in refused:
                 part = self._claim_part(one, {"rung": one.rung, "steps": self.queue.rungs[one.rung]})
                 if part is not None:
-                    self.record(part, Outcome("refused", words=one.refusal, more={"rung": one.rung}))
-            ready = [*self._waiting(), *self.queue.ready(candidates)]
+                    self.record(part, Outcome("refused", words=one.reason, more={"rung": one.rung}))
+            candidates = {one.key: one for one in found if isinstance(one, Candidate)}
+            ready = [
+                *self._waiting_jobs(),
+                *(Ready(one.key, one.seconds, one.memory_bytes, one.backfill) for one in candidates.values()),
+            ]
             # What is refused, or turns out to be another process's, makes room for others.
             again = bool(refused)
-            for action in decide_actions(self.devices, self._running(), ready, packing):
-                place = self.places[action.device]
+            for action in decide_actions(self.devices, self._running_jobs(), ready, packing):
+                slot = self.slots[action.device]
+                if action.key in candidates and not isinstance(action, Move):
+                    again = not self._begin(candidates[action.key], slot) or again
+                    continue
+                job = next(job for job in self.jobs if job.trial.key == action.key)
                 if isinstance(action, Move):
-                    self._job(action.key).move_to(place)
-                elif action.key in by_key:
-                    again = not self._begin(by_key[action.key], place) or again
+                    job.move_to(slot)
                 else:
-                    self._job(action.key).start(place)
+                    job.start(slot)
         return "every trial has ended, and none is promoted further"
 
     def count_before(self, trial: Trial) -> int:
@@ -137,7 +268,7 @@ class Tuner(StudyLoop[TuningJob]):
         """Note which jobs share a device, and record those that have ended. Returns whether devices have become free."""
         busy = [job for job in self.jobs if job.process is not None]
         for job in busy:
-            job.note_sharing(sum(other.place is job.place for other in busy))
+            job.note_sharing(sum(other.slot is job.slot for other in busy))
         ended = super().collect_ended()
         return ended or any(job.process is None for job in busy)
 
@@ -165,44 +296,33 @@ class Tuner(StudyLoop[TuningJob]):
             return self.queue.trials
         return _DRAWN_PER_SLOT * sum(device.slots for device in self.devices)
 
-    def _job(self, key: str) -> TuningJob:
-        return next(job for job in self.jobs if job.trial.key == key)
-
-    def _waiting(self) -> list[Ready]:
+    def _waiting_jobs(self) -> list[Ready]:
         """Return the jobs that wait for a device of their own."""
-        waiting = [job for job in self.jobs if job.process is None]
-        seconds = [job.seconds_left(1, self.start_s) for job in waiting]
+        waiting = (job for job in self.jobs if job.process is None)
         return [
-            Ready(job.trial.key, left, job.expected_bytes, alone=True)
-            for job, left in zip(waiting, seconds, strict=True)
+            Ready(job.trial.key, job.seconds_left(1, self.start_s), job.expected_bytes, alone=True) for job in waiting
         ]
 
-    def _running(self) -> list[Running]:
+    def _running_jobs(self) -> list[Running]:
         found = []
         for job in (job for job in self.jobs if job.process is not None):
-            assert job.place is not None
-            left = job.seconds_left(sum(one.place is job.place for one in self.jobs), self.start_s)
+            assert job.slot is not None
+            left = job.seconds_left(sum(one.slot is job.slot for one in self.jobs), self.start_s)
             # A process that has not got far has nothing that is worth a checkpoint.
             far = time.time() - job.began > 2 * self.start_s
             movable = far and not job.asked and job.moving_to is None
-            device = (job.moving_to or job.place).name
+            device = (job.moving_to or job.slot).name
             found.append(Running(job.trial.key, device, left, job.expected_bytes, job.alone, movable, job.backfill))
         return found
 
-    def _begin(self, candidate: Candidate, place: DeviceSlot) -> bool:
+    def _begin(self, candidate: Candidate, slot: DeviceSlot) -> bool:
         """Claim a part and start it. Returns whether this process got it."""
-        assert candidate.run is not None and candidate.size is not None
-        rungs, costs = self.queue.rungs, self.queue.costs
-        until = rungs[candidate.rung]
-        first = rungs[candidate.rung - 1] if candidate.rung else 0
-        step_s = costs.step_seconds(candidate.size, candidate.values)
-        memory = costs.memory(candidate.size, candidate.values)
         note = {
             "rung": candidate.rung,
-            "steps": until,
-            "expected_s": (until - first) * step_s,
-            "expected_bytes": memory,
-            "device": place.name,
+            "steps": candidate.until,
+            "expected_s": candidate.seconds,
+            "expected_bytes": candidate.memory_bytes,
+            "device": slot.name,
         }
         part = self._claim_part(candidate, note)
         if part is None:
@@ -213,25 +333,24 @@ class Tuner(StudyLoop[TuningJob]):
             number=number,
             rung=candidate.rung,
             run=candidate.run,
-            size=candidate.size,
             run_dir=run_dir(self.settings.folder, number),
             folder=self.store.folder / str(part.number),
-            first=first,
-            until=until,
-            expected_step_s=step_s,
-            expected_bytes=memory,
+            first=candidate.first,
+            until=candidate.until,
+            expected_step_s=candidate.step_s,
+            expected_bytes=candidate.memory_bytes,
             metric=self.settings.metric,
             limit_s=self.settings.time_limit_s,
             # A limit of host memory says nothing of an accelerator's.
-            memory_bytes=None if place.accelerator else self.settings.memory_bytes,
+            memory_bytes=None if slot.accelerator else self.settings.memory_bytes,
             backfill=candidate.backfill,
         )
         self.jobs.append(job)
-        job.start(place)
+        job.start(slot)
         self.tell(part, number)
         return True
 
-    def _claim_part(self, candidate: Candidate, note: dict[str, Any]) -> Trial | None:
+    def _claim_part(self, candidate: Candidate | Refusal, note: dict[str, Any]) -> Trial | None:
         """Claim a part of a configuration; None where another process has it."""
         proposal = Proposal(candidate.values, note)
         part = self.claim(candidate.key, proposal, self.queue.space.ranges, counts=candidate.number is None)
@@ -242,14 +361,11 @@ class Tuner(StudyLoop[TuningJob]):
         """Take in what a finished part, of this process or another, has to say of costs."""
         if part.outcome is None or not part.good or part.outcome.more.get("step_s") is None:
             return
-        size = self.queue.size_of(dict(part.values))
-        if size is None:
-            return
         more, memory = part.outcome.more, part.outcome.memory_bytes
         if memory is not None and self.accelerator:
             # What an accelerator counts leaves out what each process needs there beside tensors.
-            memory += _CONTEXT
-        self.queue.costs.learn(size, part.values, more["step_s"], memory, more["sharing"])
+            memory += _CONTEXT_BYTES
+        self.queue.learn_cost(dict(part.values), more["step_s"], memory, more["sharing"])
 
 
 class Session:
@@ -260,7 +376,7 @@ class Session:
         self._file = settings.folder / SESSIONS / f"{worker.host}-{worker.pid}-{int(time.time())}.json"
         self._content: dict[str, Any] = {
             "devices": list(devices),
-            "slots": settings.slots,
+            "slots": settings.sharing,
             "packing": settings.packing.share,
             "begin": time.time(),
         }

@@ -20,7 +20,7 @@ from phalanx.planner.rank.enumeration import CHOSEN
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import CONSTANTS, spread_of
 from phalanx.planner.time.timing import our_framework
-from phalanx.study.layouts.space import LayoutSpace, build_layout_space, check_layout, matching_layouts
+from phalanx.study.layouts.layout_space import LayoutSpace, build_layout_space, check_layout, matching_layouts
 
 _SIMULATED = 256
 """Layouts, best by the closed form first, whose pipeline is simulated."""

@@ -15,8 +15,8 @@ import numpy as np
 from phalanx.config.schema import Run
 from phalanx.planner.rank.cost_models import CostModels, Floats
 from phalanx.planner.time.profile import CONSTANTS, spread_of
+from phalanx.study.layouts.layout_space import LAYOUT, LayoutSpace
 from phalanx.study.layouts.prior import Prior, with_constants
-from phalanx.study.layouts.space import LAYOUT, LayoutSpace
 from phalanx.study.loop import EndedJob
 from phalanx.study.trial import OK, Outcome, Trial
 

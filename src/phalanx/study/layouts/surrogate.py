@@ -30,8 +30,8 @@ from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import Hyperparameter, Kernel
 
 from phalanx.planner.rank.cost_models import Floats
+from phalanx.study.layouts.layout_space import LAYOUT, LayoutSpace
 from phalanx.study.layouts.prior import Prior
-from phalanx.study.layouts.space import LAYOUT, LayoutSpace
 from phalanx.study.samplers import Observation, Proposal
 
 _OFFSETS = (0.03, 1.0)

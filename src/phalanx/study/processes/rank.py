@@ -24,7 +24,7 @@ from phalanx.files import write_atomically
 from phalanx.hardware.device import choose_device
 from phalanx.layout.mesh import ranks_from_environment
 from phalanx.printable import write_stderr
-from phalanx.study.processes.reports import CORES, MEMORY_LIMIT, RUN_FILE, TRAINED, Part
+from phalanx.study.processes.trial_files import CORES, MEMORY_LIMIT, RUN_FILE, TRAINED, Part
 from phalanx.torch_compat import common as compat
 from phalanx.training.start import train
 from phalanx.training.stopping import ran_out_of_memory

@@ -23,7 +23,7 @@ from phalanx.hardware.host import available_cores
 from phalanx.hardware.machine import Machine
 from phalanx.launch.job_script import srun_command
 from phalanx.study.processes.process import guarded_command
-from phalanx.study.processes.reports import CORES
+from phalanx.study.processes.trial_files import CORES
 
 MODULE = (sys.executable, "-m", "phalanx.study.processes")
 _SLURM_GRACE_S = 60

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from graph_files import graph_data, write_set
-from phalanx.cli.inputs.data import describe_charges
+from phalanx.cli.data import describe_charges
 from phalanx.errors import DataError
 from phalanx.families.materials.config import GraphData
 from phalanx.families.materials.data.graph_batches import Collator, graph_columns

@@ -21,11 +21,11 @@ from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.enumeration import CHOSEN
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.study.importance import can_be_told_apart, interactions, shapley_effects, summarize_importance
+from phalanx.study.layouts.layout_space import LayoutSpace
+from phalanx.study.layouts.layout_trials import DEVICE, ProcessRunner, Runner
 from phalanx.study.layouts.prior import Prior, planned_space
 from phalanx.study.layouts.simulated_cluster import SimulatedRunner, draw_truth
-from phalanx.study.layouts.space import LayoutSpace
 from phalanx.study.layouts.surrogate import PlannerSampler, Posterior, Surrogate
-from phalanx.study.layouts.trials import DEVICE, ProcessRunner, Runner
 from phalanx.study.loop import Job, StudyLoop
 from phalanx.study.processes.slots import LocalRanks, whole_nodes
 from phalanx.study.samplers import Observation, Proposal, Sampler, make_sampler, observe_trials

@@ -19,8 +19,8 @@ from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.time.profile import NamedProfile
 from phalanx.report.run_log import FloatArray, RunLog
 from phalanx.study.processes.process import run_limited
-from phalanx.study.processes.reports import RUN_FILE, TRAINED, explain_failure, read_log_tail, read_rank_reports
 from phalanx.study.processes.slots import Launcher
+from phalanx.study.processes.trial_files import RUN_FILE, TRAINED, explain_failure, read_log_tail, read_rank_reports
 from phalanx.study.trial import FAILURES
 
 

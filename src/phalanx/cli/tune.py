@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli.console import open_output, print_json, print_lines, wrap_line, write_file
-from phalanx.cli.studies.trial_text import describe_failure, list_importance
 from phalanx.config.load import load_run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.hardware.machine import load_machine
 from phalanx.printable import write_stderr
 from phalanx.report.formatting import format_duration, format_number, format_percent
-from phalanx.report.study_page import render_tune
+from phalanx.report.study_page import list_importance, render_tune
 from phalanx.report.table import Column, write_text_table
 from phalanx.study.trial import FAILURES, Trial
 
@@ -43,19 +42,15 @@ def run_tune(
     html: Path | None,
     json: bool,
 ) -> None:
-    """Run the subcommand; `phalanx.cli.options.studies` declares its arguments."""
+    """Run the subcommand; `phalanx.cli.options.planning` declares its arguments."""
     if show is not None and (run is not None or out is not None):
         raise ConfigError("--show DIR reports on a study that there is; leave RUN and --out away")
     folder = out if show is None else show
     if folder is None or (show is None and run is None):
         raise ConfigError("give RUN --out DIR to tune a run file, or --show DIR to report on a study")
     try:
-        from phalanx.study.hyperparameters.study import (  # noqa: PLC0415
-            Options,
-            best_run_text,
-            run_tuning,
-        )
-        from phalanx.study.hyperparameters.summary import summarize_study  # noqa: PLC0415
+        from phalanx.study.hyperparameters.study_summary import summarize_study  # noqa: PLC0415
+        from phalanx.study.hyperparameters.tuner import best_run_text, run_tuning  # noqa: PLC0415
     except ImportError as error:
         raise PhalanxError(f'phalanx tune needs {error.name}: pip install "phalanx-train[search]"') from None
     stopped = ""
@@ -65,8 +60,9 @@ def run_tune(
         words = [f"{name}={value}" for name, value in changes.items() if value is not None]
         loaded = load_run(run, [*(overrides or []), *words])
         machine = None if cluster is None else load_machine(cluster)
-        options = Options(machine=machine, where=where, devices=devices, packing=packing)
-        stopped = run_tuning(loaded, folder, options, tell_trial)
+        stopped = run_tuning(
+            loaded, folder, where=where, devices=devices, machine=machine, packing=packing, tell=tell_trial
+        )
     facts, written = summarize_study(folder) | {"why": stopped}, {}
     if write is not None:
         write_file(write, best_run_text(folder, facts))
@@ -90,7 +86,7 @@ def tell_trial(part: Trial, configuration: int) -> None:
     elif part.outcome.value is not None:
         text = f"step {steps}: {format_number(part.outcome.value)} in {format_duration(part.outcome.seconds)}"
     else:
-        text = f"step {steps}: {describe_failure(part.outcome)}"
+        text = f"step {steps}: {part.outcome.describe_failure()}"
     write_stderr(f"trial {configuration} {text}")
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.files import read_last_record, write_atomically
-from phalanx.study.hyperparameters.cost import TrialSize
 from phalanx.study.hyperparameters.metric import evaluation_at, read_events, read_figure, read_metrics, step_problem
-from phalanx.study.hyperparameters.timeline import Span
+from phalanx.study.hyperparameters.packing import Span
 from phalanx.study.processes.process import Ended, LimitedProcess
-from phalanx.study.processes.reports import (
+from phalanx.study.processes.slots import DeviceSlot
+from phalanx.study.processes.trial_files import (
     LOG,
     MEMORY_LIMIT,
     RUN_FILE,
@@ -24,21 +24,10 @@ from phalanx.study.processes.reports import (
     read_log_tail,
     read_rank_reports,
 )
-from phalanx.study.processes.short_run import QUIET, applicable_overrides
-from phalanx.study.processes.slots import DeviceSlot
 from phalanx.study.trial import ASKED, INTERRUPTED, OK, Outcome, Trial
 
-_TRIED = (
-    *QUIET,
-    *("training.resume=auto", "checkpoint.last=true", "checkpoint.keep_last=1", "checkpoint.keep_every=null"),
-)
 _BEGINS = ("start", "resume")
 """Events with which a process begins to train."""
-
-
-def quiet_overrides(run: Run) -> list[str]:
-    """Return the overrides of every trial: its folder holds metrics, one checkpoint, and an evaluation at each rung."""
-    return applicable_overrides(run, _TRIED)
 
 
 @dataclass
@@ -51,7 +40,6 @@ class TuningJob:
     """Number of the configuration."""
     rung: int
     run: Run
-    size: TrialSize
     run_dir: Path
     folder: Path
     """Files of the process."""
@@ -69,7 +57,7 @@ class TuningJob:
     """Whether it fills an idle device."""
     alone: bool = False
     """Whether it must have a device to itself."""
-    place: DeviceSlot | None = None
+    slot: DeviceSlot | None = None
     moving_to: DeviceSlot | None = None
     process: LimitedProcess | None = None
     """None while the job waits for a device of its own."""
@@ -83,7 +71,7 @@ class TuningJob:
     _sharing_sum: int = 0
     _looks: int = 0
 
-    def start(self, place: DeviceSlot) -> None:
+    def start(self, slot: DeviceSlot) -> None:
         """Start the process on a device."""
         # The report of the process before the move, or before the retry, must not be taken for this one's.
         for report in self.folder.glob("rank-*.json"):
@@ -91,18 +79,18 @@ class TuningJob:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / RUN_FILE, dump_run(self.run))
         Part(str(self.run_dir.resolve()), self.until).write(self.folder)
-        env = dict(place.env(self.trial.number))
+        env = dict(slot.env(self.trial.number))
         if self.memory_bytes is not None:
             env[MEMORY_LIMIT] = str(round(self.memory_bytes))
-        self.place, self.moving_to, self.began, self.asked = place, None, time.time(), False
+        self.slot, self.moving_to, self.began, self.asked = slot, None, time.time(), False
         self.most_sharing, self._sharing_sum, self._looks = 1, 0, 0
-        command = place.command(self.folder.resolve(), self.limit_s)
+        command = slot.command(self.folder.resolve(), self.limit_s)
         self.process = LimitedProcess(command, env, self.folder / LOG, self.limit_s)
 
-    def move_to(self, place: DeviceSlot) -> None:
+    def move_to(self, slot: DeviceSlot) -> None:
         """Ask the process to stop with a checkpoint; `poll` then resumes it on another device."""
         self.ask_to_stop()
-        self.moving_to = place
+        self.moving_to = slot
 
     def poll(self) -> Outcome | None:
         """Return what came of the job; None while its process runs, moves, or waits for a device of its own.
@@ -177,10 +165,10 @@ class TuningJob:
     def _note_span(self) -> None:
         """Note when the process that has just ended computed."""
         (report,) = read_rank_reports(self.folder, 1)
-        assert self.place is not None
+        assert self.slot is not None
         span = training_span(self.run_dir, self.began, report["ended"] if report else time.time())
         if span is not None:
-            self.spans.append(Span(self.place.name, *span, label=str(self.number)))
+            self.spans.append(Span(self.slot.name, *span, label=str(self.number)))
 
     def _read_outcome(self, ended: Ended) -> Outcome:
         (report,) = read_rank_reports(self.folder, 1)

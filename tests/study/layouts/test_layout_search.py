@@ -12,8 +12,8 @@ from layout_runs import run_with
 from phalanx.config.studies import Search
 from phalanx.families.registry import bind
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
-from phalanx.study.layouts.space import LayoutSpace, build_layout_space
-from phalanx.study.layouts.study import STUDY, LayoutSearch, digest_run
+from phalanx.study.layouts.layout_search import STUDY, LayoutSearch, digest_run
+from phalanx.study.layouts.layout_space import LayoutSpace, build_layout_space
 from phalanx.study.loop import EndedJob
 from phalanx.study.samplers import Proposal
 from phalanx.study.store import StudyStore

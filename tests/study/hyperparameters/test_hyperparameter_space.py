@@ -11,9 +11,10 @@ import pytest
 from phalanx.config.load import parse_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.study.hyperparameters.cost import CostModel, TrialSize, measure_size
+from phalanx.families.registry import bind
+from phalanx.study.hyperparameters.candidates import CostModel, TrialSize, measure_size
+from phalanx.study.hyperparameters.hyperparameter_space import build_hyperparameter_space
 from phalanx.study.hyperparameters.metric import evaluation_at, read_figure
-from phalanx.study.hyperparameters.space import build_hyperparameter_space
 from phalanx.study.samplers import Observation, make_sampler
 from phalanx.study.space import Choices, Integers, Reals
 from phalanx.study.trial import key_of
@@ -106,13 +107,13 @@ def test_engines_propose_what_is_new_and_allowed() -> None:
 
 def test_costs_are_learned_from_finished_trials() -> None:
     space = build_hyperparameter_space(run_of())
-    base = measure_size(run_of())
+    base = measure_size(bind(run_of()))
     model = CostModel(space.ranges, base, accelerator=False)
     random = np.random.default_rng(0)
     before, after = [], []
     for number in range(40):
         values = space.drop_inapplicable({one.name: one.range.draw(random) for one in space.parameters})
-        size = measure_size(space.run_of(values))
+        size = measure_size(bind(space.run_of(values)))
         # A device 30 times as fast as believed, on which one option is slow, and shared trials slow each other a little.
         k = float(1 + number % 3)
         truth = (2e-4 + size.flops / 1.5e11) * (4.0 if values["model.mlp"] == "swiglu" else 1.0) * k**0.4
@@ -125,7 +126,7 @@ def test_costs_are_learned_from_finished_trials() -> None:
 
 def test_larger_models_are_expected_to_cost_more() -> None:
     small, large = (
-        measure_size(run_of(RUN, f"model.d_model={width}", f"model.d_ff={4 * width}")) for width in (32, 512)
+        measure_size(bind(run_of(RUN, f"model.d_model={width}", f"model.d_ff={4 * width}"))) for width in (32, 512)
     )
     model = CostModel({}, small, accelerator=False)
     assert large.flops > 50 * small.flops and large.bytes > small.bytes

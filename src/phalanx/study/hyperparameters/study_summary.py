@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_high
 from typing import Any
 
 import numpy as np
 
-from phalanx.study.hyperparameters.asha import Standing, project_scores, promotable_trials
-from phalanx.study.hyperparameters.configurations import (
+from phalanx.study.hyperparameters.asha import project_scores
+from phalanx.study.hyperparameters.configuration import (
     SESSIONS,
     Configuration,
     group_configurations,
@@ -22,10 +19,17 @@ from phalanx.study.hyperparameters.configurations import (
     run_dir,
     rung_of,
 )
-from phalanx.study.hyperparameters.jobs import training_span
-from phalanx.study.hyperparameters.space import HyperparameterSpace
-from phalanx.study.hyperparameters.study import load_study
-from phalanx.study.hyperparameters.timeline import Span, Window, device_use, draw_bars, idle_share
+from phalanx.study.hyperparameters.hyperparameter_space import HyperparameterSpace
+from phalanx.study.hyperparameters.packing import (
+    Span,
+    Window,
+    device_use,
+    idle_share,
+    simulate_unpacked,
+    write_busy_bars,
+)
+from phalanx.study.hyperparameters.tuner import load_study
+from phalanx.study.hyperparameters.tuning_job import training_span
 from phalanx.study.importance import summarize_importance
 from phalanx.study.trial import INTERRUPTED, Trial, count_failures
 
@@ -142,7 +146,7 @@ def _summarize_devices(folder: Path, known: list[Configuration]) -> Row:
     windows = [Window(tuple(one["devices"]), one["begin"], one["end"]) for one in sessions]
     spans = [span for one in known for part in one.parts for span in _read_spans(folder, one.number, part)]
     uses = device_use(windows, spans)
-    lines = draw_bars(windows, spans)
+    lines = write_busy_bars(windows, spans)
     begin = min((window.begin for window in windows), default=0.0)
     return {
         "idle": idle_share(uses),
@@ -224,46 +228,3 @@ def _simulate_unpacked_study(known: list[Configuration], rungs: list[int], eta: 
     start_s = median_high(starts)
     found = simulate_unpacked(trials, len(devices), start_s, rungs, eta)
     return {"idle": found.idle, "seconds": found.seconds, "start_s": start_s, "reached": found.reached}
-
-
-@dataclass(frozen=True)
-class UnpackedStudy:
-    """A simulated study of one trial a device."""
-
-    seconds: float
-    idle: float
-    """Idle share of all devices, from 0 to 1: starting a process is idle time."""
-    reached: list[int]
-    """Trials that ran to each rung."""
-
-
-def simulate_unpacked(
-    trials: Sequence[tuple[float, float]], devices: int, start_s: float, rungs: Sequence[int], eta: int
-) -> UnpackedStudy:
-    """Simulate a study without packing: one trial a device, first come first served, ASHA's promotions behind new trials.
-
-    trials: (seconds of a step, score at every rung) of each. start_s: seconds from starting a process to its first step.
-    """
-    begun: list[Standing] = []
-    running: list[tuple[float, int]] = []
-    now = busy = 0.0
-    while True:
-        while len(running) < devices:
-            if len(begun) < len(trials):
-                one = Standing(len(begun))
-                begun.append(one)
-            elif promoted := promotable_trials(begun, eta, len(rungs)):
-                one = promoted[0]
-                one.begun += 1
-            else:
-                break
-            steps = rungs[one.begun] - (rungs[one.begun - 1] if one.begun else 0)
-            work = steps * trials[one.number][0]
-            busy += work
-            heapq.heappush(running, (now + start_s + work, one.number))
-        if not running:
-            break
-        now, number = heapq.heappop(running)
-        begun[number].scores[begun[number].begun] = trials[number][1]
-    reached = [sum(rung in one.scores for one in begun) for rung in range(len(rungs))]
-    return UnpackedStudy(now, 1.0 - busy / (now * devices), reached)

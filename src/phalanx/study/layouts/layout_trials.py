@@ -22,10 +22,11 @@ from phalanx.errors import ConfigError
 from phalanx.files import read_json_lines, write_atomically
 from phalanx.nn.precision import PRECISIONS
 from phalanx.report.run_log import metrics_problem
-from phalanx.study.layouts.space import LayoutSpace
+from phalanx.study.layouts.layout_space import LayoutSpace
 from phalanx.study.loop import EndedJob, Job
 from phalanx.study.processes.process import Ended, LimitedProcess
-from phalanx.study.processes.reports import (
+from phalanx.study.processes.slots import Launcher
+from phalanx.study.processes.trial_files import (
     LOG,
     MEMORY_LIMIT,
     RUN_FILE,
@@ -33,9 +34,8 @@ from phalanx.study.processes.reports import (
     explain_failure,
     read_log_tail,
     read_rank_reports,
+    short_run,
 )
-from phalanx.study.processes.short_run import short_run
-from phalanx.study.processes.slots import Launcher
 from phalanx.study.store import save_outcome
 from phalanx.study.trial import ASKED, INTERRUPTED, OK, Outcome, Trial
 from phalanx.verification.compare_records import ErrorBound

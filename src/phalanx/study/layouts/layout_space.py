@@ -17,8 +17,7 @@ from phalanx.config.studies import Search, Tunable
 from phalanx.errors import ConfigError
 from phalanx.layout.spec import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, LayoutTable
 from phalanx.planner.rank.enumeration import CHOSEN
-from phalanx.study.conditions import Mask, condition_holds
-from phalanx.study.space import Choices, Integers, Range, Scalar, Values, format_override
+from phalanx.study.space import Choices, Integers, Mask, Range, Scalar, Values, condition_holds, format_override
 from phalanx.study.trial import key_of
 
 Ints = npt.NDArray[np.int64]

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.bench import Expected, Measured, expect_step, measure_steps
 from phalanx.cli.console import print_json, print_lines
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
@@ -18,12 +17,13 @@ from phalanx.hardware.machine import Machine, load_machine
 from phalanx.layout.mesh import ranks_from_environment
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.measured_steps import Expected, Measured, expect_step, measure_steps
 from phalanx.planner.rank.cost_models import memory_fits
 from phalanx.planner.time.profile import choose_profile
 from phalanx.planner.trace.traced_model import is_planned
 from phalanx.report.formatting import format_gibibytes
-from phalanx.study.processes.short_run import short_run
 from phalanx.study.processes.slots import Launcher, LocalRanks, whole_nodes
+from phalanx.study.processes.trial_files import short_run
 
 
 def run_bench(

@@ -13,8 +13,7 @@ from phalanx.config.load import dump_run, parse_run
 from phalanx.config.schema import Run
 from phalanx.config.studies import Tune, TuneRange
 from phalanx.errors import ConfigError
-from phalanx.study.conditions import condition_holds
-from phalanx.study.space import Choices, Integers, Range, Reals, Scalar, Values, format_override
+from phalanx.study.space import Choices, Integers, Range, Reals, Scalar, Values, condition_holds, format_override
 from phalanx.study.trial import key_of
 
 _NOT_CHOSEN = ("tune", "search", "checkpoint", "evaluation", "cluster")

@@ -1,6 +1,6 @@
 """What a trial's processes are given and what they leave behind in the trial's folder, and why they failed.
 
-FOLDER/run.yaml      the run file that the ranks train
+FOLDER/run.yaml      the run file that the ranks train: without what people read, and cut short where it is only measured
 FOLDER/part.json     the run directory and the last step, where they train a part of a longer run
 FOLDER/log           what the processes wrote to stdout and stderr
 FOLDER/rank-N.json   what rank N measured, or why it failed
@@ -10,11 +10,13 @@ FOLDER/run           the run directory, where part.json names no other
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.load import dump_run, parse_run
+from phalanx.config.schema import Run
 from phalanx.files import write_atomically
 from phalanx.hardware.host import KILLED_FOR_MEMORY
 from phalanx.study.processes.process import Ended
@@ -32,6 +34,46 @@ _SHOWN_LINES = 12
 _KILLED = (-9, 137)
 _KILLED_BY_SLURM = ("oom_kill", "oom-kill", "oom killed")
 """What Slurm writes into the log of a step whose process the kernel killed because memory ran out."""
+
+_QUIET = (
+    *("evaluation.every=null", "evaluation.prompt=null", "training.tensorboard=false", "training.wandb=null"),
+    *("training.mlflow=null", "training.run_dir=null", "training.on_nonfinite=stop", "training.profile=null"),
+    *("training.memory_snapshot=null", "data.verify=false"),
+)
+"""Overrides of every trial and measurement."""
+_MEASURED = (
+    *("checkpoint.every=null", "checkpoint.last=false", "evaluation.samples=8", "training.resume=never"),
+    # A schedule is a function of the number of steps; its warm-up alone may be longer than the measured run.
+    *("optimizer.schedule=constant", "optimizer.warmup_steps=0"),
+)
+_RESUMABLE = (
+    *("training.resume=auto", "checkpoint.last=true", "checkpoint.keep_last=1", "checkpoint.keep_every=null"),
+)
+_RATE_SHARE = 0.01
+"""Learning rate of measured steps, as a share of the run file's."""
+
+
+def short_run(run: Run, steps: int, overrides: Sequence[str] = ()) -> Run:
+    """Return `run` cut to `steps` steps to be measured, at a small constant learning rate.
+
+    overrides: further `section.field=value` overrides. Raises ConfigError where one is wrong.
+    """
+    # Without a warm-up the whole rate throws a new model about, and rounding grows from step to step until the losses of
+    # equivalent layouts have nothing in common.
+    rate = f"optimizer.lr={run.optimizer.lr * _RATE_SHARE!r}"
+    words = [*_applicable_overrides(run, [*_QUIET, *_MEASURED]), rate, f"training.steps={steps}", *overrides]
+    return parse_run(dump_run(run), "the run file", words)
+
+
+def tuned_overrides(run: Run) -> list[str]:
+    """Return the overrides of every trial of tuning, which keeps metrics, one checkpoint, and an evaluation at each rung."""
+    return _applicable_overrides(run, [*_QUIET, *_RESUMABLE])
+
+
+def _applicable_overrides(run: Run, overrides: Iterable[str]) -> list[str]:
+    """Return the `section.field=value` overrides whose field runs of this family have."""
+    paths = ((override, override.partition("=")[0].split(".")) for override in overrides)
+    return [override for override, (section, field) in paths if hasattr(getattr(run, section), field)]
 
 
 @dataclass(frozen=True)

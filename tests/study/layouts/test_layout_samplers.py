@@ -14,10 +14,10 @@ from phalanx.config.studies import Search
 from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
+from phalanx.study.layouts.layout_search import make_layout_sampler
+from phalanx.study.layouts.layout_space import LayoutSpace, build_layout_space
 from phalanx.study.layouts.prior import Prior
 from phalanx.study.layouts.simulated_cluster import SimulatedRunner, Truth
-from phalanx.study.layouts.space import LayoutSpace, build_layout_space
-from phalanx.study.layouts.study import make_layout_sampler
 from phalanx.study.layouts.surrogate import PlannerSampler, Surrogate
 from phalanx.study.samplers import Observation, Sampler, observe_trials
 from phalanx.study.trial import Trial, best_trial, key_of

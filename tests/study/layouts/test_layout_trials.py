@@ -9,8 +9,8 @@ from layout_runs import run_with
 from phalanx.config.load import load_run
 from phalanx.families.registry import bind
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
-from phalanx.study.layouts.space import LayoutSpace, build_layout_space
-from phalanx.study.layouts.trials import ProcessRunner, judge_losses, loss_bound
+from phalanx.study.layouts.layout_space import LayoutSpace, build_layout_space
+from phalanx.study.layouts.layout_trials import ProcessRunner, judge_losses, loss_bound
 from phalanx.study.processes.slots import LocalRanks
 from phalanx.study.trial import OK, Outcome, Trial, key_of
 from token_data import write_run_file, write_token_folder

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from layout_runs import run_with
-from phalanx.study.hyperparameters.cost import measure_size
-from phalanx.study.hyperparameters.jobs import TuningJob
-from phalanx.study.hyperparameters.timeline import Span
+from phalanx.study.hyperparameters.packing import Span
+from phalanx.study.hyperparameters.tuning_job import TuningJob
 from phalanx.study.trial import Trial
 
 
@@ -25,7 +24,7 @@ def test_a_step_takes_what_the_process_took_that_trained_it(
     _write(tmp_path / "events.jsonl", [*events, {"kind": "end", "step": 100, "seconds": 20.0}])
     run = run_with(global_batch=8)
     trial = Trial(0, "key", {}, "test", None, {})
-    job = TuningJob(trial, 0, 0, run, measure_size(run), tmp_path, tmp_path, 0, 100, 1.0, 1e9, "loss", 60.0)
+    job = TuningJob(trial, 0, 0, run, tmp_path, tmp_path, 0, 100, 1.0, 1e9, "loss", 60.0)
     job.spans.append(Span("device", 5.0, 25.0))
     assert job.measured_step_s() == pytest.approx(seconds)
 

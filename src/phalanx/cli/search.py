@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli.console import open_output, print_json, print_lines, print_warning, wrap_line, write_file
-from phalanx.cli.studies.trial_text import MOST_PARAMETERS, describe_failure, list_importance
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
 from phalanx.families.language.config import require_language
@@ -17,9 +16,15 @@ from phalanx.planner.rank.ranking import Planner, Task, fixed_fields
 from phalanx.planner.time.profile import choose_profile
 from phalanx.printable import write_stderr
 from phalanx.report.formatting import format_duration, format_gibibytes, format_percent
-from phalanx.report.study_page import list_search_notes, name_search, render_search
+from phalanx.report.study_page import (
+    MOST_PARAMETERS,
+    list_importance,
+    list_search_notes,
+    name_search,
+    render_search,
+)
 from phalanx.report.table import Column, write_text_table
-from phalanx.study.layouts.space import LayoutSpace
+from phalanx.study.layouts.layout_space import LayoutSpace
 from phalanx.study.trial import FAILURES, Trial
 
 Row = dict[str, Any]
@@ -44,7 +49,7 @@ def run_search(
     html: Path | None,
     json: bool,
 ) -> None:
-    """Run the subcommand; `phalanx.cli.options.studies` declares its arguments."""
+    """Run the subcommand; `phalanx.cli.options.planning` declares its arguments."""
     loaded = require_language(load_run(run, overrides or []), "phalanx search")
     machine = load_machine(cluster)
     named = choose_profile(machine, cluster, profile)
@@ -52,7 +57,7 @@ def run_search(
     if where == "local":
         _warn_of_other_devices(loaded.cluster.device, machine.node.device, cluster)
     try:
-        from phalanx.study.layouts.study import run_search as run_study  # noqa: PLC0415
+        from phalanx.study.layouts.layout_search import run_search as run_study  # noqa: PLC0415
     except ImportError as error:
         raise PhalanxError(f'phalanx search needs {error.name}: pip install "phalanx-train[search]"') from None
     done = run_study(
@@ -100,7 +105,7 @@ def tell_trial(trial: Trial, space: LayoutSpace) -> None:
     elif trial.outcome.value is not None:
         text = f"{format_duration(trial.outcome.value)} a step"
     else:
-        text = describe_failure(trial.outcome)
+        text = trial.outcome.describe_failure()
     write_stderr(f"trial {trial.number}: {text}")
 
 

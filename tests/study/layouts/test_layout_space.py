@@ -13,8 +13,8 @@ from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
-from phalanx.study.conditions import condition_holds
-from phalanx.study.layouts.space import LayoutSpace, build_layout_space
+from phalanx.study.layouts.layout_space import LayoutSpace, build_layout_space
+from phalanx.study.space import condition_holds
 
 RUN = run_with(global_batch=64)
 

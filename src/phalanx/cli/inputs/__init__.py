@@ -1,1 +1,0 @@
-"""Run files and prepared data."""
