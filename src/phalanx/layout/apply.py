@@ -112,10 +112,10 @@ def apply_layout(
     parameters: dict[str, nn.Parameter] = {}
     splits: TensorSplits = {}
     for index, chunk in model_chunks(layout, mesh.pp.rank, run.model.n_layers, model.block_costs()).items():
-        module, kept = model.build(context, chunk)
+        stage, kept = model.build_stage(context, chunk, index)
+        module = stage.part
         splits |= {whole_name(name, names): split for name, split in kept.items()}
         module.to(precision.compute_dtype if low_precision else precision.main_dtype)
-        stage = model.stage(context, module, index)
         recompute_stage(stage, run.layout.recompute)
         if layout.splits_backward:
             separate_gradients(module)

@@ -51,8 +51,8 @@ class LayoutModel(BoundModel):
         """
 
     @abstractmethod
-    def stage(self, building: BuildContext, part: nn.Module, index: int) -> Stage:
-        """Runs a built part."""
+    def build_stage(self, building: BuildContext, part: ModelChunk, index: int) -> tuple[Stage, TensorSplits]:
+        """Return the stage, number `index` of the model, that runs a part as `build` gives it; and the latter's splits."""
 
     def choose_attention(self, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
         """The attention kernel for these shapes on this device; called on one rank, which tells the others.

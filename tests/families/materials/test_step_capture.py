@@ -20,6 +20,7 @@ from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.family import BuildContext, LayoutModel
 from phalanx.layout.initial_values import initialise_parameters
 from phalanx.layout.mesh import Axis
+from phalanx.nn.splits import ModelChunk
 from phalanx.torch_compat.program import SizedProgram
 from phalanx.verification.family import VerifiableModel
 
@@ -222,9 +223,7 @@ def test_steps_are_recorded_where_they_can_be(name: str) -> None:
     share = SequenceShare(Axis("cp", 0, cp), Axis("tp"), "ring")
     choice = AttentionChoice("sdpa")
     building = BuildContext(torch.device(device), choice, share, gathered=gathered)
-    with torch.device("meta"):
-        part = MaterialsNetwork(run.model)
-    stage = bind(run, LayoutModel).stage(building, part, 0)
+    stage, _ = bind(run, LayoutModel).build_stage(building, ModelChunk(range(run.model.n_layers)), 0)
     assert isinstance(stage, MaterialsStage)
     assert (stage.recorder is not None) == wanted
     # A program needs all parameters at once.

@@ -136,16 +136,16 @@ class BoundBlocks(DeclaredBlocks, TracedModel, TrainableModel, VerifiableModel):
 
     # --- layouts -------------------------------------------------------------------------------------------------------
 
-    def build(self, building: BuildContext, part: ModelChunk) -> tuple[nn.Module, TensorSplits]:
+    def build(self, building: BuildContext, part: ModelChunk) -> tuple[BlockNetwork, TensorSplits]:
         """See `LayoutModel`."""
         with torch.device("meta"):
             network = self.network(self.model, dtype=PRECISIONS[self.run.layout.precision].compute_dtype, part=part)
         return network, building.sharding.split_parameters(network, self.splits(), building.share.tp)
 
-    def stage(self, building: BuildContext, part: nn.Module, index: int) -> Stage:
+    def build_stage(self, building: BuildContext, part: ModelChunk, index: int) -> tuple[Stage, TensorSplits]:
         """See `LayoutModel`."""
-        assert isinstance(part, BlockNetwork)
-        return BlockStage(part, index, building.share, self.run.training.seed, self.length)
+        network, splits = self.build(building, part)
+        return BlockStage(network, index, building.share, self.run.training.seed, self.length), splits
 
     # --- the planner ---------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.counter_random import DropoutContext
 from phalanx.families.language.config import LanguageRun
@@ -66,7 +66,7 @@ class LanguageLayout(LayoutModel):
 
     compiles_blocks = True
 
-    def build(self, building: BuildContext, part: ModelChunk) -> tuple[nn.Module, TensorSplits]:
+    def build(self, building: BuildContext, part: ModelChunk) -> tuple[Decoder, TensorSplits]:
         """A part of the decoder."""
         run = self.run
         with torch.device("meta"):
@@ -82,10 +82,11 @@ class LanguageLayout(LayoutModel):
         split_context(model, building.share, building.attention.core)
         return model, splits
 
-    def stage(self, building: BuildContext, part: nn.Module, index: int) -> Stage:
-        """Runs a part of the decoder."""
-        assert isinstance(part, Decoder)
-        return LanguageStage(part, index, building.share, self.run.training.seed, self.run.data.sequence_length)
+    def build_stage(self, building: BuildContext, part: ModelChunk, index: int) -> tuple[Stage, TensorSplits]:
+        """Return what runs a part of the decoder."""
+        decoder, splits = self.build(building, part)
+        length = self.run.data.sequence_length
+        return LanguageStage(decoder, index, building.share, self.run.training.seed, length), splits
 
     def example_batch(self, samples: int, device: torch.device) -> TokenBatch:
         """Tokens, targets and, where attention heeds them, documents."""

@@ -124,7 +124,7 @@ class MaterialsLayout(LayoutModel):
     """A compiled block has no second derivative; a step is recorded or compiled as a whole
     (`families.materials.step_capture`)."""
 
-    def build(self, building: BuildContext, part: ModelChunk) -> tuple[nn.Module, TensorSplits]:
+    def build(self, building: BuildContext, part: ModelChunk) -> tuple[MaterialsNetwork, TensorSplits]:
         """The whole network: nothing is split."""
         run = self.run
         chunk = None if run.layout.recompute == "none" else _EDGE_CHUNK
@@ -136,23 +136,23 @@ class MaterialsLayout(LayoutModel):
             model.head.keep(building.branches)
         return model, {}
 
-    def stage(self, building: BuildContext, part: nn.Module, index: int) -> Stage:
-        """Runs the network."""
-        assert isinstance(part, MaterialsNetwork)
+    def build_stage(self, building: BuildContext, part: ModelChunk, index: int) -> tuple[Stage, TensorSplits]:
+        """Return what runs the network, recorded where it can be."""
+        network, splits = self.build(building, part)
         run = self.run
         cutting = cutting_of(run, building.share.cp)
-        stage = MaterialsStage(part, index, building.share, run.training.seed, cutting)
+        stage = MaterialsStage(network, index, building.share, run.training.seed, cutting)
         stage.keeps_branches = building.branches is not None
         if _records(run, building):
             stage.one_unit = True
             first = 0 if building.branches is None else building.branches.start
             stage.recorder = StepRecorder(
-                lambda: self._twin(building, part),
+                lambda: self._twin(building, network),
                 source=first,
                 cutoff=run.model.cutoff,
                 compiled=run.training.compile is True,
             )
-        return stage
+        return stage, splits
 
     def _twin(self, building: BuildContext, part: MaterialsNetwork) -> nn.Module:
         """A second network of the same kind on the device."""

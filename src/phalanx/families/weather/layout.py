@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.counter_random import DropoutContext
 from phalanx.families.weather.config import WeatherRun
@@ -120,7 +120,7 @@ class WeatherLayout(LayoutModel):
 
     compiles_blocks = True
 
-    def build(self, building: BuildContext, part: ModelChunk) -> tuple[nn.Module, TensorSplits]:
+    def build(self, building: BuildContext, part: ModelChunk) -> tuple[Forecaster, TensorSplits]:
         """A part of the forecaster."""
         run = self.run
         with torch.device("meta"):
@@ -129,14 +129,14 @@ class WeatherLayout(LayoutModel):
         share_embedding(model, building.share.tp)
         return model, splits
 
-    def stage(self, building: BuildContext, part: nn.Module, index: int) -> Stage:
-        """Runs a part of the forecaster."""
-        assert isinstance(part, Forecaster)
+    def build_stage(self, building: BuildContext, part: ModelChunk, index: int) -> tuple[Stage, TensorSplits]:
+        """Return what runs a part of the forecaster, rolled out as the data ask for."""
+        forecaster, splits = self.build(building, part)
         run = self.run
         step, rollout = run.data.rollout_hours, None
         if step is not None:
             rollout = RollOut(step, max(run.data.leads) // step)
-        return WeatherStage(part, index, building.share, run.training.seed, rollout)
+        return WeatherStage(forecaster, index, building.share, run.training.seed, rollout), splits
 
     def example_batch(self, samples: int, device: torch.device) -> FieldBatch:
         """Fields, targets, and a lead time for each sample."""
