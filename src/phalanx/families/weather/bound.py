@@ -1,4 +1,4 @@
-"""The weather family bound to a run: what it declares, and the class that answers every room (`families.family`)."""
+"""The weather family bound to a run: the class that answers every room (see `families.family`)."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ class BoundWeather(DeclaredWeather, WeatherLayout, WeatherTracing, WeatherInputs
     run: WeatherRun
 
     axes = frozenset(("dp_replicate", "dp_shard", "tp", "pp"))
-    """Not `cp`: every token attends to every other, and `tp` shares out both heads and tokens between the matrices."""
+    """Degrees that may be more than 1. Not `cp`: every token attends to every other, and `tp` shards heads as well as the
+    tokens between matrices."""
     position_unit = "tok"
     streams_weights = True
 
     forecasts = True
 
     def positions(self) -> SplitCount:
-        """Tokens: some of each location."""
+        """Return the tokens of a sample: `aggregation_queries` a location."""
         return SplitCount(
             "model.n_lat * model.n_lon / model.patch_size^2 * model.aggregation_queries", self.run.model.n_tokens
         )
 
     def context_heads(self) -> SplitCount:
-        """Attention heads."""
+        """Return the attention heads."""
         return SplitCount("model.n_heads", self.run.model.n_heads)
 
     def flops_per_sample(self) -> float:
-        """Of the operations this code needs; attention sees all pairs, so `training.flops` makes no difference."""
+        """Return the operations this code needs; attention sees all pairs, so `training.flops` makes no difference."""
         return float(sizes.model_flops_per_sample(self.run.model))
 
     def build_ensemble(

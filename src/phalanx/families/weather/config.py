@@ -1,4 +1,4 @@
-"""The run file of the weather family: its model and data sections, what of them does not fit together, and what names mean.
+"""The run file of the weather family: its model and data sections, and what of them does not fit together.
 
 Pure description, without torch. The defaults of the model are ClimaX as published (Nguyen et al. 2023, arXiv:2301.10343);
 whatever departs from it is an option that is off. What the values of the data section do stands in `data/`.
@@ -228,7 +228,7 @@ _RENAMED = re.compile(r"\s*([^\s=]+)\s*=\s*([^\s=]+)\s*")
 
 
 def _moment_text(value: object) -> object:
-    """A year, which YAML reads as a number, as text."""
+    """Return a year, which YAML reads as a number, as text."""
     return f"{value:04}" if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -412,7 +412,7 @@ class WeatherRun(Run):
 
 
 def _check_fields(run: WeatherRun) -> Iterator[Problem]:
-    """Data and model name the same variables in the same order."""
+    """Yield a problem where the data do not name the model's variables in their order."""
     model, data = run.model, run.data
     pairs = (
         ("inputs", "data.inputs and data.static", [*data.inputs, *data.static], "model.inputs", model.input_names),
@@ -435,7 +435,7 @@ def _check_fields(run: WeatherRun) -> Iterator[Problem]:
 
 
 def _check_rollout(run: WeatherRun) -> Iterator[Problem]:
-    """Steps that add up, one after another."""
+    """Yield a problem where steps of a roll-out do not add up to the lead times, or cannot follow one another."""
     data, step = run.data, run.data.rollout_hours
     if step is None:
         return
@@ -458,45 +458,13 @@ def _check_rollout(run: WeatherRun) -> Iterator[Problem]:
 
 
 def _check_attention(run: WeatherRun) -> Iterator[Problem]:
+    """Yield a problem where the attention kernel is for causal attention alone."""
     if run.training.attention in ("flex", "flash4"):
         yield Problem(
             ("training", "attention"),
             f"training.attention={run.training.attention} is for causal attention, which model.family=weather has not",
             "training.attention=auto",
         )
-
-
-_AT_LEVEL = re.compile(r"(.+?)_?(\d+)")
-_LAYER = re.compile(r"_(level|layer)$")
-"""Ends long names of the soil's layers: soil_temperature_level_1."""
-_ABOVE_GROUND = (
-    *("u10", "v10", "u100", "v100", "si10", "si100", "ws10", "ws100", "wdir10", "wdir100", "fg10"),
-    *("t2", "d2", "td2", "q2", "rh2"),
-)
-"""At so many metres."""
-_SOIL = ("stl1", "stl2", "stl3", "stl4", "swvl1", "swvl2", "swvl3", "swvl4")
-_SUMS = ("tp6", "tp12", "tp24")
-"""Over so many hours."""
-_MOLECULES = ("o3", "co2", "ch4", "no2", "so2", "hno3")
-_NO_LEVEL = frozenset((*_ABOVE_GROUND, *_SOIL, *_SUMS, *_MOLECULES))
-
-
-def split_level(name: str) -> tuple[str, int] | None:
-    """The array and the pressure level in hPa that a name stands for: z500 and z_500 are z at 500 hPa.
-
-    None for names without a level. Short names of the surface have none: u10 and u100 are winds 10 m and 100 m above the
-    ground. With an underscore the number always is a level: u_10 is the wind at 10 hPa.
-    """
-    match = _AT_LEVEL.fullmatch(name)
-    if match is None or name.lower() in _NO_LEVEL or _LAYER.search(match[1]):
-        return None
-    return match[1], int(match[2])
-
-
-def level_name(array: str, level: float) -> str:
-    """The shortest name under which `split_level` finds a level, in hPa, of an array."""
-    short = f"{array}{level:g}"
-    return short if split_level(short) == (array, level) else f"{array}_{level:g}"
 
 
 FAMILY = Family(

@@ -1,4 +1,4 @@
-"""The weather family as cost models see it: see `planner.trace.traced_model`."""
+"""The weather family for the planner: its parts on meta, and what a run computes with (see `planner.trace.traced_model`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.errors import ConfigError
 from phalanx.families.weather.config import WeatherModel, WeatherRun
 from phalanx.families.weather.declare import DeclaredWeather
 from phalanx.families.weather.layout import WeatherStage, share_embedding
-from phalanx.families.weather.model.forecaster import Attention, AttentionCore, Forecaster
+from phalanx.families.weather.model.forecaster import AttentionCore, Forecaster
 from phalanx.layout.context_parallel.sequence_share import SequenceShare
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage import Stage
@@ -32,7 +32,7 @@ from phalanx.planner.trace.traced_model import (
 
 
 class WeatherParts(DeclaredWeather, PartTracer):
-    """The parts of forecasters."""
+    """Traces the parts of forecasters."""
 
     model: WeatherModel
 
@@ -43,10 +43,8 @@ class WeatherParts(DeclaredWeather, PartTracer):
             part = Forecaster(model, dtype=dtype, part=MODEL_PARTS[name])
         stream_matrices(part, self.splits(), share.tp, stream)
         share_embedding(part, share.tp)
-        core = _core(self.setting.attention)
-        for module in part.modules():
-            if isinstance(module, Attention):
-                module.attend = core
+        for block in part.blocks:
+            block.attention.attend = _meta_attention(self.setting.attention)
         return WeatherStage(part.to(dtype), 0, share, seed=0)
 
     def whole_part(self, part: ModelChunk) -> nn.Module:
@@ -84,7 +82,7 @@ class WeatherTracing(TracedModel):
     tracer = WeatherParts
 
     def setting_of(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
-        """See `TracedModel`. Raises ConfigError for roll-outs, whose earlier steps no part's costs hold."""
+        """See `TracedModel`. Raises ConfigError for roll-outs, whose earlier steps are in the costs of no part."""
         if self.run.data.rollout_hours is not None:
             raise ConfigError(
                 f"data.rollout_hours={self.run.data.rollout_hours}: plans know single steps alone; plan with "
@@ -105,14 +103,17 @@ class WeatherTracing(TracedModel):
         return sdpa_choice(self.run.training.attention, self.run.layout.precision, biased=False, rocm=rocm)
 
     def sample_bytes(self) -> int:
-        """Whole fields and targets, float32, on every rank."""
+        """Return the bytes of whole fields and targets, float32, which every rank reads."""
         model = self.run.model
         return 4 * model.n_lat * model.n_lon * (len(model.input_names) + len(model.output_names))
 
 
 @cache
-def _core(kernel: Kernel) -> AttentionCore:
-    """Attention of all tokens to all, as `kernel` computes it on meta, where PyTorch would take it apart."""
+def _meta_attention(kernel: Kernel) -> AttentionCore:
+    """Return attention of all tokens to all as `kernel` computes it.
+
+    The kernels are named, since SDPA on meta would take the one of the math backend, which keeps whole matrices of scores.
+    """
     operations = torch.ops.aten
     cores: dict[Kernel, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         "flash": lambda q, k, v: operations._scaled_dot_product_flash_attention(q, k, v)[0],

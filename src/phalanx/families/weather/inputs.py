@@ -1,9 +1,9 @@
-"""What a weather run reads, and its evaluation: forecasts of held-out times, scored in the units of the fields."""
+"""The data of a weather run, and its evaluation: forecasts of held-out times, scored in the units of the fields."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from phalanx.training.inputs import ExpectedEvaluation, Finding, Inputs, Trainab
 STATISTICS = "statistics.json"
 """File of a run directory with what its fields are normalised by."""
 _CLIMATOLOGY_BYTES = 4 * 2**30
-"""Fields that every rank averages as training begins; of more, evaluation goes without climatology."""
+"""Most bytes of fields that every rank averages as training begins; of more, evaluation has no climatology."""
 _TOLERANCE = 1e-3
 """Degrees by which latitudes of model and data may differ."""
 
@@ -45,11 +45,11 @@ _TOLERANCE = 1e-3
 class FieldInputs(Inputs):
     """Opened fields of a run."""
 
-    statistics: FieldStatistics | None = None
+    statistics: FieldStatistics = field(kw_only=True)
+    """Statistics that the fields are normalised by."""
 
     def write(self, run_dir: Path) -> None:
-        """The statistics."""
-        assert self.statistics is not None
+        """Write the statistics, without which the trained model is of no use."""
         self.statistics.write(run_dir / STATISTICS)
 
 
@@ -65,7 +65,7 @@ class WeatherInputs(TrainableModel):
         require_grid(run, fields.grid)
         reader = fields.reader("train", seed=run.training.seed)
         if first:
-            _tell_what_is_left_out(reader)
+            _report_left_out(reader)
         stream = FieldBatchStream(
             reader,
             global_batch=layout.global_batch,
@@ -74,17 +74,19 @@ class WeatherInputs(TrainableModel):
             prefetch=run.data.prefetch,
             pin_memory=device.type != "cpu",
         )
-        evaluator = FieldEvaluator(run, None, None, None, device)
+        held_out = climatologies = without = None
         if run.data.splits.validation is not None:
             held_out = fields.reader("validation", seed=run.training.seed)
+            climatologies, without = known_climatologies(fields, held_out, _CLIMATOLOGY_BYTES)
             if first:
-                _tell_what_is_left_out(held_out)
-            evaluator = FieldEvaluator(
-                run, held_out, *known_climatologies(fields, held_out, _CLIMATOLOGY_BYTES), device
-            )
-        words = f"{sum(len(source.windows.starts) for source in reader.sources):,} frames to start from"
-        verification = Verification([fields] if first else [])
-        return FieldInputs(stream, evaluator, verification, in_words=words, statistics=fields.statistics)
+                _report_left_out(held_out)
+        return FieldInputs(
+            stream,
+            FieldEvaluator(run, held_out, climatologies, without, device),
+            Verification([fields] if first else []),
+            in_words=f"{sum(len(source.windows.starts) for source in reader.sources):,} frames to start from",
+            statistics=fields.statistics,
+        )
 
     def check_inputs(self) -> str:
         """See `TrainableModel`. How many frames there are takes opening them all."""
@@ -116,11 +118,11 @@ class WeatherInputs(TrainableModel):
             for lead in run.data.leads
             for variable in run.data.target_variables
         ]
-        return ExpectedEvaluation(_fields(0.0, 0, rows), frozenset(("loss", "rmse", "mae")))
+        return ExpectedEvaluation(_evaluation_fields(0.0, 0, rows), frozenset(("loss", "rmse", "mae")))
 
 
-def _fields(loss: float, forecasts: int, rows: Sequence[ScoreRow]) -> dict[str, Any]:
-    """What an evaluation writes down."""
+def _evaluation_fields(loss: float, forecasts: int, rows: Sequence[ScoreRow]) -> dict[str, Any]:
+    """Return the content of an evaluation's event in the run's log."""
     return {
         "loss": loss,
         "forecasts": forecasts,
@@ -129,8 +131,8 @@ def _fields(loss: float, forecasts: int, rows: Sequence[ScoreRow]) -> dict[str, 
     }
 
 
-def _tell_what_is_left_out(reader: FieldReader) -> None:
-    """A line to stderr for each source with frames that have missing values."""
+def _report_left_out(reader: FieldReader) -> None:
+    """Write a line to stderr for each source with frames that have missing values."""
     for source in reader.sources:
         if source.windows.places:
             write_stderr(f"{source.store.path}: {source.windows.report()}")
@@ -163,22 +165,23 @@ class FieldEvaluator:
     """The validation split; None where the run has none."""
     climatologies: dict[int, Climatology] | None
     without: str | None
-    """Why there are no climatologies."""
+    """Reason why there are no climatologies; None where there are."""
     device: torch.device
 
     def evaluate(self, executor: Executor) -> list[Finding]:
-        """Scores of at most about `evaluation.samples` forecasts, spread over the split, each start with all lead times."""
+        """Score about `evaluation.samples` forecasts at most, spread over the split, each start with all its lead times."""
         if self.reader is None:
             return []
         mesh = executor.mesh
         comparison = Comparison(self.reader, self.climatologies, self.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         cases = spread_cases(self.reader, self.run.evaluation.samples)
-        for mine, real in _shares(cases, executor.layout.microbatch, mesh.data_rank, executor.layout.data_ranks):
+        for mine, real in _share_cases(cases, executor.layout.microbatch, mesh.data_rank, executor.layout.data_ranks):
             batch = self.reader.read_cases(mine).to(self.device)
             x, inputs = batch.inputs()
             targets = inputs.pop("targets_BVHW")[:real]
             predicted = executor.infer(x, inputs, batch.sample_indices)
+            # Ranks of `tp` hold the same fields: one of them scores them.
             if predicted is None or mesh.tp.rank or not real:
                 continue
             sums += torch.stack((self._loss(predicted[:real], targets), target_counts(targets)[0].double()))
@@ -187,13 +190,13 @@ class FieldEvaluator:
         if mesh.world is not None:
             dist.all_reduce(sums, group=mesh.world)
         loss, rows = float(sums[0] / sums[1]), comparison.rows()
-        fields = _fields(loss, len(cases), rows)
+        fields = _evaluation_fields(loss, len(cases), rows)
         if self.without is not None:
             fields["without_climatology"] = self.without
         return [Finding("evaluation", fields, f"held-out loss {loss:.5f}; {skill_in_words(rows)}")]
 
     def _loss(self, predicted_BVHW: Tensor, targets_BVHW: Tensor) -> Tensor:
-        """As the training loss."""
+        """Return the summed loss as training forms it, float64 [], of normalised fields."""
         model = self.run.model
         weights = None if model.loss_weights is None else torch.tensor(model.loss_weights, device=self.device)
         weight_HW = row_weights(model, self.device)[:, None].expand(-1, model.n_lon)
@@ -203,7 +206,7 @@ class FieldEvaluator:
 
 
 def spread_cases(reader: FieldReader, count: int) -> Cases:
-    """About `count` cases or fewer, of starts that are evenly spread over each source, each with all its lead times."""
+    """Return about `count` cases or fewer: starts evenly spread over each source, each with all its lead times."""
     chosen = []
     for source in range(len(reader.sources)):
         cases = reader.cases(source)
@@ -214,8 +217,8 @@ def spread_cases(reader: FieldReader, count: int) -> Cases:
     return Cases(*(np.concatenate([getattr(one, name) for one in chosen]) for name in ("source", "start", "target")))
 
 
-def _shares(cases: Cases, size: int, rank: int, ranks: int) -> Iterator[tuple[Cases, int]]:
-    """Rank `rank`'s micro-batches of `size` cases, as many as the others', and how many of each are real.
+def _share_cases(cases: Cases, size: int, rank: int, ranks: int) -> Iterator[tuple[Cases, int]]:
+    """Yield micro-batches of `size` cases for `rank`, as many as for every other rank, and how many of each are real.
 
     The rest repeat the last case: a sharded model needs all ranks, a pipeline micro-batches of one size.
     """

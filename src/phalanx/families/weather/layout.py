@@ -26,7 +26,7 @@ from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
 
 _LOCATIONS = 1
-"""The dim of locations in [B, L, V, P]."""
+"""Dimension of locations in [B, L, V, P]."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class RollOut:
     """Forecasts made of several steps, each of which starts from the one before."""
 
     hours: int
-    """Lead time of a step."""
+    """Lead time of one step."""
     most_steps: int
-    """Of the longest lead time."""
+    """Steps of the longest lead time."""
 
 
 class WeatherStage(Stage):
@@ -47,6 +47,7 @@ class WeatherStage(Stage):
     def __init__(
         self, part: Forecaster, index: int, share: SequenceShare, seed: int, rollout: RollOut | None = None
     ) -> None:
+        """rollout: None for single steps."""
         super().__init__(part, index, share, seed, part.config.n_tokens)
         self.rollout = rollout
 
@@ -57,7 +58,7 @@ class WeatherStage(Stage):
         and targets_BVHW; without these the last stage gives whole predicted fields [B, V, H, W] on every rank of `tp`."""
         positions = self.share.positions(self.length, x.device)
         if self.rollout is not None:
-            x = self._before_last_step(x, inputs["lead_hours_B"], positions, self.rollout)
+            x = self._forecast_until_last_step(x, inputs["lead_hours_B"], positions, self.rollout)
             hours_B = torch.full_like(inputs["lead_hours_B"], self.rollout.hours)
             inputs = {**inputs, "fields_BVHW": x, "lead_hours_B": hours_B}
         dropout = None
@@ -69,32 +70,32 @@ class WeatherStage(Stage):
             return hidden
         targets, fields = inputs.get("targets_BVHW"), inputs["fields_BVHW"]
         if targets is None:
-            return self._fields(hidden, positions, fields)
+            return self._predict_fields(hidden, positions, fields)
         loss: Tensor = self.part.head(hidden, targets, positions.rows_S, fields_BVHW=fields)
         return loss
 
     @torch.no_grad()
-    def _before_last_step(self, x: Tensor, lead_hours_B: Tensor, positions: Positions, rollout: RollOut) -> Tensor:
-        """The fields [B, V, H, W] from which one step leads to what is to be predicted, by forecasts without dropout.
-
-        As many steps on every rank, whatever its samples' lead times: a sharded model needs all ranks.
-        """
+    def _forecast_until_last_step(
+        self, x: Tensor, lead_hours_B: Tensor, positions: Positions, rollout: RollOut
+    ) -> Tensor:
+        """Forecast from fields x [B, V, H, W], without dropout, the fields from which one step leads to the lead times."""
         hours_B = torch.full_like(lead_hours_B, rollout.hours)
+        # As many steps on every rank, whatever the lead times of its samples: a sharded model needs all ranks.
         for done in range(1, rollout.most_steps):
             hidden = self.part.hidden(x, positions, lead_hours_B=hours_B)
-            following = self.part.next_inputs(x, self._fields(hidden, positions, x))
-            goes_on_B = lead_hours_B > (done + 0.5) * rollout.hours
-            x = torch.where(goes_on_B[:, None, None, None], following, x)
+            following = self.part.next_inputs(x, self._predict_fields(hidden, positions, x))
+            continued_B = lead_hours_B > (done + 0.5) * rollout.hours
+            x = torch.where(continued_B[:, None, None, None], following, x)
         return x
 
-    def _fields(self, hidden: Tensor, positions: Positions, fields_BVHW: Tensor) -> Tensor:
-        """Whole predicted fields [B, V, H, W]."""
+    def _predict_fields(self, hidden: Tensor, positions: Positions, fields_BVHW: Tensor) -> Tensor:
+        """Return whole predicted fields [B, V, H, W], on every rank of `tp`."""
         patches = self.part.head(hidden, None, positions.rows_S, fields_BVHW=fields_BVHW)
         config = self.part.config
         return fields_of(gather(patches, self.share.tp, _LOCATIONS), config.n_lat, config.patch_size)
 
     def example_input(self, samples: int) -> Tensor:
-        """Fields."""
+        """Return input fields without content."""
         config = self.part.config
         return torch.empty((samples, len(config.input_names), config.n_lat, config.n_lon))
 
@@ -103,12 +104,12 @@ class SplitFieldEmbedding(FieldEmbedding):
     """Each rank aggregates all locations under its heads; the sums over heads are scattered to this rank's rows."""
 
     def needed_rows(self, positions: Positions) -> Tensor:
-        """All rows."""
+        """Return all rows."""
         return torch.arange(self.config.n_tokens, device=positions.rows_S.device)
 
 
 def share_embedding(part: Forecaster, tp: Axis) -> None:
-    """Let the embedding, if `part` has it, aggregate as its split weights ask for."""
+    """Let the embedding, if `part` has it, aggregate all locations under the heads of this rank's weights."""
     if part.part.first and tp.size > 1:
         part.embedding.__class__ = SplitFieldEmbedding
 
@@ -121,7 +122,7 @@ class WeatherLayout(LayoutModel):
     compiles_blocks = True
 
     def build(self, building: BuildContext, part: ModelChunk) -> tuple[Forecaster, TensorSplits]:
-        """A part of the forecaster."""
+        """See `LayoutModel`."""
         run = self.run
         with torch.device("meta"):
             model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision].compute_dtype, part=part)
@@ -139,7 +140,7 @@ class WeatherLayout(LayoutModel):
         return WeatherStage(forecaster, index, building.share, run.training.seed, rollout), splits
 
     def example_batch(self, samples: int, device: torch.device) -> FieldBatch:
-        """Fields, targets, and a lead time for each sample."""
+        """Return fields, targets and lead times without content."""
         model = self.run.model
         grid = model.n_lat, model.n_lon
         inputs, outputs = (
@@ -150,7 +151,7 @@ class WeatherLayout(LayoutModel):
         return FieldBatch(inputs, outputs, hours, year, day, torch.arange(samples, device=device))
 
     def choose_attention(self, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
-        """The kernel that the run file names, or the fastest of those that PyTorch brings."""
+        """Return the kernel that the run file names, or the fastest of those that PyTorch brings."""
         run = self.run
         if run.training.attention != "auto":
             return AttentionChoice(run.training.attention)

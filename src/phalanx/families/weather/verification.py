@@ -1,4 +1,4 @@
-"""Weather runs to verify with: fields that are a function of their number, and forecasters small enough for a laptop."""
+"""Verification of weather runs: fields that are a function of their number, and forecasters small enough for a laptop."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from phalanx.verification.family import VerifiableModel, most_stages
 
 _HEAD_SIZE = 8
 _LEAD_UNIT = 6
-"""Hours."""
+"""Hours that lead times are multiples of."""
 _LONGEST_LEAD = 28
-"""In units of `_LEAD_UNIT`."""
+"""Longest lead time, in units of `_LEAD_UNIT`."""
 
 
 class WeatherVerification(VerifiableModel):
@@ -27,23 +27,20 @@ class WeatherVerification(VerifiableModel):
     run: WeatherRun
 
     def samples(self, step: int, first: int, count: int, global_batch: int) -> FieldBatch:
-        """Random fields, with uneven targets and lead times.
-
-        Some targets are left out, more in some samples than in others, so that an average over ranks in place of a sum
-        over targets shows.
-        """
+        """Return random fields, with uneven targets and lead times."""
         model = self.run.model
         numbers = torch.arange(first, first + count) + (step - 1) * global_batch
         inputs, outputs = len(model.input_names), len(model.output_names)
-        targets = _fields("targets", numbers, outputs, model)
-        # Between an eighth and a half of a sample's targets, by its number.
-        left_out = _bits("left out", numbers, targets[0].numel()) % 8 < 1 + numbers[:, None] % 4
+        targets = _random_fields("targets", numbers, outputs, model)
+        # Between an eighth and a half of a sample's targets, by its number: an average over ranks in place of a sum over
+        # targets then shows.
+        left_out = _random_bits("left out", numbers, targets[0].numel()) % 8 < 1 + numbers[:, None] % 4
         targets[left_out.view_as(targets)] = torch.nan
         unit = self.run.data.rollout_hours
         most = _LONGEST_LEAD if unit is None else max(self.run.data.leads) // unit
-        leads = (unit or _LEAD_UNIT) * (1 + _bits("lead", numbers, 1)[:, 0] % most)
+        leads = (unit or _LEAD_UNIT) * (1 + _random_bits("lead", numbers, 1)[:, 0] % most)
         return FieldBatch(
-            fields=_fields("fields", numbers, inputs, model),
+            fields=_random_fields("fields", numbers, inputs, model),
             targets=targets,
             lead_hours=leads.to(torch.float32),
             time_of_year=torch.zeros(count),
@@ -52,33 +49,37 @@ class WeatherVerification(VerifiableModel):
         )
 
     def reduced(self, world_size: int) -> dict[str, dict[str, Any]]:
-        """Small widths, heads, layers, grid and few variables; aggregation, q/k norms, embeddings, prediction, depth of the
-        head and dropout as they are."""
+        """Return small widths, heads, layers and grid, and few variables.
+
+        Aggregation, q/k norms, embeddings, prediction, depth of the head and dropout stay as they are.
+        """
         return {"model": _reduced_model(self.run.model, world_size, most_stages(self.run, world_size)).model_dump()}
 
     def in_words(self) -> str:
-        """Sizes of the forecaster."""
+        """Describe the shape of the forecaster."""
         return in_words(self.run.model)
 
 
-def _fields(what: str, numbers: Tensor, count: int, model: WeatherModel) -> Tensor:
-    """Normal values, float32 [samples, count, H, W]."""
+def _random_fields(what: str, numbers: Tensor, count: int, model: WeatherModel) -> Tensor:
+    """Return normal values, float32 [samples, count, H, W]."""
     shape = (count, model.n_lat, model.n_lon)
-    values = normal_values(stream_key("verify", what), _counters(numbers, math.prod(shape)))
+    values = normal_values(stream_key("verify", what), _sample_counters(numbers, math.prod(shape)))
     return values.view(-1, *shape).float()
 
 
-def _bits(what: str, numbers: Tensor, count: int) -> Tensor:
-    """Non-negative random integers [samples, count]."""
-    return random_bits(stream_key("verify", what), _counters(numbers, count)).bitwise_and((1 << 62) - 1)
+def _random_bits(what: str, numbers: Tensor, count: int) -> Tensor:
+    """Return non-negative random integers [samples, count]."""
+    return random_bits(stream_key("verify", what), _sample_counters(numbers, count)).bitwise_and((1 << 62) - 1)
 
 
-def _counters(numbers: Tensor, count: int) -> Tensor:
+def _sample_counters(numbers: Tensor, count: int) -> Tensor:
+    """Return `count` counters of random numbers for each sample, which no other sample has."""
     return numbers[:, None] * (1 << 32) + torch.arange(count)
 
 
 def _reduced_model(model: WeatherModel, world_size: int, stages: int) -> WeatherModel:
-    # Every `tp` divides the world size, heads, hidden width and locations: so it does all of the small ones.
+    # A legal `tp` divides the world size and the heads, and so their greatest common divisor, which heads, hidden width and
+    # columns of the small model are multiples of.
     heads = math.gcd(model.n_heads, world_size)
     patch = min(model.patch_size, 2)
     names = _few_variables(model)
@@ -96,7 +97,7 @@ def _reduced_model(model: WeatherModel, world_size: int, stages: int) -> Weather
         "variables": names,
         "inputs": inputs,
         "outputs": outputs,
-        # As large as keeps the size of what flows through a narrower matrix: attention must not be all but uniform.
+        # Activations keep their size behind narrower matrices: else attention would be all but uniform, and hide mistakes.
         "init_std": model.init_std * math.sqrt(model.d_model / (_HEAD_SIZE * heads)),
         "aggregation_groups": min(model.aggregation_groups, 2, len(inputs)),
         "aggregation_queries": min(model.aggregation_queries, 2),
@@ -110,7 +111,7 @@ def _reduced_model(model: WeatherModel, world_size: int, stages: int) -> Weather
 
 
 def _few_variables(model: WeatherModel) -> list[str]:
-    """A few that are predicted, read or both, and one that is neither, where there are such; in the model's order."""
+    """Return a few variables that are predicted, read or both, and one that is neither, in the model's order."""
     inputs, outputs = set(model.input_names), set(model.output_names)
     predicted = [name for name in model.variables if name in outputs]
     read_alone = [name for name in model.variables if name in inputs - outputs]

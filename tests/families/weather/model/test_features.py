@@ -11,8 +11,8 @@ import torch
 from phalanx.families.weather.model.grid_features import (
     exact_sine,
     grid_table,
-    pressure_level,
     sine_table,
+    split_level,
     take_places,
     wave_features,
 )
@@ -85,7 +85,8 @@ def test_waves_between_the_shortest_and_the_longest() -> None:
     ],
 )
 def test_pressure_levels_stand_in_names(name: str, level: int | None) -> None:
-    assert pressure_level(name) == level
+    found = split_level(name)
+    assert (found and found[1]) == level
 
 
 @pytest.mark.parametrize("places", [[0, 1, 2], [2, 3], [3, 0], [1]])

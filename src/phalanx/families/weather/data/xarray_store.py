@@ -20,7 +20,7 @@ import xarray
 
 from phalanx.data.sample_order import Int64Array
 from phalanx.errors import DataError
-from phalanx.families.weather.config import FieldSource, level_name, split_level
+from phalanx.families.weather.config import FieldSource
 from phalanx.families.weather.data import require_package
 from phalanx.families.weather.data.coordinates import (
     Float32Array,
@@ -33,6 +33,7 @@ from phalanx.families.weather.data.coordinates import (
     require_same_grid,
 )
 from phalanx.families.weather.data.field_store import BlockCache, FieldStore, Naming, Segment, hash_of
+from phalanx.families.weather.model.grid_features import level_name, split_level
 
 _SHOWN = 20
 

@@ -19,7 +19,7 @@ from phalanx.families.weather.model.grid_features import (
     input_places,
     patch_places,
     patches_of,
-    pressure_level,
+    split_level,
     take_places,
     wave_features,
 )
@@ -136,8 +136,8 @@ class FieldEmbedding(nn.Module):
 def _level_features(names: list[str], device: torch.device) -> Tensor:
     """Return waves of each variable's pressure, [V, 2 * FEATURES]; zeros for variables of the surface."""
     # Variables of the surface have no pressure: zeros say so, and the table still tells them apart.
-    levels = [pressure_level(name) for name in names]
-    pressure_V = torch.tensor([level or 0 for level in levels], dtype=torch.float64, device=device)
+    levels = [split_level(name) for name in names]
+    pressure_V = torch.tensor([level[1] if level else 0 for level in levels], dtype=torch.float64, device=device)
     on_level_V = torch.tensor([level is not None for level in levels], device=device)
     return torch.where(on_level_V[:, None], wave_features(pressure_V, *PRESSURES), 0.0)
 

@@ -1,22 +1,37 @@
-"""What does not depend on data: patches of a grid, numbers of variables, areas of points, and numbers as waves.
+"""What does not depend on data: patches of a grid, areas of points, places and pressure levels of variables, and waves.
 
-Waves are the initial tables of sines and cosines, and the features of lead time, pressure and place.
+Waves are the initial tables of sines and cosines, and the features of lead time, pressure and place. This is the one module
+that knows which names end in a number that is no pressure, as u10 does, the wind 10 m above the ground.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from math import pi
 
 import torch
 from torch import Tensor
 
-from phalanx.families.weather.config import WeatherModel, split_level
+from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.sizes import FEATURES
 
 _HALF_PI_HIGH = math.floor(math.pi / 2 * 2**32) / 2**32
 _HALF_PI_LOW = math.pi / 2 - _HALF_PI_HIGH
+_AT_LEVEL = re.compile(r"(.+?)_?(\d+)")
+_LAYER = re.compile(r"_(level|layer)$")
+"""End of the long names of soil layers: soil_temperature_level_1."""
+_ABOVE_GROUND = (
+    *("u10", "v10", "u100", "v100", "si10", "si100", "ws10", "ws100", "wdir10", "wdir100", "fg10"),
+    *("t2", "d2", "td2", "q2", "rh2"),
+)
+"""Short names of variables at so many metres above the ground."""
+_SOIL = ("stl1", "stl2", "stl3", "stl4", "swvl1", "swvl2", "swvl3", "swvl4")
+_SUMS = ("tp6", "tp12", "tp24")
+"""Precipitation summed over so many hours."""
+_MOLECULES = ("o3", "co2", "ch4", "no2", "so2", "hno3")
+_NO_LEVEL = frozenset((*_ABOVE_GROUND, *_SOIL, *_SUMS, *_MOLECULES))
 
 
 def patches_of(fields_BVHW: Tensor, patch_size: int) -> Tensor:
@@ -105,11 +120,22 @@ def take_places(tensor: Tensor, places: Sequence[int], dim: int) -> Tensor:
     return tensor.index_select(dim, torch.tensor(places, device=tensor.device))
 
 
-def pressure_level(name: str) -> int | None:
-    """Return pressure in hPa that ends a variable's name (`temperature_850`, `t850`); None for variables of the
-    surface (`u10`)."""
-    found = split_level(name)
-    return None if found is None else found[1]
+def split_level(name: str) -> tuple[str, int] | None:
+    """Return the array and the pressure level in hPa that a name stands for: z500 and z_500 are z at 500 hPa.
+
+    None for names without a level. Short names of the surface have none: u10 and u100 are winds 10 m and 100 m above the
+    ground. With an underscore the number always is a level: u_10 is the wind at 10 hPa.
+    """
+    match = _AT_LEVEL.fullmatch(name)
+    if match is None or name.lower() in _NO_LEVEL or _LAYER.search(match[1]):
+        return None
+    return match[1], int(match[2])
+
+
+def level_name(array: str, level: float) -> str:
+    """Return the shortest name under which `split_level` finds a level, in hPa, of an array."""
+    short = f"{array}{level:g}"
+    return short if split_level(short) == (array, level) else f"{array}_{level:g}"
 
 
 def wave_features(x: Tensor, shortest: float, longest: float, count: int = FEATURES) -> Tensor:
