@@ -1,11 +1,16 @@
-"""Presets: every published size, and the real module's size, to the parameter."""
+"""Presets: every published size, and the real module's size, to the parameter; those of other packages."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
-from phalanx.config.families import sizes_of
+from phalanx.config.families import FAMILIES, Family, sizes_of
+from phalanx.config.load import parse_run
 from phalanx.config.model import LanguageModel
 from phalanx.config.presets import PublishedCount, load_preset, preset_names
+from phalanx.errors import ConfigError
+from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.families.language.sizes import parameter_count
 
@@ -104,3 +109,44 @@ def test_sequence_fits_the_model(name: str) -> None:
     preset = load_preset(name)
     model = preset.model()
     assert isinstance(model, LanguageModel) and preset.sequence_length <= model.max_positions
+
+
+PACKAGED = """
+about: Two blocks.
+source: nobody
+sequence_length: 8
+published: []
+model:
+  n_layers: 2
+  d_model: 8
+  n_heads: 2
+  vocab_size: 16
+  max_positions: 8
+"""
+TINY_RUN = """
+model: {preset: tiny-2, n_layers: 3}
+data: {sources: [text], sequence_length: 8}
+layout: {global_batch: 1}
+optimizer: {lr: 1.0e-3}
+training: {steps: 1}
+"""
+
+
+def test_a_family_of_another_package_brings_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class TinyModel(LanguageModel):
+        family: str = "tiny"  # type: ignore[assignment]
+
+    class TinyRun(LanguageRun):
+        model: TinyModel
+
+    (tmp_path / "tiny-2.yaml").write_text(PACKAGED)
+    monkeypatch.setattr(FAMILIES, "_items", {})
+    FAMILIES.register("tiny", Family("tiny", TinyRun, bound="nowhere:Nothing", presets=tmp_path))
+    assert "tiny-2" in preset_names() and load_preset("tiny-2").family == "tiny"
+    run = parse_run(TINY_RUN, "run.yaml")
+    assert isinstance(run, TinyRun) and (run.model.family, run.model.n_layers, run.model.d_model) == ("tiny", 3, 8)
+
+
+def test_a_name_is_no_path() -> None:
+    with pytest.raises(ConfigError, match="no such preset"):
+        load_preset("../presets/gpt2")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from phalanx.config.model import Model
@@ -43,6 +44,9 @@ class Family:
     """The class of bound models, a `phalanx.families.family.BoundModel`; "module:Class" is imported when a run is bound."""
     sizes: str = "phalanx.families.blocks.bound"
     """The module that says how large its models are (see `Sizes`); by default counted on the modules of a `BlockNetwork`."""
+
+    presets: Path | None = None
+    """Folder of its presets, one YAML file each; None where it has none."""
 
     @property
     def model(self) -> type[Model]:

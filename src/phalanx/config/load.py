@@ -30,7 +30,7 @@ from phalanx.config.document import (
 )
 from phalanx.config.families import BUILT_IN, DEFAULT_FAMILY, FAMILIES, find_family
 from phalanx.config.fields import all_fields, field_pattern, nearest_names
-from phalanx.config.presets import load_preset, preset_names
+from phalanx.config.presets import find_preset, preset_names
 from phalanx.config.problems import Problem, config_error, explain, unknown_choice
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
@@ -134,8 +134,9 @@ def _switch_preset(values: dict[str, Value], changes: Sequence[Override]) -> Non
     if old is None and _whole_shape(model):
         text = f"model.preset={show_value(new)} would change nothing, since the run file gives the whole shape itself"
         raise config_error([Problem((), text, f"model={{preset: {show_value(new)}}} in place of that shape")])
-    if old in preset_names() and old != new:
-        former = load_preset(str(old)).model().model_dump(mode="json")
+    former_preset = find_preset(str(old))
+    if former_preset is not None and old != new:
+        former = former_preset.model().model_dump(mode="json")
         values["model"] = {name: value for name, value in model.items() if name not in former or value != former[name]}
 
 
@@ -151,9 +152,10 @@ def _fill_from_preset(values: dict[str, Value]) -> list[Problem]:
     model = values.get("model")
     if not isinstance(model, dict) or not isinstance(name := model.get("preset"), str):
         return []
-    if name not in preset_names():
+    preset = find_preset(name)
+    if preset is None:
         return [unknown_choice(("model", "preset"), name, "a preset (phalanx config list shows them)", preset_names())]
-    values["model"] = _merged(load_preset(name).fields, model)
+    values["model"] = _merged({"family": preset.family, **preset.fields}, model)
     return []
 
 
@@ -214,13 +216,14 @@ def _to_yaml(values: Any) -> str:
 
 def _with_preset_comments(text: str, run: Run) -> str:
     name = run.model.preset
-    if name is None or name not in preset_names():
+    preset = None if name is None else find_preset(name)
+    if preset is None:
         return text
-    here, preset = run.model.model_dump(mode="json"), load_preset(name).model().model_dump(mode="json")
+    here, there = run.model.model_dump(mode="json"), preset.model().model_dump(mode="json")
     lines = text.splitlines()
-    for field in (field for field in preset if preset[field] != here[field]):
+    for field in (field for field in there if there[field] != here[field]):
         index = next(i for i, line in enumerate(lines) if line.startswith(f"  {field}:"))
-        lines[index] += f"  # {name}: {show_value(preset[field])}"
+        lines[index] += f"  # {name}: {show_value(there[field])}"
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Named model shapes: one YAML file each in `presets/`, with where its figures come from.
+"""Named model shapes: one YAML file each in the folder `presets` of its family, with where its figures come from.
 
 A preset lies below the run file: it fills the fields of `model` that the file does not give.
 """
@@ -9,12 +9,13 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from phalanx.config.document import Value, parse_document
-from phalanx.config.families import DEFAULT_FAMILY, find_family
+from phalanx.config.families import BUILT_IN, FAMILIES, find_family
 from phalanx.config.model import Model
+from phalanx.errors import ConfigError
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -31,7 +32,7 @@ class PublishedCount:
     """Fields of the model in which the counted one differs from the preset."""
 
     def bounds(self) -> tuple[float, float]:
-        """The least and the largest count that rounds to the printed digits."""
+        """Return the least and the largest count that rounds to the printed digits."""
         digits = self.parameters.rstrip("KMBT")
         unit = _UNITS[self.parameters[len(digits) :]]
         printed = Decimal(digits)
@@ -44,52 +45,81 @@ class Preset:
     """A named model shape."""
 
     name: str
+    family: str
     about: str
     source: str
     """Where the figures come from."""
     sequence_length: int
     """Positions a sample in the published runs: tokens of text, or patches of a field."""
     fields: dict[str, Value]
-    """Fields of the run file's `model` section."""
+    """Fields of the run file's `model` section, as the file gives them; the family may be left out."""
     published: tuple[PublishedCount, ...]
 
     @property
     def named_size(self) -> float | None:
-        """Parameters that the name speaks of, as 113e9 of orbit-113b; None where it speaks of none."""
+        """Parameters that the name states, as 113e9 of orbit-113b; None where it states none."""
         found = re.search(r"-([0-9.]+)([kmbt])$", self.name)
         return None if found is None else float(found[1]) * _UNITS[found[2].upper()]
 
-    @property
-    def family(self) -> str:
-        """The family of the model."""
-        return str(self.fields.get("family", DEFAULT_FAMILY))
-
     def model(self, **changes: Any) -> Model:
-        """The shape, as its family describes one, with single fields changed."""
-        return find_family(self.family).model.model_validate({**self.fields, "preset": self.name, **changes})
+        """Return the shape, as its family describes one, with single fields changed."""
+        kind = find_family(self.family).model
+        return kind.model_validate({"family": self.family, **self.fields, "preset": self.name, **changes})
 
 
-@cache
 def preset_names() -> tuple[str, ...]:
-    """All presets, families together and small before large."""
-    files = resources.files("phalanx.config").joinpath("presets").iterdir()
-    names = [file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml")]
-    return tuple(sorted(names, key=_family_and_size))
+    """Return the names of all presets of all families, series together and small before large."""
+    names = {file.stem for family in _families() for file in _preset_files(family)}
+    return tuple(sorted(names, key=_series_and_size))
+
+
+def load_preset(name: str) -> Preset:
+    """Read the preset `name`. Raises ConfigError where there is none."""
+    preset = find_preset(name)
+    if preset is None:
+        raise ConfigError(f"model.preset={name}: no such preset; phalanx config list shows them")
+    return preset
+
+
+def find_preset(name: str) -> Preset | None:
+    """Read the preset `name`; None where there is none."""
+    for family in _families():
+        for file in _preset_files(family):
+            # Compared with what is there, not joined to the folder: a name from a run file may hold "..".
+            if file.stem == name:
+                return _read_preset(file, family)
+    return None
+
+
+def _families() -> list[str]:
+    """Return our own families first: their presets are found without importing what other packages offer."""
+    return [*BUILT_IN, *(name for name in FAMILIES.names() if name not in BUILT_IN)]
+
+
+def _preset_files(family: str) -> list[Path]:
+    folder = find_family(family).presets
+    return [] if folder is None else sorted(folder.glob("*.yaml"))
 
 
 @cache
-def load_preset(name: str) -> Preset:
-    """The preset `name`, which must be one of `preset_names()`."""
-    text = resources.files("phalanx.config").joinpath("presets", f"{name}.yaml").read_text("utf-8")
-    found: Any = parse_document(text, f"{name}.yaml").value
+def _read_preset(file: Path, family: str) -> Preset:
+    found: Any = parse_document(file.read_text("utf-8"), file.name).value
     published = (PublishedCount(row["parameters"], row["counts"], row.get("variant", {})) for row in found["published"])
-    return Preset(name, found["about"], found["source"], found["sequence_length"], found["model"], tuple(published))
+    return Preset(
+        name=file.stem,
+        family=family,
+        about=found["about"],
+        source=found["source"],
+        sequence_length=found["sequence_length"],
+        fields=found["model"],
+        published=tuple(published),
+    )
 
 
-def _family_and_size(name: str) -> tuple[str, float, str]:
-    """Sorting key: `mpt-125m` comes before `mpt-1b`."""
+def _series_and_size(name: str) -> tuple[str, float, str]:
+    """Return the key to sort by: `mpt-125m` comes before `mpt-1b`."""
     match = re.fullmatch(r"(.+)-([0-9.]+)([kmbt])", name)
     if match is None:
         return name, 0.0, ""
-    family, size, unit = match.groups()
-    return family, float(size) * _UNITS[unit.upper()], name
+    series, size, unit = match.groups()
+    return series, float(size) * _UNITS[unit.upper()], name

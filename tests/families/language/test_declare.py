@@ -27,7 +27,7 @@ OPTIONS: dict[str, list[object]] = {
     "n_kv_heads": [None, 2],
 }
 COMBINATIONS = [dict(zip(OPTIONS, values, strict=True)) for values in itertools.product(*OPTIONS.values())]
-LANGUAGE_PRESETS = [name for name in preset_names() if load_preset(name).fields.get("family", "language") == "language"]
+LANGUAGE_PRESETS = [name for name in preset_names() if load_preset(name).family == "language"]
 
 
 def shape(options: dict[str, object]) -> LanguageModel:

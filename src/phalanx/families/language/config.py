@@ -7,6 +7,7 @@ described by it too.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
@@ -140,5 +141,6 @@ FAMILY = Family(
     run=LanguageRun,
     bound="phalanx.families.language.bound:BoundLanguage",
     sizes="phalanx.families.language.sizes",
+    presets=Path(__file__).with_name("presets"),
 )
 """The language family as run files know it."""

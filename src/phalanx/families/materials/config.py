@@ -6,6 +6,7 @@ Pure description: units are checked where structures are read (`data.labels`), s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -275,5 +276,6 @@ FAMILY = Family(
     run=MaterialsRun,
     bound="phalanx.families.materials.bound:BoundMaterials",
     sizes="phalanx.families.materials.sizes",
+    presets=Path(__file__).with_name("presets"),
 )
 """The materials family as run files know it."""

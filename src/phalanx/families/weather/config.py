@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -472,5 +473,6 @@ FAMILY = Family(
     run=WeatherRun,
     bound="phalanx.families.weather.bound:BoundWeather",
     sizes="phalanx.families.weather.sizes",
+    presets=Path(__file__).with_name("presets"),
 )
 """The weather family as run files know it."""
