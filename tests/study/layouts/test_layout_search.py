@@ -12,7 +12,7 @@ from layout_runs import run_with
 from phalanx.config.studies import Search
 from phalanx.families.registry import bind
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
-from phalanx.study.layouts.layout_search import STUDY, LayoutSearch, digest_run
+from phalanx.study.layouts.layout_search import STUDY, LayoutSearch, describe_run
 from phalanx.study.layouts.layout_space import LayoutSpace, build_layout_space
 from phalanx.study.loop import EndedJob
 from phalanx.study.samplers import Proposal
@@ -99,17 +99,26 @@ def test_searches_that_share_a_study_measure_no_more_together_than_was_asked_for
     ],
 )
 def test_trials_of_other_runs_do_not_count(words: dict[str, Any]) -> None:
-    assert digest_run(_run(words), Search()) != digest_run(_run({}), Search())
+    assert describe_run(_run(words), Search()) != describe_run(_run({}), Search())
 
 
 def test_what_a_search_chooses_makes_no_other_run() -> None:
-    plain = digest_run(_run({}), Search())
+    plain = describe_run(_run({}), Search())
     assert (
-        digest_run(_run({"tp": 2, "dp_shard": 2, "microbatch": 2, "recompute": "full", "training.steps": 7}), Search())
+        describe_run(
+            _run({"tp": 2, "dp_shard": 2, "microbatch": 2, "recompute": "full", "training.steps": 7}), Search()
+        )
         == plain
     )
     knobs = Search(knobs={"layout.gather_blocks": [1, 4], "training.compile": [True, False]})
-    assert digest_run(_run({"gather_blocks": 4, "training.compile": False}), knobs) == digest_run(_run({}), knobs)
+    assert describe_run(_run({"gather_blocks": 4, "training.compile": False}), knobs) == describe_run(_run({}), knobs)
+
+
+def test_a_field_at_its_default_is_not_recorded() -> None:
+    """So that a field which a later version adds does not make earlier studies those of another run."""
+    recorded = describe_run(_run({"training.compile": True}), Search())
+    assert recorded == describe_run(_run({}), Search())
+    assert "name" not in recorded["optimizer"] and recorded["layout"] == {"global_batch": 64}
 
 
 def _run(words: dict[str, Any]) -> Any:

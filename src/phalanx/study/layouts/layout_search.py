@@ -45,10 +45,34 @@ _LIKELY = 0.5
 """Probability of fitting from which on a point counts as one that fits."""
 _STEP_FIELDS = ("seed", "compile", "attention", "loss_chunk_tokens", "z_loss", "deterministic")
 """Fields of `training` that decide what a step computes, and how fast; trials set the others themselves."""
-_LATER_FIELDS: dict[str, dict[str, Any]] = {"optimizer": {"name": "adamw", "options": {}}}
-"""Fields that run files had not when studies were first written, with the values that stand for what was done then: a digest
-leaves them out at these values, so that such studies can be resumed."""
-_REQUIRED = object()
+_DIGESTED_FIELDS = {
+    "model": (
+        *("family", "preset", "n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "vocab_size"),
+        *(
+            "max_positions",
+            "positions",
+            "rope_theta",
+            "rope_scaling",
+            "alibi_bias_max",
+            "norm",
+            "norm_eps",
+            "mlp",
+            "bias",
+        ),
+        *("tied_head", "qk_norm", "clip_qkv", "dropout", "init_std"),
+    ),
+    "data": ("sources", "sequence_length", "document_mask", "prefetch", "verify"),
+    "optimizer": (
+        *("lr", "betas", "eps", "weight_decay", "no_decay", "grad_clip", "schedule", "warmup_steps", "min_lr_ratio"),
+        "decay_fraction",
+    ),
+    "layout": (
+        *("tp_across_nodes", "global_batch", "precision", "gather_blocks", "gathers_ahead", "branch_groups"),
+        "peer_copies",
+    ),
+    "training": _STEP_FIELDS,
+}
+"""Fields of run files at the time when studies recorded a digest of them. Later ones are for `describe_run` alone."""
 
 Row = dict[str, Any]
 
@@ -290,8 +314,9 @@ def run_search(
         launcher = LocalRanks(task.devices) if where == "local" else whole_nodes(planner.machine, task.devices)
         runner = ProcessRunner(task.run, section, task.devices, launcher, keep)
     # What trials of one study have in common: others could not be compared with them.
+    recorded = StudyStore(path, STUDY, None).about.get("run") if path.exists() else None
     about = {
-        "run": digest_run(task.run, section),
+        "run": digest_run(task.run, section) if isinstance(recorded, str) else describe_run(task.run, section),
         "devices": task.devices,
         "cluster": planner.machine.name if where != "local" else "this machine",
         "device": planner.machine.node.device if where != "local" else local_device_kind(task.run),
@@ -317,16 +342,27 @@ def local_device_kind(run: Run) -> str:
     return device_kind(device_name(choose_device(run.cluster.device)))
 
 
+def describe_run(run: Run, section: Search) -> dict[str, Row]:
+    """Return all that the search does not choose and that decides what a step computes, and how fast, by section.
+
+    Fields at their default are left out: one that a later version adds leaves the record of earlier studies as it is.
+    """
+    fields = run.model_dump(mode="json", include=set(_DIGESTED_FIELDS), exclude_defaults=True)
+    fields["training"] = {name: fields["training"][name] for name in _STEP_FIELDS if name in fields["training"]}
+    return _drop_chosen(fields, section)
+
+
 def digest_run(run: Run, section: Search) -> str:
-    """Return a digest of all that the search does not choose and that decides what a step computes, and how fast."""
-    kept = run.model_dump(mode="json", include={"model", "data", "optimizer", "layout", "training"})
-    for name in CHOSEN:
-        del kept["layout"][name]
-    kept["training"] = {name: kept["training"][name] for name in _STEP_FIELDS}
-    for place, fields in _LATER_FIELDS.items():
-        kept[place] = {name: value for name, value in kept[place].items() if fields.get(name, _REQUIRED) != value}
-    # A tunable's value differs from trial to trial by intent.
-    for tunable in section.knobs:
-        place, _, field = tunable.partition(".")
-        kept.get(place, {}).pop(field, None)
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+    """Return the digest that earlier versions recorded in place of what `describe_run` returns."""
+    fields = run.model_dump(mode="json", include=set(_DIGESTED_FIELDS))
+    kept = {place: {name: fields[place][name] for name in names} for place, names in _DIGESTED_FIELDS.items()}
+    return hashlib.sha256(json.dumps(_drop_chosen(kept, section), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _drop_chosen(fields: dict[str, Row], section: Search) -> dict[str, Row]:
+    """Return fields of a run file, by section, without those that differ from trial to trial by intent."""
+    chosen = {f"layout.{name}" for name in CHOSEN} | set(section.knobs)
+    return {
+        place: {name: value for name, value in values.items() if f"{place}.{name}" not in chosen}
+        for place, values in fields.items()
+    }
