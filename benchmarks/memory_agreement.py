@@ -21,17 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from phalanx.checkpoint import materialise_optimizer_state
-from phalanx.families.family import BoundModel
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.registry import bind
 from phalanx.files import write_atomically
-from phalanx.layout.apply import ParallelModel
 from phalanx.layout.spec import LayoutTable
 from phalanx.planner.dryrun.run_step import dry_run
 from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
-from phalanx.training.step import TrainStep, build_step
+from phalanx.training.step import build_full_step
 
 WORLD = 8
 RUN: dict[str, Any] = {
@@ -96,17 +93,12 @@ def compared(some: LayoutTable, place: int) -> dict[str, Any]:
     worst = max(planned, key=lambda rank: rank.allocated)
     ranks = []
     for rank in sorted({0, worst.rank}):
-        found = dry_run(run, layout, rank * WORLD // layout.pp, step, accelerator=True, devices_per_node=None)
+        found = dry_run(
+            run, layout, rank * WORLD // layout.pp, build_full_step, accelerator=True, devices_per_node=None
+        )
         ranks.append({"pipeline_rank": rank, "planned": planned[rank].allocated, "dry_run": found.peak})
     error = worst.allocated / max(rank["dry_run"] for rank in ranks) - 1
     return {"layout": {**fields, "recompute": layout.recompute}, "error": error, "ranks": ranks}
-
-
-def step(model: BoundModel, applied: ParallelModel, device: torch.device) -> TrainStep:
-    """The step of a run, with all the state its optimizer will ever have."""
-    built = build_step(model, applied, device)
-    materialise_optimizer_state(built.optimizer)
-    return built
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

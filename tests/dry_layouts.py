@@ -7,11 +7,9 @@ from typing import Any
 import torch
 
 from layout_runs import run_with
-from phalanx.checkpoint import materialise_optimizer_state
-from phalanx.families.family import BoundModel
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.registry import bind
-from phalanx.layout.apply import ParallelModel, apply_layout
+from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.family import LayoutModel
 from phalanx.layout.mesh import Groups, build_mesh
@@ -20,7 +18,7 @@ from phalanx.planner.dryrun.memory_trace import StepTrace
 from phalanx.planner.dryrun.rank_report import group_axes
 from phalanx.planner.dryrun.run_step import WatchedExecutor, measured_step
 from phalanx.planner.trace.traced_model import TracedModel
-from phalanx.training.step import TrainStep, build_step
+from phalanx.training.step import build_full_step
 
 WORLD = 4
 _LARGER = {"model.d_model": 64, "model.d_ff": 192, "model.vocab_size": 509, "training.loss_chunk_tokens": 32}
@@ -59,13 +57,6 @@ def run_named(name: str) -> LanguageRun:
 NAMES = list(_LAYOUTS)
 
 
-def train_step(model: BoundModel, applied: ParallelModel, device: torch.device) -> TrainStep:
-    """The training step, with all state its optimizer will ever have."""
-    step = build_step(model, applied, device)
-    materialise_optimizer_state(step.optimizer)
-    return step
-
-
 def real_steps(names: list[str]) -> dict[str, dict[str, Any]]:
     """What the second step of each run takes on this rank of a real process group."""
     made: Groups = {}
@@ -77,7 +68,7 @@ def _real_step(run: LanguageRun, made: Groups) -> dict[str, Any]:
     mesh = build_mesh(layout, cpu, made)
     with StepTrace().watching() as trace:
         applied = apply_layout(bind(run, LayoutModel), layout, mesh, cpu, AttentionChoice("sdpa"))
-        step = train_step(bind(run), applied, cpu).relaid(WatchedExecutor(applied, trace))
+        step = build_full_step(bind(run), applied, cpu).relaid(WatchedExecutor(applied, trace))
         measured_step(bind(run, TracedModel), applied, step, trace)
         found = measured_step(bind(run, TracedModel), applied, step, trace)
     axes = group_axes(mesh, WORLD)

@@ -6,18 +6,18 @@ Everything here is given by `import phalanx` under the same name, and stays as i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from phalanx.checkpoint import materialise_optimizer_state, open_checkpoints, read_state
+from phalanx.checkpoint import open_checkpoints, read_state
 from phalanx.config.families import FAMILIES, Family
 from phalanx.config.load import parse_run
 from phalanx.config.schema import Run
 from phalanx.data.sources import DATA_SOURCES, DataSource
 from phalanx.errors import CheckpointError, PhalanxError
-from phalanx.families.family import BoundModel
 from phalanx.families.registry import bind
 from phalanx.hardware.device import choose_device
 from phalanx.hardware.machine import load_machine
@@ -38,7 +38,7 @@ from phalanx.training.callbacks import CALLBACKS, Callback
 from phalanx.training.checkpointing import load_weights
 from phalanx.training.inputs import Finding, TrainableModel
 from phalanx.training.start import train as train_run
-from phalanx.training.step import TrainStep, build_step
+from phalanx.training.step import build_full_step
 from phalanx.verification.verify_run import Options, Outcome, one_rank_run, verify_run
 
 
@@ -88,7 +88,7 @@ def dryrun(
     held for, and every collective. Raises ConfigError for a layout that is not legal.
     """
     layout = resolve_layout(bind(run), devices, devices_per_node)
-    return dry_run(run, layout, rank, _build_whole_step, accelerator=device == "gpu", devices_per_node=devices_per_node)
+    return dry_run(run, layout, rank, build_full_step, accelerator=device == "gpu", devices_per_node=devices_per_node)
 
 
 def verify(
@@ -132,17 +132,8 @@ def evaluate(path: Path | str, overrides: Sequence[str] = (), *, device: str = "
     chosen = choose_device(device)
     bound, model = _load_on_one_rank(Path(path), chosen, overrides)
     inputs = bound.open_inputs(model.layout, ONE_RANK, chosen, first=True)
-    try:
+    with closing(inputs.stream):
         return inputs.evaluator.evaluate(Executor(model))
-    finally:
-        inputs.stream.close()
-
-
-def _build_whole_step(bound: BoundModel, model: ParallelModel, device: torch.device) -> TrainStep:
-    """Return the training step with all the state that its optimizer will ever have."""
-    step = build_step(bound, model, device)
-    materialise_optimizer_state(step.optimizer)
-    return step
 
 
 def _load_on_one_rank(

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, empty
+from torch.distributed.tensor import DTensor, Shard, empty
 
 from distributed_ranks import run_ranks
 from layout_runs import Fields, refusal, run_with
+from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.torch_compat import common as compat
+from phalanx.training.step import build_step
 from whole_model import GPT, Box, backward, gradients_of, joined, laid_out, values_of, whole_run
 
 LAYOUTS: dict[str, tuple[Fields, ResolvedLayout]] = {
@@ -54,7 +55,7 @@ def everything() -> dict[str, Any]:
         "split backward": {reshard: split_backward(layout, made) for reshard, layout in SPLIT_BACKWARD.items()},
         "initial": initial_values(made),
         "random": random_by_torch(),
-        "overflow": [overflow_on(rank) for rank in (None, 1, 3)],
+        "overflow": [overflow_on(rank, made) for rank in (None, 1, 3)],
     }
 
 
@@ -149,20 +150,24 @@ def test_pytorch_starts_all_shards_alike(found: list[dict[str, Any]]) -> None:
 # --- an overflow that one rank alone sees -----------------------------------------------------------------------------
 
 
-def overflow_on(rank: int | None) -> tuple[bool, float]:
-    """Whether this rank updated its parameter, and the scale afterwards."""
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
-    scaler = GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(torch.ones(()))
-    parameter.grad = torch.full((3,), torch.inf if dist.get_rank() == rank else 1024.0)
-    scaler.unscale_(optimizer)
-    group = dist.group.WORLD
-    assert group is not None
-    compat.share_overflow(scaler, optimizer, group)
-    scaler.step(optimizer)
-    scaler.update()
-    return not torch.equal(parameter.detach(), torch.ones(3)), scaler.get_scale()
+def overflow_on(rank: int | None, made: Groups) -> tuple[bool, float]:
+    """Whether this rank updated its shards, and the loss scale afterwards, where `rank` alone has an infinite gradient."""
+    run = run_with({}, precision="fp16", global_batch=8)
+    applied = laid_out(run, ResolvedLayout(8, dp_shard=4), made)
+    step = build_step(bind(run), applied, torch.device("cpu"))
+    step.scaler = GradScaler("cpu", init_scale=1024.0)
+    before = values_of(applied.parameters, applied.splits)
+    for parameter in applied.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    if dist.get_rank() == rank:
+        gradient = next(iter(applied.parameters.values())).grad
+        assert isinstance(gradient, DTensor) and gradient.to_local().numel()
+        gradient.to_local().fill_(torch.inf)
+    step.update_parameters(torch.ones(()))
+    after = values_of(applied.parameters, applied.splits)
+    changed = [not torch.equal(box[2], before[name][2]) for name, box in after.items() if box[2].numel()]
+    assert all(changed) or not any(changed)
+    return any(changed), step.scaler.get_scale()
 
 
 def test_all_ranks_skip_the_update_that_overflows_on_one(found: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
+from phalanx.families.registry import bind
 from phalanx.training.logs import ConsoleSink, TensorBoardSink, format_duration, open_sinks
 from phalanx.training.metrics import StepMetrics
 from phalanx.training.start import train
@@ -114,7 +115,7 @@ def test_a_missing_tracker_names_the_extra(tracker: str, tmp_path: Path) -> None
     if importlib.util.find_spec(tracker) is not None:
         pytest.skip(f"{tracker} is installed here, so it cannot be missing")
     with pytest.raises(ConfigError, match=rf"training.{tracker}=mine needs the package {tracker}; install the extra"):
-        open_sinks(tiny_run(**{tracker: "mine"}), tmp_path, 0, "tokens")
+        open_sinks(bind(tiny_run(**{tracker: "mine"})), tmp_path, 0)
     # Before anything is made, not when a checkpoint is loaded already.
     with pytest.raises(ConfigError, match=rf"training.{tracker}=mine needs the package"):
         train(tiny_run(**{tracker: "mine"}), tmp_path / "run")
@@ -127,7 +128,7 @@ def test_a_run_directory_keeps_its_identity_in_a_tracker(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "wandb", tracker)
     for folder in ("one", "one", "other"):
         (tmp_path / folder / "run").mkdir(parents=True, exist_ok=True)
-        open_sinks(tiny_run(wandb="mine"), tmp_path / folder / "run", 0, "tokens")
+        open_sinks(bind(tiny_run(wandb="mine")), tmp_path / folder / "run", 0)
     assert asked[0] == asked[1] != asked[2]
 
 

@@ -9,6 +9,7 @@ import torch
 
 from phalanx.config.load import load_run
 from phalanx.families.registry import bind
+from phalanx.layout.resolve import resolve_layout
 from phalanx.training.metrics import Peaks, StepMeter
 from phalanx.training.start import train
 from phalanx.training.step import StepResult
@@ -17,7 +18,7 @@ from token_data import write_run_file, write_token_folder
 
 def test_no_step_is_faster_than_the_measured_peak(tmp_path: Path) -> None:
     run = load_run(write_run_file(tmp_path / "run.yaml", tmp_path), [])
-    meter = StepMeter(bind(run), global_batch=8, world_size=1, device=torch.device("cpu"), peaks=Peaks(None, 1.0))
+    meter = StepMeter(bind(run), resolve_layout(bind(run), 1), torch.device("cpu"), Peaks(None, 1.0))
     flops = meter.tokens_per_step * meter.flops_per_token
 
     def mfu(tflops: float) -> float | None:

@@ -18,6 +18,7 @@ from phalanx.config.model import Model
 from phalanx.config.schema import Run
 from phalanx.nn.initial import InitRules
 from phalanx.nn.kinds import ParameterKind
+from phalanx.nn.precision import PRECISIONS, Precision
 from phalanx.nn.splits import SplitCount, Splits
 
 
@@ -84,6 +85,11 @@ class BoundModel(DeclaredModel):
     def __init__(self, run: Run) -> None:
         self.run = run
         super().__init__(run.model, self.positions().count)
+
+    @property
+    def precision(self) -> Precision:
+        """The number formats that `layout.precision` names."""
+        return PRECISIONS[self.run.layout.precision]
 
     def rebind(self, run: Run) -> Self:
         """Return the model of another run of the same family."""

@@ -311,11 +311,14 @@ class SymmetricBuffer:
         self._handle.barrier()
 
 
-def share_overflow(scaler: GradScaler, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
-    """Let every rank know, after `scaler.unscale_`, of an overflow on any, so that all skip the same updates."""
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    for value in found.values():
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+def update_loss_scale(scaler: GradScaler, overflow: Tensor) -> None:
+    """Lower the scale of `scaler` after a step whose gradients overflowed; raise it after many that did not.
+
+    overflow: 0-dim, on the device of the gradients, and read there.
+    """
+    # `update` takes what `unscale_` found, in a pass over all gradients of its own; the norm has told already.
+    scaler._per_optimizer_states[0]["found_inf_per_device"] = {overflow.device: overflow.float()}
+    scaler.update()
 
 
 def schedule_actions(

@@ -13,18 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from phalanx.config.schema import CallbackChoice, Run, StepWindow
+from phalanx.config.schema import CallbackChoice, Run, StepWindow, Training
 from phalanx.errors import PhalanxError
 from phalanx.extensions import Registry, make_extension
 from phalanx.printable import write_stderr
 from phalanx.torch_compat import common as compat
 from phalanx.training.metrics import StepMetrics
 from phalanx.training.stopping import write_traceback
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -109,48 +112,33 @@ class CallbackList:
         self._run_dir = run_dir
         self._rank = rank
 
-    def on_start(self, context: TrainingContext) -> None:
-        """See `Callback.on_start`."""
-        self._call_each("on_start", lambda callback: callback.on_start(context))
+    def call_each(self, moment: str, call: Callable[[Callback], T]) -> list[T]:
+        """Return what `call` returns for each callback. moment: the method that it calls, for messages.
 
-    def on_step_begin(self, step: int) -> None:
-        """See `Callback.on_step_begin`."""
-        self._call_each(f"on_step_begin of step {step}", lambda callback: callback.on_step_begin(step))
-
-    def on_step_end(self, metrics: StepMetrics) -> None:
-        """See `Callback.on_step_end`."""
-        self._call_each(f"on_step_end of step {metrics.step}", lambda callback: callback.on_step_end(metrics))
-
-    def needs_finished(self, step: int) -> bool:
-        """Return whether any callback needs `step` finished before the next one is launched."""
-        needed: list[bool] = []
-        self._call_each("needs_finished", lambda callback: needed.append(callback.needs_finished(step)))
-        return any(needed)
-
-    def on_checkpoint(self, step: int, path: Path) -> None:
-        """See `Callback.on_checkpoint`."""
-        self._call_each(f"on_checkpoint of step {step}", lambda callback: callback.on_checkpoint(step, path))
-
-    def on_end(self, error: BaseException | None) -> None:
-        """End every callback. A failure here is raised, unless training has failed already: then it is printed."""
-        try:
-            self._call_each("on_end", lambda callback: callback.on_end(error))
-        except PhalanxError as failure:
-            if error is None:
-                raise
-            write_stderr(f"warning: {failure}")
-
-    def _call_each(self, moment: str, call: Callable[[Callback], object]) -> None:
+        Raises PhalanxError naming the callback that failed.
+        """
+        results: list[T] = []
         for name, callback in self._callbacks.items():
             try:
-                call(callback)
+                results.append(call(callback))
             except PhalanxError as error:
                 raise PhalanxError(f"callback {name}: {error}") from error
+            # A foreign callback may raise anything, and the user has to hear whose it is.
             except Exception as error:
                 log = write_traceback(self._run_dir, self._rank)
                 raise PhalanxError(
                     f"callback {name} failed in {moment}: {type(error).__name__}: {error}\ntraceback: {log}"
                 ) from error
+        return results
+
+    def end_each(self, error: BaseException | None) -> None:
+        """End every callback. A failure here is raised, unless training has failed already: then it is printed."""
+        try:
+            self.call_each("on_end", lambda callback: callback.on_end(error))
+        except PhalanxError as failure:
+            if error is None:
+                raise
+            write_stderr(f"warning: {failure}")
 
 
 class WindowRecorder(Callback):
@@ -235,3 +223,14 @@ class MemoryHistory(WindowRecorder):
     def write_record(self, path: Path) -> None:
         """Write what the allocator recorded."""
         compat.dump_memory_history(self.device, path)
+
+
+def build_recorders(training: Training, device: torch.device, note: Callable[[str], None]) -> dict[str, Callback]:
+    """Return the built-in callbacks that the run file asks for, by names for messages. note: prints a line."""
+    found: dict[str, Callback] = {}
+    if training.profile is not None:
+        found["training.profile"] = ProfilerTrace(training.profile, note)
+    # Only accelerators have an allocator that keeps a history.
+    if training.memory_snapshot is not None and device.type != "cpu":
+        found["training.memory_snapshot"] = MemoryHistory(training.memory_snapshot, note)
+    return found

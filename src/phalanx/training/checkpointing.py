@@ -1,6 +1,7 @@
-"""Where a run begins: at step 0, with other weights, or from a checkpoint that was found sound and its own.
+"""State of a run in its checkpoints: what is saved beside tensors, and where a run begins.
 
-What a checkpoint of a run says beside its tensors is declared here, and one that no run can have written is refused.
+A run begins at step 0, with other weights, or from a checkpoint that is sound and its own. A state that no run can have
+written is refused as damage.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from phalanx import __version__
 from phalanx.checkpoint import (
     Checkpoint,
     CheckpointDamaged,
@@ -20,6 +22,7 @@ from phalanx.checkpoint import (
     materialise_optimizer_state,
     open_checkpoints,
     placed_tensors,
+    rng_state,
     set_rng_state,
 )
 from phalanx.config.document import Value, parse_document, show_value
@@ -68,6 +71,21 @@ class TrainingState(BaseModel):
     """The resolved run file."""
 
 
+def collect_state(model: TrainableModel, number: int, step: TrainStep, inputs: Inputs) -> dict[str, Any]:
+    """Return all that a checkpoint after step `number` holds beside tensors, as JSON values; see `TrainingState`."""
+    return {
+        "step": number,
+        "data_fingerprint": inputs.stream.fingerprint,
+        "scaler": None if step.scaler is None else step.scaler.state_dict(),
+        "rng": rng_state(),
+        "run": dump_run(model.run),
+        **inputs.saved,
+        **inputs.state(),
+        "phalanx": __version__,
+        "torch": str(torch.__version__),
+    }
+
+
 def require_checkpoint(model: TrainableModel, run_dir: Path) -> None:
     """Refuse a run that is to begin from a checkpoint that is not there, before its run directory is made."""
     training = model.run.training
@@ -77,23 +95,21 @@ def require_checkpoint(model: TrainableModel, run_dir: Path) -> None:
         return
     if training.resume not in ("auto", "must", "never"):
         if open_checkpoints(Path(training.resume)).newest() is None:
-            raise _nothing_to_resume(model, training.resume, Path(training.resume))
+            raise _nothing_to_resume(model, Path(training.resume))
     elif training.resume == "must":
-        raise _nothing_to_resume(model, training.resume, run_dir / "checkpoints")
+        raise _nothing_to_resume(model, run_dir / "checkpoints")
     elif training.init_from is not None and open_checkpoints(Path(training.init_from)).newest() is None:
         raise _no_weights(Path(training.init_from), model.how_to_import)
 
 
-def restore_run(
-    model: TrainableModel, store: CheckpointStore, step: TrainStep, inputs: Inputs, device: torch.device
-) -> int:
+def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, inputs: Inputs) -> int:
     """Load the checkpoint the run resumes from, if any; return the last step already done.
 
     Raises CheckpointError where there is none but `training.resume` asks for one, or where none is usable, and ConfigError
     where the checkpoint's run read other samples.
     """
-    run = model.run
-    resume, applied = run.training.resume, step.applied
+    run, applied = model.run, step.applied
+    resume = run.training.resume
     present = store.newest() is not None
     if resume == "never" and present:
         raise CheckpointError(
@@ -112,13 +128,13 @@ def restore_run(
     def check(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         check_state(checkpoint, state)
         inputs.check(state, f"{checkpoint.path}/state.json")
-        if not all_finite(tensors.values(), device):
+        if not all_finite(tensors.values(), step.device):
             raise CheckpointDamaged(f"{checkpoint.path}: weights or optimizer state are not finite")
 
     loaded = source.load_newest_usable(tensors, check=check)
     if loaded is None:
         if elsewhere or resume == "must":
-            raise _nothing_to_resume(model, resume, Path(resume) if elsewhere else store.root)
+            raise _nothing_to_resume(model, Path(resume) if elsewhere else store.root)
         if run.training.init_from is not None:
             load_weights(Path(run.training.init_from), applied, model.how_to_import)
         return 0
@@ -206,10 +222,10 @@ def _flat(value: Value, name: str = "") -> dict[str, Value]:
     return {path: scalar for part, item in parts for path, scalar in _flat(item, part).items()}
 
 
-def _nothing_to_resume(model: TrainableModel, resume: str, where: Path) -> CheckpointError:
-    hint = model.how_to_import(where)
+def _nothing_to_resume(model: TrainableModel, where: Path) -> CheckpointError:
     return CheckpointError(
-        f"training.resume={resume}, but {where} holds no whole checkpoint; use training.resume=auto{hint}"
+        f"training.resume={model.run.training.resume}, but {where} holds no whole checkpoint; use training.resume=auto"
+        f"{model.how_to_import(where)}"
     )
 
 

@@ -10,11 +10,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
-from phalanx.config.schema import Run
 from phalanx.data.batch_stream import BatchStream
 from phalanx.errors import DataError
 from phalanx.layout.apply import ParallelModel
@@ -127,12 +126,12 @@ class TrainableModel(LayoutModel):
         "model.family={family} cannot be trained: its class is no phalanx.training.inputs.TrainableModel"
     )
 
-    def settle(self, run_dir: Path) -> Run:
-        """Return the run with what its file leaves to the data or to the checkpoint it resumes; by default as it is.
+    def settle(self, run_dir: Path) -> Self:
+        """Return the model with what its run file leaves to the data or to the checkpoint it resumes; by default as it is.
 
         Every rank calls it, and all get the same.
         """
-        return self.run
+        return self
 
     def how_to_import(self, path: Path) -> str:
         """Return the command that makes a checkpoint of `path`, as the rest of an error message; by default nothing."""

@@ -1,4 +1,4 @@
-"""What a run says while it trains: the logs of its run directory, the terminal, and optional trackers."""
+"""Everything a run reports while it trains: to the logs of its run directory, the terminal, and optional trackers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
+from phalanx.families.family import BoundModel
 from phalanx.files import write_atomically
 from phalanx.printable import plain_console, write_stderr
 from phalanx.training.metrics import StepMetrics
@@ -41,14 +42,14 @@ class Sink(Protocol):
 class RunLog:
     """Everything that a run says while it trains; only the first rank's says anything."""
 
-    def __init__(self, directory: RunDirectory, sinks: Sequence[Sink], *, first: bool) -> None:
+    def __init__(self, directory: RunDirectory, sinks: Sequence[Sink]) -> None:
+        """sinks: at least the terminal on the first rank, none elsewhere."""
         self._directory = directory
         self._sinks = sinks
-        self._first = first
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Write one step's line to metrics.jsonl, and hand it to the terminal and the trackers."""
-        if not self._first:
+        if not self._sinks:
             return
         log = self._directory.metrics
         before = log.failure
@@ -61,7 +62,7 @@ class RunLog:
 
     def event(self, kind: str, step: int, **fields: Any) -> None:
         """Write one line to events.jsonl."""
-        if self._first:
+        if self._sinks:
             self._directory.event(kind, step, **fields)
 
     def note(self, text: str) -> None:
@@ -266,12 +267,9 @@ def _missing_tracker(tracker: str, run: Run) -> ConfigError:
     )
 
 
-def open_sinks(run: Run, folder: Path, first_step: int, unit: str) -> list[Sink]:
-    """Return the sinks that the run file asks for, for a run that continues after `first_step`.
-
-    unit: what a position of a sample is.
-    """
-    training = run.training
+def open_sinks(model: BoundModel, folder: Path, first_step: int) -> list[Sink]:
+    """Return the sinks that the run file asks for, for a run that continues after `first_step`."""
+    run, training = model.run, model.run.training
     sinks: list[Sink] = []
     if training.tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard", first_step))
@@ -280,5 +278,9 @@ def open_sinks(run: Run, folder: Path, first_step: int, unit: str) -> list[Sink]
     if training.mlflow is not None:
         sinks.append(MlflowSink(run, folder))
     # The terminal last: its progress bar starts only when nothing can fail any more.
-    sinks.append(ConsoleSink(total_steps=training.steps, first_step=first_step, every=training.log_every, unit=unit))
+    sinks.append(
+        ConsoleSink(
+            total_steps=training.steps, first_step=first_step, every=training.log_every, unit=model.position_unit
+        )
+    )
     return sinks

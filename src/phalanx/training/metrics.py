@@ -1,4 +1,4 @@
-"""What a step is measured by, and the figures derived from it. A figure always goes with what it counts."""
+"""Figures of a step, such as tokens a second and MFU, and the peaks that they refer to."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from phalanx.config.schema import Run
 from phalanx.families.family import BoundModel
 from phalanx.hardware.device import device_name, find_facts, measure_matmul_tflops
+from phalanx.layout.spec import ResolvedLayout
 from phalanx.torch_compat import common as compat
 from phalanx.training.step import StepResult
 
@@ -19,16 +19,16 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class RankTimes:
-    """How evenly ranks computed in one step, where their shares are uneven."""
+    """Times of the ranks in one step, where their shares are uneven."""
 
     compute_seconds: float
-    """Forward and backward passes of a rank, as measured, without what it waits for others: mean over ranks."""
+    """Seconds of a rank's forward and backward passes, as measured, without waiting for others: mean over ranks."""
     rank_wait_seconds: float
-    """What a rank waits for the slowest, as measured: mean over ranks."""
+    """Seconds that a rank waits for the slowest, as measured: mean over ranks."""
     imbalance: float
     """The slowest rank's time over the mean, as measured: 1 is perfect."""
     imbalance_expected: float
-    """Cost of the heaviest rank over the mean, by the costs that the step was shared out by."""
+    """Cost of the heaviest rank over the mean, by the costs that the step was divided by."""
 
 
 @dataclass(frozen=True)
@@ -84,31 +84,29 @@ class Peaks:
     """A large square matmul on this device, now."""
 
 
-def find_peaks(run: Run, device: torch.device, dtype: torch.dtype) -> Peaks:
+def find_peaks(model: BoundModel, device: torch.device) -> Peaks:
     """Return the nominal peak from the run file or the device table, and the measured one."""
     # A device that the table does not know has no nominal peak, and metrics then no MFU: better none than a wrong one.
-    facts = find_facts(device_name(device))
-    nominal = run.cluster.peak_tflops or (facts.peak_tflops.get(run.layout.precision) if facts else None)
-    return Peaks(nominal, measure_matmul_tflops(device, dtype))
+    facts, precision = find_facts(device_name(device)), model.precision
+    nominal = model.run.cluster.peak_tflops or (facts.peak_tflops.get(precision.name) if facts else None)
+    return Peaks(nominal, measure_matmul_tflops(device, precision.compute_dtype))
 
 
 class StepMeter:
-    """Turns what the step gave and how long it took into `StepMetrics`."""
+    """Turns the result of a step and its seconds into `StepMetrics`."""
 
     def __init__(
         self,
         model: BoundModel,
-        *,
-        global_batch: int,
-        world_size: int,
+        layout: ResolvedLayout,
         device: torch.device,
         peaks: Peaks,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Measure steps of `model`. note: told, once, that the peak measured at the start was too low."""
-        self.tokens_per_step = global_batch * model.positions().count
+        """Measure steps of `model` in `layout`. note: told, once, that the peak measured at the start was too low."""
+        self.tokens_per_step = layout.global_batch * model.positions().count
         self.flops_per_token = model.flops_per_sample() / model.positions().count
-        self.world_size = world_size
+        self.world_size = layout.world_size
         self.device = device
         self.peaks = peaks
         self._note = note

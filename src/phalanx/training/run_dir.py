@@ -14,9 +14,10 @@ Damaged lines move to metrics.jsonl.damaged and events.jsonl.damaged.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,8 +26,10 @@ from typing import Any
 import torch
 
 from phalanx import __version__
+from phalanx.config.load import dump_run
+from phalanx.config.schema import Run
 from phalanx.errors import PhalanxError
-from phalanx.files import JsonLines, require_own
+from phalanx.files import JsonLines, require_own, write_atomically
 from phalanx.hardware.device import device_kind, device_name
 from phalanx.hardware.host import available_cores
 from phalanx.training.metrics import GIB, Peaks
@@ -114,6 +117,24 @@ class RunDirectory:
         """Return the file system of the nearest folder above that is there."""
         return next(folder for folder in self.path.absolute().parents if folder.exists()).stat().st_dev
 
+    def rewind(self, step: int) -> list[str]:
+        """Make the logs end at `step`, that of the checkpoint which the run resumes from; 0 begins them anew.
+
+        Returns warnings of damaged lines that were set aside.
+        """
+        # A new run has no event of step 0 before its own start, not even one that an earlier attempt wrote.
+        last = step if step else -1
+        with self.written():
+            warnings = [log.drop_after(last) for log in (self.metrics, self.events)]
+        return [text for text in warnings if text is not None]
+
+    def describe_run(self, run: Run, machine: dict[str, Any], write_inputs: Callable[[Path], None]) -> None:
+        """Write what this run is: its resolved run file, its machine, and by `write_inputs` what it keeps of its data."""
+        with self.written():
+            write_atomically(self.run_file, dump_run(run))
+            write_atomically(self.path / "machine.json", json.dumps(machine, indent=1) + "\n")
+            write_inputs(self.path)
+
     @contextmanager
     def written(self) -> Iterator[None]:
         """Write to the folder in here. Raises PhalanxError for what the system refuses: a full disk, a quota."""
@@ -123,15 +144,6 @@ class RunDirectory:
             raise PhalanxError(
                 f"run directory {self.path} cannot be written: {error.strerror}; make room, or choose another --run-dir"
             ) from error
-
-    def rewind(self, step: int) -> list[str]:
-        """Make the logs end at `step`, that of the checkpoint which the run resumes from; 0 begins them anew.
-
-        Returns what to say of damaged lines that were set aside.
-        """
-        # A new run has no event of step 0 before its own start, not even one that an earlier attempt wrote.
-        said = [log.drop_after(step if step else -1) for log in (self.metrics, self.events)]
-        return [text for text in said if text is not None]
 
     def event(self, kind: str, step: int, **fields: Any) -> None:
         """Add an event with the present time."""

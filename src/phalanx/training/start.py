@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint import CheckpointStore, RunLock
 from phalanx.config.families import sizes_of
-from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import Interrupted
 from phalanx.families.registry import bind
-from phalanx.files import write_atomically
 from phalanx.hardware.device import choose_device, device_name, memory_bytes, require_cpu_format
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, check_attention
-from phalanx.layout.mesh import (
-    Mesh,
-    Ranks,
-    build_mesh,
-    join_process_group,
-    leave_process_group,
-    ranks_from_environment,
-)
+from phalanx.layout.mesh import Ranks, build_mesh, join_process_group, leave_process_group, ranks_from_environment
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import find_optimizer
 from phalanx.planner.rank.cost_models import memory_fits
 from phalanx.printable import write_stderr
 from phalanx.torch_compat.common import is_rocm
-from phalanx.training.callbacks import Callback, CallbackList, MemoryHistory, ProfilerTrace, build_callbacks
+from phalanx.training.callbacks import Callback, CallbackList, build_callbacks, build_recorders
 from phalanx.training.checkpointing import require_checkpoint, restore_run
 from phalanx.training.inputs import Inputs, TrainableModel
 from phalanx.training.logs import RunLog, check_trackers, open_sinks
@@ -46,17 +33,7 @@ from phalanx.training.metrics import StepMeter, find_peaks
 from phalanx.training.run_dir import RunDirectory, describe_machine
 from phalanx.training.step import build_step
 from phalanx.training.stopping import explain_failures
-from phalanx.training.trainer import RunParts, Trainer
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where a run computes: its ranks, their layout and mesh, and the device of this one."""
-
-    ranks: Ranks
-    layout: ResolvedLayout
-    mesh: Mesh
-    device: torch.device
+from phalanx.training.trainer import Placement, RunParts, Trainer
 
 
 def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
@@ -69,11 +46,11 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
     an optimizer or a callback that is not there, DataError and CheckpointError when what is on disk is not usable,
     PhalanxError when a callback fails, Interrupted when asked to stop.
     """
-    ranks = ranks_from_environment()
     model = bind(run, TrainableModel)
+    ranks = ranks_from_environment()
     layout = resolve_layout(model, ranks.world_size, ranks.ranks_per_node)
     device = choose_device(run.cluster.device, ranks.local_rank)
-    require_cpu_format(PRECISIONS[run.layout.precision].compute_dtype, device)
+    require_cpu_format(model.precision.compute_dtype, device)
     check_attention(run.training.attention, device)
     check_trackers(run)
     find_optimizer(run.optimizer)
@@ -84,17 +61,15 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
     try:
         layout = _fit_microbatch(model, layout, ranks, device)
         place = Placement(ranks, layout, build_mesh(layout, device), device)
-        model = model.rebind(model.settle(run_dir))
+        model = model.settle(run_dir)
         # Before the run directory is made: missing data then leaves nothing behind.
         inputs = model.open_inputs(layout, place.mesh, device, first=ranks.first)
-        try:
+        with closing(inputs.stream):
             require_checkpoint(model, run_dir)
             directory = RunDirectory(run_dir)
             directory.create()
             with RunLock(run_dir):
                 _train_in_directory(model, place, directory, inputs, callbacks, until)
-        finally:
-            inputs.stream.close()
     except Interrupted:
         # All ranks stop together here; after another failure the group may hang, and the process ends without it.
         leave_process_group()
@@ -128,55 +103,51 @@ def _train_in_directory(
     until: int | None,
 ) -> None:
     """Build the parts of the run, load what it resumes from, and train, in a run directory that no other process has."""
-    run = model.run
+    run, ranks, device = model.run, place.ranks, place.device
     trainer: Trainer | None = None
-    pp = place.mesh.pp
-    stage = "" if pp.size == 1 else f" (pipeline rank {pp.rank} of {pp.size})"
 
-    def moment() -> str:
+    def name_moment() -> str:
         return "building the model" if trainer is None else f"step {trainer.step + 1}"
 
     # Closed in the reverse order: the store may still write events while it finishes its last save.
-    with explain_failures(place.ranks, stage, directory.path, moment), ExitStack() as opened:
+    with explain_failures(ranks, place.stage_words, directory.path, name_moment), ExitStack() as opened:
         opened.callback(directory.close)
         attention = _agree_on_attention(model, place)
         store = opened.enter_context(_open_store(run, directory))
-        applied = apply_layout(model, place.layout, place.mesh, place.device, attention)
-        step = build_step(model, applied, place.device)
-        first_step = restore_run(model, store, step, inputs, place.device)
+        applied = apply_layout(model, place.layout, place.mesh, device, attention)
+        step = build_step(model, applied, device)
+        first_step = restore_run(model, store, step, inputs)
         # Loading filled the main parameters; what the model computes with follows them.
         applied.refresh()
-        peaks = find_peaks(run, place.device, PRECISIONS[run.layout.precision].compute_dtype)
-        machine = describe_machine(place.device, place.ranks.world_size, peaks, run.training.flops)
-        describe = partial(_describe_run, run, machine, directory, inputs)
-        if place.ranks.first:
-            _begin_logs(run, place, directory, attention, first_step, describe)
         inputs.stream.seek(first_step)
         inputs.watch(applied)
-        log = _open_log(model, place, directory, attention, inputs, first_step)
+        peaks = find_peaks(model, device)
+        machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
+        describe = partial(directory.describe_run, run, machine, inputs.write)
+        if ranks.first:
+            for text in directory.rewind(first_step):
+                _warn_user(directory, text)
+            describe()
+            words = place.layout.in_words(run.layout.gather_blocks)
+            directory.event("resume" if first_step else "start", first_step, attention=attention.name, layout=words)
+        log = RunLog(directory, open_sinks(model, directory.path, first_step) if ranks.first else [])
         opened.callback(log.close)
-        recorders = _build_recorders(run, place.device, log)
+        if first_step < run.training.steps:
+            for line in _opening_lines(model, place, attention, inputs, first_step):
+                log.note(line)
+        recorders = build_recorders(run.training, device, log.note)
         parts = RunParts(
-            run=run,
-            ranks=place.ranks,
-            device=place.device,
+            model=model,
+            place=place,
             attention=attention,
-            applied=applied,
             step=step,
             inputs=inputs,
             store=store,
             directory=directory,
             describe=describe,
-            meter=StepMeter(
-                model,
-                global_batch=place.layout.global_batch,
-                world_size=place.ranks.world_size,
-                device=place.device,
-                peaks=peaks,
-                note=log.note,
-            ),
+            meter=StepMeter(model, place.layout, device, peaks, log.note),
             log=log,
-            callbacks=CallbackList(recorders | callbacks, directory.path, place.ranks.rank),
+            callbacks=CallbackList(recorders | callbacks, directory.path, ranks.rank),
         )
         trainer = Trainer(parts, first_step, until)
         trainer.train()
@@ -184,14 +155,11 @@ def _train_in_directory(
 
 def _agree_on_attention(model: TrainableModel, place: Placement) -> AttentionChoice:
     """Choose on the first rank and tell the others: all must run the same arithmetic."""
-    choose = model.choose_attention
-    if not dist.is_initialized():
-        return choose(place.layout, place.device)
     # Chosen by measuring, which may end differently on each rank.
-    choice = [choose(place.layout, place.device)] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(choice, src=0)
-    assert choice[0] is not None
-    return choice[0]
+    chosen = [model.choose_attention(place.layout, place.device) if place.ranks.first else AttentionChoice("sdpa")]
+    if dist.is_initialized():
+        dist.broadcast_object_list(chosen, src=0)
+    return chosen[0]
 
 
 def _open_store(run: Run, directory: RunDirectory) -> CheckpointStore:
@@ -199,7 +167,7 @@ def _open_store(run: Run, directory: RunDirectory) -> CheckpointStore:
         directory.checkpoints,
         keep_last=run.checkpoint.keep_last,
         keep_every=run.checkpoint.keep_every,
-        # Hours of training are worth more than one checkpoint: a failed one is said, and the next is tried.
+        # Hours of training are worth more than one checkpoint: a failed one is reported, and the next is tried.
         on_failure="warn",
         timeout_s=run.training.timeout_s,
         warn=partial(_warn_user, directory),
@@ -212,55 +180,11 @@ def _warn_user(directory: RunDirectory, text: str) -> None:
     directory.event("warning", 0, text=text)
 
 
-def _describe_run(run: Run, machine: dict[str, Any], directory: RunDirectory, inputs: Inputs) -> None:
-    """Write to the run directory what says what this run is: run file, machine, and what of its data it keeps."""
-    with directory.written():
-        write_atomically(directory.run_file, dump_run(run))
-        write_atomically(directory.path / "machine.json", json.dumps(machine, indent=1) + "\n")
-        inputs.write(directory.path)
-
-
-def _begin_logs(
-    run: Run,
-    place: Placement,
-    directory: RunDirectory,
-    attention: AttentionChoice,
-    first_step: int,
-    describe: Callable[[], None],
-) -> None:
-    """Make the logs of the run directory end where the run resumes, and say that it begins; on the first rank."""
-    with directory.written():
-        damages = directory.rewind(first_step)
-    for text in damages:
-        _warn_user(directory, text)
-    describe()
-    words = place.layout.in_words(run.layout.gather_blocks)
-    directory.event("resume" if first_step else "start", first_step, attention=attention.name, layout=words)
-
-
-def _open_log(
-    model: TrainableModel,
-    place: Placement,
-    directory: RunDirectory,
-    attention: AttentionChoice,
-    inputs: Inputs,
-    first_step: int,
-) -> RunLog:
-    """Open the terminal and the trackers, on the first rank, and say what is about to be trained."""
-    run, first = model.run, place.ranks.first
-    sinks = open_sinks(run, directory.path, first_step, model.position_unit) if first else []
-    log = RunLog(directory, sinks, first=first)
-    if first_step < run.training.steps:
-        for line in _opening_lines(model, place, attention, inputs, first_step):
-            log.note(line)
-    return log
-
-
 def _opening_lines(
     model: TrainableModel, place: Placement, attention: AttentionChoice, inputs: Inputs, first_step: int
 ) -> Iterator[str]:
     """Yield what is about to be trained, on what and how, for a person who waits for the first step."""
-    run, layout, sizes = model.run, place.layout, sizes_of(model.run.model)
+    run, sizes, layout = model.run, sizes_of(model.run.model), place.layout
     positions, unit = model.positions().count, model.position_unit
     yield f"model   {sizes.in_words(run.model)}; {sizes.parameter_count(run.model):,} parameters"
     words = layout.in_words(run.layout.gather_blocks)
@@ -271,14 +195,3 @@ def _opening_lines(
         batch += f" = {layout.global_batch * positions:,} {unit}"
     steps = f"steps {first_step + 1:,} to {run.training.steps:,}"
     yield f"data    {inputs.in_words}; {steps} of {batch} each"
-
-
-def _build_recorders(run: Run, device: torch.device, log: RunLog) -> dict[str, Callback]:
-    """Return the built-in callbacks that the run file asks for: recorders of a window of steps."""
-    found: dict[str, Callback] = {}
-    if run.training.profile is not None:
-        found["training.profile"] = ProfilerTrace(run.training.profile, log.note)
-    # Only accelerators have an allocator that keeps a history.
-    if run.training.memory_snapshot is not None and device.type != "cpu":
-        found["training.memory_snapshot"] = MemoryHistory(run.training.memory_snapshot, log.note)
-    return found

@@ -11,26 +11,26 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from phalanx.checkpoint import materialise_optimizer_state
 from phalanx.config.schema import Optimizer
 from phalanx.data.batch_stream import Batch
 from phalanx.families.family import BoundModel
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import Executor
-from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import build_optimizer, find_optimizer
 from phalanx.torch_compat import common as compat
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step gave, over the whole global batch."""
+    """Figures of one optimizer step, over the whole global batch."""
 
     loss: float
     """Mean loss per target, summed over tasks; of text in nats (z-loss included)."""
     grad_norm: float
     """2-norm of the gradient before clipping."""
     updated: bool
-    """False when non-finite gradients made the step leave the parameters alone."""
+    """False where a loss or gradient that is not finite made the step leave the parameters alone."""
 
     @classmethod
     def from_figures(cls, figures: Sequence[float]) -> StepResult:
@@ -40,11 +40,21 @@ class StepResult:
 
 
 def build_step(model: BoundModel, applied: ParallelModel, device: torch.device) -> TrainStep:
-    """Return the training step that the run file of `model` asks for, with a fresh optimizer."""
-    run = model.run
-    optimizer = build_optimizer(applied.parameters, run.optimizer, model.parameter_kind, applied.compute_parameters)
-    scaler = GradScaler(device.type) if PRECISIONS[run.layout.precision].scales_loss else None
-    return TrainStep(applied, optimizer, run.optimizer, device=device, scaler=scaler)
+    """Return the training step that the run of `model` asks for, with a fresh optimizer.
+
+    applied: the same model, laid out on this rank.
+    """
+    config = model.run.optimizer
+    optimizer = build_optimizer(applied.parameters, config, model.parameter_kind, applied.compute_parameters)
+    scaler = GradScaler(device.type) if model.precision.scales_loss else None
+    return TrainStep(applied, optimizer, config, device=device, scaler=scaler)
+
+
+def build_full_step(model: BoundModel, applied: ParallelModel, device: torch.device) -> TrainStep:
+    """Return the same step with all the state that its optimizer will ever have, which most make in their first update."""
+    step = build_step(model, applied, device)
+    materialise_optimizer_state(step.optimizer)
+    return step
 
 
 class TrainStep:
@@ -59,7 +69,10 @@ class TrainStep:
         device: torch.device,
         scaler: GradScaler | None = None,
     ) -> None:
-        """Join a laid-out model and its optimizer, which is of the kind that `config` names."""
+        """Join a laid-out model and its optimizer, which is of the kind that `config` names.
+
+        scaler: holds the loss scale, of a precision that needs one.
+        """
         self.applied = applied
         self.executor = Executor(applied)
         self.optimizer = optimizer
@@ -88,20 +101,16 @@ class TrainStep:
 
     def update_parameters(self, loss: Tensor) -> Tensor:
         """Update with the gradients that are there, then drop them; return mean loss and gradient norm, float64 [2]."""
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-            # A rank that overflowed must make all ranks skip, or their parameters would differ from then on.
-            if self.applied.mesh.world is not None:
-                compat.share_overflow(self.scaler, self.optimizer, self.applied.mesh.world)
         norm = self.applied.gradient_norm()
-        if self.scaler is None:
-            self.kind.update(self.optimizer, *clip_or_skip(loss, norm, self.config.grad_clip))
-        else:
-            # The scaler's own step knows no divisor, so gradients are scaled in a pass of their own.
-            if self.config.grad_clip is not None:
-                torch.nn.utils.clip_grads_with_norm_(self.applied.parameters.values(), self.config.grad_clip, norm)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        scale = None if self.scaler is None else self.scaler.scale(torch.ones_like(norm))
+        if scale is not None:
+            norm = norm / scale
+        divisor, skip = clip_or_skip(loss, norm, self.config.grad_clip)
+        # The update divides by the loss scale and by what clips at once: every precision reads gradients as often.
+        self.kind.update(self.optimizer, divisor if scale is None else divisor * scale, skip)
+        if self.scaler is not None:
+            # The norm goes over all ranks: where one overflows, all skip the update and lower the scale alike.
+            compat.update_loss_scale(self.scaler, ~torch.isfinite(norm))
         # None instead of zeros: gradients take no memory between steps, and the first micro-batch adds to nothing.
         self.optimizer.zero_grad(set_to_none=True)
         self.applied.refresh(self.kind.written_copies(self.optimizer))

@@ -8,25 +8,23 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx import __version__
-from phalanx.checkpoint import CheckpointStore, RankGroup, placed_tensors, rng_state
-from phalanx.config.load import dump_run
-from phalanx.config.schema import Run
+from phalanx.checkpoint import CheckpointStore, RankGroup, placed_tensors
 from phalanx.errors import CheckpointError, Interrupted, PhalanxError
 from phalanx.hardware.device import HostCopy, Moment
-from phalanx.layout.apply import ParallelModel
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.mesh import Ranks
+from phalanx.layout.mesh import Mesh, Ranks
+from phalanx.layout.spec import ResolvedLayout
 from phalanx.optimizers import LearningRateSchedule, set_learning_rate
 from phalanx.training.callbacks import CallbackList, TrainingContext
+from phalanx.training.checkpointing import collect_state
 from phalanx.training.divergence import Divergence, DivergenceGuard, all_finite
-from phalanx.training.inputs import Inputs
+from phalanx.training.inputs import Inputs, TrainableModel
 from phalanx.training.logs import RunLog, format_duration
 from phalanx.training.metrics import RankTimes, StepMeter, StepMetrics
 from phalanx.training.run_dir import RunDirectory
@@ -35,20 +33,34 @@ from phalanx.training.stopping import DIRECTORY_GONE, StopRequest
 
 
 @dataclass(frozen=True)
+class Placement:
+    """Where a run computes: its ranks, their layout and mesh, and the device of this one."""
+
+    ranks: Ranks
+    layout: ResolvedLayout
+    mesh: Mesh
+    device: torch.device
+
+    @property
+    def stage_words(self) -> str:
+        """The place of this rank in a pipeline, for messages; empty without one."""
+        pp = self.mesh.pp
+        return "" if pp.size == 1 else f" (pipeline rank {pp.rank} of {pp.size})"
+
+
+@dataclass(frozen=True)
 class RunParts:
     """Everything a training loop joins, built for one run on this rank."""
 
-    run: Run
-    ranks: Ranks
-    device: torch.device
+    model: TrainableModel
+    place: Placement
     attention: AttentionChoice
-    applied: ParallelModel
     step: TrainStep
     inputs: Inputs
     store: CheckpointStore
     directory: RunDirectory
     describe: Callable[[], None]
-    """Writes to the run directory what says what this run is: run file, machine, data."""
+    """Writes to the run directory what this run is: run file, machine, data. For the first rank."""
     meter: StepMeter
     log: RunLog
     callbacks: CallbackList
@@ -59,13 +71,13 @@ class Trainer:
 
     def __init__(self, parts: RunParts, first_step: int, until: int | None = None) -> None:
         self.parts = parts
-        self.run = parts.run
-        self.until = parts.run.training.steps if until is None else min(until, parts.run.training.steps)
+        self.run = run = parts.model.run
+        self.until = run.training.steps if until is None else min(until, run.training.steps)
         self.step = first_step
         """The last step whose observations were read."""
-        self.schedule = LearningRateSchedule(parts.run.optimizer, parts.run.training.steps)
+        self.schedule = LearningRateSchedule(run.optimizer, run.training.steps)
         scales_loss = parts.step.scaler is not None
-        self.guard = DivergenceGuard(parts.run, parts.store, parts.log, scales_loss=scales_loss, first_step=first_step)
+        self.guard = DivergenceGuard(run, parts.store, parts.log, scales_loss=scales_loss, first_step=first_step)
         self.checkpointer = Checkpointer(parts, self.guard, first_step)
         self.checkpoint_waits = False
         """Whether a checkpoint is due, and waits for a step that shows that the weights are good."""
@@ -74,7 +86,7 @@ class Trainer:
         """What was lost of the run directory's logs, on the first rank."""
         self.stall = 0.0
         """Seconds that training stood still for a checkpoint since the last launch."""
-        self.asynchronous = AsynchronousSteps(parts.device, allowed=parts.device.type != "cpu")
+        self.asynchronous = AsynchronousSteps(parts.place.device, allowed=parts.place.device.type != "cpu")
         self.launched: deque[LaunchedStep] = deque()
         self.last: LaunchedStep | None = None
         """The step that was read last, as long as the one behind it was launched before."""
@@ -120,31 +132,31 @@ class Trainer:
         """Tell the callbacks that training starts, and how it ends."""
         parts = self.parts
         context = TrainingContext(
-            run=parts.run,
+            run=self.run,
             run_dir=parts.directory.path,
-            rank=parts.ranks.rank,
-            world_size=parts.ranks.world_size,
-            device=parts.device,
-            parameters=parts.applied.parameters,
+            rank=parts.place.ranks.rank,
+            world_size=parts.place.ranks.world_size,
+            device=parts.place.device,
+            parameters=parts.step.applied.parameters,
             optimizer=parts.step.optimizer,
             first_step=self.step + 1,
             last_step=self.until,
         )
-        parts.callbacks.on_start(context)
+        parts.callbacks.call_each("on_start", lambda callback: callback.on_start(context))
         try:
             yield
         except BaseException as error:
-            parts.callbacks.on_end(error)
+            parts.callbacks.end_each(error)
             raise
-        parts.callbacks.on_end(None)
+        parts.callbacks.end_each(None)
 
     def _launch(self, step: int) -> LaunchedStep:
         """Start a step; on an accelerator this does not wait for it."""
         rate = self.schedule.rate(step)
         set_learning_rate(self.parts.step.optimizer, rate)
-        self.parts.callbacks.on_step_begin(step)
+        self.parts.callbacks.call_each(f"on_step_begin of step {step}", lambda callback: callback.on_step_begin(step))
         # Before the batch is asked for: a step lasts from here, waiting for data included.
-        began, asked = Moment(self.parts.device), time.perf_counter()
+        began, asked = Moment(self.parts.place.device), time.perf_counter()
         batch = self.parts.inputs.stream.next()
         wait = time.perf_counter() - asked
         found = self.parts.step.enqueue(step, batch)
@@ -158,7 +170,7 @@ class Trainer:
             step == self.until
             or _is_due(step, self.run.checkpoint.every)
             or _is_due(step, self.run.evaluation.every)
-            or self.parts.callbacks.needs_finished(step)
+            or any(self.parts.callbacks.call_each("needs_finished", lambda callback: callback.needs_finished(step)))
         )
         return int(self.asynchronous.ahead and not looked_at and not self.checkpoint_waits)
 
@@ -203,8 +215,10 @@ class Trainer:
 
     def _log(self, metrics: StepMetrics) -> None:
         self.parts.log.log_step(metrics)
-        self.parts.callbacks.on_step_end(metrics)
-        if self.parts.ranks.first:
+        self.parts.callbacks.call_each(
+            f"on_step_end of step {metrics.step}", lambda callback: callback.on_step_end(metrics)
+        )
+        if self.parts.place.ranks.first:
             self._watch_directory()
 
     def _save_and_evaluate(self, step: int) -> None:
@@ -228,7 +242,7 @@ class Trainer:
             # Asking the other ranks now would wait for the step that is under way: its observations bring their answer.
             signal_number = self.asynchronous.signal_number
         else:
-            signal_number = self.stop.agree(self.parts.device)
+            signal_number = self.stop.agree(self.parts.place.device)
         if not signal_number:
             return
         while self.launched:
@@ -288,20 +302,21 @@ class Checkpointer:
 
         final: whether the run ends here. Only then a failure is raised: hours of training are worth more than a checkpoint.
         """
-        parts = self._parts
+        parts, applied = self._parts, self._parts.step.applied
         # The last step may be due anyway: once is enough, but it has to be on disk before the run ends.
         if self.saved_step == step:
             parts.store.wait()
             return 0.0
         start = time.perf_counter()
-        tensors = placed_tensors(parts.applied.parameters, parts.applied.splits, parts.step.optimizer)
-        if not all_finite(tensors.values(), parts.device):
+        tensors = placed_tensors(applied.parameters, applied.splits, parts.step.optimizer)
+        if not all_finite(tensors.values(), parts.place.device):
             found = f"step {step}: weights or optimizer state are not finite; they are not saved"
             self._guard.give_up(Divergence(found, "or with optimizer.grad_clip"), step)
         try:
             RankGroup.default().on_first(lambda: self._sync_metrics(step))
-            asynchronous = parts.run.checkpoint.asynchronous and not final
-            handle = parts.store.save(step, tensors, self._collect_state(step), asynchronous=asynchronous)
+            state = collect_state(parts.model, step, parts.step, parts.inputs)
+            asynchronous = parts.model.run.checkpoint.asynchronous and not final
+            handle = parts.store.save(step, tensors, state, asynchronous=asynchronous)
         except CheckpointError as error:
             if final:
                 raise
@@ -313,7 +328,9 @@ class Checkpointer:
         parts.log.event("checkpoint", step, path=str(handle.path), stall_seconds=round(stall, 4))
         if final:
             parts.log.note(f"checkpoint {handle.path}")
-        parts.callbacks.on_checkpoint(step, handle.path)
+        parts.callbacks.call_each(
+            f"on_checkpoint of step {step}", lambda callback: callback.on_checkpoint(step, handle.path)
+        )
         return stall
 
     def _sync_metrics(self, step: int) -> None:
@@ -325,20 +342,6 @@ class Checkpointer:
             raise CheckpointError(
                 f"checkpoint of step {step} was not saved: {log.path} cannot be written ({error.strerror})"
             ) from error
-
-    def _collect_state(self, step: int) -> dict[str, Any]:
-        parts = self._parts
-        return {
-            "step": step,
-            "data_fingerprint": parts.inputs.stream.fingerprint,
-            "scaler": None if parts.step.scaler is None else parts.step.scaler.state_dict(),
-            "rng": rng_state(),
-            "run": dump_run(parts.run),
-            **parts.inputs.saved,
-            **parts.inputs.state(),
-            "phalanx": __version__,
-            "torch": str(torch.__version__),
-        }
 
 
 def _is_due(step: int, every: int | None) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from dry_layouts import train_step
 from layout_runs import run_with
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
@@ -23,6 +22,7 @@ from phalanx.planner.plan.compare_layouts import break_even
 from phalanx.planner.trace.part_costs import PartCosts, part_costs
 from phalanx.planner.trace.streamed_block import chain_sizes
 from phalanx.planner.trace.traced_model import Setting, require_planned, setting_of
+from phalanx.training.step import build_full_step
 
 WORLD, LAYERS = 8, 2
 UNCOMPILED = Kernels("cpu", compiled=False)
@@ -81,7 +81,7 @@ def text_run() -> Run:
 @cache
 def dry(name: str) -> RankReport:
     run, layout = planned(name)
-    return dry_run(run, layout, 0, train_step, accelerator=False, devices_per_node=None)
+    return dry_run(run, layout, 0, build_full_step, accelerator=False, devices_per_node=None)
 
 
 NAMES = [*WEATHER_LAYOUTS, "streamed text"]

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from dry_layouts import train_step
 from phalanx.families.registry import bind
 from phalanx.families.weather.config import WeatherRun
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.dryrun.run_step import dry_run
+from phalanx.training.step import build_full_step
 
 WORLD, T, F, MICROBATCHES = 8, 2, 2, 3
 WIDTH, HIDDEN, HEADS, TOKENS = 64, 256, 4, 32
@@ -43,7 +43,7 @@ def run_of(n_layers: int, **layout: Any) -> WeatherRun:
 def counted(run: WeatherRun) -> Counter[Key]:
     """Collectives of a step of rank 0 by operation, axis and bytes."""
     layout = resolve_layout(bind(run), WORLD)
-    report = dry_run(run, layout, 0, train_step, accelerator=True, devices_per_node=None)
+    report = dry_run(run, layout, 0, build_full_step, accelerator=True, devices_per_node=None)
     found: Counter[Key] = Counter()
     for traffic in report.traffic:
         found[traffic.operation, traffic.axis, traffic.bytes] += traffic.count

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dry_layouts import train_step
 from layout_runs import run_with
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.sizes import model_flops_per_token
@@ -19,6 +18,7 @@ from phalanx.planner.memory.model import Kernels, memory, rank_memory
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 from phalanx.planner.trace.part_costs import part_costs
 from phalanx.planner.trace.traced_model import setting_of
+from phalanx.training.step import build_full_step
 
 WORLD = 8
 SIZES = {
@@ -69,7 +69,7 @@ def test_memory_of_many_layouts_is_that_of_every_rank_and_of_the_code_that_runs(
     found = memory(RUN, CHOSEN.take([place]), KERNELS)
     worst = max(ranks, key=lambda rank: rank.allocated)
     assert found.allocated[0] == pytest.approx(worst.allocated, rel=0.02)
-    first = dry_run(run, layout, 0, train_step, accelerator=False, devices_per_node=None)
+    first = dry_run(run, layout, 0, build_full_step, accelerator=False, devices_per_node=None)
     assert ranks[0].allocated == pytest.approx(first.peak, rel=0.02), (layout, ranks[0], first.categories)
 
 
@@ -83,7 +83,7 @@ def test_several_stages_a_rank_hold_on_accelerators_what_the_code_holds(schedule
     layout = resolve_layout(bind(run), pp)
     ranks = rank_memory(run, layout, "none", Kernels("flash", compiled=False))
     worst = max(ranks, key=lambda rank: rank.allocated)
-    found = dry_run(run, layout, worst.rank, train_step, accelerator=True, devices_per_node=None)
+    found = dry_run(run, layout, worst.rank, build_full_step, accelerator=True, devices_per_node=None)
     assert worst.allocated == pytest.approx(found.peak, rel=0.02), (worst, found.categories)
 
 
@@ -108,7 +108,7 @@ def test_split_backward_passes_and_streamed_blocks_hold_on_accelerators_what_the
     ranks = rank_memory(run, layout, run.layout.recompute, Kernels("flash", compiled=False))
     for rank in (ranks[0], ranks[-1]):
         first = rank.rank * WORLD // layout.pp
-        found = dry_run(run, layout, first, train_step, accelerator=True, devices_per_node=None)
+        found = dry_run(run, layout, first, build_full_step, accelerator=True, devices_per_node=None)
         assert rank.allocated == pytest.approx(found.peak, rel=0.02), (rank, found.moment, found.categories)
 
 
@@ -129,7 +129,7 @@ def test_stages_that_reduce_their_gradients_in_turn_hold_what_the_code_holds(wor
     ranks = rank_memory(run, layout, run.layout.recompute, Kernels("flash", compiled=False))
     for rank in (ranks[0], ranks[-1]):
         first = rank.rank * WORLD // layout.pp
-        found = dry_run(run, layout, first, train_step, accelerator=True, devices_per_node=None)
+        found = dry_run(run, layout, first, build_full_step, accelerator=True, devices_per_node=None)
         assert rank.allocated == pytest.approx(found.peak, rel=0.02), (rank, found.moment, found.categories)
 
 
@@ -153,7 +153,7 @@ def test_pipelines_hold_at_every_action_what_the_code_holds(words: dict[str, Any
     ranks = rank_memory(run, layout, run.layout.recompute, Kernels("flash", compiled=False))
     for rank in (ranks[0], ranks[layout.pp // 2]):
         first = rank.rank * WORLD // layout.pp
-        found = dry_run(run, layout, first, train_step, accelerator=True, devices_per_node=None)
+        found = dry_run(run, layout, first, build_full_step, accelerator=True, devices_per_node=None)
         assert rank.allocated == pytest.approx(found.peak, rel=0.02), (rank, found.moment, found.categories)
 
 
@@ -162,7 +162,7 @@ def test_micro_batches_that_are_done_leave_nothing_on_the_last_rank() -> None:
     peaks = []
     for count in (8, 24):
         run = run_with(SIZES, pp=2, schedule="1f1b", microbatch=2, global_batch=2 * count)
-        found = dry_run(run, resolve_layout(bind(run), 2), 1, train_step, accelerator=True, devices_per_node=None)
+        found = dry_run(run, resolve_layout(bind(run), 2), 1, build_full_step, accelerator=True, devices_per_node=None)
         peaks.append(found.peak)
     hidden = 2 * SIZES["data.sequence_length"] * SIZES["model.d_model"] * 2
     assert peaks[1] - peaks[0] < 2 * hidden, "16 more of them take their samples, and no more"
@@ -184,7 +184,7 @@ def test_blocks_gathered_together_hold_what_the_code_holds(words: dict[str, Any]
     run = run_with(SIZES | {"model.n_layers": 8}, **{"global_batch": 16, **words})
     layout = resolve_layout(bind(run), WORLD)
     first = rank_memory(run, layout, run.layout.recompute, KERNELS)[0]
-    found = dry_run(run, layout, 0, train_step, accelerator=False, devices_per_node=None)
+    found = dry_run(run, layout, 0, build_full_step, accelerator=False, devices_per_node=None)
     assert first.allocated == pytest.approx(found.peak, rel=0.02), (first, found.moment, found.categories)
 
 
@@ -192,7 +192,7 @@ def test_blocks_gathered_together_hold_what_the_code_holds(words: dict[str, Any]
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_as_few_exchanges_as_there_are_units(together: int, units: int, microbatches: int) -> None:
     run = run_with(dp_shard=4, global_batch=4 * microbatches, gather_blocks=together)
-    found = dry_run(run, resolve_layout(bind(run), 4), 0, train_step, accelerator=False, devices_per_node=None)
+    found = dry_run(run, resolve_layout(bind(run), 4), 0, build_full_step, accelerator=False, devices_per_node=None)
     counts: dict[str, int] = {}
     for traffic in found.traffic:
         if traffic.axis == "dp_shard":

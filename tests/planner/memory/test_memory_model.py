@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dry_layouts import train_step
 from layout_runs import run_with
 from phalanx.families.language.sizes import parameter_count
 from phalanx.families.registry import bind
@@ -18,6 +17,7 @@ from phalanx.planner.dryrun.run_step import dry_run
 from phalanx.planner.memory.model import Kernels, RankMemory, memory, rank_memory
 from phalanx.planner.memory.probability import BESIDE, GIB, communicators, device_bytes, fits
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
+from phalanx.training.step import build_full_step
 
 SIZES = {
     "model.d_model": 128,
@@ -57,7 +57,7 @@ def test_peak_is_that_of_a_dry_run(name: str) -> None:
     modelled = rank_memory(run, layout, run.layout.recompute, UNCOMPILED)
     for stage in {0, layout.pp - 1}:
         rank = stage * world // layout.pp
-        found = dry_run(run, layout, rank, train_step, accelerator=False, devices_per_node=None)
+        found = dry_run(run, layout, rank, build_full_step, accelerator=False, devices_per_node=None)
         assert modelled[stage].allocated == pytest.approx(found.peak, rel=0.02), (modelled[stage], found.categories)
 
 
@@ -66,7 +66,7 @@ def test_a_split_backward_pass_frees_nothing_on_its_way() -> None:
     run = run_with(SIZES | {"model.n_layers": 8}, pp=2, schedule="zbv", global_batch=16)
     layout = resolve_layout(bind(run), 2)
     modelled = rank_memory(run, layout, run.layout.recompute, UNCOMPILED)[1]
-    found = dry_run(run, layout, 1, train_step, accelerator=False, devices_per_node=None)
+    found = dry_run(run, layout, 1, build_full_step, accelerator=False, devices_per_node=None)
     assert modelled.moment == "backward of the first block"
     assert 0.97 < modelled.allocated / found.peak < 1.02, (modelled, found.categories)
 

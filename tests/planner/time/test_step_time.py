@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dry_layouts import train_step
 from phalanx.config.load import parse_run
 from phalanx.hardware.collectives import default_constants
 from phalanx.hardware.machine import load_machine
@@ -19,6 +18,7 @@ from phalanx.planner.time.profile import default_profile
 from phalanx.planner.time.step_parts import Steps
 from phalanx.planner.time.step_time import StepCause, closed_form
 from phalanx.planner.time.timing import our_framework, step_times, steps_of_run
+from phalanx.training.step import build_full_step
 
 MACHINE = load_machine("selene")
 CONSTANTS = default_constants(MACHINE)
@@ -205,7 +205,7 @@ def test_blocks_are_gathered_and_reduced_as_often_as_the_code_does_it(words: dic
         }
     )
     layouts = _layouts({"global_batch": 16, **words})
-    found = dry_run(run, layouts.row(0), 0, train_step, accelerator=True, devices_per_node=None)
+    found = dry_run(run, layouts.row(0), 0, build_full_step, accelerator=True, devices_per_node=None)
     units = layers // words.get("pp", 1)
     # Beside the blocks the embedding and the head, on one rank where there is no pipeline; a head stays gathered.
     ends = 1 if "pp" in words else 2

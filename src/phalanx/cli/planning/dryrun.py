@@ -8,15 +8,12 @@ from typing import Literal
 
 import torch
 
-from phalanx.checkpoint import materialise_optimizer_state
 from phalanx.cli.console import print_json, print_lines, print_table
 from phalanx.config.families import sizes_of
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.families.family import BoundModel
 from phalanx.families.registry import bind
-from phalanx.layout.apply import ParallelModel
 from phalanx.layout.compile import compiles_blocks
 from phalanx.layout.context_parallel.kernel_choice import check_attention
 from phalanx.layout.resolve import resolve_layout
@@ -28,7 +25,7 @@ from phalanx.planner.trace.traced_model import TracedModel, is_planned
 from phalanx.printable import write_stderr
 from phalanx.report.formatting import format_gibibytes
 from phalanx.report.table import Column
-from phalanx.training.step import TrainStep, build_step
+from phalanx.training.step import build_full_step
 
 _SILENCE_S = 10.0
 """Seconds after which it is said how far the step is."""
@@ -65,7 +62,7 @@ def run_dryrun(
             loaded,
             layout,
             number,
-            _build_full_step,
+            build_full_step,
             accelerator=device == "gpu",
             devices_per_node=per_node,
             tell=_Progress(number),
@@ -102,13 +99,6 @@ class _Progress:
         if now - self.said >= _SILENCE_S:
             self.said = now
             write_stderr(f"rank {self.rank}: {moment}, {now - self.start:.0f} s")
-
-
-def _build_full_step(model: BoundModel, applied: ParallelModel, device: torch.device) -> TrainStep:
-    """Return the step that `phalanx train` runs, with all the state its optimizer will ever have."""
-    step = build_step(model, applied, device)
-    materialise_optimizer_state(step.optimizer)
-    return step
 
 
 def _pick_ranks(layout: ResolvedLayout) -> list[int]:

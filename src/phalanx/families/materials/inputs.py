@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -114,9 +114,9 @@ class MaterialsInputs(TrainableModel):
 
     run: MaterialsRun
 
-    def settle(self, run_dir: Path) -> MaterialsRun:
+    def settle(self, run_dir: Path) -> Self:
         """Units of the model that the run file leaves to the data; see `units_from_data`."""
-        return settle_units(self.run, run_dir)
+        return self.rebind(settle_units(self.run, run_dir))
 
     def open_inputs(self, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
         """See `TrainableModel`."""
