@@ -24,8 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from phalanx.config.model import LanguageModel
-from phalanx.layout.recompute import recompute_block
-from phalanx.layout.stage import TrainingPass
+from phalanx.layout.layout_model import TrainingPass
+from phalanx.layout.prepare_blocks import recompute_block
 from phalanx.nn.attention import Attention, attend
 from phalanx.planner.trace import parts
 from phalanx.planner.trace.part_costs import part_costs

@@ -42,7 +42,7 @@ from phalanx.launch.fork_server import run_ranks
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
-from phalanx.layout.family import LayoutModel
+from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.mesh import build_mesh, join_process_group, leave_process_group, ranks_from_environment
 from phalanx.layout.resolve import resolve_layout
 

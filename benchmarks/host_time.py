@@ -30,7 +30,7 @@ from phalanx.families.registry import bind
 from phalanx.files import write_atomically
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.family import LayoutModel
+from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.mesh import build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.trace.traced_model import TracedModel

@@ -24,12 +24,12 @@ from phalanx.config.load import load_run
 from phalanx.families.language.data.token_batches import TokenBatch
 from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
-from phalanx.layout.data_parallel.state_bytes import state_bytes
-from phalanx.layout.family import LayoutModel
+from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.memory.model import Kernels, memory
 from phalanx.training.step import build_step
+from state_bytes import state_bytes
 
 GIB = 2**30
 

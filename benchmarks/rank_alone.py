@@ -28,7 +28,7 @@ from phalanx.files import write_atomically
 from phalanx.hardware.device import choose_device, device_name, synchronize
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionShape, choose_attention
-from phalanx.layout.family import LayoutModel
+from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.mesh import build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.nn.precision import PRECISIONS

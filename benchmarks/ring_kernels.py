@@ -23,7 +23,7 @@ from torch import Tensor
 from phalanx.files import write_atomically
 from phalanx.hardware.device import device_name, synchronize
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.context_parallel.partial_attention import Part, attend_part, join, part_gradients
+from phalanx.layout.context_parallel.ring_attention import Part, attend_part, join, part_gradients
 
 DTYPE = torch.bfloat16
 

@@ -24,8 +24,8 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from phalanx.config.load import load_run
 from phalanx.families.registry import bind
-from phalanx.layout.data_parallel.state_bytes import state_bytes
 from phalanx.layout.resolve import resolve_layout
+from state_bytes import state_bytes
 
 GIB = 2**30
 

@@ -39,8 +39,7 @@ from phalanx.files import write_atomically
 from phalanx.hardware.device import Moment, choose_device, synchronize
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.data_parallel.state_bytes import state_bytes
-from phalanx.layout.family import LayoutModel
+from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.mesh import (
     Groups,
     Mesh,
@@ -53,14 +52,14 @@ from phalanx.layout.mesh import (
 from phalanx.layout.place import place_of
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.streamed_weights.copy_engine_ring import CopyEngineRing
-from phalanx.layout.streamed_weights.ring_transport import WeightRing
-from phalanx.layout.streamed_weights.sharding import StreamedSharding
+from phalanx.layout.streamed_weights.ring_transport import CopyEngineRing, WeightRing
 from phalanx.layout.streamed_weights.stream_pairs import Streamed
+from phalanx.layout.streamed_weights.streamed_sharding import StreamedSharding
 from phalanx.planner.dryrun.memory_trace import StepTrace
 from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.torch_compat import common as compat
 from phalanx.training.step import TrainStep, build_step
+from state_bytes import state_bytes
 
 GIB = 2**30
 LEFT_OVER_GIB = 16.0

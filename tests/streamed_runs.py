@@ -17,20 +17,18 @@ from phalanx.config.model import LanguageModel
 from phalanx.counter_random import DropoutContext
 from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.language.model.decoder import Decoder
-from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.context_parallel.split_context import split_context
+from phalanx.layout.context_parallel.split_context import SequenceShare, split_context
 from phalanx.layout.data_parallel.fully_sharded import FullySharded, ShardingOptions
 from phalanx.layout.data_parallel.gradients import sum_gradients
-from phalanx.layout.data_parallel.sharding import WholeParameters
 from phalanx.layout.initial_values import fill, initialise_parameters
+from phalanx.layout.layout_model import Stage, WholeParameters
 from phalanx.layout.mesh import ONE_RANK, Axis, Groups, Mesh, build_mesh
 from phalanx.layout.place import TensorSplits
-from phalanx.layout.recompute import recompute_block
+from phalanx.layout.prepare_blocks import recompute_block
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.ring_transport import WeightRing
-from phalanx.layout.streamed_weights.sharding import StreamedSharding
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
+from phalanx.layout.streamed_weights.streamed_sharding import StreamedSharding
 from phalanx.nn.initial import InitRule
 from phalanx.nn.precision import PRECISIONS
 from whole_model import CPU, Box, box, place_of

@@ -20,7 +20,7 @@ from phalanx.counter_random import (
     uniform_values,
 )
 from phalanx.families.language.model.decoder import Decoder
-from phalanx.layout.recompute import recompute_block
+from phalanx.layout.prepare_blocks import recompute_block
 from phalanx.layout.spec import Recompute
 from phalanx.torch_compat.compiler import plain_graph
 from small_models import GPT, random_decoder, random_tokens

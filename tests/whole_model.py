@@ -14,7 +14,7 @@ from phalanx.families.registry import bind
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
-from phalanx.layout.family import LayoutModel
+from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.mesh import ONE_RANK, Groups, Mesh, build_mesh
 from phalanx.layout.place import Place, TensorSplits, place_of
 from phalanx.layout.spec import ResolvedLayout

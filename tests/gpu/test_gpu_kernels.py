@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from device_runs import accelerator, relative_error
+from phalanx.kernels import LARGE
 from phalanx.kernels.flash4 import flash4, flash4_attention
 from phalanx.kernels.parts_sum import sum_parts
 from phalanx.kernels.swiglu import swiglu_backward, swiglu_backward_reference
-from phalanx.kernels.triton_modules import LARGE
 from phalanx.optimizers.adamw import AdamW
 from phalanx.torch_compat import common as compat
 

@@ -12,7 +12,7 @@ from layout_runs import run_with
 from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.family import LayoutModel
+from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.config.model import LanguageModel
-from phalanx.layout.recompute import recompute_block
+from phalanx.layout.prepare_blocks import recompute_block
 from phalanx.layout.spec import Recompute
 from phalanx.torch_compat import common as compat
 from small_models import FAMILIES, random_decoder, random_tokens

@@ -55,7 +55,7 @@ INTERPRETED = """
 import torch
 from torch import nn
 from phalanx.torch_compat import common as compat
-from phalanx.kernels import adamw_triton, triton_modules
+from phalanx.kernels import adamw_triton
 from phalanx.optimizers import adamw
 
 # The interpreter runs on the CPU, where PyTorch's own kernel would be chosen.

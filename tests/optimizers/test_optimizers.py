@@ -12,11 +12,11 @@ from phalanx.errors import ConfigError
 from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.registry import bind
 from phalanx.layout.data_parallel.gradients import local_gradient_norm
-from phalanx.layout.data_parallel.state_bytes import state_bytes
 from phalanx.layout.resolve import resolve_layout
 from phalanx.optimizers import OPTIMIZERS, OptimizerKind, build_optimizer, find_optimizer, set_learning_rate
 from phalanx.optimizers.optimizer_kind import Group
 from phalanx.training.step import clip_or_skip
+from state_bytes import state_bytes
 from whole_model import GPT, whole_run
 
 parameter_kind = DeclaredLanguage(whole_run(GPT).model, 1).parameter_kind

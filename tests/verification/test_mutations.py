@@ -17,8 +17,8 @@ from phalanx.counter_random import DropoutContext
 from phalanx.families.language import layout as language
 from phalanx.families.registry import bind
 from phalanx.layout import initial_values
-from phalanx.layout.context_parallel import partial_attention, ring_attention, split_context
-from phalanx.layout.context_parallel.partial_attention import Part
+from phalanx.layout.context_parallel import ring_attention, split_context
+from phalanx.layout.context_parallel.ring_attention import Part
 from phalanx.layout.data_parallel.fully_sharded import FullySharded
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Groups
@@ -97,9 +97,11 @@ def give_every_rank_the_first_heads_slopes() -> Any:
 
 
 def forget_to_rescale_attention() -> Any:
+    right = ring_attention.join
+
     def wrong(total: Part | None, part: Part, queries: slice) -> Part:
         if total is None:
-            return partial_attention.join(None, part)
+            return right(None, part)
         out, log_z = total.out[:, :, queries], total.log_z[:, :, queries]
         out.add_(part.out).div_(2)
         log_z.copy_(torch.logaddexp(log_z, part.log_z))

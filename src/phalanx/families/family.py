@@ -2,7 +2,7 @@
 
 A family answers each question once, in the class that has what the answer needs: `DeclaredModel` where the shape and the
 positions of a sample do, `BoundModel` where it takes more of the run file. The bound class derives from the family's
-declared one and from the classes of the rooms that it takes part in: `layout.family.LayoutModel`,
+declared one and from the classes of the rooms that it takes part in: `layout.layout_model.LayoutModel`,
 `planner.trace.traced_model.TracedModel`, `training.inputs.TrainableModel` and `verification.family.VerifiableModel`.
 `registry.bind` makes the one object that answers for a run; it is handed down from there. Sizes that must be known without
 torch are in `config.families.Sizes`.

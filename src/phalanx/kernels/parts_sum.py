@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.kernels.triton_modules import LARGE, triton_module
+from phalanx.kernels import LARGE, triton_module
 
 
 def sum_parts(parts: Tensor, total: Tensor, *, add: bool = False) -> None:

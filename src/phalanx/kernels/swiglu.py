@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels.triton_modules import triton_module
+from phalanx.kernels import triton_module
 
 SMALLEST_BLOCK = 16
 """Shorter groups leave threads too little contiguous memory; a generated kernel does no worse there."""

@@ -18,23 +18,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from phalanx.layout.compile import compile_stage, compiles_blocks
+from phalanx.config.schema import Run
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.data_parallel.choose_sharding import choose_sharding
+from phalanx.layout.context_parallel.split_context import SequenceShare
+from phalanx.layout.data_parallel.copy_engine import choose_copy_engine
+from phalanx.layout.data_parallel.fully_sharded import FullySharded, ShardingOptions
 from phalanx.layout.data_parallel.gradients import gradient_norm_over_ranks
 from phalanx.layout.data_parallel.low_precision import LowPrecisionParameters
-from phalanx.layout.data_parallel.sharding import WholeParameters
 from phalanx.layout.data_parallel.task_heads import branch_groups
-from phalanx.layout.family import BuildContext, LayoutModel
 from phalanx.layout.initial_values import initialise_parameters
+from phalanx.layout.layout_model import BuildContext, LayoutModel, Stage, WholeParameters, named_parameters, whole_name
 from phalanx.layout.mesh import Mesh
-from phalanx.layout.pipeline.runner import Pipeline
-from phalanx.layout.pipeline.stage_assignment import model_chunks
+from phalanx.layout.pipeline import Pipeline
 from phalanx.layout.place import TensorSplits
-from phalanx.layout.recompute import recompute_stage
+from phalanx.layout.prepare_blocks import compile_stage, compiles_blocks, recompute_stage
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage import Stage, named_parameters, whole_name
+from phalanx.layout.stage_assignment import model_chunks
+from phalanx.layout.streamed_weights.streamed_sharding import StreamedSharding
 from phalanx.nn.layers import separate_gradients
 from phalanx.nn.precision import PRECISIONS
 
@@ -164,3 +164,24 @@ def make_context(
         sharding=sharding,
         gathered=layout.zero == 3 and mesh.shards.size > 1,
     )
+
+
+def choose_sharding(run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.device) -> WholeParameters:
+    """Return how the data-parallel ranks of `mesh` hold the parameters of `run`; all of them call it together.
+
+    Raises ConfigError where layout.peer_copies=true and the ranks cannot read each other's memory.
+    """
+    if mesh.data is None:
+        return WholeParameters()
+    precision = PRECISIONS[run.layout.precision]
+    copy_engine = choose_copy_engine(run.layout.peer_copies, mesh.shards.group, device, precision.compute_dtype)
+    options = ShardingOptions(
+        precision,
+        zero=layout.zero,
+        reshard_after_forward=layout.reshard_after_forward,
+        blocks_per_unit=run.layout.gather_blocks,
+        prefetch_depth=run.layout.gathers_ahead,
+    )
+    if layout.gather == "stream":
+        return StreamedSharding(mesh, device, options, copy_engine)
+    return FullySharded(mesh.data, options, copy_engine)

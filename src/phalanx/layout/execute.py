@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.data.batch_stream import Batch
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.data_parallel.gradients import sum_gradients
-from phalanx.layout.stage import TrainingPass
+from phalanx.layout.layout_model import TrainingPass
 
 
 class Executor:

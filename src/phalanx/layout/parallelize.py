@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from phalanx.config.schema import Layout
 from phalanx.errors import PhalanxError
 from phalanx.hardware.device import choose_device
-from phalanx.layout.compile import compile_blocks
-from phalanx.layout.data_parallel.copy_engine.exchanges import choose_copy_engine
+from phalanx.layout.data_parallel.copy_engine import choose_copy_engine
 from phalanx.layout.data_parallel.fully_sharded import FullySharded, ShardingOptions
 from phalanx.layout.data_parallel.gradients import gradient_norm_over_ranks, scale_gradients
 from phalanx.layout.initial_values import initialise_parameters
@@ -31,7 +30,7 @@ from phalanx.layout.mesh import (
     ranks_from_environment,
 )
 from phalanx.layout.place import Place, TensorSplits, place_of
-from phalanx.layout.recompute import recompute_block
+from phalanx.layout.prepare_blocks import compile_blocks, recompute_block
 from phalanx.layout.spec import DEGREES, ResolvedLayout
 from phalanx.layout.tensor_parallel.split_plain import PlainSplit, split_plain_modules
 from phalanx.nn.initial import InitRules

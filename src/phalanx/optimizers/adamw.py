@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.config.schema import Optimizer
 from phalanx.errors import ConfigError
-from phalanx.kernels.triton_modules import LARGE, triton_module
+from phalanx.kernels import LARGE, triton_module
 from phalanx.optimizers.optimizer_kind import Group, OptimizerKind
 from phalanx.torch_compat import common as compat
 

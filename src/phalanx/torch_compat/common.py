@@ -278,9 +278,10 @@ def attention_kernel_gradients(
 
 
 class SymmetricBuffer:
-    """Memory of an accelerator that the other ranks of `group` on this machine can read; see `copy_engine.peer_memory`.
+    """Memory of an accelerator that the other ranks of `group` on this machine can read.
 
-    All ranks make it together. Multicast, which PyTorch would set up beside it, is not used and stays off.
+    All ranks make it together (`layout.data_parallel.peer_memory`). Multicast, which PyTorch would set up beside it, is not
+    used and stays off.
     """
 
     allocated = 0
@@ -337,3 +338,15 @@ def schedule_actions(
         [(step.computation_type.value, step.stage_index, step.microbatch_index) for step in steps if step is not None]
         for _, steps in sorted(made.pipeline_order.items())
     ]
+
+
+def transformed() -> bool:
+    """Whether this code runs inside vmap or another transform of torch.func, which takes no plain autograd.Function."""
+    return bool(_probe())
+
+
+def _never() -> bool:
+    return False
+
+
+_probe = getattr(torch._C, "_are_functorch_transforms_active", _never)

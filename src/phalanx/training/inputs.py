@@ -18,7 +18,7 @@ from phalanx.data.batch_stream import BatchStream
 from phalanx.errors import DataError
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import Executor
-from phalanx.layout.family import LayoutModel
+from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.training.metrics import RankTimes

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from phalanx.config.schema import Run
 from phalanx.data.batch_stream import Batch
-from phalanx.layout.family import LayoutModel
+from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.spec import ResolvedLayout
 
 

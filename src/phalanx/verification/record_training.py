@@ -14,10 +14,10 @@ from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.gradients import local_gradient
 from phalanx.layout.initial_values import fill
+from phalanx.layout.layout_model import Stage
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.place import Place, place_of
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage import Stage
 from phalanx.nn.initial import InitRule
 from phalanx.optimizers import build_optimizer
 from phalanx.training.step import TrainStep

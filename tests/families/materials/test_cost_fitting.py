@@ -24,10 +24,9 @@ from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
-from phalanx.layout.family import LayoutModel
+from phalanx.layout.layout_model import LayoutModel, TrainingPass
 from phalanx.layout.mesh import ONE_RANK, build_mesh
 from phalanx.layout.resolve import resolve_layout
-from phalanx.layout.stage import TrainingPass
 from phalanx.training.metrics import RankTimes
 
 CPU = torch.device("cpu")

@@ -16,12 +16,12 @@ from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.step_capture import BatchSizes, StepRecorder, empty_batch, rows_of, sizes_of
 from phalanx.families.registry import bind
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.family import BuildContext, LayoutModel
+from phalanx.layout.context_parallel.split_context import SequenceShare
 from phalanx.layout.initial_values import initialise_parameters
+from phalanx.layout.layout_model import BuildContext, LayoutModel
 from phalanx.layout.mesh import Axis
 from phalanx.nn.splits import ModelChunk
-from phalanx.torch_compat.program import SizedProgram
+from phalanx.torch_compat.compiler import SizedProgram
 from phalanx.verification.family import VerifiableModel
 
 BODIES = ("gin", "pna", "gatv2", "cgcnn", "schnet", "egnn", "painn", "mace")

@@ -15,8 +15,8 @@ from phalanx.families.weather.config import WeatherRun
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel import kernel_choice
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, fastest
-from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.family import BuildContext, LayoutModel
+from phalanx.layout.context_parallel.split_context import SequenceShare
+from phalanx.layout.layout_model import BuildContext, LayoutModel
 from phalanx.layout.legality import reasons_against
 from phalanx.layout.mesh import ONE_RANK, Axis
 from phalanx.layout.resolve import every_layout, resolve_layout, with_degrees

@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from distributed_ranks import run_ranks
-from phalanx.layout.context_parallel.partial_attention import Part, attend_part, join, part_gradients
-from phalanx.layout.context_parallel.ring_attention import ring_attention, ring_positions
+from phalanx.layout.context_parallel.ring_attention import (
+    Part,
+    attend_part,
+    join,
+    part_gradients,
+    ring_attention,
+    ring_positions,
+)
 from phalanx.layout.mesh import build_mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.nn.attention import dense_bias

@@ -19,12 +19,15 @@ from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.data_parallel.copy_engine import exchanges as peer_copies
-from phalanx.layout.data_parallel.copy_engine.all_gather import PublishedShards, _place_shards
-from phalanx.layout.data_parallel.copy_engine.buffer_pool import BufferPool
-from phalanx.layout.data_parallel.copy_engine.exchanges import choose_copy_engine
-from phalanx.layout.data_parallel.copy_engine.reduce_scatter import CopyEngineReduceScatter
-from phalanx.layout.family import LayoutModel
+from phalanx.layout.data_parallel import copy_engine as peer_copies
+from phalanx.layout.data_parallel.copy_engine import (
+    CopyEngineReduceScatter,
+    PublishedShards,
+    _place_shards,
+    choose_copy_engine,
+)
+from phalanx.layout.data_parallel.peer_memory import BufferPool
+from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.verification.family import VerifiableModel

@@ -21,7 +21,7 @@ from distributed_ranks import run_ranks
 from phalanx.config.model import LanguageModel
 from phalanx.layout.mesh import Groups
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.streamed_weights.copy_engine_ring import CopyEngineRing
+from phalanx.layout.streamed_weights.ring_transport import CopyEngineRing
 from phalanx.layout.streamed_weights.stream_pairs import Streamed
 from phalanx.torch_compat import common as compat
 from streamed_runs import GPT, LENGTH, LLAMA, WatchedRing, counted_messages, lay_out, samples_of

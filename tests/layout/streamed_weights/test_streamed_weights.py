@@ -16,7 +16,7 @@ from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.mesh import Axis, Groups
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.streamed_weights.chunk_plan import ChunkPlan, Matrix, chunk_count
-from phalanx.layout.streamed_weights.copy_engine_ring import CopyEngineRing
+from phalanx.layout.streamed_weights.ring_transport import CopyEngineRing
 from phalanx.layout.streamed_weights.stream_pairs import find_projection_pairs, stream_matrices, streamed_parameters
 from streamed_runs import LLAMA, MODELS, lay_out
 from whole_model import CPU, joined

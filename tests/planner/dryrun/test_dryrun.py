@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from phalanx.layout.data_parallel.state_bytes import state_bytes
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -16,7 +17,6 @@ from dry_layouts import NAMES, WORLD, real_steps, run_named
 from layout_runs import run_with
 from phalanx.families.language.model.decoder import Block
 from phalanx.families.registry import bind
-from phalanx.layout.data_parallel.state_bytes import state_bytes
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.dryrun.rank_report import RankReport

@@ -14,9 +14,9 @@ from layout_runs import run_with
 from phalanx.families.registry import bind
 from phalanx.layout.legality import reasons_against
 from phalanx.layout.mesh import Groups
-from phalanx.layout.pipeline.stage_assignment import rank_of_stage, stages_of_rank
 from phalanx.layout.resolve import every_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stage_assignment import rank_of_stage, stages_of_rank
 from phalanx.planner.schedule.bubble import in_flight
 from phalanx.planner.schedule.table import LETTERS, Action, Pass, schedule_table, table_of
 from phalanx.torch_compat.common import schedule_actions

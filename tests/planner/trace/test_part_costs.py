@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.config.model import LanguageModel
 from phalanx.families.language.sizes import matmul_parameters, model_flops_per_token, parameter_count
-from phalanx.layout.recompute import recompute_block
+from phalanx.layout.prepare_blocks import recompute_block
 from phalanx.nn.attention import Attention, attend
 from phalanx.planner.trace import parts
 from phalanx.planner.trace.kernel_fusion import elements, source

@@ -13,7 +13,7 @@ from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.context_parallel.split_context import SequenceShare, split_context
 from phalanx.layout.mesh import build_mesh
-from phalanx.layout.recompute import recompute_block
+from phalanx.layout.prepare_blocks import recompute_block
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.tensor_parallel.split_layers import split_tensors
 from phalanx.nn.splits import ModelChunk

@@ -14,8 +14,8 @@ from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
-from phalanx.layout.compile import compiles_blocks
 from phalanx.layout.context_parallel.kernel_choice import check_attention
+from phalanx.layout.prepare_blocks import compiles_blocks
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.dryrun.memory_trace import CATEGORIES, Moment

@@ -29,13 +29,12 @@ from phalanx.families.blocks.config import BlockRun
 from phalanx.families.blocks.network import BlockNetwork
 from phalanx.families.family import DeclaredModel
 from phalanx.families.registry import bound_class
-from phalanx.layout.context_parallel.sequence_share import SequenceShare
+from phalanx.layout.context_parallel.split_context import SequenceShare
 from phalanx.layout.execute import Executor
-from phalanx.layout.family import BuildContext
+from phalanx.layout.layout_model import BuildContext, Stage, TrainingPass
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage import Stage, TrainingPass
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
 from phalanx.nn.initial import InitRules
 from phalanx.nn.kinds import ParameterKind

@@ -13,10 +13,9 @@ from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.language.layout import LanguageStage, loss_chunk_tokens
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.context_parallel.split_context import split_context
+from phalanx.layout.context_parallel.split_context import SequenceShare, split_context
+from phalanx.layout.layout_model import Stage
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.stream_pairs import Stream, Streamed, stream_matrices
 from phalanx.nn.attention import Attention
 from phalanx.nn.precision import PRECISIONS

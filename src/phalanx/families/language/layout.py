@@ -10,12 +10,10 @@ from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.token_batches import TokenBatch
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, AttentionShape, choose_attention
-from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.context_parallel.split_context import split_context
-from phalanx.layout.family import BuildContext, LayoutModel
+from phalanx.layout.context_parallel.split_context import SequenceShare, split_context
+from phalanx.layout.layout_model import BuildContext, LayoutModel, Stage, TrainingPass
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage import Stage, TrainingPass
 from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
 from phalanx.torch_compat import common as compat
@@ -60,7 +58,7 @@ class LanguageStage(Stage):
 
 
 class LanguageLayout(LayoutModel):
-    """See `layout.family.LayoutModel`."""
+    """See `layout.layout_model.LayoutModel`."""
 
     run: LanguageRun
 

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from phalanx.families.materials.data.balance import CostModel
 from phalanx.families.materials.data.graph_stream import GraphBatchStream
 from phalanx.hardware.device import HostCopy, Moment
+from phalanx.layout.layout_model import Stage, TrainingPass
 from phalanx.layout.mesh import Mesh
-from phalanx.layout.stage import Stage, TrainingPass
 from phalanx.training.metrics import RankTimes
 
 _WARM_UP = 3

@@ -18,10 +18,9 @@ from phalanx.families.materials.model.geometry import ALONE
 from phalanx.families.materials.model.losses import Labels, summed_losses
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.step_capture import StepRecorder
-from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.family import BuildContext, LayoutModel
+from phalanx.layout.context_parallel.split_context import SequenceShare
+from phalanx.layout.layout_model import BuildContext, LayoutModel, Stage, TrainingPass
 from phalanx.layout.place import TensorSplits
-from phalanx.layout.stage import Stage, TrainingPass
 from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
 
@@ -116,7 +115,7 @@ class MaterialsStage(Stage):
 
 
 class MaterialsLayout(LayoutModel):
-    """See `layout.family.LayoutModel`."""
+    """See `layout.layout_model.LayoutModel`."""
 
     run: MaterialsRun
 

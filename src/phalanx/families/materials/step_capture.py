@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from phalanx.families.materials.data.graph_batches import PER_ATOM
-from phalanx.torch_compat.program import SizedProgram
+from phalanx.torch_compat.compiler import SizedProgram
 
 _MARGIN = 0.08
 """Room of a recording beyond the batch it is made for."""

@@ -14,9 +14,9 @@ from phalanx.families.weather.config import WeatherModel, WeatherRun
 from phalanx.families.weather.declare import DeclaredWeather
 from phalanx.families.weather.layout import WeatherStage, share_embedding
 from phalanx.families.weather.model.forecaster import AttentionCore, Forecaster
-from phalanx.layout.context_parallel.sequence_share import SequenceShare
+from phalanx.layout.context_parallel.split_context import SequenceShare
+from phalanx.layout.layout_model import Stage
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
 from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk

@@ -14,12 +14,11 @@ from phalanx.families.weather.model.field_embedding import FieldEmbedding
 from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.families.weather.model.grid_features import fields_of
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, choose_whole_attention
-from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.family import BuildContext, LayoutModel
+from phalanx.layout.context_parallel.split_context import SequenceShare
+from phalanx.layout.layout_model import BuildContext, LayoutModel, Stage, TrainingPass
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage import Stage, TrainingPass
 from phalanx.layout.tensor_parallel.collectives import gather
 from phalanx.nn.positions import Positions
 from phalanx.nn.precision import PRECISIONS
@@ -115,7 +114,7 @@ def share_embedding(part: Forecaster, tp: Axis) -> None:
 
 
 class WeatherLayout(LayoutModel):
-    """See `layout.family.LayoutModel`."""
+    """See `layout.layout_model.LayoutModel`."""
 
     run: WeatherRun
 

@@ -18,10 +18,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from phalanx.hardware.calibrate.clock import Clock
 from phalanx.hardware.device import synchronize
-from phalanx.layout.data_parallel.copy_engine.all_gather import PublishedShards
-from phalanx.layout.data_parallel.copy_engine.exchanges import CopyEngine
-from phalanx.layout.data_parallel.copy_engine.peer_memory import reaches_peers
+from phalanx.layout.data_parallel.copy_engine import CopyEngine, PublishedShards
 from phalanx.layout.data_parallel.fully_sharded import choose_exchanges
+from phalanx.layout.data_parallel.peer_memory import reaches_peers
 from phalanx.layout.mesh import Axis
 from phalanx.layout.tensor_parallel.collectives import gather
 from phalanx.torch_compat import common as compat

@@ -8,6 +8,7 @@ all_to_all: for attention ranks exchange positions for heads, each then has some
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -15,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.model import LanguageModel
-from phalanx.layout.context_parallel.ring_attention import ring_attention
-from phalanx.layout.context_parallel.sequence_share import SequenceShare
+from phalanx.layout.context_parallel.ring_attention import ring_attention, ring_positions
 from phalanx.layout.mesh import Axis
 from phalanx.layout.tensor_parallel.collectives import exchange
 from phalanx.nn.attention import (
@@ -28,7 +28,28 @@ from phalanx.nn.attention import (
     attend,
     attention_context,
 )
-from phalanx.nn.positions import alibi_slopes, rope_tables
+from phalanx.nn.positions import Positions, alibi_slopes, rope_tables
+
+
+@dataclass(frozen=True)
+class SequenceShare:
+    """Which positions of every sample this rank computes."""
+
+    cp: Axis
+    tp: Axis
+    context: str
+    """ring or all_to_all."""
+
+    def positions(self, length: int, device: torch.device) -> Positions:
+        """Return global positions of this rank's tokens, and of the rows of its residual stream."""
+        tokens_S = self._tokens(length, device)
+        return Positions(tokens_S, tokens_S.chunk(self.tp.size)[self.tp.rank])
+
+    def _tokens(self, length: int, device: torch.device) -> Tensor:
+        if self.context == "ring" and self.cp.size > 1:
+            return ring_positions(self.cp.rank, self.cp.size, length // self.cp.size, device)
+        each = length // self.cp.size
+        return torch.arange(self.cp.rank * each, (self.cp.rank + 1) * each, device=device)
 
 
 class ContextModel(Protocol):

@@ -30,9 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from phalanx.kernels.parts_sum import add_gradient
-from phalanx.layout.data_parallel.copy_engine.exchanges import CopyEngine
-from phalanx.layout.data_parallel.sharding import WholeParameters
-from phalanx.layout.stage import Stage
+from phalanx.layout.data_parallel.copy_engine import CopyEngine
+from phalanx.layout.layout_model import Stage, WholeParameters
 from phalanx.nn.precision import Precision
 from phalanx.torch_compat import fsdp as compat_fsdp
 

@@ -165,7 +165,7 @@ def _stream_pair(
     (row,) = (member for member in members if member.split.kind == "row")
     late = () if row.linear.bias is None else (f"{row.name}.bias",)
     kind: Any = type(module)
-    # A class for all modules of a kind, as `layout.recompute` does for blocks.
+    # A class for all modules of a kind, as `layout.prepare_blocks` does for blocks.
     module.__class__ = _streamed_class(kind)
     assert isinstance(module, Streamed)
     module.pair = ProjectionPair(kind.forward, plan, stream.ring, late)

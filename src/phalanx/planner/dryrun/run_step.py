@@ -26,11 +26,11 @@ from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.gradients import local_gradient
 from phalanx.layout.execute import Executor
+from phalanx.layout.layout_model import Stage
 from phalanx.layout.mesh import Mesh, build_mesh
-from phalanx.layout.pipeline.runner import Pipeline
-from phalanx.layout.pipeline.stage_assignment import from_other_ranks
+from phalanx.layout.pipeline import Pipeline
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage import Stage
+from phalanx.layout.stage_assignment import from_other_ranks
 from phalanx.nn.attention import causal_block_mask
 from phalanx.planner.dryrun.memory_trace import Moment, StepTrace
 from phalanx.planner.dryrun.rank_report import Measured, RankReport, rank_report

@@ -1,6 +1,6 @@
 """Bytes of the buffers that shards exchange through with `layout.peer_copies`.
 
-Parameters are read from one buffer with all shards of a stage (`copy_engine.all_gather`). Gradients arrive in a pool of
+Parameters are read from one buffer with all shards of a stage (`copy_engine.PublishedShards`). Gradients arrive in a pool of
 buffers (`copy_engine`), acted out: it grows where nothing that rests is large enough, so what it comes to follows from the
 order of the reductions: FSDP2's, as `fully_sharded` has it. A buffer rests one exchange after its own.
 """
@@ -12,8 +12,7 @@ from functools import cache
 
 import numpy as np
 
-from phalanx.layout.data_parallel.copy_engine.buffer_pool import next_free_buffer
-from phalanx.layout.data_parallel.copy_engine.peer_memory import align_size
+from phalanx.layout.data_parallel.peer_memory import align_size, next_free_buffer
 from phalanx.planner.memory.ranks import RankParts
 from phalanx.planner.memory.state import Amount, Exchanges, MemoryState
 

@@ -8,8 +8,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.layout.pipeline.stage_assignment import stage_layer_counts, stages_of_rank
 from phalanx.layout.spec import SCHEDULES, ZERO_BUBBLE, LayoutTable, ResolvedLayout
+from phalanx.layout.stage_assignment import stage_layer_counts, stages_of_rank
 from phalanx.planner.memory.parts import distinct
 from phalanx.planner.schedule.table import table_of
 
@@ -32,7 +32,7 @@ class RankParts:
 def rank_parts(schedule: str, pp: int, stages_per_rank: int, n_layers: int, costs: tuple[float, float]) -> RankParts:
     """Return what every pipeline rank holds, arrays of [ranks].
 
-    costs: what the embedding and the head cost beside one block, see `layout.pipeline.stage_assignment.split_layers`.
+    costs: what the embedding and the head cost beside one block, see `layout.stage_assignment.split_layers`.
     """
     layout = ResolvedLayout(global_batch=1, pp=pp, schedule=schedule, stages_per_rank=stages_per_rank)
     layers = np.asarray(stage_layer_counts(n_layers, layout.n_stages, *costs), np.float64)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.layout.pipeline.stage_assignment import stage_layer_counts
+from phalanx.layout.stage_assignment import stage_layer_counts
 from phalanx.planner.schedule.table import IntArray, Pass, ScheduleTable, schedule_table
 
 Mask = npt.NDArray[np.bool_]
@@ -125,7 +125,7 @@ class Pipeline:
     microbatches: int
     n_layers: int
     costs: tuple[float, float]
-    """What the embedding and the head cost beside one block, see `layout.pipeline.stage_assignment.split_layers`."""
+    """What the embedding and the head cost beside one block, see `layout.stage_assignment.split_layers`."""
     gather_blocks: int
     """Blocks that are gathered together."""
     gathers_ahead: int

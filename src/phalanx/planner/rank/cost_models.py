@@ -15,9 +15,9 @@ from phalanx.families.registry import bind
 from phalanx.hardware.collectives import Constants, send
 from phalanx.hardware.device import device_facts
 from phalanx.hardware.machine import Machine
-from phalanx.layout.pipeline.stage_assignment import stage_layer_counts
 from phalanx.layout.resolve import MemoryFits
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
+from phalanx.layout.stage_assignment import stage_layer_counts
 from phalanx.planner.memory.model import Kernels, memory, rank_memory
 from phalanx.planner.memory.probability import BESIDE, Beside, communicators, fits
 from phalanx.planner.schedule.simulate import StageTimes, simulate

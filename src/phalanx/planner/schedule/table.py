@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.layout.pipeline.stage_assignment import TORCH_SCHEDULES
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stage_assignment import TORCH_SCHEDULES
 from phalanx.torch_compat.common import schedule_actions
 
 IntArray = npt.NDArray[np.int64]

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.topology import Placement, join, place
-from phalanx.layout.pipeline.stage_assignment import stage_layer_counts
 from phalanx.layout.spec import CONTEXTS, RECOMPUTES, SCHEDULES, LayoutTable
+from phalanx.layout.stage_assignment import stage_layer_counts
 from phalanx.nn.precision import PRECISIONS
 from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.operation_time import Floats, Ints

@@ -11,8 +11,8 @@ from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.hardware.collectives import Constants, default_constants, send
 from phalanx.hardware.machine import Machine
-from phalanx.layout.pipeline.stage_assignment import stage_layer_counts
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
+from phalanx.layout.stage_assignment import stage_layer_counts
 from phalanx.optimizers import find_optimizer
 from phalanx.planner.schedule.simulate import StageTimes, makespans_together
 from phalanx.planner.schedule.table import ScheduleTable, table_of

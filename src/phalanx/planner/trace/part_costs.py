@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from phalanx.config.model import LanguageModel
-from phalanx.layout.recompute import recompute_block, recompute_policy
-from phalanx.layout.stage import Stage, TrainingPass
+from phalanx.layout.layout_model import Stage, TrainingPass
+from phalanx.layout.prepare_blocks import recompute_block, recompute_policy
 from phalanx.layout.streamed_weights.stream_pairs import streamed_parameters
 from phalanx.planner.schedule.timeline import Costs, Kept, Timeline
 from phalanx.planner.trace.accelerator_kernels import ring_operations

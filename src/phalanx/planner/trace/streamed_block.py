@@ -18,8 +18,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from phalanx.layout.layout_model import Stage
 from phalanx.layout.mesh import Axis
-from phalanx.layout.stage import Stage
 from phalanx.layout.streamed_weights.chunk_plan import ChunkPlan, Matrix
 from phalanx.layout.streamed_weights.ring_transport import Transfer, WeightRing
 from phalanx.layout.streamed_weights.stream_pairs import Stream, Streamed

@@ -22,11 +22,10 @@ from phalanx.data.batch_stream import Batch
 from phalanx.families.family import BoundModel, DeclaredModel
 from phalanx.families.registry import bind, bound_class
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.context_parallel.sequence_share import SequenceShare
-from phalanx.layout.family import LayoutModel
+from phalanx.layout.context_parallel.split_context import SequenceShare
+from phalanx.layout.layout_model import LayoutModel, Stage, named_parameters
 from phalanx.layout.mesh import Axis
 from phalanx.layout.spec import Recompute, ResolvedLayout
-from phalanx.layout.stage import Stage, named_parameters
 from phalanx.layout.streamed_weights.stream_pairs import Stream
 from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.layers import Norm, separate_gradients

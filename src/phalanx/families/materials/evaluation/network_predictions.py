@@ -22,7 +22,7 @@ from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
-from phalanx.layout.family import LayoutModel
+from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
 from phalanx.nn.precision import PRECISIONS

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from phalanx.families.materials.model.geometry import Geometry
 from phalanx.families.materials.model_config import GlobalAttention, MaterialsModel
 from phalanx.nn.layers import Linear, Norm
-from phalanx.torch_compat.vmap import transformed
+from phalanx.torch_compat.common import transformed
 
 Block = TypeVar("Block", bound=nn.Module)
 

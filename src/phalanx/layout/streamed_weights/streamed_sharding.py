@@ -5,19 +5,18 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from phalanx.layout.data_parallel.copy_engine.exchanges import CopyEngine
+from phalanx.layout.data_parallel.copy_engine import CopyEngine
 from phalanx.layout.data_parallel.fully_sharded import FullySharded, ShardingOptions
+from phalanx.layout.layout_model import Stage
 from phalanx.layout.mesh import Axis, Mesh
 from phalanx.layout.place import TensorSplits
-from phalanx.layout.stage import Stage
-from phalanx.layout.streamed_weights.copy_engine_ring import CopyEngineRing
-from phalanx.layout.streamed_weights.ring_transport import WeightRing
+from phalanx.layout.streamed_weights.ring_transport import CopyEngineRing, WeightRing
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices, streamed_parameters
 from phalanx.nn.splits import Splits
 
 
 class StreamedSharding(FullySharded):
-    """See `layout.data_parallel.sharding.WholeParameters` for what each method is for."""
+    """See `layout.layout_model.WholeParameters` for what each method is for."""
 
     def __init__(
         self, mesh: Mesh, device: torch.device, options: ShardingOptions, copy_engine: CopyEngine | None = None

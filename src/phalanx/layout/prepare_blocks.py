@@ -7,7 +7,7 @@ the block's input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from phalanx.kernels.flash4 import FLASH4_FORWARD
 from phalanx.layout.context_parallel.ring_attention import RING_ATTENTION
-from phalanx.layout.spec import Recompute
-from phalanx.layout.stage import Stage
+from phalanx.layout.layout_model import LayoutModel, Stage
+from phalanx.layout.spec import Recompute, ResolvedLayout
+from phalanx.torch_compat import common as compat
 
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -77,3 +78,32 @@ def _choose_policy(_context: Any, operation: Any, *args: Any, **_kwargs: Any) ->
         wide = weight.shape[1] > 1.5 * weight.shape[0]
         return CheckpointPolicy.PREFER_RECOMPUTE if wide else CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compiles_blocks(model: LayoutModel, layout: ResolvedLayout, device: torch.device) -> bool:
+    """Return whether blocks are compiled: as the run file says; by `auto` on accelerators wherever the layout allows it.
+
+    Streamed weights and gradients of inputs and weights apart both step into the backward pass of a block, which a compiled
+    block runs as one program.
+    """
+    if not model.compiles_blocks:
+        return False
+    compiles = model.run.training.compile
+    if compiles == "auto":
+        whole = layout.gather == "layer" and not layout.splits_backward
+        return device.type != "cpu" and whole
+    return compiles
+
+
+def compile_stage(stage: Stage) -> None:
+    """Compile each block of `stage` by itself, and its loss if it has one; equal blocks share one compiled program."""
+    compile_blocks(stage.part.blocks, stage.part.dtype)
+    if stage.part.part.last:
+        stage.compile_loss()
+
+
+def compile_blocks(blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Compile each block by itself when it first runs. dtype: of its activations."""
+    compat.keep_float32_products()
+    for block in blocks:
+        block.compile(options=compat.compile_options(dtype))

@@ -12,7 +12,7 @@ from distributed_ranks import run_ranks
 from layout_runs import run_with
 from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
-from phalanx.layout.pipeline.runner import Pipeline
+from phalanx.layout.pipeline import Pipeline
 from phalanx.layout.resolve import resolve_layout
 from whole_model import backward, gradients_of, laid_out
 

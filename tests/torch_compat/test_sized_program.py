@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.torch_compat.program import SizedProgram
+from phalanx.torch_compat.compiler import SizedProgram
 
 ROWS = [("rows", 0), None]
 

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
+from phalanx.layout.layout_model import Stage, TrainingPass
 from phalanx.layout.mesh import Axis
-from phalanx.layout.pipeline.stage_assignment import TORCH_SCHEDULES, rank_of_stage
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage import Stage, TrainingPass
+from phalanx.layout.stage_assignment import TORCH_SCHEDULES, rank_of_stage
 from phalanx.torch_compat.pipeline import LeanStage, gather_stages_once
 
 

@@ -1,28 +1,83 @@
-"""All-gather of parameters inside one machine: every rank copies its peers' shards to where they belong.
+"""FSDP2's all-gather and reduce-scatter inside one machine, made by copy engines.
 
-A rank keeps its shards once more, in the format of the arithmetic and where its peers can read them. They are written anew
-when the main parameters have changed, once an optimizer step, and read in every gather of the step by copy engines: no
-kernel casts, no buffer is in between, and after the first gather of a step no rank waits for another.
-
-A shard is written between two barriers. Before the first one of a step every rank has read all it wanted of the step before;
-after the one that follows a unit's shards, every rank has written them.
+Collective kernels take compute units from the matmuls they run beside. Here devices read each other's memory by copy
+engines instead. Parameters arrive where they are used (`all_gather`), and gradients leave from where they are
+(`reduce_scatter`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
-from phalanx.layout.data_parallel.copy_engine.peer_memory import (
+from phalanx.errors import ConfigError
+from phalanx.kernels.parts_sum import sum_parts
+from phalanx.layout.data_parallel.peer_memory import (
+    BufferPool,
     SmallCopies,
     align_size,
     make_peer_buffer_at_rest,
     peers_from_next,
+    reaches_peers,
 )
+from phalanx.torch_compat import fsdp as compat_fsdp
+
+
+class CopyEngine:
+    """Both exchanges for the modules of one rank, over one group."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
+        """dtype: format that parameters are gathered in."""
+        self._group, self._device, self._dtype = group, device, dtype
+        self._published: list[PublishedShards] = []
+        self._pool = BufferPool(group, device)
+        self._reduce_scatter = CopyEngineReduceScatter(self._pool)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the buffers on this rank, beside the allocator's memory."""
+        return self._pool.bytes + sum(shards.bytes for shards in self._published)
+
+    def attach(self, modules: Iterable[FSDPModule]) -> None:
+        """Let `modules` exchange their parameters and gradients so; all ranks of the group call it together."""
+        compat_fsdp.exchange_in_place(modules, self._publish, self._reduce_scatter)
+
+    def _publish(self, units: list[list[int]]) -> list[CopyEngineAllGather]:
+        self._published.append(PublishedShards(units, self._dtype, self._device, self._group))
+        return self._published[-1].gathers
+
+    def renew(self) -> None:
+        """Publish the main parameters anew before the next gather, because they have changed."""
+        for shards in self._published:
+            shards.renew()
+
+
+def choose_copy_engine(
+    wanted: bool | Literal["auto"], group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype
+) -> CopyEngine | None:
+    """Return what `layout.peer_copies`, `wanted`, asks for among the shards of `group`; None: collectives do the work.
+
+    dtype: format that parameters are gathered in. All ranks of the group call it together. Raises ConfigError where copies
+    are asked for and the ranks cannot read each other's memory.
+    """
+    if group is None or wanted is False or (wanted == "auto" and device.type == "cpu"):
+        return None
+    if not reaches_peers(device, group):
+        if wanted == "auto":
+            return None
+        raise ConfigError(
+            f"layout.peer_copies=true, but the {group.size()} ranks that share parameters cannot read each other's "
+            "memory: they are on several machines, or their devices are not linked\nnearest: layout.peer_copies=auto"
+        )
+    return CopyEngine(group, device, dtype)
+
 
 _EVEN = 64
 """Elements that shards on even boundaries are multiples of."""
@@ -123,3 +178,30 @@ def _place_shards(counts: Sequence[int]) -> list[int]:
     ends = accumulate((counts[place] for place in order), initial=0)
     starts = dict(zip(order, ends, strict=False))
     return [starts[place] for place in range(len(counts))]
+
+
+class CopyEngineReduceScatter:
+    """A `compat_fsdp.Reduce`: each rank copies its gradients to the ranks that own them, which add them up."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+
+    def __call__(self, gradients: Sequence[Tensor], total: Tensor) -> None:
+        """See `compat_fsdp.Reduce`."""
+        # FSDP2 cuts rows into equal parts and pads the last ones; padding is neither sent nor looked at.
+        ranks, rank, n = self._pool.group.size(), self._pool.group.rank(), total.numel()
+        rows = [math.ceil(gradient.shape[0] / ranks) for gradient in gradients]
+        sizes = [count * gradient[0].numel() for count, gradient in zip(rows, gradients, strict=True)]
+        assert sum(sizes) == n
+        arrived = self._pool.take(ranks * n, gradients[0].dtype)
+        buffers = self._pool.everywhere(arrived)
+        small = SmallCopies()
+        for peer in peers_from_next(rank, ranks):
+            places = buffers[peer][rank * n : (rank + 1) * n].split(sizes)
+            for place, gradient, count in zip(places, gradients, rows, strict=True):
+                part = gradient[peer * count : (peer + 1) * count].flatten()
+                if not small.takes(place[: part.numel()], part):
+                    place.copy_(part, non_blocking=True)
+        small.run()
+        self._pool.exchange(arrived)
+        sum_parts(arrived.view(ranks, n), total)

@@ -13,11 +13,11 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from layout_runs import run_with
 from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.registry import bind
+from phalanx.layout import stage_assignment
 from phalanx.layout.legality import reasons_against
-from phalanx.layout.pipeline import stage_assignment
-from phalanx.layout.pipeline.stage_assignment import model_chunks, rank_of_stage, split_layers, stages_of_rank
 from phalanx.layout.resolve import every_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.stage_assignment import model_chunks, rank_of_stage, split_layers, stages_of_rank
 
 COSTS = st.sampled_from([0.0, 0.1, 0.3, 0.7, 1.0, 1.3, 2.0, 2.6, 3.9])
 SIZES = st.integers(1, 9).flatmap(lambda layers: st.tuples(st.just(layers), st.integers(1, layers)))

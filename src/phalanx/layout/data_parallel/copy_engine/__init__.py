@@ -1,1 +1,0 @@
-"""All-gather and reduce-scatter as copies between the devices of one machine, made by copy engines."""

@@ -1,0 +1,197 @@
+"""What layouts and families know of each other: how a model is built on a rank, and how its parameters are sharded.
+
+A family derives its bound model from `LayoutModel`, and what runs a built model chunk from `Stage`. Which axes there
+are, and what is sharded over them, it never sees: it is handed a `BuildContext`, whose `sharding` does that. What a model
+declares about itself as data is in `families.family`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.data.batch_stream import Batch
+from phalanx.families.family import BoundModel
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.context_parallel.split_context import SequenceShare
+from phalanx.layout.data_parallel.low_precision import LowPrecisionParameters
+from phalanx.layout.mesh import Axis
+from phalanx.layout.place import TensorSplits
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.tensor_parallel.split_layers import split_tensors
+from phalanx.nn.splits import ModelChunk, Splits
+from phalanx.torch_compat import common as compat
+
+
+class LayoutModel(BoundModel):
+    """A bound model under parallelism."""
+
+    compiles_blocks: bool = True
+    """Whether blocks can be compiled one by one."""
+
+    @abstractmethod
+    def build(self, building: BuildContext, part: ModelChunk) -> tuple[nn.Module, TensorSplits]:
+        """Build a model chunk on meta, split over `tp` and `cp`.
+
+        Returns the module, which has `part`, `config`, `dtype` and, where they belong to it, `embedding`, `blocks` and
+        `head`; and which part of which parameter this rank keeps, by local name.
+        """
+
+    @abstractmethod
+    def build_stage(self, building: BuildContext, part: ModelChunk, index: int) -> tuple[Stage, TensorSplits]:
+        """Build a model chunk as `build` does, within what runs it. index: its place among the model's stages."""
+
+    def choose_attention(self, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
+        """Choose the attention kernel for these shapes on this device; called on one rank, which tells the others.
+
+        By default nothing is chosen: models that write attention out themselves run it as they write it.
+        """
+        return AttentionChoice("sdpa")
+
+
+class WholeParameters:
+    """Data parallelism of a rank that shares its data with nobody, and the interface of every other kind.
+
+    Decides how a rank gets the parameters it computes with, and who reduces their gradients. `apply` and `execute` know this
+    interface alone. The kinds that derive from it:
+
+        FullySharded         FSDP2, its exchanges made by collectives or by copy engines (`data_parallel.fully_sharded`)
+        StreamedSharding     FSDP2, but the matrices of blocks travel round a ring of ranks (`streamed_weights`)
+    """
+
+    def split_parameters(self, model: nn.Module, splits: Splits, tp: Axis) -> TensorSplits:
+        """Cut the parameters of `model`, still on meta, down to this rank's over `tp`, before FSDP2 sees them.
+
+        Returns which part of which parameter this rank keeps.
+        """
+        return split_tensors(model, splits, tp)
+
+    def shard_stage(self, stage: Stage) -> None:
+        """Shard the parameters of `stage` over the data-parallel ranks, in place; `stage` is on meta still."""
+
+    def prepare_microbatch(self, stage: nn.Module, *, last: bool) -> None:
+        """Say what `stage` communicates in the next micro-batch. last: whether it is the last of this optimizer step."""
+
+    def finish_gradients(self) -> None:
+        """Complete the gradients of a step after its last micro-batch."""
+
+    def publish_parameters(self) -> None:
+        """Let what is gathered from now on be the present parameters; to be called whenever they have changed."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of buffers for exchanges on this rank that are not the allocator's."""
+        return 0
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """What the building of every chunk of a model has in common on this rank."""
+
+    device: torch.device
+    """Where the chunk will compute; it is built on meta."""
+    attention: AttentionChoice
+    share: SequenceShare
+    branches: range | None = None
+    """Task heads that this rank holds, by number (`layout.data_parallel.task_heads`); None for all."""
+    sharding: WholeParameters = field(default_factory=WholeParameters)
+    """Splits the parameters of a chunk that is built; see `WholeParameters.split_parameters`."""
+    gathered: bool = False
+    """Whether parameters are sharded, and gathered when they are used."""
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """What a forward pass needs to know of the optimizer step that it belongs to."""
+
+    step: int
+    """Number of the optimizer step, from 1; dropout is a function of it."""
+    scale: Tensor | float = 1.0
+    """Factor of the losses before their gradient is formed: one number, or one a task."""
+    adds_gradients: bool = False
+    """Whether the stage may add gradients to those of its parameters during the forward pass, because nothing (neither a
+    sum over ranks nor a copy into other parameters) follows a gradient as autograd forms it."""
+
+
+class Stage(nn.Module, ABC):
+    """Runs a model chunk, `part`, on micro-batches: takes whole samples and computes this rank's share of their positions.
+
+    The last stage of a model gives losses, the others hidden activations.
+    """
+
+    loss_is_whole: bool
+    """Whether every tensor-parallel rank holds the loss of all its positions; else each holds a part of it."""
+    shares_table: bool = False
+    """Whether both ends of the model use one parameter, which then is sharded with neither."""
+    one_unit: bool = False
+    """Whether parameters are gathered and freed all together: the forward pass then contains a backward pass of its own."""
+    recomputes: bool = False
+    """Whether the chunk itself sees to `layout.recompute`."""
+    rows_are_positions: bool = True
+    """Whether blocks give [B, S, D], rows of samples at their positions."""
+
+    def __init__(self, part: nn.Module, index: int, share: SequenceShare, seed: int, length: int) -> None:
+        super().__init__()
+        self.part: Any = part
+        self.index = index
+        """Place among the model's stages."""
+        self.share = share
+        self.seed = seed
+        self.length = length
+        """Positions of a sample."""
+        self.low_precision: LowPrecisionParameters | None = None
+        """Joins the parameters that compute with the main parameters, where the two differ."""
+
+    @abstractmethod
+    def forward(
+        self, x: Tensor, sample_indices_B: Tensor, *, training: TrainingPass | None = None, **inputs: Tensor
+    ) -> Tensor:
+        """Return the summed losses of this rank's targets, [tasks], or hidden activations [B, S/(cp*tp), D].
+
+        Losses that require no gradient in a training pass say that the stage has added the gradients to those of its
+        parameters already, which it may do where `training.adds_gradients`.
+
+        x: what the batch gives in the first stage, the stage before's result in others. inputs: what the batch gives every
+        stage, of whole samples. sample_indices_B: global sample numbers. training: None leaves dropout out.
+        """
+
+    @abstractmethod
+    def example_input(self, samples: int) -> Tensor:
+        """Return what the first stage takes, without content, on the device of the moment."""
+
+    def hidden_shape(self, samples: int) -> torch.Size:
+        """Return the shape of the activations between stages, [B, S/(cp*tp), D]."""
+        rows = self.length // (self.share.cp.size * self.share.tp.size)
+        return torch.Size((samples, rows, self.part.config.d_model))
+
+    def cut(self, batch: Batch, microbatches: int) -> Batch:
+        """Return what of `batch`, still in host memory, this rank computes with, in `microbatches` (see `Batch.split`).
+
+        By default that is all of it, of which `forward` takes the rank's positions.
+        """
+        return batch
+
+    def branch_parameters(self) -> set[nn.Parameter]:
+        """Return the parameters of task heads that not all ranks hold (`data_parallel.task_heads`); FSDP2 skips them."""
+        return set()
+
+    def compile_loss(self) -> None:
+        """Compile what of the loss is worth it; by default nothing."""
+
+
+def named_parameters(part: nn.Module, tied: dict[str, str]) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model chunk by their names in the whole model.
+
+    tied: names of copies of shared parameters, and the names that these go by.
+    """
+    return {whole_name(name, tied): parameter for name, parameter in part.named_parameters()}
+
+
+def whole_name(name: str, tied: dict[str, str]) -> str:
+    """Return the name in the whole model of a chunk's parameter `name`."""
+    name = compat.full_name(name)
+    return tied.get(name, name)

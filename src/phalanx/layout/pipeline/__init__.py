@@ -1,1 +1,0 @@
-"""Pipeline parallelism: which layers make a stage, which rank holds it, and torch's schedules that run the stages."""
