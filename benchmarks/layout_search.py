@@ -33,11 +33,13 @@ from phalanx.config.load import load_run
 from phalanx.config.studies import Search
 from phalanx.families.language.config import LanguageRun, require_language
 from phalanx.families.language.sizes import model_flops_per_token
+from phalanx.families.registry import bind
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import RECOMPUTES, LayoutTable, Recompute, ResolvedLayout
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import profile_for
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.study.importance import interactions, measured_importance, shapley_effects
 from phalanx.study.layouts.layout_search import make_layout_sampler
 from phalanx.study.layouts.layout_space import LayoutSpace
@@ -215,8 +217,9 @@ def compare(
 def engines(options: argparse.Namespace) -> dict[str, Any]:
     """The table of engines."""
     run, planner, models = machine_models()
+    model = bind(run, TracedModel)
     start = time.perf_counter()
-    space, prior = planned_space(planner, Task(run, DEVICES), Search())
+    space, prior = planned_space(planner, Task(model, DEVICES), Search())
     planned = time.perf_counter() - start
     near = prior.seconds < NEAR * prior.seconds.min()
     found: dict[str, Any] = {
@@ -228,7 +231,7 @@ def engines(options: argparse.Namespace) -> dict[str, Any]:
     for kind in options.truth or list(TRUTHS):
         errors = TRUTHS[kind]
         seeds = range(options.first_seed, options.first_seed + options.seeds)
-        truths = {seed: draw_truth(space, prior, models, run, seed, errors) for seed in seeds}
+        truths = {seed: draw_truth(space, prior, models, model, seed, errors) for seed in seeds}
         off = [np.log(truth.seconds / prior.seconds) for truth in truths.values()]
         rows = []
         for name in options.engine:
@@ -294,8 +297,8 @@ def matters(run: LanguageRun, models: CostModels, recompute: Recompute, seeds: i
     """What matters in the published space with one kind of recompute."""
     codes, layouts = published_points(recompute)
     names, sizes = tuple(PUBLISHED), [len(values) for values in PUBLISHED.values()]
-    seconds = models.times(run, layouts, exact=False).total
-    fits = models.memory(run, layouts).p_fits
+    seconds = models.times(bind(run, TracedModel), layouts, exact=False).total
+    fits = models.memory(bind(run, TracedModel), layouts).p_fits
     length = run.data.sequence_length
     flops = model_flops_per_token(run.model, length, run.training.flops)
     rate = layouts.global_batch * length * flops / seconds / layouts.world_size / 1e12

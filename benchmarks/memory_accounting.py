@@ -28,6 +28,7 @@ from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.memory.model import Kernels, memory
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.training.step import build_step
 from state_bytes import state_bytes
 
@@ -45,7 +46,7 @@ def main() -> None:
     run = load_run(options.run_file, options.overrides)
     layout = resolve_layout(bind(run), 1)
     device = torch.device("cuda", 0)
-    planned = memory(run, layout.table, Kernels.on_accelerators(run)).allocated[0]
+    planned = memory(bind(run, TracedModel), layout.table, Kernels.on_accelerators(bind(run, TracedModel))).allocated[0]
     attention = bind(run, LayoutModel).choose_attention(layout, device)
     applied = apply_layout(bind(run, LayoutModel), layout, ONE_RANK, device, attention)
     step = build_step(bind(run), applied, device)

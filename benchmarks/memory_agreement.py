@@ -28,6 +28,7 @@ from phalanx.layout.spec import LayoutTable
 from phalanx.planner.dryrun.run_step import dry_run
 from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.training.step import build_full_step
 
 WORLD = 8
@@ -89,12 +90,17 @@ def compared(some: LayoutTable, place: int) -> dict[str, Any]:
         fields["stages_per_rank"] = layout.stages_per_rank
     words = {**RUN["layout"], **fields, "recompute": layout.recompute}
     run = LanguageRun.model_validate({**RUN, "layout": words})
-    planned = rank_memory(run, layout, layout.recompute, Kernels("flash", compiled=False))
+    planned = rank_memory(bind(run, TracedModel), layout, layout.recompute, Kernels("flash", compiled=False))
     worst = max(planned, key=lambda rank: rank.allocated)
     ranks = []
     for rank in sorted({0, worst.rank}):
         found = dry_run(
-            run, layout, rank * WORLD // layout.pp, build_full_step, accelerator=True, devices_per_node=None
+            bind(run, TracedModel),
+            layout,
+            rank * WORLD // layout.pp,
+            build_full_step,
+            accelerator=True,
+            devices_per_node=None,
         )
         ranks.append({"pipeline_rank": rank, "planned": planned[rank].allocated, "dry_run": found.peak})
     error = worst.allocated / max(rank["dry_run"] for rank in ranks) - 1

@@ -41,7 +41,7 @@ from phalanx.planner.memory.probability import BESIDE, GIB, Beside, communicator
 from phalanx.planner.time.profile import NamedProfile, load_profile
 from phalanx.planner.time.step_time import StepCause
 from phalanx.planner.time.timing import our_framework, step_times
-from phalanx.planner.trace.traced_model import Kernel, likely_kernel
+from phalanx.planner.trace.traced_model import Kernel, TracedModel
 
 RUN_FILE = ROOT / "examples/llama3-8b.yaml"
 _LLAMA = "mlp=swiglu norm=rmsnorm positions=rope bias=false"
@@ -153,11 +153,13 @@ def predict(case: Case, words: list[str], machine: Machine, named: NamedProfile)
     one = layout.table
     kernel = _kernel(run, machine)
     constants = named.collectives_on(machine)
-    times = step_times(run, one, machine, named.profile, constants=constants, attention=kernel, exact=True)
+    times = step_times(
+        bind(run, TracedModel), one, machine, named.profile, constants=constants, attention=kernel, exact=True
+    )
     kernels = Kernels(kernel, run.training.compile is not False)
-    copies = our_framework(run, machine).copy_engines
-    ranks = rank_memory(run, layout, run.layout.recompute, kernels, peer_copies=copies)
-    estimate = memory(run, one, kernels, peer_copies=copies)
+    copies = our_framework(bind(run, TracedModel), machine).copy_engines
+    ranks = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, kernels, peer_copies=copies)
+    estimate = memory(bind(run, TracedModel), one, kernels, peer_copies=copies)
     beside = float(estimate.peer_buffers[0])
     return {
         "step_seconds": float(times.total[0]),
@@ -171,7 +173,11 @@ def predict(case: Case, words: list[str], machine: Machine, named: NamedProfile)
 
 
 def _kernel(run: LanguageRun, machine: Machine) -> Kernel:
-    return "cpu" if machine.node.device == "CPU" else likely_kernel(run, rocm=machine.node.device.startswith("MI"))
+    return (
+        "cpu"
+        if machine.node.device == "CPU"
+        else bind(run, TracedModel).likely_kernel(rocm=machine.node.device.startswith("MI"))
+    )
 
 
 def _fits(machine: Machine, named: NamedProfile, one: LayoutTable, allocated: float, peers: float) -> float | None:

@@ -27,11 +27,13 @@ import torch
 from layout_speed import run_environment
 from phalanx.config.load import parse_run
 from phalanx.families.language.config import LanguageRun
+from phalanx.families.registry import bind
 from phalanx.files import write_atomically
 from phalanx.hardware.machine import load_machine
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import load_profile
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.study.layouts.layout_search import STUDY
 from phalanx.study.layouts.prior import planned_space
 from phalanx.study.store import StudyStore
@@ -103,7 +105,7 @@ def choices(file: Path, options: argparse.Namespace) -> list[Facts]:
     assert isinstance(run, LanguageRun)
     machine = load_machine(options.cluster)
     planner = Planner(machine, CostModels(machine, load_profile(options.profile)), least_p=run.search.least_p_fits)
-    space, prior = planned_space(planner, Task(run, options.devices), run.search)
+    space, prior = planned_space(planner, Task(bind(run, TracedModel), options.devices), run.search)
     rows = [
         {
             "key": space.key(point),

@@ -22,7 +22,7 @@ from phalanx.planner.time.profile import NamedProfile
 from phalanx.planner.time.step_time import StepCause
 from phalanx.planner.time.timing import our_framework, step_times
 from phalanx.planner.trace.streamed_block import chain_sizes
-from phalanx.planner.trace.traced_model import Kernel, likely_kernel, setting_of
+from phalanx.planner.trace.traced_model import Kernel, TracedModel
 
 RUN_FILE = ROOT / "examples/orbit-1b.yaml"
 Words = list[str]
@@ -133,7 +133,9 @@ def predict(words: Words, devices: int, machine: Machine, named: NamedProfile) -
     one = layout.table
     kernel = _kernel(run, machine)
     constants = named.collectives_on(machine)
-    times = step_times(run, one, machine, named.profile, constants=constants, attention=kernel, exact=True)
+    times = step_times(
+        bind(run, TracedModel), one, machine, named.profile, constants=constants, attention=kernel, exact=True
+    )
     seconds = float(times.total[0])
     return {
         "step_seconds": seconds,
@@ -152,7 +154,9 @@ def predict_memory(words: Words, devices: int, machine: Machine, named: NamedPro
     layout = resolve_layout(bind(run), devices, devices)
     kernels = Kernels(_kernel(run, machine), run.training.compile is not False)
     one = layout.table
-    found = memory(run, one, kernels, peer_copies=our_framework(run, machine).copy_engines)
+    found = memory(
+        bind(run, TracedModel), one, kernels, peer_copies=our_framework(bind(run, TracedModel), machine).copy_engines
+    )
     chance = None
     if machine.node.device != "CPU":
         beside = (
@@ -173,7 +177,9 @@ def gathered_weights(run: Run, layout: ResolvedLayout, kernel: Kernel) -> Row:
         return {"peak": 0}
     width = PRECISIONS[run.layout.precision].compute_dtype.itemsize
     streamed = run.model_copy(update={"layout": run.layout.model_copy(update={"gather": "stream"})})
-    setting = setting_of(streamed, resolve_layout(bind(streamed), layout.world_size), attention=kernel, compiled=False)
+    setting = bind(streamed, TracedModel).setting_of(
+        resolve_layout(bind(streamed), layout.world_size), attention=kernel, compiled=False
+    )
     chains = chain_sizes(setting)
     split = [sum(chain.plan.chunk_size(k) for k in range(chain.plan.chunks)) for chain in chains]
     stream = layout.gather == "stream"
@@ -185,7 +191,11 @@ def gathered_weights(run: Run, layout: ResolvedLayout, kernel: Kernel) -> Row:
 
 
 def _kernel(run: Run, machine: Machine) -> Kernel:
-    return "cpu" if machine.node.device == "CPU" else likely_kernel(run, rocm=machine.node.device.startswith("MI"))
+    return (
+        "cpu"
+        if machine.node.device == "CPU"
+        else bind(run, TracedModel).likely_kernel(rocm=machine.node.device.startswith("MI"))
+    )
 
 
 def widest(layout: str, options: argparse.Namespace, machine: Machine, named: NamedProfile) -> int:
@@ -233,9 +243,13 @@ def break_evens(options: argparse.Namespace, machine: Machine) -> Row:
     found: Row = {}
     for model in MODELS:
         run = load_run(RUN_FILE, case_words(layouts(options.devices, options.tp)["hybrid-layer"], model, options))
-        copies = our_framework(run, machine).copy_engines
+        copies = our_framework(bind(run, TracedModel), machine).copy_engines
         tp = run.layout.tp
         assert isinstance(tp, int)
-        even = break_even(run, tp, options.devices // tp, run.layout.recompute, peer_copies=copies) if tp > 1 else None
+        even = (
+            break_even(bind(run, TracedModel), tp, options.devices // tp, run.layout.recompute, peer_copies=copies)
+            if tp > 1
+            else None
+        )
         found[model.name] = even and {"tp": tp, "positions_per_device": even.positions}
     return found

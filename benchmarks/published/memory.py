@@ -15,7 +15,7 @@ from phalanx.planner.measured.check import run_of
 from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.memory.parts import model_bytes
 from phalanx.planner.memory.ranks import blocks_in_flight
-from phalanx.planner.trace.traced_model import Kernel
+from phalanx.planner.trace.traced_model import Kernel, TracedModel
 from published.runs import PublishedRun
 
 
@@ -48,7 +48,7 @@ def published_peak(published: PublishedRun) -> float | None:
     if run is None or layout is None or habits is None:
         return None
     kernels = Kernels(habits.attention, habits.compiled)
-    ranks = rank_memory(run, layout, run.layout.recompute, kernels)
+    ranks = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, kernels)
     besides = _besides(run, layout, published.sequence_parallel, habits, kernels)
     return max(rank.allocated + more for rank, more in zip(ranks, besides, strict=True))
 
@@ -58,7 +58,7 @@ def _besides(
 ) -> list[float]:
     """Bytes that each pipeline rank holds besides."""
     one = replace(layout, recompute=run.layout.recompute).table
-    parts = model_bytes(run, one, attention=kernels.attention, compiled=kernels.compiled)
+    parts = model_bytes(bind(run, TracedModel), one, attention=kernels.attention, compiled=kernels.compiled)
     costs = bind(run).block_costs()
     blocks_kept = blocks_in_flight(layout, run.model.n_layers, costs)
     split = habits.split_between_blocks if split is None else split

@@ -33,7 +33,7 @@ from phalanx.planner.plan.make_plan import Plan, Wishes, make_plan
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import choose_profile
-from phalanx.planner.trace.traced_model import require_planned
+from phalanx.planner.trace.traced_model import TracedModel, bind_planned
 from phalanx.training.callbacks import CALLBACKS, Callback
 from phalanx.training.checkpointing import load_weights
 from phalanx.training.inputs import Finding, TrainableModel
@@ -73,10 +73,10 @@ def plan(run: Run, cluster: str, devices: int, *, profile: str | None = None, le
     Raises ConfigError for a run that cannot be planned for and a machine that is not known, NothingFits where no layout
     fits.
     """
-    require_planned(run.model)
+    model = bind_planned(run)
     machine = load_machine(cluster)
     planner = Planner(machine, CostModels(machine, choose_profile(machine, cluster, profile)), least_probability)
-    return make_plan(planner, Task(run, devices), Wishes())
+    return make_plan(planner, Task(model, devices), Wishes())
 
 
 def dryrun(
@@ -87,8 +87,9 @@ def dryrun(
     device: "gpu" computes with an accelerator's kernels, "cpu" with the CPU's. The report has the peak in bytes, what it is
     held for, and every collective. Raises ConfigError for a layout that is not legal.
     """
-    layout = resolve_layout(bind(run), devices, devices_per_node)
-    return dry_run(run, layout, rank, build_full_step, accelerator=device == "gpu", devices_per_node=devices_per_node)
+    model = bind(run, TracedModel)
+    layout, accelerator = resolve_layout(model, devices, devices_per_node), device == "gpu"
+    return dry_run(model, layout, rank, build_full_step, accelerator=accelerator, devices_per_node=devices_per_node)
 
 
 def verify(

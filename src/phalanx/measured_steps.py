@@ -17,6 +17,7 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.plan.plan_summary import time_interval
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.time.profile import NamedProfile
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.report.run_log import FloatArray, RunLog
 from phalanx.study.processes.process import run_limited
 from phalanx.study.processes.slots import Launcher
@@ -135,14 +136,14 @@ class Expected:
         return asdict(self)
 
 
-def expect_step(run: Run, layout: ResolvedLayout, machine: Machine, profile: NamedProfile) -> Expected:
-    """Return what the planner expects of `run` in `layout` on `machine`, its pipeline simulated.
+def expect_step(model: TracedModel, layout: ResolvedLayout, machine: Machine, profile: NamedProfile) -> Expected:
+    """Return what the planner expects of `model` in `layout` on `machine`, its pipeline simulated.
 
     Raises ConfigError where a plan would.
     """
     models = CostModels(machine, profile)
     candidate = layout.table
-    times, memory = models.times(run, candidate, exact=True), models.memory(run, candidate)
+    times, memory = models.times(model, candidate, exact=True), models.memory(model, candidate)
     seconds = float(times.total[0])
     causes = {name: float(values[0]) for name, values in times.causes.items() if values[0] > 0}
     return Expected(

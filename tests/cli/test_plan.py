@@ -23,6 +23,7 @@ from phalanx.planner.plan.make_plan import Plan, Wishes, make_plan
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import default_profile, save_profile
+from phalanx.planner.trace.traced_model import TracedModel
 from report.pages import Page
 
 RUN = """\
@@ -131,7 +132,7 @@ def test_page(call: Call, folder: Path) -> None:
 def _plan() -> Plan:
     machine = load_machine("frontier")
     planner = Planner(machine, CostModels(machine, default_profile(machine.node.device)), simulated=8)
-    task = Task(load_run(Path("run.yaml")), 16, {"microbatch": 1, "recompute": "none"})
+    task = Task(bind(load_run(Path("run.yaml")), TracedModel), 16, {"microbatch": 1, "recompute": "none"})
     return make_plan(planner, task, Wishes(why=("tp=8", "tp=16"), scale=(8, 11, 16)))
 
 

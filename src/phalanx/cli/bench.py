@@ -20,7 +20,7 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.measured_steps import Expected, Measured, expect_step, measure_steps
 from phalanx.planner.rank.cost_models import memory_fits
 from phalanx.planner.time.profile import choose_profile
-from phalanx.planner.trace.traced_model import is_planned
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.report.formatting import format_gibibytes
 from phalanx.study.processes.slots import Launcher, LocalRanks, whole_nodes
 from phalanx.study.processes.trial_files import short_run
@@ -55,8 +55,8 @@ def run_bench(
     plan, why = None, None
     if machine is not None and cluster is not None:
         # slurm asks for a cluster whether there is a plan or not
-        if is_planned(short.model):
-            plan = expect_step(short, layout, machine, choose_profile(machine, cluster, profile))
+        if isinstance(model := bind(short), TracedModel):
+            plan = expect_step(model, layout, machine, choose_profile(machine, cluster, profile))
         else:
             why = f"no plan for model.family={short.model.family}: what a batch of graphs costs depends on the graphs"
     found = _measure_run(short, launcher, devices, keep, skip, limit)
@@ -84,7 +84,7 @@ def _resolve_for(machine: Machine | None, run: Run, devices: int) -> ResolvedLay
         return resolve_layout(bind(run), devices)
     device = machine.node.device
     capacity = device_facts(device).memory_bytes
-    fits = None if capacity is None else memory_fits(run, capacity, rocm=device.startswith("MI"))
+    fits = None if capacity is None else memory_fits(bind(run), capacity, rocm=device.startswith("MI"))
     return resolve_layout(bind(run), devices, machine.node.devices, fits)
 
 

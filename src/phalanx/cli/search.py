@@ -14,6 +14,7 @@ from phalanx.hardware.machine import load_machine
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.ranking import Planner, Task, fixed_fields
 from phalanx.planner.time.profile import choose_profile
+from phalanx.planner.trace.traced_model import bind_planned
 from phalanx.printable import write_stderr
 from phalanx.report.formatting import format_duration, format_gibibytes, format_percent
 from phalanx.report.study_page import (
@@ -62,7 +63,7 @@ def run_search(
         raise PhalanxError(f'phalanx search needs {error.name}: pip install "phalanx-train[search]"') from None
     done = run_study(
         planner,
-        Task(loaded, devices, fixed_fields(loaded, overrides or [])),
+        Task(bind_planned(loaded), devices, fixed_fields(loaded, overrides or [])),
         loaded.search,
         where,
         storage or Path(f"{run.resolve().name.removesuffix('.yaml')}.search.log"),

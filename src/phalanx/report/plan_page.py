@@ -56,7 +56,7 @@ def render_plan(plan: Plan, command: str) -> str:
     facts = summarize_plan(plan)
     best = plan.best.take([0])
     models, run = plan.planner.models, plan.task.run
-    bars = models.timeline(run, best.layouts)
+    bars = models.timeline(plan.task.model, best.layouts)
     fixed = " ".join(f"{name}={value}" for name, value in facts["fixed"].items())
     subtitle = [
         plan.planner.machine.about,
@@ -75,7 +75,7 @@ def render_plan(plan: Plan, command: str) -> str:
         command=command,
         layout=write_section(run, best.layouts.row(0)),
         waterfall=draw_time_breakdown(facts["layouts"][0]["time_by_cause_s"]),
-        memory=draw_memory(models.stage_memory(run, best.layouts), facts["device_memory_bytes"]),
+        memory=draw_memory(models.stage_memory(plan.task.model, best.layouts), facts["device_memory_bytes"]),
         timeline=draw_pipeline(bars) if bars else None,
         pareto=draw_pareto(facts["pareto"], facts["layouts"]),
         scaling=None if facts["scaling"] is None else draw_scaling(facts["scaling"]),

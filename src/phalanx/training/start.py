@@ -87,7 +87,7 @@ def _fit_microbatch(
     # One rank traces the model for all, so that all have the same.
     chosen = [layout]
     if ranks.first:
-        fits = memory_fits(model.run, capacity, rocm=is_rocm())
+        fits = memory_fits(model, capacity, rocm=is_rocm())
         chosen = [resolve_layout(model, ranks.world_size, ranks.ranks_per_node, fits)]
     if dist.is_initialized():
         dist.broadcast_object_list(chosen, src=0)

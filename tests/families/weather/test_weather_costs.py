@@ -21,7 +21,7 @@ from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.plan.compare_layouts import break_even
 from phalanx.planner.trace.part_costs import PartCosts, part_costs
 from phalanx.planner.trace.streamed_block import chain_sizes
-from phalanx.planner.trace.traced_model import Setting, require_planned, setting_of
+from phalanx.planner.trace.traced_model import Setting, TracedModel, bind_planned
 from phalanx.training.step import build_full_step
 
 WORLD, LAYERS = 8, 2
@@ -81,7 +81,7 @@ def text_run() -> Run:
 @cache
 def dry(name: str) -> RankReport:
     run, layout = planned(name)
-    return dry_run(run, layout, 0, build_full_step, accelerator=False, devices_per_node=None)
+    return dry_run(bind(run, TracedModel), layout, 0, build_full_step, accelerator=False, devices_per_node=None)
 
 
 NAMES = [*WEATHER_LAYOUTS, "streamed text"]
@@ -90,7 +90,7 @@ NAMES = [*WEATHER_LAYOUTS, "streamed text"]
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_is_that_of_a_dry_run(name: str) -> None:
     run, layout = planned(name)
-    (modelled,) = rank_memory(run, layout, run.layout.recompute, UNCOMPILED)
+    (modelled,) = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, UNCOMPILED)
     # Where replicas hold the same shards the model is above the code.
     above = 0.07 if layout.dp_replicate > 1 else 0.025
     ratio = modelled.allocated / dry(name).peak
@@ -100,7 +100,7 @@ def test_memory_is_that_of_a_dry_run(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_communicated_is_what_a_dry_run_counts(name: str) -> None:
     run, layout = planned(name)
-    setting = setting_of(run, layout, attention="cpu", compiled=False)
+    setting = bind(run, TracedModel).setting_of(layout, attention="cpu", compiled=False)
     block, *ends = (part_costs(part, setting, layout.microbatch) for part in ("block", "embedding", "head"))
     exchanged = LAYERS * tensor_bytes(block) + sum(tensor_bytes(part) for part in ends)
     assert exchanged * layout.accumulation == bytes_of(name, "tp", "all_gather", "reduce_scatter")
@@ -121,7 +121,7 @@ def bytes_of(name: str, axis: str, *operations: str) -> int:
 
 def test_streaming_holds_two_chunks_and_computes_the_forward_pass_twice() -> None:
     run, layout = planned("streamed")
-    stream = setting_of(run, layout, attention="flash", compiled=False)
+    stream = bind(run, TracedModel).setting_of(layout, attention="flash", compiled=False)
     whole = part_costs("block", Setting(stream.model, stream.length, tp=2, compile=False), 1)
     chunked = part_costs("block", stream, 1)
     assert chunked.costs.flops() == whole.costs.flops() + whole.costs.flops("forward")
@@ -133,7 +133,9 @@ def test_streaming_holds_two_chunks_and_computes_the_forward_pass_twice() -> Non
 
 def test_more_ranks_than_heads_hold_chunks_together() -> None:
     run = weather_run(tp=2, dp_shard=16, global_batch=16, gather="stream")
-    attention, mlp = chain_sizes(setting_of(run, resolve_layout(bind(run), 32), attention="flash", compiled=False))
+    attention, mlp = chain_sizes(
+        bind(run, TracedModel).setting_of(resolve_layout(bind(run), 32), attention="flash", compiled=False)
+    )
     assert (attention.plan.chunks, attention.plan.group, mlp.plan.chunks) == (8, 2, 16)
     assert attention.own == attention.chunk // 2 and mlp.own == 0
 
@@ -153,7 +155,7 @@ def test_operations_are_those_of_the_closed_form() -> None:
 def test_break_even_of_fsdp_and_hybrid_stop(copies: bool, recompute: Any, wanted: float) -> None:
     """12 d^2 (2 + 1) e (T - 1)/T bytes of parameters against 8 b s d e (T - 1)/T of activations; 11 with recompute."""
     run = weather_run(global_batch=2)
-    found = break_even(run, 8, 64, recompute, peer_copies=copies)
+    found = break_even(bind(run, TracedModel), 8, 64, recompute, peer_copies=copies)
     assert found.times_width == pytest.approx(wanted, rel=0.02)
     assert found.positions == pytest.approx(found.times_width * 1024 / 8)
     assert found.samples == pytest.approx(found.positions * 8 / run.model.n_tokens)
@@ -164,7 +166,7 @@ def test_what_cannot_be_planned_is_refused_with_the_reason() -> None:
     rolled = run.model_copy(update={"data": run.data.model_copy(update={"rollout_hours": 12})})
     assert isinstance(rolled, WeatherRun)
     with pytest.raises(ConfigError, match=r"data.rollout_hours=12: plans know single steps alone"):
-        setting_of(rolled, resolve_layout(bind(rolled), 1), attention="flash", compiled=False)
-    materials = run.model.model_copy(update={"family": "materials"})
+        bind(rolled, TracedModel).setting_of(resolve_layout(bind(rolled), 1), attention="flash", compiled=False)
+    materials = run.model_copy(update={"model": run.model.model_copy(update={"family": "materials"})})
     with pytest.raises(ConfigError, match="what a batch of graphs costs depends on the graphs"):
-        require_planned(materials)
+        bind_planned(materials)

@@ -21,6 +21,7 @@ from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.dryrun.rank_report import RankReport
 from phalanx.planner.dryrun.run_step import dry_run, fake_rank
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.torch_compat import common as compat
 from phalanx.training.step import build_full_step
 
@@ -68,7 +69,7 @@ def test_outputs_that_are_kept_show(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_counts_its_part_of_sharded_state() -> None:
     run = run_with(dp_shard=64, precision="bf16", global_batch=64)
     layout = resolve_layout(bind(run), 64)
-    found = dry_run(run, layout, 63, build_full_step, accelerator=True, devices_per_node=8)
+    found = dry_run(bind(run, TracedModel), layout, 63, build_full_step, accelerator=True, devices_per_node=8)
     expected = state_bytes(bind(run), layout)
     # 512 bytes of rounding for each of the small parts, two moments and a count of steps for each.
     parts = 9 * run.model.n_layers + 3
@@ -90,16 +91,23 @@ def test_nothing_fake_is_left_behind() -> None:
 def test_131072_ranks_take_no_more_than_the_rank_that_runs() -> None:
     run = run_with(dp_replicate=2048, dp_shard=64, global_batch=131072)
     layout = resolve_layout(bind(run), 131072)
-    found = dry_run(run, layout, 131071, build_full_step, accelerator=True, devices_per_node=8)
+    found = dry_run(bind(run, TracedModel), layout, 131071, build_full_step, accelerator=True, devices_per_node=8)
     small = run_with(dp_replicate=2, dp_shard=64, global_batch=128)
-    same = dry_run(small, resolve_layout(bind(small), 128), 127, build_full_step, accelerator=True, devices_per_node=8)
+    same = dry_run(
+        bind(small, TracedModel),
+        resolve_layout(bind(small), 128),
+        127,
+        build_full_step,
+        accelerator=True,
+        devices_per_node=8,
+    )
     assert found.peak == same.peak and found.collectives == same.collectives
 
 
 def test_bytes_over_the_node_boundary() -> None:
     run = run_with(tp=2, pp=2, dp_shard=2, global_batch=8)
     layout = resolve_layout(bind(run), 8)
-    report = dry_run(run, layout, 0, build_full_step, accelerator=True, devices_per_node=4)
+    report = dry_run(bind(run, TracedModel), layout, 0, build_full_step, accelerator=True, devices_per_node=4)
     of = {(t.axis, t.operation): t for t in report.traffic}
     # Nodes hold a pipeline stage each: tensor-parallel and data-parallel groups stay inside, transfers between stages cross.
     assert of["tp", "all_gather"].crossing == of["dp_shard", "all_gather"].crossing == 0.0
@@ -108,14 +116,21 @@ def test_bytes_over_the_node_boundary() -> None:
     assert send.bytes == 32 // 2 * 32 * 2 and send.crossing_in_all == send.count * send.bytes
     # A ring of two nodes with four ranks each crosses twice in eight transfers.
     assert of["all ranks", "all_reduce"].crossing == 2 / 8
-    unknown = dry_run(run, layout, 0, build_full_step, accelerator=True, devices_per_node=None)
+    unknown = dry_run(bind(run, TracedModel), layout, 0, build_full_step, accelerator=True, devices_per_node=None)
     assert sum(t.crossing_in_all for t in unknown.traffic) == 0.0
 
 
 def test_norms_are_computed_again_by_the_kernel_that_computed_them_first() -> None:
     def activations(recompute: str) -> int:
         run = run_with({"model.norm": "rmsnorm", "data.sequence_length": 64}, recompute=recompute, global_batch=1)
-        report = dry_run(run, resolve_layout(bind(run), 1), 0, build_full_step, accelerator=True, devices_per_node=None)
+        report = dry_run(
+            bind(run, TracedModel),
+            resolve_layout(bind(run), 1),
+            0,
+            build_full_step,
+            accelerator=True,
+            devices_per_node=None,
+        )
         return report.categories["activations"]
 
     # Operations that are chosen one by one have to come in the same order again.
@@ -129,7 +144,12 @@ def test_attention_keeps_what_the_accelerators_kernel_keeps() -> None:
         training = run.training.model_copy(update={"attention": kernel})
         asked = run.model_copy(update={"training": training})
         report = dry_run(
-            asked, resolve_layout(bind(asked), 2), 0, build_full_step, accelerator=True, devices_per_node=None
+            bind(asked, TracedModel),
+            resolve_layout(bind(asked), 2),
+            0,
+            build_full_step,
+            accelerator=True,
+            devices_per_node=None,
         )
         kernels[kernel] = report.categories["activations"]
     # FlexAttention has no bias in memory, the math kernel keeps its probabilities.
@@ -140,7 +160,12 @@ def dry(name: str, rank: int) -> RankReport:
     """The dry run of a named run on the CPU's kernels."""
     run = run_named(name)
     return dry_run(
-        run, resolve_layout(bind(run), WORLD), rank, build_full_step, accelerator=False, devices_per_node=None
+        bind(run, TracedModel),
+        resolve_layout(bind(run), WORLD),
+        rank,
+        build_full_step,
+        accelerator=False,
+        devices_per_node=None,
     )
 
 
@@ -149,7 +174,9 @@ def test_what_was_sent_goes_when_it_has_arrived_on_accelerators_alone() -> None:
         layout = {"pp": 2, "schedule": "interleaved_1f1b", "recompute": "full", "microbatch": 4}
         run = run_with({"model.d_model": 64}, global_batch=4 * count, **layout)
         resolved = resolve_layout(bind(run), 2)
-        return dry_run(run, resolved, 0, build_full_step, accelerator=accelerator, devices_per_node=None).peak
+        return dry_run(
+            bind(run, TracedModel), resolved, 0, build_full_step, accelerator=accelerator, devices_per_node=None
+        ).peak
 
     samples, message = 4 * 2 * 32 * 8, 4 * 32 * 64 * 2
     assert peak(24, accelerator=True) - peak(12, accelerator=True) == 12 * samples

@@ -11,6 +11,7 @@ from phalanx.families.registry import bind
 from phalanx.families.weather.config import WeatherRun
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.dryrun.run_step import dry_run
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.training.step import build_full_step
 
 WORLD, T, F, MICROBATCHES = 8, 2, 2, 3
@@ -43,7 +44,7 @@ def run_of(n_layers: int, **layout: Any) -> WeatherRun:
 def counted(run: WeatherRun) -> Counter[Key]:
     """Collectives of a step of rank 0 by operation, axis and bytes."""
     layout = resolve_layout(bind(run), WORLD)
-    report = dry_run(run, layout, 0, build_full_step, accelerator=True, devices_per_node=None)
+    report = dry_run(bind(run, TracedModel), layout, 0, build_full_step, accelerator=True, devices_per_node=None)
     found: Counter[Key] = Counter()
     for traffic in report.traffic:
         found[traffic.operation, traffic.axis, traffic.bytes] += traffic.count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from phalanx.planner.dryrun.run_step import dry_run
 from phalanx.planner.memory.model import Kernels, memory, rank_memory
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 from phalanx.planner.trace.part_costs import part_costs
-from phalanx.planner.trace.traced_model import setting_of
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.training.step import build_full_step
 
 WORLD = 8
@@ -65,11 +66,11 @@ def _run_of(place: int) -> LanguageRun:
 @pytest.mark.parametrize("place", range(COUNT))
 def test_memory_of_many_layouts_is_that_of_every_rank_and_of_the_code_that_runs(place: int) -> None:
     run, layout = _run_of(place), CHOSEN.row(place)
-    ranks = rank_memory(run, layout, run.layout.recompute, KERNELS)
-    found = memory(RUN, CHOSEN.take([place]), KERNELS)
+    ranks = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, KERNELS)
+    found = memory(bind(RUN, TracedModel), CHOSEN.take([place]), KERNELS)
     worst = max(ranks, key=lambda rank: rank.allocated)
     assert found.allocated[0] == pytest.approx(worst.allocated, rel=0.02)
-    first = dry_run(run, layout, 0, build_full_step, accelerator=False, devices_per_node=None)
+    first = dry_run(bind(run, TracedModel), layout, 0, build_full_step, accelerator=False, devices_per_node=None)
     assert ranks[0].allocated == pytest.approx(first.peak, rel=0.02), (layout, ranks[0], first.categories)
 
 
@@ -81,9 +82,11 @@ def test_several_stages_a_rank_hold_on_accelerators_what_the_code_holds(schedule
         SIZES | {"model.n_layers": 8}, pp=pp, schedule=schedule, stages_per_rank=2, recompute="none", **batch
     )
     layout = resolve_layout(bind(run), pp)
-    ranks = rank_memory(run, layout, "none", Kernels("flash", compiled=False))
+    ranks = rank_memory(bind(run, TracedModel), layout, "none", Kernels("flash", compiled=False))
     worst = max(ranks, key=lambda rank: rank.allocated)
-    found = dry_run(run, layout, worst.rank, build_full_step, accelerator=True, devices_per_node=None)
+    found = dry_run(
+        bind(run, TracedModel), layout, worst.rank, build_full_step, accelerator=True, devices_per_node=None
+    )
     assert worst.allocated == pytest.approx(found.peak, rel=0.02), (worst, found.categories)
 
 
@@ -105,10 +108,10 @@ def test_split_backward_passes_and_streamed_blocks_hold_on_accelerators_what_the
     layers = {"model.n_layers": 4 if words.get("gather") == "stream" else 8}
     run = run_with(SIZES | layers, **{"global_batch": 32, "recompute": "none", **words})
     layout = resolve_layout(bind(run), WORLD)
-    ranks = rank_memory(run, layout, run.layout.recompute, Kernels("flash", compiled=False))
+    ranks = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, Kernels("flash", compiled=False))
     for rank in (ranks[0], ranks[-1]):
         first = rank.rank * WORLD // layout.pp
-        found = dry_run(run, layout, first, build_full_step, accelerator=True, devices_per_node=None)
+        found = dry_run(bind(run, TracedModel), layout, first, build_full_step, accelerator=True, devices_per_node=None)
         assert rank.allocated == pytest.approx(found.peak, rel=0.02), (rank, found.moment, found.categories)
 
 
@@ -126,10 +129,10 @@ def test_stages_that_reduce_their_gradients_in_turn_hold_what_the_code_holds(wor
     heavy = {"model.n_layers": 12, "model.d_model": 256, "model.d_ff": 1024}
     run = run_with(SIZES | heavy, **{"schedule": "interleaved_1f1b", **words})
     layout = resolve_layout(bind(run), WORLD)
-    ranks = rank_memory(run, layout, run.layout.recompute, Kernels("flash", compiled=False))
+    ranks = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, Kernels("flash", compiled=False))
     for rank in (ranks[0], ranks[-1]):
         first = rank.rank * WORLD // layout.pp
-        found = dry_run(run, layout, first, build_full_step, accelerator=True, devices_per_node=None)
+        found = dry_run(bind(run, TracedModel), layout, first, build_full_step, accelerator=True, devices_per_node=None)
         assert rank.allocated == pytest.approx(found.peak, rel=0.02), (rank, found.moment, found.categories)
 
 
@@ -150,10 +153,10 @@ def test_pipelines_hold_at_every_action_what_the_code_holds(words: dict[str, Any
     fields = {"pp": 2, "schedule": "interleaved_1f1b", "global_batch": 32, **words}
     run = run_with(SIZES | {"model.n_layers": 8}, **fields)
     layout = resolve_layout(bind(run), WORLD)
-    ranks = rank_memory(run, layout, run.layout.recompute, Kernels("flash", compiled=False))
+    ranks = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, Kernels("flash", compiled=False))
     for rank in (ranks[0], ranks[layout.pp // 2]):
         first = rank.rank * WORLD // layout.pp
-        found = dry_run(run, layout, first, build_full_step, accelerator=True, devices_per_node=None)
+        found = dry_run(bind(run, TracedModel), layout, first, build_full_step, accelerator=True, devices_per_node=None)
         assert rank.allocated == pytest.approx(found.peak, rel=0.02), (rank, found.moment, found.categories)
 
 
@@ -162,7 +165,14 @@ def test_micro_batches_that_are_done_leave_nothing_on_the_last_rank() -> None:
     peaks = []
     for count in (8, 24):
         run = run_with(SIZES, pp=2, schedule="1f1b", microbatch=2, global_batch=2 * count)
-        found = dry_run(run, resolve_layout(bind(run), 2), 1, build_full_step, accelerator=True, devices_per_node=None)
+        found = dry_run(
+            bind(run, TracedModel),
+            resolve_layout(bind(run), 2),
+            1,
+            build_full_step,
+            accelerator=True,
+            devices_per_node=None,
+        )
         peaks.append(found.peak)
     hidden = 2 * SIZES["data.sequence_length"] * SIZES["model.d_model"] * 2
     assert peaks[1] - peaks[0] < 2 * hidden, "16 more of them take their samples, and no more"
@@ -183,8 +193,8 @@ TOGETHER: list[dict[str, Any]] = [
 def test_blocks_gathered_together_hold_what_the_code_holds(words: dict[str, Any]) -> None:
     run = run_with(SIZES | {"model.n_layers": 8}, **{"global_batch": 16, **words})
     layout = resolve_layout(bind(run), WORLD)
-    first = rank_memory(run, layout, run.layout.recompute, KERNELS)[0]
-    found = dry_run(run, layout, 0, build_full_step, accelerator=False, devices_per_node=None)
+    first = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, KERNELS)[0]
+    found = dry_run(bind(run, TracedModel), layout, 0, build_full_step, accelerator=False, devices_per_node=None)
     assert first.allocated == pytest.approx(found.peak, rel=0.02), (first, found.moment, found.categories)
 
 
@@ -192,7 +202,14 @@ def test_blocks_gathered_together_hold_what_the_code_holds(words: dict[str, Any]
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_as_few_exchanges_as_there_are_units(together: int, units: int, microbatches: int) -> None:
     run = run_with(dp_shard=4, global_batch=4 * microbatches, gather_blocks=together)
-    found = dry_run(run, resolve_layout(bind(run), 4), 0, build_full_step, accelerator=False, devices_per_node=None)
+    found = dry_run(
+        bind(run, TracedModel),
+        resolve_layout(bind(run), 4),
+        0,
+        build_full_step,
+        accelerator=False,
+        devices_per_node=None,
+    )
     counts: dict[str, int] = {}
     for traffic in found.traffic:
         if traffic.axis == "dp_shard":
@@ -212,8 +229,8 @@ def test_random_layouts_are_of_many_kinds() -> None:
 def test_operations_that_are_traced_are_those_of_the_closed_form(place: int) -> None:
     layout = CHOSEN.row(place)
     run = _run_of(place)
-    again = run.model_copy(update={"layout": run.layout.model_copy(update={"recompute": "none"})})
-    setting = setting_of(again, layout, attention="flash", compiled=False)
+    kept = replace(layout, recompute="none")
+    setting = bind(run, TracedModel).setting_of(kept, attention="flash", compiled=False)
     block, head = (part_costs(name, setting, 1).costs.flops() for name in ("block", "head"))
     ranks = layout.tp * layout.cp
     # Flash attention repeats its scores backward: half of one forward pass more than the closed form counts.

@@ -17,6 +17,7 @@ from phalanx.planner.dryrun.run_step import dry_run
 from phalanx.planner.memory.model import Kernels, RankMemory, memory, rank_memory
 from phalanx.planner.memory.probability import BESIDE, GIB, communicators, device_bytes, fits
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.training.step import build_full_step
 
 SIZES = {
@@ -54,10 +55,10 @@ def test_peak_is_that_of_a_dry_run(name: str) -> None:
     world, changes, layout_fields = LAYOUTS[name]
     run = run_with(SIZES | changes, **layout_fields)
     layout = resolve_layout(bind(run), world)
-    modelled = rank_memory(run, layout, run.layout.recompute, UNCOMPILED)
+    modelled = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, UNCOMPILED)
     for stage in {0, layout.pp - 1}:
         rank = stage * world // layout.pp
-        found = dry_run(run, layout, rank, build_full_step, accelerator=False, devices_per_node=None)
+        found = dry_run(bind(run, TracedModel), layout, rank, build_full_step, accelerator=False, devices_per_node=None)
         assert modelled[stage].allocated == pytest.approx(found.peak, rel=0.02), (modelled[stage], found.categories)
 
 
@@ -65,8 +66,8 @@ def test_a_split_backward_pass_frees_nothing_on_its_way() -> None:
     """Two blocks a stage; without what waits for the gradients of their weights the model is 5% low."""
     run = run_with(SIZES | {"model.n_layers": 8}, pp=2, schedule="zbv", global_batch=16)
     layout = resolve_layout(bind(run), 2)
-    modelled = rank_memory(run, layout, run.layout.recompute, UNCOMPILED)[1]
-    found = dry_run(run, layout, 1, build_full_step, accelerator=False, devices_per_node=None)
+    modelled = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, UNCOMPILED)[1]
+    found = dry_run(bind(run, TracedModel), layout, 1, build_full_step, accelerator=False, devices_per_node=None)
     assert modelled.moment == "backward of the first block"
     assert 0.97 < modelled.allocated / found.peak < 1.02, (modelled, found.categories)
 
@@ -74,7 +75,7 @@ def test_a_split_backward_pass_frees_nothing_on_its_way() -> None:
 def peak(run_fields: dict[str, Any], world: int, **layout: Any) -> RankMemory:
     """The worst rank of a small run."""
     run = run_with(SIZES | run_fields, **layout)
-    ranks = rank_memory(run, resolve_layout(bind(run), world), run.layout.recompute, UNCOMPILED)
+    ranks = rank_memory(bind(run, TracedModel), resolve_layout(bind(run), world), run.layout.recompute, UNCOMPILED)
     return max(ranks, key=lambda rank: rank.allocated)
 
 
@@ -85,11 +86,11 @@ def test_causes_add_up_to_the_peak_and_arrays_agree_with_single_layouts(peer_cop
     candidates = enumerate_layouts(bind(run), 8, limits=Limits(4, 2, 32))
     which = np.arange(0, len(candidates), 41)
     chosen = candidates.take(which)
-    estimates = memory(run, chosen, UNCOMPILED, peer_copies=peer_copies)
+    estimates = memory(bind(run, TracedModel), chosen, UNCOMPILED, peer_copies=peer_copies)
     assert peer_copies == bool(estimates.peer_buffers.any())
     for index in range(len(chosen)):
         layout, recompute = chosen.row(index), chosen.row(index).recompute
-        ranks = rank_memory(run, layout, recompute, UNCOMPILED, peer_copies=peer_copies)
+        ranks = rank_memory(bind(run, TracedModel), layout, recompute, UNCOMPILED, peer_copies=peer_copies)
         worst = max(ranks, key=lambda rank: rank.allocated + rank.peer_buffers)
         assert estimates.allocated[index] == pytest.approx(worst.allocated, rel=1e-9), layout
         assert estimates.peer_buffers[index] == worst.peer_buffers
@@ -140,8 +141,8 @@ def test_more_shards_hold_no_more_and_more_work_no_less() -> None:
 def test_peer_copies_take_what_is_sent_out_of_the_allocator() -> None:
     run = run_with(SIZES, dp_shard=4, reshard_after_forward=True, global_batch=8)
     one = resolve_layout(bind(run), 4).table
-    collectives = memory(run, one, UNCOMPILED)
-    copies = memory(run, one, UNCOMPILED, peer_copies=True)
+    collectives = memory(bind(run, TracedModel), one, UNCOMPILED)
+    copies = memory(bind(run, TracedModel), one, UNCOMPILED, peer_copies=True)
     assert collectives.peer_buffers[0] == 0 < copies.peer_buffers[0]
     assert copies.allocated[0] < collectives.allocated[0]
 
@@ -150,9 +151,9 @@ def test_what_a_bound_leaves_out_takes_more_than_the_device() -> None:
     run = run_with(SIZES, global_batch=16)
     candidates = enumerate_layouts(bind(run), 8, limits=Limits(4, 2, 32))
     candidates = candidates.take((candidates.pp > 1) & (candidates.tp == 1) & (candidates.cp == 1))
-    exact = memory(run, candidates, UNCOMPILED).allocated
+    exact = memory(bind(run, TracedModel), candidates, UNCOMPILED).allocated
     capacity = float(np.median(exact))
-    bounded = memory(run, candidates, UNCOMPILED, capacity=capacity).allocated
+    bounded = memory(bind(run, TracedModel), candidates, UNCOMPILED, capacity=capacity).allocated
     pruned = bounded != exact
     assert 0 < pruned.sum() < len(candidates)
     assert (bounded[pruned] > capacity).all() and (bounded <= exact).all()

@@ -14,7 +14,7 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.memory.probability import GIB
 from phalanx.planner.memory.ranks import blocks_in_flight
-from phalanx.planner.trace.traced_model import likely_kernel
+from phalanx.planner.trace.traced_model import TracedModel
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -89,8 +89,8 @@ def modelled(row: Measured) -> float:
     words = [word if word.split("=")[0].count(".") else f"layout.{word}" for word in row.words.split()]
     run = load_run(EXAMPLES / row.example, words)
     layout = resolve_layout(bind(run), row.ranks)
-    kernels = Kernels(likely_kernel(run, rocm=False), compiled=True)
-    ranks = rank_memory(run, layout, run.layout.recompute, kernels)
+    kernels = Kernels(bind(run, TracedModel).likely_kernel(rocm=False), compiled=True)
+    ranks = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, kernels)
     return (ranks[0].allocated + (0.0 if row.fused else kept_product(run, layout))) / GIB
 
 

@@ -80,7 +80,7 @@ def found() -> list[list[int]]:
 def test_what_is_planned_is_what_ranks_have(place: int, found: list[list[int]]) -> None:
     run = _run_of(place)
     one = resolve_layout(bind(run), 2).table
-    planned = memory(run, one, Kernels("cpu", compiled=False), peer_copies=True).peer_buffers[0]
+    planned = memory(bind(run, TracedModel), one, Kernels("cpu", compiled=False), peer_copies=True).peer_buffers[0]
     assert [ranks[place] for ranks in found] == [planned, planned]
 
 
@@ -93,7 +93,7 @@ MEASURED: list[dict[str, Any]] = json.loads((ROOT / "benchmarks/results/weather/
 def test_what_is_planned_is_what_h200s_had(row: dict[str, Any]) -> None:
     run = load_run(ROOT / "examples/orbit-1b.yaml", row["words"])
     one = resolve_layout(bind(run), 2).table
-    found = memory(run, one, Kernels.on_accelerators(run), peer_copies=True)
+    found = memory(bind(run, TracedModel), one, Kernels.on_accelerators(bind(run, TracedModel)), peer_copies=True)
     measured = row["measured"]["memory_gib_rank_0"]["peer_buffers"]
     assert found.peer_buffers[0] / GIB == pytest.approx(measured, rel=1e-4)
     assert found.held[0] / GIB == pytest.approx(row["measured"]["memory_gib"], rel=0.015)
@@ -105,7 +105,7 @@ def test_what_is_planned_of_llama_3_is_what_two_h200s_had() -> None:
     words = [word for word in result["command"].split() if word.startswith(("layout.", "model."))]
     run = load_run(ROOT / "examples/llama3-8b.yaml", words)
     one = resolve_layout(bind(run), 2).table
-    planned = memory(run, one, Kernels("flash", compiled=True), peer_copies=True)
+    planned = memory(bind(run, TracedModel), one, Kernels("flash", compiled=True), peer_copies=True)
     # Embedding and head are larger than a block: the pool takes other buffers than that of ORBIT does.
     assert planned.held[0] / GIB == pytest.approx(result["memory_peak_gib"], rel=1e-3)
 
@@ -124,9 +124,10 @@ def test_layouts_take_beside_others_what_they_take_alone() -> None:
     layouts = [resolve_layout(bind(run_with(**fixed, **({"dp_shard": 2} | one))), _world(one)) for one in words]
     together = LayoutTable.from_rows(layouts)
     kernels = Kernels("cpu", compiled=False)
-    every = memory(run, together, kernels, peer_copies=True).peer_buffers
+    every = memory(bind(run, TracedModel), together, kernels, peer_copies=True).peer_buffers
     alone = [
-        memory(run, together.take([place]), kernels, peer_copies=True).peer_buffers[0] for place in range(len(every))
+        memory(bind(run, TracedModel), together.take([place]), kernels, peer_copies=True).peer_buffers[0]
+        for place in range(len(every))
     ]
     assert every.tolist() == alone
     assert every[4] == 0 and (every[[0, 1, 2, 3, 5]] > 0).all()

@@ -22,6 +22,7 @@ from phalanx.layout.resolve import divisors, factorisations, resolve_layout
 from phalanx.layout.spec import CONTEXTS, DEGREES, GATHERS, RECOMPUTES, SCHEDULES, LayoutTable, ResolvedLayout
 from phalanx.planner.memory.model import Kernels, memory
 from phalanx.planner.rank.enumeration import CHOSEN, Limits, drop_equivalent, enumerate_layouts
+from phalanx.planner.trace.traced_model import TracedModel
 
 
 def rows_of(table: LayoutTable) -> list[ResolvedLayout]:
@@ -177,7 +178,10 @@ def test_of_pipelines_that_run_the_same_way_the_lowest_level_is_left(zeros: tupl
     pairs = [(row, replace(row, zero=least)) for row in missing]
     assert {twin for _, twin in pairs} <= set(rows_of(left))
     if pairs:
-        both = [memory(run, LayoutTable.from_rows(rows), kernels) for rows in zip(*pairs[:64], strict=True)]
+        both = [
+            memory(bind(run, TracedModel), LayoutTable.from_rows(rows), kernels)
+            for rows in zip(*pairs[:64], strict=True)
+        ]
         assert len({tuple(each.allocated.tolist()) for each in both}) == 1
 
 

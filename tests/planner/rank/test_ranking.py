@@ -11,7 +11,6 @@ import pytest
 
 from layout_runs import run_with
 from phalanx.config.load import parse_run
-from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.sizes import model_flops_per_token
@@ -54,13 +53,18 @@ def wide() -> LanguageRun:
 
 
 @cache
+def model_of_wide() -> TracedModel:
+    return bind(wide(), TracedModel)
+
+
+@cache
 def ranking_of_wide() -> Ranking:
-    return planner(limits=Limits(2, 2)).rank_layouts(Task(wide(), 16))
+    return planner(limits=Limits(2, 2)).rank_layouts(Task(model_of_wide(), 16))
 
 
 def test_pruning_loses_nothing() -> None:
     found, models = ranking_of_wide(), planner().models
-    peak = models.memory(wide(), found.legal)
+    peak = models.memory(model_of_wide(), found.legal)
     assert 0 < len(found.fitting) < len(found.legal)
     assert found.fitting.tolist() == np.flatnonzero(peak.p_fits >= 0.9).tolist()
     known = ~np.isnan(found.peak)
@@ -70,8 +74,8 @@ def test_pruning_loses_nothing() -> None:
 
 def test_the_bound_lies_below_the_memory_model() -> None:
     found = ranking_of_wide()
-    kernels = planner().models._kernels(wide())
-    share = bound_memory(bind(wide(), TracedModel), found.legal) / memory(wide(), found.legal, kernels).allocated
+    kernels = planner().models._kernels(model_of_wide())
+    share = bound_memory(model_of_wide(), found.legal) / memory(model_of_wide(), found.legal, kernels).allocated
     assert share.max() <= 1.0 and np.median(share) > 0.2
 
 
@@ -79,7 +83,7 @@ def test_ranking_is_by_simulated_time() -> None:
     found, machine = ranking_of_wide(), load_machine("frontier")
     ranked = found.ranked
     profile = default_profile(machine.node.device).profile
-    exact = step_times(wide(), ranked.layouts, machine, profile, exact=True).total
+    exact = step_times(model_of_wide(), ranked.layouts, machine, profile, exact=True).total
     np.testing.assert_allclose(ranked.times.total, exact)
     assert (np.diff(exact) >= 0).all()
     np.testing.assert_allclose(sum(ranked.times.causes.values()), ranked.times.total)
@@ -105,8 +109,8 @@ def test_nothing_in_a_pareto_front_is_beaten_and_all_else_is(count: int) -> None
 class _Idle(CostModels):
     """Layouts with pipelines do nothing but wait."""
 
-    def times(self, run: Run, layouts: LayoutTable, *, exact: bool) -> Times:
-        times = super().times(run, layouts, exact=exact)
+    def times(self, model: TracedModel, layouts: LayoutTable, *, exact: bool) -> Times:
+        times = super().times(model, layouts, exact=exact)
         idle = np.where(layouts.pp > 1, times.total, 0.0)
         return replace(times, causes={WAITING: idle, "matmul": times.total - idle})
 
@@ -114,9 +118,9 @@ class _Idle(CostModels):
 def test_what_takes_less_energy_than_any_faster_one_is_simulated() -> None:
     few = planner(limits=Limits(2, 2), simulated=1)
     few = replace(few, models=_Idle(few.machine, few.models.profile))
-    found = few.rank_layouts(Task(wide(), 16))
+    found = few.rank_layouts(Task(model_of_wide(), 16))
     fitting = found.legal.take(found.fitting)
-    times = few.models.times(wide(), fitting, exact=False)
+    times = few.models.times(model_of_wide(), fitting, exact=False)
     energy = times.total * times.mean_power(280.0)
     simulated = {tuple(row) for row in _columns(found.ranked.layouts)}
     lean_ones = _columns(fitting.take(pareto_front(times.total, energy)))
@@ -135,17 +139,22 @@ def test_no_more_devices_are_tried_than_there_are() -> None:
     network = few.machine.network.model_copy(update={"nodes": 1})
     small = replace(few, machine=few.machine.model_copy(update={"network": network}))
     with pytest.raises(ConfigError, match=r"16 devices are more than frontier has: 8 \(1 nodes of 8\)"):
-        small.rank_layouts(Task(wide(), 16))
-    points = scale_devices(small, Task(wide(), 8), [8, 16]).strong
+        small.rank_layouts(Task(model_of_wide(), 16))
+    points = scale_devices(small, Task(model_of_wide(), 8), [8, 16]).strong
     assert points[0].best is not None and points[1].best is None and "more than frontier has" in points[1].why
-    assert find_fewest_devices(small, Task(run_with({**WIDE, "model.n_layers": 100}, global_batch=8), 8)) is None
+    assert (
+        find_fewest_devices(
+            small, Task(bind(run_with({**WIDE, "model.n_layers": 100}, global_batch=8), TracedModel), 8)
+        )
+        is None
+    )
 
 
 def test_the_table_has_the_best_of_each_split() -> None:
     few = planner(limits=Limits(2, 2), simulated=1)
-    found = few.rank_layouts(Task(wide(), 16))
-    shown = make_plan(few, Task(wide(), 16), Wishes(best=50)).best
-    every = few.simulate_layouts(wide(), found.legal.take(found.fitting))
+    found = few.rank_layouts(Task(model_of_wide(), 16))
+    shown = make_plan(few, Task(model_of_wide(), 16), Wishes(best=50)).best
+    every = few.simulate_layouts(model_of_wide(), found.legal.take(found.fitting))
     assert len(found.ranked) < len(every)
     _, first = np.unique(number_splits(every.layouts), return_index=True)
     assert number_splits(shown.layouts).tolist() == number_splits(every.layouts)[np.sort(first)].tolist()
@@ -162,7 +171,7 @@ def test_pareto_front() -> None:
 
 
 def test_rates_count_the_global_batch() -> None:
-    task = Task(wide(), 16)
+    task = Task(model_of_wide(), 16)
     assert task.device_throughput(2.0) == pytest.approx(32 * 2048 / 2 / 16)
     assert task.model_tflops(2.0) == pytest.approx(
         32 * 2048 / 2 / 16 * model_flops_per_token(wide().model, 2048) / 1e12
@@ -170,7 +179,7 @@ def test_rates_count_the_global_batch() -> None:
 
 
 def test_fixed_fields_stay() -> None:
-    found = planner().rank_layouts(Task(wide(), 16, {"tp": 4, "recompute": "full", "microbatch": 1}))
+    found = planner().rank_layouts(Task(model_of_wide(), 16, {"tp": 4, "recompute": "full", "microbatch": 1}))
     assert set(found.ranked.layouts.tp.tolist()) == {4} and set(found.ranked.layouts.recompute.tolist()) == {2}
 
 
@@ -184,18 +193,18 @@ def test_fixed_fields_stay() -> None:
 )
 def test_what_cannot_be_legal_is_explained(fixed: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        planner().rank_layouts(Task(wide(), 16, fixed))
+        planner().rank_layouts(Task(model_of_wide(), 16, fixed))
 
 
 def test_nothing_fits() -> None:
     with pytest.raises(NothingFits) as caught:
-        make_plan(planner(), Task(wide(), 1), Wishes())
+        make_plan(planner(), Task(model_of_wide(), 1), Wishes())
     message = str(caught.value)
     assert message.startswith("none of the ") and "fits into 1 x 64 GiB" in message and caught.value.exit_code == 2
     fewest = int(message.splitlines()[-1].removeprefix("smallest number of devices that fits: "))
-    assert len(planner().rank_layouts(Task(wide(), fewest)).fitting)
+    assert len(planner().rank_layouts(Task(model_of_wide(), fewest)).fitting)
     for fewer in (1, 2, 4):
-        assert fewer >= fewest or not len(planner().rank_layouts(Task(wide(), fewer)).fitting)
+        assert fewer >= fewest or not len(planner().rank_layouts(Task(model_of_wide(), fewer)).fitting)
 
 
 def test_why() -> None:
@@ -209,7 +218,7 @@ def test_why() -> None:
     assert "layout.tp=16" in explain_choice(plan, found, "layout.tp=16").illegal
     much = explain_choice(plan, found, "dp_replicate=16")
     assert much.best is None and sum(much.least.values()) > 64 * 2**30
-    fixed = planner().rank_layouts(Task(wide(), 16, {"tp": 4, "microbatch": 1}))
+    fixed = planner().rank_layouts(Task(model_of_wide(), 16, {"tp": 4, "microbatch": 1}))
     assert explain_choice(plan, fixed, "tp=8").illegal == "layout.tp=4 is fixed by the command line"
 
 
@@ -223,8 +232,13 @@ def test_choices_that_are_none(words: str) -> None:
 
 def test_scaling() -> None:
     plan = planner(limits=Limits(1, 1), simulated=8)
-    found = scale_devices(plan, Task(wide(), 16, {"recompute": "full", "schedule": "1f1b"}), [8, 11, 16, 64])
-    assert [(point.devices, point.global_batch) for point in found.strong] == [(8, 32), (11, 32), (16, 32), (64, 32)]
+    found = scale_devices(plan, Task(model_of_wide(), 16, {"recompute": "full", "schedule": "1f1b"}), [8, 11, 16, 64])
+    assert [(point.task.devices, point.global_batch) for point in found.strong] == [
+        (8, 32),
+        (11, 32),
+        (16, 32),
+        (64, 32),
+    ]
     assert [point.global_batch for point in found.weak] == [16, 22, 32, 128]
     assert found.strong[1].best is None and found.strong[1].why
     sixteen, large = found.strong[2].best, found.strong[3].best
@@ -248,12 +262,12 @@ def test_fewest_devices_is_none_where_nothing_does() -> None:
     alone = load_machine("h200-x4")
     plan = Planner(alone, CostModels(alone, default_profile(alone.node.device)))
     huge = run_with({**WIDE, "model.n_layers": 400}, global_batch=8)
-    assert find_fewest_devices(plan, Task(huge, 4)) is None
+    assert find_fewest_devices(plan, Task(bind(huge, TracedModel), 4)) is None
 
 
 def test_fewest_devices_of_a_schedule_that_computes_nothing_again() -> None:
     plan = planner(limits=Limits(1, 2), simulated=8)
-    found = find_fewest_devices(plan, Task(wide(), 8, {"schedule": "zbv"}))
+    found = find_fewest_devices(plan, Task(model_of_wide(), 8, {"schedule": "zbv"}))
     assert found is not None and len(found.ranked)
 
 

@@ -18,6 +18,7 @@ from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.enumeration import Limits, write_planned_run
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import profile_for
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.report.plan_page import render_plan
 
 MACHINE = load_machine("h200-x4")
@@ -49,7 +50,7 @@ def planner() -> Planner:
 
 @pytest.fixture(scope="module")
 def made(planner: Planner) -> Plan:
-    task = Task(run_of(), 4, {"pp": 1})
+    task = Task(bind(run_of(), TracedModel), 4, {"pp": 1})
     return make_plan(planner, task, Wishes(why=("gather=stream,tp=2", "cp=2"), scale=(2, 4), amount=1_000_000))
 
 
@@ -84,11 +85,11 @@ def test_streaming_is_compared_and_illegal_choices_are_explained(made: Plan) -> 
 
 
 def test_streaming_is_a_candidate_where_gathered_blocks_are_large(planner: Planner) -> None:
-    small = planner.legal_layouts(Task(run_of(), 4, {"pp": 1}))
-    large = planner.legal_layouts(Task(run_of(16384), 4, {"pp": 1}))
+    small = planner.legal_layouts(Task(bind(run_of(), TracedModel), 4, {"pp": 1}))
+    large = planner.legal_layouts(Task(bind(run_of(16384), TracedModel), 4, {"pp": 1}))
     assert not (small.gather == 1).any()
     assert (large.gather == 1).any() and (large.zero[large.gather == 1] == 3).all()
-    fixed = planner.legal_layouts(Task(run_of(), 4, {"gather": "stream", "tp": 2}))
+    fixed = planner.legal_layouts(Task(bind(run_of(), TracedModel), 4, {"gather": "stream", "tp": 2}))
     assert len(fixed) and (fixed.gather[fixed.shards > 1] == 1).all()
 
 
@@ -96,11 +97,13 @@ def test_a_streamed_layout_takes_less_memory_and_is_written_as_it_is(planner: Pl
     run = run_of(16384)
     fixed = {"tp": 2, "dp_shard": 2, "pp": 1, "zero": 3, "microbatch": 1, "recompute": "full"}
     found = {
-        gather: planner.legal_layouts(Task(run, 4, {**fixed, "gather": gather, "reshard_after_forward": True}))
+        gather: planner.legal_layouts(
+            Task(bind(run, TracedModel), 4, {**fixed, "gather": gather, "reshard_after_forward": True})
+        )
         for gather in ("layer", "stream")
     }
     assert [len(one) for one in found.values()] == [1, 1]
-    layer, stream = (planner.models.memory(run, one).peak[0] for one in found.values())
+    layer, stream = (planner.models.memory(bind(run, TracedModel), one).peak[0] for one in found.values())
     # At least one of the gathered blocks is gone: 12 d^2 parameters over tp, in bfloat16.
     assert layer - stream > 12 * 16384**2 / 2 * 2
     text = write_planned_run(run, found["stream"].row(0), "Planned.")
@@ -113,7 +116,9 @@ def test_streaming_costs_a_third_more_products_without_recompute(planner: Planne
     fixed = {"tp": 2, "dp_shard": 2, "pp": 1, "zero": 3, "microbatch": 4, "recompute": "none"}
     seconds = {}
     for gather in ("layer", "stream"):
-        one = planner.legal_layouts(Task(run, 4, {**fixed, "gather": gather, "reshard_after_forward": True}))
-        seconds[gather] = planner.models.times(run, one, exact=False).causes
+        one = planner.legal_layouts(
+            Task(bind(run, TracedModel), 4, {**fixed, "gather": gather, "reshard_after_forward": True})
+        )
+        seconds[gather] = planner.models.times(bind(run, TracedModel), one, exact=False).causes
     matmul = seconds["stream"]["matmul"] / seconds["layer"]["matmul"]
     assert 1.2 < float(np.squeeze(matmul)) < 1.45

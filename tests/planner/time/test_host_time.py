@@ -22,6 +22,7 @@ from phalanx.planner.time.part_time import part_times, slower_of
 from phalanx.planner.time.profile import default_profile, load_profile
 from phalanx.planner.time.step_time import StepCause, closed_form
 from phalanx.planner.time.timing import step_times, steps_of_run
+from phalanx.planner.trace.traced_model import TracedModel
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -38,7 +39,7 @@ def test_small_microbatches_take_what_they_took(row: dict[str, Any]) -> None:
     run = load_run(ROOT / "examples/orbit-1b.yaml", row["words"])
     named = load_profile(str(RESULTS / "planner" / "h200-x4.profile.yaml"))
     one = resolve_layout(bind(run), 4).table
-    found = step_times(run, one, MACHINE, named.profile, constants=named.collectives_on(MACHINE))
+    found = step_times(bind(run, TracedModel), one, MACHINE, named.profile, constants=named.collectives_on(MACHINE))
     assert found.total[0] == pytest.approx(row["measured"]["step_seconds"], rel=0.1)
     # The plan of the day before the host was counted: 2% below where nothing is gathered, up to 59% below elsewhere.
     assert found.total[0] >= 0.99 * row["predicted"]["step_seconds"]
@@ -62,7 +63,8 @@ def _host_seconds(shard_s: float, exchange_s: float = 0.0) -> np.ndarray:
         one = replace(profile, shard_host_s=costs[0], exchange_host_s=costs[1])
         runs = [run_with(**words) for words in WORDS]
         layouts = LayoutTable.from_rows([resolve_layout(bind(run), 4) for run in runs])
-        steps, constants = steps_of_run(runs[0], layouts, MACHINE, COMPILED), default_constants(MACHINE)
+        steps = steps_of_run(bind(runs[0], TracedModel), layouts, MACHINE, COMPILED)
+        constants = default_constants(MACHINE)
         times = part_times(steps.parts, MACHINE, constants, one)
         found.append(closed_form(steps, times, one, constants, COMPILED).of(StepCause.HOST))
     return np.asarray(found[0] - found[1])

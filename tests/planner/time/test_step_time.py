@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from phalanx.config.load import parse_run
+from phalanx.families.registry import bind
 from phalanx.hardware.collectives import default_constants
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import LayoutTable, Recompute, ResolvedLayout
@@ -18,6 +19,7 @@ from phalanx.planner.time.profile import default_profile
 from phalanx.planner.time.step_parts import Steps
 from phalanx.planner.time.step_time import StepCause, closed_form
 from phalanx.planner.time.timing import our_framework, step_times, steps_of_run
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.training.step import build_full_step
 
 MACHINE = load_machine("selene")
@@ -61,7 +63,7 @@ MANY = _layouts(
 
 @pytest.fixture(scope="module")
 def steps() -> Steps:
-    return steps_of_run(RUN, MANY, MACHINE, EAGER)
+    return steps_of_run(bind(RUN, TracedModel), MANY, MACHINE, EAGER)
 
 
 def _seconds(steps: Steps, profile: object = PROFILE, constants: object = CONSTANTS) -> np.ndarray:
@@ -77,7 +79,7 @@ def test_every_cause_is_counted_once_and_none_is_negative(steps: Steps) -> None:
 
 def test_blocks_that_wait_for_many_nodes_straggle_and_others_do_not() -> None:
     shards = ({"dp_shard": 8}, {"dp_shard": 64, "global_batch": 192}, {"dp_shard": 64, "zero": 1, "global_batch": 192})
-    found = steps_of_run(RUN, _layouts(*shards), MACHINE, EAGER)
+    found = steps_of_run(bind(RUN, TracedModel), _layouts(*shards), MACHINE, EAGER)
     even, uneven = (_seconds(found, replace(PROFILE, straggling=share)).sum(axis=1) for share in (0.0, 0.02))
     added = uneven - even
     assert added[0] == added[2] == 0.0
@@ -130,11 +132,11 @@ def test_a_rank_that_waits_for_no_other_has_less_between_its_steps(steps: Steps)
 @pytest.mark.parametrize(("precision", "width"), [("bf16", 2), ("fp32", 4), ("fp64", 8)])
 def test_what_ranks_exchange_and_pass_over_grows_with_the_numbers(precision: str, width: int) -> None:
     run = RUN.model_copy(update={"layout": RUN.layout.model_copy(update={"precision": precision})})
-    framework = our_framework(run, MACHINE)
+    framework = our_framework(bind(run, TracedModel), MACHINE)
     assert framework.gather_bytes == width and framework.reduce_bytes == max(4, width)
     # Master, moments and gradient read, all but the gradient written; beside masters of 16-bit numbers a copy.
     assert framework.optimizer_bytes == {2: 30, 4: 28, 8: 56}[width]
-    found = steps_of_run(run, _layouts({"pp": 4}), MACHINE, framework, attention="math")
+    found = steps_of_run(bind(run, TracedModel), _layouts({"pp": 4}), MACHINE, framework, attention="math")
     assert found.hidden_bytes[0] == 1024 * 1024 * width
 
 
@@ -159,7 +161,7 @@ def test_where_time_goes_is_where_the_layout_says(steps: Steps) -> None:
 def test_layouts_take_as_long_beside_others_as_alone(steps: Steps) -> None:
     together = _seconds(steps)
     for place in range(len(steps)):
-        alone = _seconds(steps_of_run(RUN, MANY.take([place]), MACHINE, EAGER))
+        alone = _seconds(steps_of_run(bind(RUN, TracedModel), MANY.take([place]), MACHINE, EAGER))
         np.testing.assert_allclose(together[place], alone[0], rtol=1e-12)
     twice = _seconds(Steps.joined_up([steps, steps.take(np.array([7, 1, 5]))]))
     np.testing.assert_allclose(twice, together[[*range(len(steps)), 7, 1, 5]], rtol=1e-12)
@@ -168,7 +170,7 @@ def test_layouts_take_as_long_beside_others_as_alone(steps: Steps) -> None:
 def test_larger_units_save_latency_and_show_more_at_the_ends() -> None:
     layouts = _layouts({"dp_shard": 64, "global_batch": 64, "reshard_after_forward": True})
     run = RUN.model_copy(update={"layout": RUN.layout.model_copy(update={"gather_blocks": 6})})
-    alone, together = (steps_of_run(one, layouts, MACHINE, EAGER) for one in (RUN, run))
+    alone, together = (steps_of_run(bind(one, TracedModel), layouts, MACHINE, EAGER) for one in (RUN, run))
     assert together.unit.tolist() == [6]
     slow, quick = (replace(CONSTANTS, launch_s=latency, step_s=0.0, step_across_s=0.0) for latency in (0.01, 0.0))
     exposed = [[_seconds(one, PROFILE, each)[0, StepCause.DATA] for each in (slow, quick)] for one in (alone, together)]
@@ -205,7 +207,7 @@ def test_blocks_are_gathered_and_reduced_as_often_as_the_code_does_it(words: dic
         }
     )
     layouts = _layouts({"global_batch": 16, **words})
-    found = dry_run(run, layouts.row(0), 0, build_full_step, accelerator=True, devices_per_node=None)
+    found = dry_run(bind(run, TracedModel), layouts.row(0), 0, build_full_step, accelerator=True, devices_per_node=None)
     units = layers // words.get("pp", 1)
     # Beside the blocks the embedding and the head, on one rank where there is no pipeline; a head stays gathered.
     ends = 1 if "pp" in words else 2
@@ -214,7 +216,7 @@ def test_blocks_are_gathered_and_reduced_as_often_as_the_code_does_it(words: dic
         for operation in ("all_gather", "reduce_scatter")
     }
     # Nothing hides, and every exchange takes a second more.
-    steps = steps_of_run(run, layouts, MACHINE, EAGER)
+    steps = steps_of_run(bind(run, TracedModel), layouts, MACHINE, EAGER)
     costly = replace(CONSTANTS, launch_s=1.0)
     profile = replace(PROFILE, hidden=0.0, straggling=0.0)
     times = part_times(steps.parts, MACHINE, CONSTANTS, profile)
@@ -231,7 +233,7 @@ def test_blocks_are_gathered_and_reduced_as_often_as_the_code_does_it(words: dic
 def test_shards_on_one_node_exchange_faster_than_across_slow_nodes() -> None:
     wide = _layouts({"dp_shard": 32, "zero": 3, "reshard_after_forward": True})
     narrow = _layouts({"dp_shard": 8, "dp_replicate": 4, "zero": 3, "reshard_after_forward": True})
-    found = [steps_of_run(RUN, one, MACHINE, EAGER) for one in (wide, narrow)]
+    found = [steps_of_run(bind(RUN, TracedModel), one, MACHINE, EAGER) for one in (wide, narrow)]
     slow = replace(PROFILE, network_share=0.2)
     assert _seconds(found[0], slow)[0, StepCause.DATA] > 1.5 * _seconds(found[1], slow)[0, StepCause.DATA]
 
@@ -241,7 +243,9 @@ def test_shards_on_one_node_exchange_faster_than_across_slow_nodes() -> None:
 def test_closed_form_and_simulation_agree(pp: int, schedule: str) -> None:
     each = 1 if schedule in ("gpipe", "1f1b") else 2
     layouts = _layouts({"pp": pp, "schedule": schedule, "stages_per_rank": each, "microbatch": 4, "zero": 0})
-    closed, exact = (step_times(RUN, layouts, MACHINE, PROFILE, exact=way).total[0] for way in (False, True))
+    closed, exact = (
+        step_times(bind(RUN, TracedModel), layouts, MACHINE, PROFILE, exact=way).total[0] for way in (False, True)
+    )
     # Stages of 24 blocks and a head differ by up to a block: within the bounds that `makespan` states.
     assert closed == pytest.approx(exact, rel=0.07)
 
@@ -251,9 +255,9 @@ def test_copies_replace_collectives_within_a_node_only() -> None:
         {"dp_shard": 8, "zero": 3, "reshard_after_forward": True},
         {"dp_shard": 32, "zero": 3, "reshard_after_forward": True},
     )
-    copying = our_framework(RUN, MACHINE)
+    copying = our_framework(bind(RUN, TracedModel), MACHINE)
     assert copying.copy_engines
-    steps = steps_of_run(RUN, layouts, MACHINE, copying)
+    steps = steps_of_run(bind(RUN, TracedModel), layouts, MACHINE, copying)
     times = part_times(steps.parts, MACHINE, CONSTANTS, PROFILE)
     with_copies, without = (
         closed_form(steps, times, PROFILE, CONSTANTS, framework).of(StepCause.DATA) for framework in (copying, EAGER)

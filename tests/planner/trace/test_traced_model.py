@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from phalanx.config.load import load_run
-from phalanx.planner.trace.traced_model import Kernel, likely_kernel
+from phalanx.families.registry import bind
+from phalanx.planner.trace.traced_model import Kernel, TracedModel
 from weather_runs import EXAMPLES
 
 CASES: tuple[tuple[dict[str, Any], Kernel, Kernel], ...] = (
@@ -29,10 +30,12 @@ CASES: tuple[tuple[dict[str, Any], Kernel, Kernel], ...] = (
 @pytest.mark.parametrize(("changes", "nvidia", "amd"), CASES)
 def test_kernels_of_language_models(changes: dict[str, Any], nvidia: Kernel, amd: Kernel) -> None:
     run = load_run(EXAMPLES / "llama3-8b.yaml", [f"{name}={value}" for name, value in changes.items()])
-    assert (likely_kernel(run, rocm=False), likely_kernel(run, rocm=True)) == (nvidia, amd)
+    model = bind(run, TracedModel)
+    assert (model.likely_kernel(rocm=False), model.likely_kernel(rocm=True)) == (nvidia, amd)
 
 
 @pytest.mark.parametrize(("precision", "kernel"), [("bf16", "flash"), ("fp32", "efficient"), ("fp64", "math")])
 def test_kernels_of_weather_models(precision: str, kernel: Kernel) -> None:
     run = load_run(EXAMPLES / "climax-small.yaml", [f"layout.precision={precision}"])
-    assert likely_kernel(run, rocm=False) == likely_kernel(run, rocm=True) == kernel
+    model = bind(run, TracedModel)
+    assert model.likely_kernel(rocm=False) == model.likely_kernel(rocm=True) == kernel

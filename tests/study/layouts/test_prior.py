@@ -9,12 +9,14 @@ import numpy as np
 from layout_runs import run_with
 from phalanx.config.studies import Search, Tunable
 from phalanx.families.language.config import LanguageRun
+from phalanx.families.registry import bind
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import LayoutTable
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.enumeration import Limits
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import default_profile
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.study.layouts.prior import planned_space
 
 MACHINE = load_machine("h200-x4")
@@ -31,7 +33,7 @@ def searched(knobs: dict[str, Tunable]) -> Search:
 
 def test_a_knob_is_planned_at_each_of_its_values() -> None:
     knobs = {KNOB: Tunable(values=[1, 4], when="zero == 3 and dp_shard > 1"), "data.prefetch": Tunable(values=[0, 2])}
-    space, prior = planned_space(PLANNER, Task(RUN, 4), searched(knobs))
+    space, prior = planned_space(PLANNER, Task(bind(RUN, TracedModel), 4), searched(knobs))
     grouped = 0
     for point in range(len(space)):
         plain = space.find(
@@ -46,7 +48,7 @@ def test_a_knob_is_planned_at_each_of_its_values() -> None:
 
 
 def test_of_a_value_that_the_run_file_cannot_have_nothing_is_expected() -> None:
-    space, prior = planned_space(PLANNER, Task(RUN, 4), searched({KNOB: Tunable(values=[1, -3])}))
+    space, prior = planned_space(PLANNER, Task(bind(RUN, TracedModel), 4), searched({KNOB: Tunable(values=[1, -3])}))
     first, second = (space.find({**space.values(0), KNOB: value}) for value in (1, -3))
     assert first is not None and second is not None
     assert prior.seconds[first] == prior.seconds[second] and prior.margin[first] == prior.margin[second]
@@ -55,14 +57,16 @@ def test_of_a_value_that_the_run_file_cannot_have_nothing_is_expected() -> None:
 def test_what_was_measured_beside_the_tensors_leaves_less_room() -> None:
     named = replace(default_profile(MACHINE.node.device), beside={"context": 40e9, "communicator": 1e9})
     narrow = replace(PLANNER, models=CostModels(MACHINE, named))
-    (space, plain), (same, less) = (planned_space(one, Task(RUN, 4), searched({})) for one in (PLANNER, narrow))
+    (space, plain), (same, less) = (
+        planned_space(one, Task(bind(RUN, TracedModel), 4), searched({})) for one in (PLANNER, narrow)
+    )
     assert len(space) == len(same)
     assert np.all(less.margin < plain.margin - 0.1)
 
 
 def _seconds(run: LanguageRun, one: LayoutTable) -> float:
-    return float(MODELS.times(run, one, exact=False).total[0])
+    return float(MODELS.times(bind(run, TracedModel), one, exact=False).total[0])
 
 
 def _bytes(run: LanguageRun, one: LayoutTable) -> float:
-    return float(MODELS.memory(run, one).peak[0])
+    return float(MODELS.memory(bind(run, TracedModel), one).peak[0])

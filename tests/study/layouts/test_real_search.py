@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from phalanx.config.load import parse_run
+from phalanx.families.registry import bind
 from phalanx.hardware.machine import load_machine
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import load_profile
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.study.layouts.prior import Prior, planned_space
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -24,7 +26,9 @@ def _expected(file: str, profile: str) -> list[tuple[dict[str, Any], Prior]]:
     run = parse_run(found["run"].replace("DATA", "data/text"), "the run file", [])
     machine = load_machine("h200-x4")
     models = CostModels(machine, load_profile(str(RESULTS / "planner" / profile)))
-    space, prior = planned_space(Planner(machine, models, least_p=run.search.least_p_fits), Task(run, 2), run.search)
+    space, prior = planned_space(
+        Planner(machine, models, least_p=run.search.least_p_fits), Task(bind(run, TracedModel), 2), run.search
+    )
     points = {space.key(point): point for point in range(len(space))}
     finished = [trial for trial in found["trials"] if trial["outcome"]["cause"] != "interrupted"]
     assert points.keys() == {trial["key"] for trial in finished}

@@ -21,7 +21,7 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.dryrun.memory_trace import CATEGORIES, Moment
 from phalanx.planner.dryrun.rank_report import RankReport, Traffic
 from phalanx.planner.dryrun.run_step import dry_run
-from phalanx.planner.trace.traced_model import TracedModel, is_planned
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.printable import write_stderr
 from phalanx.report.formatting import format_gibibytes
 from phalanx.report.table import Column
@@ -44,12 +44,12 @@ def run_dryrun(
 ) -> None:
     """Run the subcommand; `phalanx.cli.options.planning` declares its arguments."""
     loaded = load_run(run, overrides or [])
-    if not is_planned(loaded.model):
+    model = bind(loaded)
+    if not isinstance(model, TracedModel):
         raise ConfigError(
             f"phalanx dryrun needs steps of one shape, and those of model.family={loaded.model.family} depend on the samples"
         )
     per_node = loaded.cluster.devices_per_node or devices_per_node
-    model = bind(loaded, TracedModel)
     layout = resolve_layout(model, devices, per_node)
     # kernels of a GPU need not be here for a dry run, those of the CPU do
     if device == "cpu":
@@ -59,7 +59,7 @@ def run_dryrun(
     ranks = [rank] if rank is not None else _pick_ranks(layout)
     reports = [
         dry_run(
-            loaded,
+            model,
             layout,
             number,
             build_full_step,

@@ -24,7 +24,7 @@ from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.enumeration import CHOSEN, write_overrides, write_planned_run
 from phalanx.planner.rank.ranking import Planner, Task, fixed_fields
 from phalanx.planner.time.profile import choose_profile
-from phalanx.planner.trace.traced_model import require_planned
+from phalanx.planner.trace.traced_model import bind_planned
 from phalanx.report.formatting import format_duration
 from phalanx.report.plan_page import render_plan
 from phalanx.report.table import Column, write_text_table
@@ -67,7 +67,7 @@ def run_plan(
         raise ConfigError("give --devices N, or --fit for the smallest number that fits (one of the two)")
     words = overrides or []
     loaded = load_run(run, words)
-    require_planned(loaded.model)
+    model = bind_planned(loaded)
     machine = load_machine(cluster)
     planner = Planner(machine, CostModels(machine, choose_profile(machine, cluster, profile)), p_fits)
     wishes = Wishes(
@@ -77,7 +77,7 @@ def run_plan(
         amount=None if tokens is None else _parse_amount(tokens),
         reliability=Reliability(mtbf_hours, restart_minutes, checkpoint_gb_s),
     )
-    task = Task(loaded, devices or machine.node.devices, fixed_fields(loaded, words, everything=fix))
+    task = Task(model, devices or machine.node.devices, fixed_fields(loaded, words, everything=fix))
     made = make_smallest_plan(planner, task, wishes) if fit else make_plan(planner, task, wishes)
 
     # the planner has chosen these fields anew: in the command they stand with their new values

@@ -148,13 +148,13 @@ class BoundBlocks(DeclaredBlocks, TracedModel, TrainableModel, VerifiableModel):
 
     # --- the planner ---------------------------------------------------------------------------------------------------
 
-    def setting_of(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
+    def gathered_setting(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
         """See `TracedModel`."""
         return Setting(
             model=self.model,
             length=self.length,
             tp=layout.tp,
-            recompute=self.run.layout.recompute,
+            recompute=layout.recompute,
             precision=self.run.layout.precision,
             attention=attention,
             compile=compiled,

@@ -97,7 +97,7 @@ class LanguageTracing(TracedModel):
     run: LanguageRun
     tracer = LanguageParts
 
-    def setting_of(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
+    def gathered_setting(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
         """The setting of `run` in `layout` on accelerators."""
         return Setting(
             model=self.run.model,
@@ -105,7 +105,7 @@ class LanguageTracing(TracedModel):
             tp=layout.tp,
             cp=layout.cp,
             context=layout.context,
-            recompute=self.run.layout.recompute,
+            recompute=layout.recompute,
             precision=self.run.layout.precision,
             attention=attention,
             compile=compiled,

@@ -81,7 +81,7 @@ class WeatherTracing(TracedModel):
     run: WeatherRun
     tracer = WeatherParts
 
-    def setting_of(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
+    def gathered_setting(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
         """See `TracedModel`. Raises ConfigError for roll-outs, whose earlier steps are in the costs of no part."""
         if self.run.data.rollout_hours is not None:
             raise ConfigError(
@@ -92,7 +92,7 @@ class WeatherTracing(TracedModel):
             model=self.run.model,
             length=self.run.model.n_tokens,
             tp=layout.tp,
-            recompute=self.run.layout.recompute,
+            recompute=layout.recompute,
             precision=self.run.layout.precision,
             attention=attention,
             compile=compiled,

@@ -18,10 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.schema import Run
 from phalanx.data.batch_stream import Batch
 from phalanx.families.family import BoundModel
-from phalanx.families.registry import bind
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.gradients import local_gradient
@@ -64,7 +62,7 @@ def _say_nothing(_moment: Moment) -> None:
 
 
 def dry_run(
-    run: Run,
+    model: TracedModel,
     layout: ResolvedLayout,
     rank: int,
     build: StepBuilder,
@@ -73,14 +71,13 @@ def dry_run(
     devices_per_node: int | None,
     tell: Tell = _say_nothing,
 ) -> RankReport:
-    """What one optimizer step of `run` in `layout` takes on `rank`.
+    """What one optimizer step of `model` in `layout` takes on `rank`.
 
     A step of many micro-batches is run with fewer, twice: past the number that fills the pipeline each further one adds the
     same. build: makes the training step. accelerator: whether kernels are an accelerator's or the CPU's. tell: for
     who waits, since a large model whose weights are streamed takes minutes: each chunk of a matrix is some operations.
     """
     start = time.perf_counter()
-    model = bind(run, TracedModel)
     model, attention = _prepared(model, layout, accelerator)
     wanted = layout.accumulation
     few, more = representative_microbatches(layout)

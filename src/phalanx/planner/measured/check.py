@@ -10,12 +10,14 @@ import numpy as np
 
 from phalanx.config.schema import Layout, Optimizer, Training
 from phalanx.families.language.config import Data, DataSource, LanguageRun
+from phalanx.families.registry import bind
 from phalanx.hardware.device import known_devices
 from phalanx.planner.measured.groups import MeasuredGroup, grouped, refused
 from phalanx.planner.measured.runs import MeasuredRun
 from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.memory.probability import BESIDE, communicators, fits
 from phalanx.planner.time.operation_time import Floats
+from phalanx.planner.trace.traced_model import TracedModel
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,9 @@ def peak_bytes(run: MeasuredRun) -> float | None:
     language_run = run_of(run)
     if run.layout is None or language_run is None:
         return None
-    ranks = rank_memory(language_run, run.layout, language_run.layout.recompute, Kernels("flash", compiled=True))
+    ranks = rank_memory(
+        bind(language_run, TracedModel), run.layout, language_run.layout.recompute, Kernels("flash", compiled=True)
+    )
     return max(rank.allocated for rank in ranks)
 
 

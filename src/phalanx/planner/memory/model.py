@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.config.schema import Run
-from phalanx.families.registry import bind
 from phalanx.layout.spec import SCHEDULES, Ints, LayoutTable, Recompute, ResolvedLayout
 from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import find_optimizer
@@ -26,7 +24,7 @@ from phalanx.planner.memory.replay import PeakCandidates, Pipeline
 from phalanx.planner.memory.state import Allocations, Exchanges, MemoryState
 from phalanx.planner.memory.weights import buffers_beside, causes_of, heaviest, together, weights
 from phalanx.planner.schedule.bubble import in_flight
-from phalanx.planner.trace.traced_model import Kernel, TracedModel, likely_kernel
+from phalanx.planner.trace.traced_model import Kernel, TracedModel
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -42,9 +40,9 @@ class Kernels:
     compiled: bool
 
     @classmethod
-    def on_accelerators(cls, run: Run, *, rocm: bool = False) -> Kernels:
-        """As `run` runs on accelerators. Layouts that cannot be compiled are known by themselves."""
-        return cls(likely_kernel(run, rocm=rocm), run.training.compile in (True, "auto"))
+    def on_accelerators(cls, model: TracedModel, *, rocm: bool = False) -> Kernels:
+        """As the model runs on accelerators. Layouts that cannot be compiled are known by themselves."""
+        return cls(model.likely_kernel(rocm=rocm), model.run.training.compile in (True, "auto"))
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class RankMemory:
 
 
 def memory(
-    run: Run,
+    model: TracedModel,
     candidates: LayoutTable,
     kernels: Kernels,
     *,
@@ -95,7 +93,7 @@ def memory(
     capacity: bytes of a device; of a pipeline that takes more by a bound below its peak, the bound is returned, and its
     schedule is not replayed.
     """
-    parts = parts or _parts(run, candidates, kernels, peer_copies)
+    parts = parts or _parts(model, candidates, kernels, peer_copies)
     allocated, peer_buffers = np.zeros((2, len(candidates)))
     rank, moment = np.zeros(len(candidates), np.int64), [""] * len(candidates)
     pipelined = candidates.pp > 1
@@ -104,28 +102,28 @@ def memory(
         for start in range(0, len(places), _CHUNK):
             chunk = places[start : start + _CHUNK]
             some = candidates.take(chunk)
-            state = _memory_state(run, some, parts.take(chunk), kernels, peer_copies)
-            allocated[chunk] = _least_bytes(run, some, state)
+            state = _memory_state(model, some, parts.take(chunk), kernels, peer_copies)
+            allocated[chunk] = _least_bytes(model, some, state)
             replayed = np.flatnonzero((allocated[chunk] <= capacity) | (some.pp == 1))
             chunk, some, state = chunk[replayed], some.take(replayed), state.take(replayed)
             if not len(chunk):
                 continue
-            allocated[chunk], rank[chunk], moments = _worst_ranks(run, some, state)
+            allocated[chunk], rank[chunk], moments = _worst_ranks(model, some, state)
             for place, name in zip(chunk.tolist(), moments, strict=True):
                 moment[place] = name
             if peer_copies:
-                held = parts_at(some, rank[chunk], run.model.n_layers, bind(run).block_costs())
+                held = parts_at(some, rank[chunk], model.config.n_layers, model.block_costs())
                 peer_buffers[chunk] = peer_buffer_bytes(state, held)
     return MemoryEstimates(allocated, rank, moment, peer_buffers)
 
 
-def _least_bytes(run: Run, candidates: LayoutTable, state: MemoryState) -> FloatArray:
+def _least_bytes(model: TracedModel, candidates: LayoutTable, state: MemoryState) -> FloatArray:
     """A bound below the bytes of the first pipeline rank.
 
     Its parameters, their optimizer state, and the activations of the micro-batches in flight, as if all its stages were as
     small as its smallest.
     """
-    costs, n_layers = bind(run).block_costs(), run.model.n_layers
+    costs, n_layers = model.block_costs(), model.config.n_layers
     columns = [candidates.schedule, candidates.pp, candidates.stages_per_rank]
     first, inverse = distinct(columns)
     blocks = np.asarray(
@@ -144,7 +142,7 @@ def _least_bytes(run: Run, candidates: LayoutTable, state: MemoryState) -> Float
     return np.asarray(kept + flight * smallest * state.sizes.block.kept)
 
 
-def _worst_ranks(run: Run, candidates: LayoutTable, state: MemoryState) -> tuple[FloatArray, Ints, list[str]]:
+def _worst_ranks(model: TracedModel, candidates: LayoutTable, state: MemoryState) -> tuple[FloatArray, Ints, list[str]]:
     """(bytes, rank, moment) of the worst rank of candidates of which all are pipelines or none."""
     exchanges = Exchanges(state)
     counted = cut_to_rounds(candidates.schedule, candidates.pp, candidates.accumulation)
@@ -156,7 +154,7 @@ def _worst_ranks(run: Run, candidates: LayoutTable, state: MemoryState) -> tuple
     allocated, rank = np.zeros(len(candidates)), np.zeros(len(candidates), np.int64)
     moment = [""] * len(candidates)
     for places in np.split(order, np.flatnonzero(np.diff(alike[order])) + 1):
-        found = _peak_candidates(run, [int(column[places[0]]) for column in columns])
+        found = _peak_candidates(model, [int(column[places[0]]) for column in columns])
         held, row = heaviest(found, one[:, places], beside[:, places])
         allocated[places] = held + state.samples[places]
         rank[places] = found.rank[row]
@@ -178,10 +176,10 @@ def _columns(candidates: LayoutTable, exchanges: Exchanges, counted: Ints) -> li
     ]
 
 
-def _peak_candidates(run: Run, column: list[int], *, rank: int | None = None) -> PeakCandidates:
+def _peak_candidates(model: TracedModel, column: list[int], *, rank: int | None = None) -> PeakCandidates:
     """The moments that may be the peak. column: of `_columns`. rank: of this pipeline rank alone; of all where None."""
     schedule, pp, stages_per_rank, microbatches, several, whole, dropped, zero_3 = column
-    model, layout = bind(run), run.layout
+    layout = model.run.layout
     if pp == 1:
         tied = bool(model.tied())
         flags = {
@@ -191,9 +189,9 @@ def _peak_candidates(run: Run, column: list[int], *, rank: int | None = None) ->
             "gathered_again": bool(zero_3),
         }
         return one_stage_candidates(
-            OneStage(run.model.n_layers, layout.gather_blocks, layout.gathers_ahead, tied=tied, **flags)
+            OneStage(model.config.n_layers, layout.gather_blocks, layout.gathers_ahead, tied=tied, **flags)
         )
-    shape = (SCHEDULES[schedule], pp, stages_per_rank, microbatches, run.model.n_layers)
+    shape = (SCHEDULES[schedule], pp, stages_per_rank, microbatches, model.config.n_layers)
     pipeline = Pipeline(*shape, model.block_costs(), layout.gather_blocks, layout.gathers_ahead)
     if rank is None:
         return pipeline_candidates(pipeline)[dropped]
@@ -201,13 +199,13 @@ def _peak_candidates(run: Run, column: list[int], *, rank: int | None = None) ->
 
 
 def rank_memory(
-    run: Run, layout: ResolvedLayout, recompute: Recompute, kernels: Kernels, *, peer_copies: bool = False
+    model: TracedModel, layout: ResolvedLayout, recompute: Recompute, kernels: Kernels, *, peer_copies: bool = False
 ) -> list[RankMemory]:
     """Return the peak of every pipeline rank of one layout, cause by cause."""
     one = replace(layout, recompute=recompute).table
-    parts = _parts(run, one, kernels, peer_copies)
-    padded = _memory_state(run, one, parts, kernels, peer_copies)
-    exact = _memory_state(run, one, parts.unpadded(), kernels, peer_copies)
+    parts = _parts(model, one, kernels, peer_copies)
+    padded = _memory_state(model, one, parts, kernels, peer_copies)
+    exact = _memory_state(model, one, parts.unpadded(), kernels, peer_copies)
     exchanges = Exchanges(padded)
     counted = cut_to_rounds(one.schedule, one.pp, one.accumulation)
     later = one.accumulation - counted
@@ -215,42 +213,44 @@ def rank_memory(
     column = [int(each[0]) for each in _columns(one, exchanges, counted)]
     found = []
     for rank in range(layout.pp):
-        held = _peak_candidates(run, column, rank=rank)
+        held = _peak_candidates(model, column, rank=rank)
         allocated, row = heaviest(held, weight, np.zeros_like(weight))
         peak = float(allocated[0] + padded.samples[0])
         causes = causes_of(held.counts[row[0]], by_cause, {"samples": padded.samples})
         bytes_of = {cause: float(np.broadcast_to(amount, 1)[0]) for cause, amount in causes.items()}
         bytes_of["padding"] = peak - sum(bytes_of.values())
-        on_rank = parts_at(one, np.asarray([rank]), run.model.n_layers, bind(run).block_costs())
+        on_rank = parts_at(one, np.asarray([rank]), model.config.n_layers, model.block_costs())
         buffers = float(np.broadcast_to(peer_buffer_bytes(padded, on_rank), 1)[0])
         found.append(RankMemory(rank, peak, held.moment[row[0]], bytes_of, buffers))
     return found
 
 
-def _parts(run: Run, candidates: LayoutTable, kernels: Kernels, peer_copies: bool) -> ModelBytes:
-    return model_bytes(run, candidates, attention=kernels.attention, compiled=kernels.compiled, peer_copies=peer_copies)
+def _parts(model: TracedModel, candidates: LayoutTable, kernels: Kernels, peer_copies: bool) -> ModelBytes:
+    return model_bytes(
+        model, candidates, attention=kernels.attention, compiled=kernels.compiled, peer_copies=peer_copies
+    )
 
 
 def _memory_state(
-    run: Run, candidates: LayoutTable, parts: ModelBytes, kernels: Kernels, peer_copies: bool
+    model: TracedModel, candidates: LayoutTable, parts: ModelBytes, kernels: Kernels, peer_copies: bool
 ) -> MemoryState:
-    precision = PRECISIONS[run.layout.precision]
+    precision = PRECISIONS[model.run.layout.precision]
     piped = candidates.pp > 1
     return MemoryState(
         sizes=parts,
         width=precision.compute_dtype.itemsize,
         master=precision.main_dtype.itemsize,
-        optimizer_values=find_optimizer(run.optimizer).state_values,
+        optimizer_values=find_optimizer(model.run.optimizer).state_values,
         sharded=candidates.data_ranks * candidates.cp > 1,
         piped=piped,
         zero=candidates.zero,
         reshard=candidates.reshard_after_forward,
         replicated=candidates.dp_replicate > 1,
         accumulation=candidates.accumulation,
-        tied=bool(bind(run).tied()),
-        samples=candidates.accumulation * candidates.microbatch * bind(run, TracedModel).sample_bytes(),
+        tied=bool(model.tied()),
+        samples=candidates.accumulation * candidates.microbatch * model.sample_bytes(),
         peer_copies=peer_copies,
-        gather_blocks=run.layout.gather_blocks,
-        gathers_ahead=run.layout.gathers_ahead,
+        gather_blocks=model.run.layout.gather_blocks,
+        gathers_ahead=model.run.layout.gathers_ahead,
         sends_last=kernels.attention == "cpu",
     )

@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.config.schema import Run
-from phalanx.families.registry import bind
 from phalanx.layout.spec import Ints, LayoutTable
 from phalanx.planner.trace.part_costs import PartCosts, part_costs
-from phalanx.planner.trace.traced_model import Kernel, PartName, Setting, setting_of
+from phalanx.planner.trace.traced_model import Kernel, PartName, Setting, TracedModel
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -101,24 +99,23 @@ _PARTS: tuple[PartName, ...] = ("embedding", "block", "head")
 
 
 def model_bytes(
-    run: Run, candidates: LayoutTable, *, attention: Kernel, compiled: bool, peer_copies: bool = False
+    model: TracedModel, candidates: LayoutTable, *, attention: Kernel, compiled: bool, peer_copies: bool = False
 ) -> ModelBytes:
-    """The parts of `run`'s model on a rank of each candidate.
+    """Return the parts of the model on a rank of each candidate.
 
-    attention, compiled: see `planner.trace.traced_model.setting_of`. peer_copies: see `memory_model.memory`.
+    attention, compiled: see `TracedModel.setting_of`. peer_copies: see `memory_model.memory`.
     """
     first, inverse = distinct([getattr(candidates, name) for name in _TRACED])
 
     def setting_at(position: int) -> tuple[Setting, int]:
         """The setting of a candidate, and samples of its micro-batch."""
         layout = candidates.row(position)
-        again = run.model_copy(update={"layout": run.layout.model_copy(update={"recompute": layout.recompute})})
-        setting = setting_of(again, layout, attention=attention, compiled=compiled)
+        setting = model.setting_of(layout, attention=attention, compiled=compiled)
         return replace(setting, peer_copies=peer_copies and setting.streamed > 1), layout.microbatch
 
     settings = [setting_at(int(position)) for position in first]
     costs = [_costs(*one) for one in settings]
-    tied = bind(run).tied()
+    tied = model.tied()
     shards = np.where(candidates.zero > 0, candidates.dp_shard * candidates.cp, 1)
     # A shared table is there once where one rank has both ends of the model.
     shared_table = (candidates.pp == 1) & bool(tied)

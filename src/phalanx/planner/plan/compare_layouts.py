@@ -13,9 +13,7 @@ import numpy as np
 
 from phalanx.config.document import dotted
 from phalanx.config.load import parse_overrides
-from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.families.registry import bind
 from phalanx.hardware.machine import Machine
 from phalanx.layout.spec import NAMED, LayoutTable, Recompute, ResolvedLayout
 from phalanx.nn.precision import PRECISIONS
@@ -23,7 +21,7 @@ from phalanx.planner.rank.enumeration import CHOSEN
 from phalanx.planner.rank.ranking import Planner, RankedLayouts, Ranking
 from phalanx.planner.time.timing import our_framework
 from phalanx.planner.trace.part_costs import PartCosts, part_costs
-from phalanx.planner.trace.traced_model import likely_kernel, planned_model, setting_of
+from phalanx.planner.trace.traced_model import TracedModel
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def explain_choice(planner: Planner, ranking: Ranking, words: str) -> WhyNot:
         fitting = np.flatnonzero(has_it[ranking.fitting])
         fastest = fitting[np.argsort(ranking.seconds[fitting], kind="stable")][: planner.simulated]
         legal, peak = ranking.legal.take(has_it), ranking.peak[has_it]
-        ranked = planner.simulate_layouts(task.run, ranking.legal.take(ranking.fitting[fastest]))
+        ranked = planner.simulate_layouts(task.model, ranking.legal.take(ranking.fitting[fastest]))
     else:
         # Enumeration may have left it out as beyond its limits, which fixed fields do not know.
         try:
@@ -90,7 +88,7 @@ def explain_choice(planner: Planner, ranking: Ranking, words: str) -> WhyNot:
             return WhyNot(words, illegal=str(error))
         legal, peak, ranked = other.legal, other.peak, other.ranked
     if not len(ranked):
-        return WhyNot(words, least=planner.memory_breakdown(task.run, planner.least_memory(task, legal, peak)))
+        return WhyNot(words, least=planner.memory_breakdown(task.model, planner.least_memory(task, legal, peak)))
     found, best = ranked.take([0]), ranking.ranked.times
     nothing = np.zeros(1)
     causes = {
@@ -114,29 +112,30 @@ class BreakEven:
     """`positions` * tp / width of the model: 4.5 for the textbook block."""
 
 
-def break_evens(run: Run, legal: LayoutTable, recompute: Recompute, machine: Machine) -> tuple[BreakEven, ...]:
+def break_evens(
+    model: TracedModel, legal: LayoutTable, recompute: Recompute, machine: Machine
+) -> tuple[BreakEven, ...]:
     """For each tensor-parallel degree above 1 among `legal`. recompute: repeats exchanges of activations."""
     devices = int(legal.world_size[0])
-    copies = our_framework(run, machine).copy_engines
+    copies = our_framework(model, machine).copy_engines
     degrees = np.unique(legal.tp[(legal.tp > 1) & (legal.cp == 1)]).tolist()
-    return tuple(break_even(run, tp, devices // tp, recompute, peer_copies=copies) for tp in degrees)
+    return tuple(break_even(model, tp, devices // tp, recompute, peer_copies=copies) for tp in degrees)
 
 
-def break_even(run: Run, tp: int, shards: int, recompute: Recompute, *, peer_copies: bool) -> BreakEven:
+def break_even(model: TracedModel, tp: int, shards: int, recompute: Recompute, *, peer_copies: bool) -> BreakEven:
     """Of `tp` x `shards` devices against FSDP over all of them. peer_copies: whether gradients are sent as computed."""
-    model, positions = planned_model(run), bind(run).positions().count
-    dtype = PRECISIONS[run.layout.precision].compute_dtype
+    positions = model.positions().count
+    dtype = PRECISIONS[model.run.layout.precision].compute_dtype
     each = 2 * dtype.itemsize + (dtype.itemsize if peer_copies else max(4, dtype.itemsize))
-    whole, part = (_trace_block(run, degree, recompute) for degree in (1, tp))
+    whole, part = (_trace_block(model, degree, recompute) for degree in (1, tp))
     saved = each * (whole.parameter_count * (1 - 1 / (tp * shards)) - part.parameter_count * (1 - 1 / shards))
     exchanged = sum(collective.bytes for collective in part.costs.collectives()) * (tp - 1) / tp / positions
     tokens = saved / exchanged
-    return BreakEven(tp, tokens / tp, tokens / positions, tokens / model.d_model)
+    return BreakEven(tp, tokens / tp, tokens / positions, tokens / model.config.d_model)
 
 
-def _trace_block(run: Run, tp: int, recompute: Recompute) -> PartCosts:
-    """Of one sample, uncompiled: what is communicated is the same, and tracing is quick."""
-    chosen = run.model_copy(update={"layout": run.layout.model_copy(update={"recompute": recompute})})
-    layout = ResolvedLayout(global_batch=1, tp=tp)
-    kernel = likely_kernel(run, rocm=False)
-    return part_costs("block", setting_of(chosen, layout, attention=kernel, compiled=False), 1)
+def _trace_block(model: TracedModel, tp: int, recompute: Recompute) -> PartCosts:
+    """Return the costs of a block for one sample, uncompiled: what is communicated is the same, and tracing is quick."""
+    layout = ResolvedLayout(global_batch=1, tp=tp, recompute=recompute)
+    kernel = model.likely_kernel(rocm=False)
+    return part_costs("block", model.setting_of(layout, attention=kernel, compiled=False), 1)

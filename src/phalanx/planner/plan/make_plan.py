@@ -102,7 +102,7 @@ def make_plan(planner: Planner, task: Task, wishes: Wishes) -> Plan:
         ),
         why=tuple(explain_choice(planner, ranking, words) for words in wishes.why),
         scaling=scale_devices(planner, task, list(wishes.scale)) if wishes.scale else None,
-        break_evens=break_evens(task.run, ranking.legal, best.layouts.row(0).recompute, planner.machine)
+        break_evens=break_evens(task.model, ranking.legal, best.layouts.row(0).recompute, planner.machine)
         if compares_hybrid
         else (),
     )
@@ -129,7 +129,7 @@ def _explain_nothing_fits(planner: Planner, ranking: Ranking) -> str:
     """Return why nothing fits, and the smallest number of devices on which something does."""
     task = ranking.task
     least = planner.least_memory(task, ranking.legal, ranking.peak)
-    causes = planner.memory_breakdown(task.run, least)
+    causes = planner.memory_breakdown(task.model, least)
     row, room = least.row(0), planner.models.device_bytes / 2**30
     largest = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in list(causes.items())[:3])
     lines = [

@@ -81,7 +81,7 @@ def layout_rows(plan: Plan, ranked: RankedLayouts, task: Task | None = None) -> 
                 "watts_per_device": None if watts is None else float(watts[index]),
                 "time_by_cause_s": causes,
                 "memory_bytes": float(ranked.memory.peak[index]),
-                "memory_by_cause_bytes": plan.planner.memory_breakdown(task.run, ranked.layouts.take([index])),
+                "memory_by_cause_bytes": plan.planner.memory_breakdown(task.model, ranked.layouts.take([index])),
                 "p_fits": float(ranked.memory.p_fits[index]),
             }
         )
@@ -125,12 +125,15 @@ def _summarize_points(plan: Plan, points: tuple[Point, ...]) -> list[Row]:
     rows: list[Row] = []
     first: float | None = None
     for point in points:
-        row: Row = {"devices": point.devices, "global_batch": point.global_batch, "why_not": point.why or None}
+        row: Row = {"devices": point.task.devices, "global_batch": point.global_batch, "why_not": point.why or None}
         if point.best is not None:
-            task = Task(point.run, point.devices, plan.task.fixed)
-            (layout,) = layout_rows(plan, point.best, task)
-            speed = layout[f"{task.unit}_per_s_per_device"]
+            (layout,) = layout_rows(plan, point.best, point.task)
+            speed = layout[f"{plan.task.unit}_per_s_per_device"]
             first = first or speed
-            row |= {f"{task.unit}_per_s": speed * point.devices, "efficiency": speed / first, "layout": layout}
+            row |= {
+                f"{plan.task.unit}_per_s": speed * point.task.devices,
+                "efficiency": speed / first,
+                "layout": layout,
+            }
         rows.append(row)
     return rows

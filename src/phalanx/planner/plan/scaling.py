@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.layout.spec import RECOMPUTES, ZERO_BUBBLE
 from phalanx.planner.rank.ranking import Planner, RankedLayouts, Ranking, Task
+from phalanx.planner.trace.traced_model import TracedModel
 
 _LEAST_BYTES = 4
 """Bytes a parameter below which no layout goes: the master weights alone."""
@@ -23,10 +23,10 @@ _TRIED = 400
 class Point:
     """One number of devices."""
 
-    run: Run
-    devices: int
+    task: Task
+    """The run on so many devices."""
     global_batch: int
-    """Samples a step."""
+    """Samples per optimizer step."""
     best: RankedLayouts | None
     """The best layout, one entry; None where there is none."""
     why: str = ""
@@ -66,28 +66,30 @@ def scale_devices(planner: Planner, task: Task, counts: list[int]) -> Scaling:
     strong = tuple(_plan_point(planner, replace(task, devices=devices), batch) for devices in counts)
     weak = []
     for devices in counts:
+        wider = replace(task, devices=devices)
         grown, rest = divmod(batch * devices, task.devices)
         if rest or not grown:
             why = f"{batch} samples x {devices} / {task.devices} devices is no whole number"
-            weak.append(Point(task.run, devices, round(batch * devices / task.devices), None, why))
+            weak.append(Point(wider, round(batch * devices / task.devices), None, why))
         else:
-            weak.append(_plan_point(planner, Task(with_batch(task.run, grown), devices, task.fixed), grown))
+            weak.append(_plan_point(planner, replace(wider, model=with_batch(task.model, grown)), grown))
     return Scaling(strong, tuple(weak))
 
 
-def with_batch(run: Run, samples: int) -> Run:
-    """Return the run with another global batch."""
-    return run.model_copy(update={"layout": run.layout.model_copy(update={"global_batch": samples})})
+def with_batch(model: TracedModel, samples: int) -> TracedModel:
+    """Return the model of the same run with another global batch."""
+    layout = model.run.layout.model_copy(update={"global_batch": samples})
+    return model.rebind(model.run.model_copy(update={"layout": layout}))
 
 
 def _plan_point(planner: Planner, task: Task, batch: int) -> Point:
     try:
         ranking = planner.rank_layouts(task)
     except ConfigError as error:
-        return Point(task.run, task.devices, batch, None, str(error).splitlines()[0])
+        return Point(task, batch, None, str(error).splitlines()[0])
     if not len(ranking.ranked):
-        return Point(task.run, task.devices, batch, None, "no layout fits into memory")
-    return Point(task.run, task.devices, batch, ranking.ranked.take([0]))
+        return Point(task, batch, None, "no layout fits into memory")
+    return Point(task, batch, ranking.ranked.take([0]))
 
 
 def find_fewest_devices(planner: Planner, task: Task) -> Ranking | None:
@@ -102,7 +104,7 @@ def find_fewest_devices(planner: Planner, task: Task) -> Ranking | None:
     small.setdefault("recompute", "none" if small.get("schedule") in ZERO_BUBBLE else RECOMPUTES[-1])
     for devices in _device_numbers(planner, task):
         legal = planner.legal_layouts(replace(task, devices=devices, fixed=small))
-        if len(legal) and np.any(planner.models.memory(task.run, legal).p_fits >= planner.least_p):
+        if len(legal) and np.any(planner.models.memory(task.model, legal).p_fits >= planner.least_p):
             return planner.rank_layouts(replace(task, devices=devices))
     return None
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.families.registry import bind
+from phalanx.families.family import BoundModel
 from phalanx.hardware.collectives import Constants, send
 from phalanx.hardware.device import device_facts
 from phalanx.hardware.machine import Machine
@@ -27,7 +26,7 @@ from phalanx.planner.time.part_time import in_training, part_times
 from phalanx.planner.time.profile import NamedProfile
 from phalanx.planner.time.step_time import StepCause
 from phalanx.planner.time.timing import our_framework, step_times, steps_of_run
-from phalanx.planner.trace.traced_model import is_planned
+from phalanx.planner.trace.traced_model import TracedModel
 
 Floats = npt.NDArray[np.float64]
 
@@ -136,30 +135,32 @@ class CostModels:
         """The name of the profile and its source."""
         return f"{self.profile.name}: {self.profile.source}"
 
-    def times(self, run: Run, layouts: LayoutTable, *, exact: bool) -> Times:
+    def times(self, model: TracedModel, layouts: LayoutTable, *, exact: bool) -> Times:
         """Return the step times of layouts. exact: simulates pipelines, which a closed form stands in for otherwise."""
         if not len(layouts):
             return Times(np.zeros(0), {name: np.zeros(0) for name in CAUSES.values()}, np.zeros(0))
-        found = step_times(run, layouts, self.machine, self.profile.profile, constants=self._constants, exact=exact)
+        found = step_times(model, layouts, self.machine, self.profile.profile, constants=self._constants, exact=exact)
         causes = {name: found.of(cause) for cause, name in CAUSES.items()}
         return Times(found.total, causes, np.full(len(layouts), estimate_spread(self.profile)))
 
-    def memory(self, run: Run, layouts: LayoutTable) -> Memory:
+    def memory(self, model: TracedModel, layouts: LayoutTable) -> Memory:
         """Return the memory of layouts."""
         if not len(layouts):
             return Memory(np.zeros(0), np.zeros(0))
-        found = memory(run, layouts, self._kernels(run), peer_copies=self._copies(run), capacity=self.device_bytes)
+        found = memory(
+            model, layouts, self._kernels(model), peer_copies=self._copies(model), capacity=self.device_bytes
+        )
         groups = communicators(layouts)
         p_fits = fits(found.allocated, groups, self.device_bytes, self.beside, found.peer_buffers)
         return Memory(found.held, p_fits)
 
-    def stage_memory(self, run: Run, layouts: LayoutTable) -> list[dict[str, float]]:
+    def stage_memory(self, model: TracedModel, layouts: LayoutTable) -> list[dict[str, float]]:
         """Return bytes by cause at the peak of each pipeline rank of a single layout."""
         row = layouts.row(0)
-        ranks = rank_memory(run, row, row.recompute, self._kernels(run), peer_copies=self._copies(run))
+        ranks = rank_memory(model, row, row.recompute, self._kernels(model), peer_copies=self._copies(model))
         return [{**rank.causes, "peer buffers": rank.peer_buffers} for rank in ranks]
 
-    def timeline(self, run: Run, layouts: LayoutTable) -> list[Bar]:
+    def timeline(self, model: TracedModel, layouts: LayoutTable) -> list[Bar]:
         """Return what the pipeline ranks of one layout do in a step: as many micro-batches as fill its pipeline twice."""
         layout = layouts.row(0)
         if layout.pp == 1:
@@ -168,7 +169,7 @@ class CostModels:
         if layout.schedule == "1f1b":
             count = max(count, layout.n_stages)
         table = schedule_table(layout.schedule, layout.pp, layout.stages_per_rank, count)
-        done = simulate(table, self._stage_times(run, layouts, layout))
+        done = simulate(table, self._stage_times(model, layouts, layout))
         columns = (table.kind, table.stage, table.microbatch, done.start, done.end)
         return [
             Bar(rank, Pass(kind).name.lower(), stage, microbatch, start, end)
@@ -176,12 +177,12 @@ class CostModels:
             for kind, stage, microbatch, start, end in zip(*rows, strict=True)
         ]
 
-    def _stage_times(self, run: Run, layouts: LayoutTable, layout: ResolvedLayout) -> StageTimes:
+    def _stage_times(self, model: TracedModel, layouts: LayoutTable, layout: ResolvedLayout) -> StageTimes:
         profile, constants = self.profile.profile, self._constants
-        steps = steps_of_run(run, layouts, self.machine, our_framework(run, self.machine))
+        steps = steps_of_run(model, layouts, self.machine, our_framework(model, self.machine))
         times = part_times(steps.parts, self.machine, constants, profile)
         both = times.seconds.sum(axis=2)
-        blocks = np.array(stage_layer_counts(run.model.n_layers, layout.n_stages, *bind(run).block_costs()), np.float64)
+        blocks = np.array(stage_layer_counts(model.config.n_layers, layout.n_stages, *model.block_costs()), np.float64)
         stages = []
         for column in (both[:, Way.FORWARD], both[:, Way.BACKWARD], times.weight):
             stage = blocks * column[steps.block[0]]
@@ -206,11 +207,11 @@ class CostModels:
     def _rocm(self) -> bool:
         return self.machine.node.device.startswith("MI")
 
-    def _kernels(self, run: Run) -> Kernels:
-        return Kernels.on_accelerators(run, rocm=self._rocm)
+    def _kernels(self, model: TracedModel) -> Kernels:
+        return Kernels.on_accelerators(model, rocm=self._rocm)
 
-    def _copies(self, run: Run) -> bool:
-        return our_framework(run, self.machine).copy_engines
+    def _copies(self, model: TracedModel) -> bool:
+        return our_framework(model, self.machine).copy_engines
 
 
 def estimate_spread(named: NamedProfile) -> float:
@@ -232,21 +233,21 @@ LEAST_P = 0.9
 """Probability of fitting below which a micro-batch is taken to be too large; plans leave layouts out at the same."""
 
 
-def memory_fits(run: Run, capacity: float, *, rocm: bool) -> MemoryFits | None:
-    """Return the question whether a layout of `run` probably fits accelerators of `capacity` bytes.
+def memory_fits(model: BoundModel, capacity: float, *, rocm: bool) -> MemoryFits | None:
+    """Return the question whether a layout of the model probably fits accelerators of `capacity` bytes.
 
     None for families that the memory model does not cover: what their batches take depends on the samples. rocm: whether the
     devices are AMD's.
     """
-    if not is_planned(run.model):
+    if not isinstance(model, TracedModel):
         return None
-    kernels = Kernels.on_accelerators(run, rocm=rocm)
+    kernels = Kernels.on_accelerators(model, rocm=rocm)
     # Buffers between peers are counted wherever they may be used: whether ranks reach each other is not known here.
-    copies = run.layout.peer_copies is not False
+    copies = model.run.layout.peer_copies is not False
 
     def probably_fits(layout: ResolvedLayout) -> bool:
         candidate = layout.table
-        found = memory(run, candidate, kernels, peer_copies=copies)
+        found = memory(model, candidate, kernels, peer_copies=copies)
         beside = BESIDE["rocm" if rocm else "cuda"]
         p_fits = fits(found.allocated, communicators(candidate), capacity, beside, found.peer_buffers)
         return bool(p_fits[0] >= LEAST_P)

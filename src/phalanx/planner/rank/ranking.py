@@ -14,7 +14,6 @@ from phalanx.config.check import global_batch_samples
 from phalanx.config.load import parse_overrides
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.families.registry import bind
 from phalanx.hardware.machine import Machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import SCHEDULES, Bools, Ints, LayoutTable
@@ -23,7 +22,7 @@ from phalanx.optimizers import find_optimizer
 from phalanx.planner.rank.cost_models import LEAST_P, CostModels, Floats, Memory, Times
 from phalanx.planner.rank.enumeration import CHOSEN, Limits, drop_equivalent, enumerate_layouts
 from phalanx.planner.schedule.bubble import in_flight
-from phalanx.planner.trace.traced_model import TracedModel, planned_model
+from phalanx.planner.trace.traced_model import TracedModel
 
 SIMULATED = 256
 """Layouts, best by the closed form first, whose schedule is simulated."""
@@ -47,9 +46,9 @@ def fixed_fields(run: Run, words: Sequence[str], *, everything: bool = False) ->
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be planned: a run on so many devices, with what plans need of it again and again."""
+    """What is to be planned: the model of a run on so many devices, with what plans need of it again and again."""
 
-    run: Run
+    model: TracedModel
     devices: int
     fixed: dict[str, Any] = field(default_factory=dict)
     """Fields of `layout` that keep these values."""
@@ -57,10 +56,10 @@ class Task:
     def __post_init__(self) -> None:
         assert set(self.fixed) <= set(CHOSEN)
 
-    @cached_property
-    def model(self) -> TracedModel:
-        """The model, bound to the run."""
-        return bind(self.run, TracedModel)
+    @property
+    def run(self) -> Run:
+        """The run that the model is bound to."""
+        return self.model.run
 
     @cached_property
     def samples(self) -> int:
@@ -157,7 +156,7 @@ class Planner:
         # Memory comes before time: most layouts do not fit, and times need a trace of each micro-batch that is left.
         fitting = np.flatnonzero(p_fits >= self.least_p)
         probable = legal.take(fitting)
-        times = self.models.times(task.run, probable, exact=False)
+        times = self.models.times(task.model, probable, exact=False)
         # At 1 W a device: a board's power multiplies the energy of all layouts alike.
         seconds, energy = times.total, times.total * times.mean_power(1.0)
         # The closed form ranks well but not exactly: simulated are all that may turn out best in some respect.
@@ -168,7 +167,7 @@ class Planner:
             pareto_front(seconds, energy),
             pareto_front(energy, peak[fitting]),
         ]
-        ranked = self.simulate_layouts(task.run, probable.take(np.unique(np.concatenate(chosen))))
+        ranked = self.simulate_layouts(task.model, probable.take(np.unique(np.concatenate(chosen))))
         return Ranking(task, legal, peak, fitting, seconds, ranked)
 
     def legal_layouts(self, task: Task) -> LayoutTable:
@@ -206,7 +205,7 @@ class Planner:
                     if microbatch % smaller == 0 and recompute >= more_recompute:
                         worse |= failed
                 looked_at = np.flatnonzero(wave & ~worse[split])
-                found = self.models.memory(task.run, layouts.take(looked_at))
+                found = self.models.memory(task.model, layouts.take(looked_at))
                 peak[looked_at], p_fits[looked_at] = found.peak, found.p_fits
                 tried, fits = np.zeros((2, len(splits)), bool)
                 tried[split[wave]] = True
@@ -214,9 +213,9 @@ class Planner:
                 hopeless.append((tried & ~fits, microbatch, recompute))
         return peak, p_fits
 
-    def simulate_layouts(self, run: Run, layouts: LayoutTable) -> RankedLayouts:
+    def simulate_layouts(self, model: TracedModel, layouts: LayoutTable) -> RankedLayouts:
         """Simulate these layouts and sort them: fastest first, of equally fast ones that which needs less memory."""
-        times, memory = self.models.times(run, layouts, exact=True), self.models.memory(run, layouts)
+        times, memory = self.models.times(model, layouts, exact=True), self.models.memory(model, layouts)
         # The last key of lexsort is the first to sort by.
         order = np.lexsort((memory.peak, times.total))
         return RankedLayouts(layouts, times, memory).take(order)
@@ -226,12 +225,12 @@ class Planner:
         if np.isnan(peak).all():
             # None came within the bound: only those nearest to it are traced.
             nearest = layouts.take(np.argsort(bound_memory(task.model, layouts), kind="stable")[: self.simulated])
-            return nearest.take([int(np.argmin(self.models.memory(task.run, nearest).peak))])
+            return nearest.take([int(np.argmin(self.models.memory(task.model, nearest).peak))])
         return layouts.take([int(np.nanargmin(peak))])
 
-    def memory_breakdown(self, run: Run, layout: LayoutTable) -> dict[str, float]:
+    def memory_breakdown(self, model: TracedModel, layout: LayoutTable) -> dict[str, float]:
         """Return bytes by cause on the pipeline rank of a single layout that needs most, largest first."""
-        worst = max(self.models.stage_memory(run, layout), key=lambda causes: sum(causes.values()))
+        worst = max(self.models.stage_memory(model, layout), key=lambda causes: sum(causes.values()))
         return dict(sorted(worst.items(), key=lambda item: -item[1]))
 
     def _explain_nothing_legal(self, task: Task) -> str:
@@ -285,7 +284,7 @@ def bound_memory(model: TracedModel, layouts: LayoutTable) -> Floats:
     Main parameters, optimizer state and gradients as they are sharded; or, in place of gradients, the inputs of all blocks
     of the first pipeline rank for the micro-batches in flight, which every kind of recompute keeps.
     """
-    run, config = model.run, planned_model(model.run)
+    run, config = model.run, model.config
     held = model.parameter_count() / (layouts.pp * layouts.tp)
     states = held / layouts.shards * _MAIN_BYTES * (1 + find_optimizer(run.optimizer).state_values)
     gradients = held * _MAIN_BYTES / layouts.shards

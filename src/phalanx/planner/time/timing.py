@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from phalanx.config.schema import Run
-from phalanx.families.registry import bind
 from phalanx.hardware.collectives import Constants, default_constants, send
 from phalanx.hardware.machine import Machine
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
@@ -22,11 +20,11 @@ from phalanx.planner.time.part_time import PartTimes, in_training, part_times
 from phalanx.planner.time.profile import Profile
 from phalanx.planner.time.step_parts import Steps, steps_of
 from phalanx.planner.time.step_time import StepCause, StepTimes, closed_form
-from phalanx.planner.trace.traced_model import Kernel, likely_kernel, loss_chunks, setting_of
+from phalanx.planner.trace.traced_model import Kernel, TracedModel
 
 
 def step_times(
-    run: Run,
+    model: TracedModel,
     candidates: LayoutTable,
     machine: Machine,
     profile: Profile,
@@ -35,43 +33,47 @@ def step_times(
     attention: Kernel | None = None,
     exact: bool = False,
 ) -> StepTimes:
-    """Seconds of a step of `run` in each of `candidates` on `machine`, by cause.
+    """Return the seconds of a step of `model` in each of `candidates` on `machine`, by cause.
 
     constants: of the machine's collectives, alone; its defaults where None. attention: the kernel; the likely one where
     None. exact: simulate the pipelines instead of the closed form, some milliseconds each. Raises ConfigError where the
     machine lacks the links or the network that a layout needs.
     """
-    framework = our_framework(run, machine)
-    steps = steps_of_run(run, candidates, machine, framework, attention)
+    framework = our_framework(model, machine)
+    steps = steps_of_run(model, candidates, machine, framework, attention)
     constants = default_constants(machine) if constants is None else constants
     times = part_times(steps.parts, machine, constants, profile)
     found = closed_form(steps, times, profile, constants, framework)
     if not exact:
         return found
-    return with_simulated_pipelines(run, steps, times, found, profile, constants)
+    return with_simulated_pipelines(model, steps, times, found, profile, constants)
 
 
-def our_framework(run: Run, machine: Machine) -> FrameworkProfile:
+def our_framework(model: TracedModel, machine: Machine) -> FrameworkProfile:
     """What our training does on `machine`."""
     switched = machine.links is not None and machine.links.switch is not None
-    wanted = run.layout.peer_copies
+    run, wanted = model.run, model.run.layout.peer_copies
     framework = (COMPILED if run.training.compile is not False else EAGER).computing_in(run.layout.precision)
     framework = framework.updating_with(find_optimizer(run.optimizer).value_passes)
     return replace(framework, copy_engines=wanted is True or (wanted == "auto" and switched))
 
 
 def steps_of_run(
-    run: Run, candidates: LayoutTable, machine: Machine, framework: FrameworkProfile, attention: Kernel | None = None
+    model: TracedModel,
+    candidates: LayoutTable,
+    machine: Machine,
+    framework: FrameworkProfile,
+    attention: Kernel | None = None,
 ) -> Steps:
     """The steps of `candidates`. attention: the kernel; the likely one where None."""
-    kernel = attention or likely_kernel(run, rocm=machine.node.device.startswith("MI"))
-    setting = setting_of(run, candidates.row(0), attention=kernel, compiled=framework.compiled)
-    chunks = loss_chunks(run, np.unique(candidates.tp).tolist())
-    return steps_of(setting, candidates, machine, framework, chunks, run.layout.gather_blocks)
+    kernel = attention or model.likely_kernel(rocm=machine.node.device.startswith("MI"))
+    setting = model.setting_of(candidates.row(0), attention=kernel, compiled=framework.compiled)
+    chunks = {tp: model.chunk_tokens(tp) for tp in np.unique(candidates.tp).tolist()}
+    return steps_of(setting, candidates, machine, framework, chunks, model.run.layout.gather_blocks)
 
 
 def with_simulated_pipelines(
-    run: Run, steps: Steps, times: PartTimes, found: StepTimes, profile: Profile, constants: Constants
+    model: TracedModel, steps: Steps, times: PartTimes, found: StepTimes, profile: Profile, constants: Constants
 ) -> StepTimes:
     """`found` with the bubbles and transfers of simulated pipelines. constants: of collectives, alone."""
     seconds = found.seconds.copy()
@@ -86,7 +88,7 @@ def with_simulated_pipelines(
     pipelines: list[_Pipelines] = []
     for rows in alike.values():
         layout = layouts.row(rows[0])
-        blocks = stage_layer_counts(run.model.n_layers, layout.n_stages, *bind(run).block_costs())
+        blocks = stage_layer_counts(model.config.n_layers, layout.n_stages, *model.block_costs())
         forward, backward, weight = (_of_stages(steps, rows, column, blocks) for column in columns)
         pipelines.append(_Pipelines(layout, rows, forward, backward, weight, sent[rows]))
     for one, (ramp, transfer) in zip(pipelines, _simulated(pipelines), strict=True):

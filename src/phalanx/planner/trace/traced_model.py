@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.families import check_parameter_count
-from phalanx.config.model import BlockModel, Model
+from phalanx.config.model import BlockModel
 from phalanx.config.schema import Run
 from phalanx.data.batch_stream import Batch
-from phalanx.families.family import BoundModel, DeclaredModel
+from phalanx.families.family import DeclaredModel
 from phalanx.families.registry import bind, bound_class
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.split_context import SequenceShare
@@ -148,9 +147,22 @@ class TracedModel(LayoutModel):
     tracer: ClassVar[type[PartTracer]]
     """Traces the parts of such models."""
 
-    @abstractmethod
+    @property
+    def config(self) -> BlockModel:
+        """The model's section of the run file."""
+        assert isinstance(self.run.model, BlockModel)
+        return self.run.model
+
     def setting_of(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
-        """The setting of the run in `layout` on accelerators."""
+        """Return what the costs of parts in `layout` depend on. attention: the kernel. compiled: whether blocks may be."""
+        setting = self.gathered_setting(layout, attention=attention, compiled=compiled)
+        if layout.gather == "stream":
+            setting = replace(setting, streamed=layout.shards, compile=False)
+        return setting.apart() if layout.splits_backward else setting
+
+    @abstractmethod
+    def gathered_setting(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
+        """Return the setting of `layout` with weights gathered whole and gradients of inputs and weights made together."""
 
     @abstractmethod
     def likely_kernel(self, *, rocm: bool) -> Kernel:
@@ -181,41 +193,20 @@ class TracedModel(LayoutModel):
         return AttentionChoice("sdpa")
 
 
-def is_planned(model: Model) -> bool:
-    """Whether the family's steps depend on nothing but the run file, so that they can be planned for."""
-    return issubclass(bound_class(model.family, BoundModel), TracedModel)
+def bind_planned(run: Run) -> TracedModel:
+    """Return the bound model of a run to plan for.
 
-
-def require_planned(model: Model) -> None:
-    """Raise ConfigError, with the reason, for families whose steps depend on more than the run file, and for models of
-    impossible size."""
-    bound_class(model.family, TracedModel)
-    check_parameter_count(model)
-
-
-def planned_model(run: Run) -> BlockModel:
-    """The model of a run that can be planned for. Raises ConfigError, with the reason, for others."""
-    require_planned(run.model)
-    assert isinstance(run.model, BlockModel)
-    return run.model
+    Raises ConfigError, with the reason, for families whose steps depend on more than the run file, and for models of
+    impossible size.
+    """
+    model = bind(run, TracedModel)
+    check_parameter_count(run.model)
+    return model
 
 
 def part_tracer(setting: Setting) -> PartTracer:
     """Return what traces the parts of `setting`'s model."""
     return bound_class(setting.model.family, TracedModel).tracer(setting)
-
-
-def setting_of(run: Run, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
-    """The setting of `run` in `layout` on accelerators; see `TracedModel`."""
-    setting = bind(run, TracedModel).setting_of(layout, attention=attention, compiled=compiled)
-    if layout.gather == "stream":
-        setting = replace(setting, streamed=layout.shards, compile=False)
-    return setting.apart() if layout.splits_backward else setting
-
-
-def likely_kernel(run: Run, *, rocm: bool) -> Kernel:
-    """See `TracedModel`."""
-    return bind(run, TracedModel).likely_kernel(rocm=rocm)
 
 
 def sdpa_choice(requested: str, precision: str, *, biased: bool, rocm: bool) -> Kernel:
@@ -231,12 +222,6 @@ def sdpa_choice(requested: str, precision: str, *, biased: bool, rocm: bool) -> 
     if requested == "cudnn" and not rocm:
         return "cudnn"
     return "efficient" if biased else "flash"
-
-
-def loss_chunks(run: Run, degrees: Iterable[int]) -> dict[int, int]:
-    """Tokens whose logits are held at once, by tensor-parallel degree."""
-    model = bind(run, TracedModel)
-    return {tp: model.chunk_tokens(tp) for tp in degrees}
 
 
 def build_stage(name: PartName, setting: Setting, stream: Stream | None = None) -> Stage:

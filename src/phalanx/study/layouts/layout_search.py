@@ -309,7 +309,7 @@ def run_search(
     sampler = make_layout_sampler(engine, space, prior, seed=seed, stop_gain=section.stop_gain)
     if where == "simulated":
         assert isinstance(planner.models, CostModels)
-        runner = SimulatedRunner(draw_truth(space, prior, planner.models, task.run, seed), seed)
+        runner = SimulatedRunner(draw_truth(space, prior, planner.models, task.model, seed), seed)
     else:
         launcher = LocalRanks(task.devices) if where == "local" else whole_nodes(planner.machine, task.devices)
         runner = ProcessRunner(task.run, section, task.devices, launcher, keep)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from phalanx.config.load import dump_run, parse_run
-from phalanx.config.schema import Run
 from phalanx.config.studies import Search
 from phalanx.errors import ConfigError
 from phalanx.layout.spec import LayoutTable
@@ -20,6 +19,7 @@ from phalanx.planner.rank.enumeration import CHOSEN
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import CONSTANTS, spread_of
 from phalanx.planner.time.timing import our_framework
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.study.layouts.layout_space import LayoutSpace, build_layout_space, check_layout, matching_layouts
 
 _SIMULATED = 256
@@ -58,14 +58,14 @@ def planned_space(planner: Planner, task: Task, search: Search) -> tuple[LayoutS
     if clash:
         raise ConfigError(f"search.layout.{clash[0]} has only {fixed[clash[0]]}, but the command line another value")
     narrow = _Narrowed(planner.machine, planner.models, planner.least_p, planner.limits, 1, search)
-    judged = narrow.rank_layouts(Task(task.run, task.devices, {**fixed, **task.fixed}))
+    judged = narrow.rank_layouts(Task(task.model, task.devices, {**fixed, **task.fixed}))
     if not len(judged.fitting):
         raise ConfigError(
             f"none of {len(judged.legal):,} legal layouts may fit; phalanx plan --fit finds how many devices do"
         )
     space = build_layout_space(judged.legal.take(judged.fitting), search)
     return space, _expect_tunables(
-        planner, task.run, space, expect_layouts(planner, task.run, space.layouts).take(space.layout_of)
+        planner, task.model, space, expect_layouts(planner, task.model, space.layouts).take(space.layout_of)
     )
 
 
@@ -81,49 +81,49 @@ class _Narrowed(Planner):
         return legal.take(matching_layouts(legal, self.search))
 
 
-def expect_layouts(planner: Planner, run: Run, layouts: LayoutTable) -> Prior:
+def expect_layouts(planner: Planner, model: TracedModel, layouts: LayoutTable) -> Prior:
     """Return what is expected of these layouts; the pipelines of the best are simulated."""
     models = planner.models
     assert isinstance(models, CostModels)
-    times = models.times(run, layouts, exact=False)
+    times = models.times(model, layouts, exact=False)
     seconds = times.total.copy()
     best = np.argsort(seconds, kind="stable")[:_SIMULATED]
-    exact = models.times(run, layouts.take(best), exact=True)
+    exact = models.times(model, layouts.take(best), exact=True)
     # Where the closed form is off for the best it is so for their neighbours, which would seem better than they are.
     seconds *= float(np.exp(np.median(np.log(exact.total / seconds[best]))))
     seconds[best] = exact.total
     rocm = planner.machine.node.device.startswith("MI")
-    copies = our_framework(run, planner.machine).copy_engines
-    held = memory(run, layouts, Kernels.on_accelerators(run, rocm=rocm), peer_copies=copies)
+    copies = our_framework(model, planner.machine).copy_engines
+    held = memory(model, layouts, Kernels.on_accelerators(model, rocm=rocm), peer_copies=copies)
     needed = device_bytes(held.allocated, communicators(layouts), models.beside, held.peer_buffers)
     return Prior(
         seconds=seconds,
-        sensitivity=_constant_sensitivity(models, run, layouts, times.total),
+        sensitivity=_constant_sensitivity(models, model, layouts, times.total),
         spread=float(np.median(times.spread)),
         margin=np.log(models.device_bytes * (1 - KEPT_BY_DRIVER) / needed),
         peak=held.held,
     )
 
 
-def _expect_tunables(planner: Planner, run: Run, space: LayoutSpace, prior: Prior) -> Prior:
+def _expect_tunables(planner: Planner, model: TracedModel, space: LayoutSpace, prior: Prior) -> Prior:
     """Return `prior` with what the planner expects of the values of tunables, each taken by itself."""
     models = planner.models
     assert isinstance(models, CostModels)
     seconds, margin, peak = prior.seconds.copy(), prior.margin.copy(), prior.peak.copy()
     for points, overrides in space.tunable_values():
         try:
-            changed = parse_run(dump_run(run), "the run file", overrides)
+            changed = parse_run(dump_run(model.run), "the run file", overrides)
         except ConfigError:
             # Nothing is expected of such a value; a trial that has it is refused, and says why.
             continue
-        if changed == run:
+        if changed == model.run:
             continue
         which, place = np.unique(space.layout_of[points], return_inverse=True)
         layouts = space.layouts.take(which)
         slower, more = (
             np.log(there / here)[place]
             for here, there in zip(
-                _closed_form(models, run, layouts), _closed_form(models, changed, layouts), strict=True
+                _closed_form(models, model, layouts), _closed_form(models, model.rebind(changed), layouts), strict=True
             )
         )
         seconds[points] *= np.exp(slower)
@@ -132,19 +132,19 @@ def _expect_tunables(planner: Planner, run: Run, space: LayoutSpace, prior: Prio
     return replace(prior, seconds=seconds, margin=margin, peak=peak)
 
 
-def _closed_form(models: CostModels, run: Run, layouts: LayoutTable) -> tuple[Floats, Floats]:
+def _closed_form(models: CostModels, model: TracedModel, layouts: LayoutTable) -> tuple[Floats, Floats]:
     """Return (seconds of a step, bytes on the worst rank) by the closed form, [layouts]."""
-    return models.times(run, layouts, exact=False).total, models.memory(run, layouts).peak
+    return models.times(model, layouts, exact=False).total, models.memory(model, layouts).peak
 
 
-def _constant_sensitivity(models: CostModels, run: Run, layouts: LayoutTable, seconds: Floats) -> Floats:
+def _constant_sensitivity(models: CostModels, model: TracedModel, layouts: LayoutTable, seconds: Floats) -> Floats:
     """Return the change of the logarithm of `seconds` by an error of each constant, [layouts, constants]."""
     names = [name for name in CONSTANTS if spread_of(name) > 0]
     columns = []
     for name in names:
         # Half a standard deviation: the time is not linear, and larger errors are rare.
         changed = with_constants(models, {name: math.exp(0.5 * spread_of(name))})
-        columns.append(2.0 * np.log(changed.times(run, layouts, exact=False).total / seconds))
+        columns.append(2.0 * np.log(changed.times(model, layouts, exact=False).total / seconds))
     return np.stack(columns, axis=1)
 
 

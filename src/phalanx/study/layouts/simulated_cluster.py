@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.config.schema import Run
 from phalanx.planner.rank.cost_models import CostModels, Floats
 from phalanx.planner.time.profile import CONSTANTS, spread_of
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.study.layouts.layout_space import LAYOUT, LayoutSpace
 from phalanx.study.layouts.prior import Prior, with_constants
 from phalanx.study.loop import EndedJob
@@ -59,7 +59,7 @@ class Truth:
 
 
 def draw_truth(
-    space: LayoutSpace, prior: Prior, models: CostModels, run: Run, seed: int, errors: Errors | None = None
+    space: LayoutSpace, prior: Prior, models: CostModels, model: TracedModel, seed: int, errors: Errors | None = None
 ) -> Truth:
     """Return the truth of a seed. models: those that the prior is from."""
     errors = errors or Errors()
@@ -67,7 +67,7 @@ def draw_truth(
     own = 1 - errors.constants - errors.choices
     assert own >= 0
     shift = _mix_parts(
-        (errors.constants, _constant_errors(space, models, run, random)),
+        (errors.constants, _constant_errors(space, models, model, random)),
         (errors.choices, _choice_errors(space, SHARED_CHOICES, random)),
         (own, random.standard_normal(len(space))),
     )
@@ -90,12 +90,12 @@ def _mix_parts(*parts: tuple[float, Floats]) -> Floats:
     return np.asarray(total / np.sqrt(np.square(total).mean()))
 
 
-def _constant_errors(space: LayoutSpace, models: CostModels, run: Run, random: np.random.Generator) -> Floats:
+def _constant_errors(space: LayoutSpace, models: CostModels, model: TracedModel, random: np.random.Generator) -> Floats:
     """Return the logarithm of the time with other constants of the device over the time with those of the profile."""
     names = [name for name in CONSTANTS if spread_of(name) > 0]
     factors = np.exp(random.standard_normal(len(names)) * [spread_of(name) for name in names])
     changed = with_constants(models, dict(zip(names, factors.tolist(), strict=True)))
-    before, after = (one.times(run, space.layouts, exact=False).total for one in (models, changed))
+    before, after = (one.times(model, space.layouts, exact=False).total for one in (models, changed))
     return np.asarray(np.log(after / before)[space.layout_of])
 
 
