@@ -1,7 +1,7 @@
 """The loop of every study: trials begin, end, and are recorded, until none is left to begin or somebody asks to stop.
 
 The loop keeps nothing in memory that a kill would lose: all that is known of trials is in the store. A search of layouts
-(`study.layouts.study`) and tuning (`study.hyperparameters.tuner`) differ in which trials they begin, and where.
+(`study.layouts.layout_search`) and tuning (`study.hyperparameters.tuner`) differ in which trials they begin, and where.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from phalanx.study.store import StudyStore
 from phalanx.study.trial import ASKED, INTERRUPTED, Outcome, Trial
 
 _TICK_S = 0.05
+"""Seconds between looks at this process's own jobs."""
 _LOOK_S = 2.0
 """Seconds between looks at what other processes that share the study did."""
 ORDERLY_STOP_S = 300.0
@@ -78,7 +79,7 @@ class StudyLoop(ABC, Generic[J]):
         self.store, self.sampler_name, self.most, self.limit_s = store, sampler, most, limit_s
         self.jobs: list[J] = []
         self.ends = math.inf
-        """When to stop all trials, in seconds since the epoch."""
+        """Time to stop all trials, in seconds since the epoch."""
         self._signal = 0
         self._asked_at = 0.0
 
@@ -104,6 +105,7 @@ class StudyLoop(ABC, Generic[J]):
         """Run trials until none is left to begin, or time is up; return why. Raises Interrupted when asked to stop."""
         looked = 0.0
         with ExitStack() as cleanup:
+            # A signal is only noted, so that it never falls into the middle of a line of the journal.
             for number in (signal.SIGINT, signal.SIGTERM):
                 cleanup.callback(signal.signal, number, signal.signal(number, self._note_signal))
             # However the loop ends, no trial outlives it: nobody would record its outcome.
@@ -177,5 +179,6 @@ class StudyLoop(ABC, Generic[J]):
         while self.jobs and time.monotonic() < deadline:
             self.collect_ended()
             time.sleep(_TICK_S)
+        # Those that do not stop are killed by `run`; as asked to stop they are no failed attempts.
         for job in self.jobs:
             self.store.finish(job.trial, Outcome(INTERRUPTED, words="the tuner was stopped", more={ASKED: True}))

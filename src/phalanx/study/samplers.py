@@ -1,7 +1,8 @@
 """Samplers: each proposes the choice to try next, from what was observed so far and nothing else.
 
 A sampler keeps no state of its own. So a killed study resumes with any sampler, and processes that share a study share what
-they learned. The sampler that knows the planner's expectations is in `study.layouts.surrogate`.
+they learned. The sampler that knows the planner's expectations is in
+`study.layouts.surrogate`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 @dataclass(frozen=True)
 class Observation:
-    """What a sampler is told of a trial that ended."""
+    """The result of a trial, as samplers see it."""
 
     values: Mapping[str, Scalar]
     score: float | None
@@ -46,7 +47,7 @@ class Observation:
 
 
 def observe_trials(trials: Iterable[Trial]) -> list[Observation]:
-    """Return what samplers are told of the trials that gave a value or failed."""
+    """Return the results of the trials that gave a value or failed."""
     return [
         Observation(one.values, one.outcome.value if one.good else None, one.outcome.cause, one.outcome.memory_bytes)
         for one in trials
@@ -56,7 +57,7 @@ def observe_trials(trials: Iterable[Trial]) -> list[Observation]:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What to try next."""
+    """A choice to try next."""
 
     values: Values
     note: Mapping[str, Any] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class RandomSampler:
 
     def propose(self, history: Sequence[Observation], taken: set[str]) -> Proposal | None:
         """Return a choice at random. The same seed and number of taken choices give the same one."""
+        # No generator is kept between proposals: a killed study draws on as if it had never stopped.
         values = self.space.draw(np.random.default_rng(self.seed * 100_003 + len(taken)), taken)
         return None if values is None else Proposal(values)
 
@@ -101,7 +103,7 @@ class GeneralSampler:
         known = [replace(one, values=values) for one, values in encoded if values is not None]
         # Without history a general sampler would draw at random too, but from choices of which few may be legal.
         for attempt in range(_ASKED if known else 0):
-            # A new seed for each proposal, and the same one when a study is repeated.
+            # A new seed for each proposal, and the same one when a study is repeated: a prime keeps studies apart.
             seed = ((self.seed * 100_003 + len(taken)) * _ASKED + attempt) % 2**31
             values = self.space.decode(self.suggest(self.space.ranges, known, seed), taken)
             if values is not None:
@@ -185,6 +187,7 @@ def suggest_deephyper(ranges: Mapping[str, Range], history: Sequence[Observation
         if isinstance(given, Choices):
             found[name] = given.values[int(str(value))]
         elif isinstance(given, Integers):
+            # DeepHyper knows no steps.
             found[name] = given.low + given.step * round((int(value) - given.low) / given.step)
         else:
             found[name] = float(value)
@@ -192,7 +195,7 @@ def suggest_deephyper(ranges: Mapping[str, Range], history: Sequence[Observation
 
 
 def deephyper_goals(history: Sequence[Observation]) -> list[float | str]:
-    """Return what DeepHyper is told of trials: a figure to maximise, or `F_` and the cause of a failure.
+    """Return the objectives for DeepHyper: a figure to maximise, or `F_` and the cause of a failure.
 
     The figure is minus the logarithm of the score, or minus the score where some score has no logarithm.
     """
@@ -203,6 +206,7 @@ def deephyper_goals(history: Sequence[Observation]) -> list[float | str]:
 
 
 def _deephyper_range(given: Range) -> object:
+    """Return a range as DeepHyper writes it: names of choices, or (low, high[, log-uniform])."""
     if isinstance(given, Choices):
         # Indices rather than values: values may be of any type, and none must be mistaken for a number.
         return [str(index) for index in range(len(given.values))]

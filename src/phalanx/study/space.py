@@ -1,7 +1,12 @@
-"""What may be chosen: ranges of parameters, and what samplers ask of a space.
+"""What may be chosen: ranges of parameters, what samplers ask of a space, and conditions that every choice must meet.
 
-Spaces differ in what a choice means for a run: `study.layouts.space` enumerates legal layouts, `study.hyperparameters.space`
-combines fields of the run file freely. Samplers see neither.
+Spaces differ in what a choice means for a run: a layout space enumerates legal layouts, a hyperparameter space combines
+fields of the run file freely. Samplers see neither.
+
+Conditions are written in a run file, such as "tp * microbatch <= 16 or recompute == 'full'", and hold for many choices at
+once: only names, numbers, strings, lists, arithmetic and comparisons; nothing is called and no attribute is read. Length,
+nesting and the size of numbers are bounded, and arithmetic is for numbers alone, so that no condition takes more memory or
+time than its columns do.
 """
 
 from __future__ import annotations
@@ -24,6 +29,32 @@ from phalanx.errors import ConfigError
 Scalar = bool | int | float | str | None
 Values = dict[str, Scalar]
 """A choice: values by the name of their parameter, without those of parameters that do not apply."""
+Mask = npt.NDArray[np.bool_]
+
+MAX_LENGTH = 2000
+"""Characters of a condition."""
+MAX_DEPTH = 50
+"""Operations inside each other; each term of a sum is inside the next."""
+_MAX_WHOLE = 2**62
+"""Size of a whole number anywhere in a condition: columns hold 64 bits, beyond which they would wrap around in silence."""
+_ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_COMPARISONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_CONSTANTS = {"true": True, "false": False}
+"""Names that YAML's users write for the two."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +90,14 @@ class Integers:
     def draw(self, random: np.random.Generator) -> Scalar:
         """Return a number between the bounds, evenly spread; where `log`, its logarithm is."""
         if self.log:
+            # Half a step beyond either end, so that the ends are drawn as often as what lies between.
             drawn = math.exp(random.uniform(math.log(self.low - 0.5), math.log(self.high + 0.5)))
             return min(max(round(drawn), self.low), self.high)
         return self.low + self.step * int(random.integers((self.high - self.low) // self.step + 1))
 
     def contains(self, value: Scalar) -> bool:
         """Return whether the value may be chosen."""
+        # In Python True is an int, too.
         whole = isinstance(value, int) and not isinstance(value, bool)
         return whole and self.low <= value <= self.high and (value - self.low) % self.step == 0  # type: ignore[operator]
 
@@ -134,46 +167,7 @@ def _share_of_range(value: Scalar, low: float, high: float, log: bool) -> float:
     return (value - low) / (high - low)
 
 
-Mask = npt.NDArray[np.bool_]
-
-MAX_LENGTH = 2000
-"""Characters of a condition."""
-MAX_DEPTH = 50
-"""Operations inside each other; each term of a sum is inside the next."""
-_MAX_WHOLE = 2**62
-"""Size of a whole number anywhere in a condition: columns hold 64 bits, beyond which they would wrap around in silence."""
-
-
-def _is_in(one: Any, several: Any) -> Any:
-    """Return whether `one` is one of a list's values, choice by choice: these may be other columns."""
-    if not isinstance(several, list):
-        raise _Unknown("in wants a list behind it")
-    return reduce(np.logical_or, [np.asarray(one == each) for each in several], np.asarray(False))
-
-
-def _is_not_in(one: Any, several: Any) -> Any:
-    return np.logical_not(_is_in(one, several))
-
-
-_ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-_COMPARISONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.In: _is_in,
-    ast.NotIn: _is_not_in,
-}
-_WORDS = {"true": True, "false": False}
+# --- conditions --------------------------------------------------------------------------------------------------------
 
 
 def condition_holds(text: str, columns: Mapping[str, npt.NDArray[Any]], count: int) -> Mask:
@@ -230,8 +224,8 @@ def _evaluate_node(node: ast.AST, columns: Mapping[str, npt.NDArray[Any]]) -> An
             return value
         case ast.Name(id=name) if name in columns:
             return columns[name]
-        case ast.Name(id=name) if name in _WORDS:
-            return _WORDS[name]
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
         case ast.Attribute() if (name := ast.unparse(node)) in columns:
             return columns[name]
         case ast.List(elts=items) | ast.Tuple(elts=items):
@@ -249,6 +243,7 @@ def _evaluate_node(node: ast.AST, columns: Mapping[str, npt.NDArray[Any]]) -> An
             return -_require_number(_evaluate_node(operand, columns))
         case ast.Compare(left=left, ops=ops, comparators=others):
             sides = [_evaluate_node(side, columns) for side in (left, *others)]
+            # a < b < c is a < b and b < c.
             pairs = zip(sides, ops, sides[1:], strict=False)
             return reduce(np.logical_and, [_apply_comparison(type(op), a, b) for a, op, b in pairs])
     raise _Unknown(f"{ast.unparse(node)} is not known")
@@ -288,9 +283,14 @@ def _require_plain(value: Any) -> Any:
 
 
 def _apply_comparison(kind: type[ast.AST], left: Any, right: Any) -> Any:
-    if kind not in _COMPARISONS:
+    """Return the comparison, choice by choice; the values in a list behind `in` may be other columns."""
+    left = _require_plain(left)
+    if kind in _COMPARISONS:
+        return np.asarray(_COMPARISONS[kind](left, _require_plain(right)))
+    if kind not in (ast.In, ast.NotIn):
         raise _Unknown("is and is not are not known")
-    if kind in (ast.In, ast.NotIn):
-        right = [_require_plain(item) for item in right] if isinstance(right, list) else right
-        return np.asarray(_COMPARISONS[kind](_require_plain(left), right))
-    return np.asarray(_COMPARISONS[kind](_require_plain(left), _require_plain(right)))
+    if not isinstance(right, list):
+        raise _Unknown("in wants a list behind it")
+    # numpy's isin takes values alone, no columns.
+    found = reduce(np.logical_or, [np.asarray(left == _require_plain(each)) for each in right], np.asarray(False))
+    return found if kind is ast.In else np.logical_not(found)

@@ -27,11 +27,11 @@ from phalanx.files import write_atomically
 from phalanx.study.processes.process import Worker
 from phalanx.study.trial import ASKED, ATTEMPTS, INTERRUPTED, OK, Outcome, Trial
 
+_OUTCOME_FILE = "outcome.json"
 _OTHER_HOST_S = 120.0
 """Seconds past its time limit after which a trial of another host counts as abandoned: clocks of a cluster differ less."""
-
-
 _DUPLICATE = "duplicate"
+"""Cause of a trial that never began: another process was first, or the study had enough."""
 
 
 class StudyError(PhalanxError):
@@ -84,19 +84,19 @@ class StudyStore:
 
     def trials(self) -> list[Trial]:
         """Return the trials in the order in which they began, without those whose choice another process claimed first."""
-        found = [_read_trial(frozen) for frozen in self._frozen()]
+        found = [_read_trial(frozen) for frozen in self._frozen_trials()]
         owner: dict[str, int] = {}
         for trial in found:
-            if not _is_interrupted(trial):
+            if not trial.interrupted:
                 owner.setdefault(trial.key, trial.number)
-        return [trial for trial in found if _is_interrupted(trial) or owner[trial.key] == trial.number]
+        return [trial for trial in found if trial.interrupted or owner[trial.key] == trial.number]
 
     def taken(self) -> set[str]:
         """Return keys that are not to be tried (again): they run, are known, or were interrupted too often."""
         attempts: dict[str, int] = {}
         keys = set()
         for trial in self.trials():
-            if _is_interrupted(trial):
+            if trial.interrupted:
                 # That a study's process was asked to stop says nothing against its trials.
                 if trial.outcome is not None and trial.outcome.more.get(ASKED):
                     continue
@@ -151,8 +151,21 @@ class StudyStore:
         try:
             self._end(self._trial_id(trial.number), outcome)
         except UpdateFinishedTrialError:
-            # Another process gave it up for lost; its outcome is worth keeping all the same.
-            self._storage.create_new_trial(self._id, _late_trial(trial, outcome))
+            # Another process gave it up for lost; its outcome is worth keeping all the same, as a trial of its own.
+            state, values = _final_state(outcome)
+            late = create_trial(
+                state=state,
+                value=None if values is None else values[0],
+                params=dict(trial.values),
+                distributions={name: CategoricalDistribution((value,)) for name, value in trial.values.items()},
+                user_attrs={
+                    "key": trial.key,
+                    "engine": trial.engine,
+                    "note": dict(trial.note),
+                    "outcome": outcome.as_dict(),
+                },
+            )
+            self._storage.create_new_trial(self._id, late)
 
     def report(self, trial: Trial, step: int, value: float) -> None:
         """Record an intermediate value of a running trial at a step, for Optuna's tools."""
@@ -161,27 +174,31 @@ class StudyStore:
     def recover(self) -> list[int]:
         """End running trials whose process is gone, with the outcome they left or as interrupted; return their numbers."""
         ended = []
-        for frozen in self._frozen():
+        for frozen in self._frozen_trials():
             if frozen.state != TrialState.RUNNING or _is_alive(frozen):
                 continue
-            left = frozen.user_attrs.get("outcome") or _read_outcome(self.folder / str(frozen.number))
+            left, file = frozen.user_attrs.get("outcome"), self.folder / str(frozen.number) / _OUTCOME_FILE
+            if left is None and file.exists():
+                left = json.loads(file.read_text())
             # That its process died says nothing against a trial: it is no failed attempt.
             gone = Outcome(INTERRUPTED, words="the search ended first", more={ASKED: True})
             outcome = gone if left is None else Outcome.from_dict(left)
+            # Another process may find the same at the same time: the first to say so is believed.
             with suppress(UpdateFinishedTrialError):
                 self._end(self._trial_id(frozen.number), outcome)
                 ended.append(frozen.number)
         return ended
 
     def _end(self, trial_id: int, outcome: Outcome) -> None:
-        good = outcome.cause == OK
+        # Optuna takes no attributes for a finished trial: the outcome comes first, and a kill in between leaves it running.
         self._storage.set_trial_user_attr(trial_id, "outcome", outcome.as_dict())
-        values = [outcome.value] if good and outcome.value is not None else None
-        self._storage.set_trial_state_values(trial_id, TrialState.COMPLETE if good else TrialState.FAIL, values)
+        self._storage.set_trial_state_values(trial_id, *_final_state(outcome))
 
-    def _frozen(self) -> list[FrozenTrial]:
+    def _frozen_trials(self) -> list[FrozenTrial]:
+        # Copies of hundreds of trials, made several times a second, would take longer than all else here.
         trials = self._storage.get_all_trials(self._id, deepcopy=False)
-        return [one for one in trials if "key" in one.user_attrs and _cause_of(one) != _DUPLICATE]
+        ours = [one for one in trials if "key" in one.user_attrs]
+        return [one for one in ours if one.user_attrs.get("outcome", {}).get("cause") != _DUPLICATE]
 
     def _trial_id(self, number: int) -> int:
         return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
@@ -205,19 +222,21 @@ def mend_torn_line(path: Path) -> None:
 
 def save_outcome(folder: Path, outcome: Outcome) -> None:
     """Write an outcome into the trial's folder, for whoever finds the trial without its process."""
-    write_atomically(folder / "outcome.json", json.dumps(outcome.as_dict()))
+    write_atomically(folder / _OUTCOME_FILE, json.dumps(outcome.as_dict()))
 
 
-def _read_outcome(folder: Path) -> dict[str, Any] | None:
-    file = folder / "outcome.json"
-    found: dict[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
-    return found
+def _final_state(outcome: Outcome) -> tuple[TrialState, list[float] | None]:
+    """Return the state and the values that Optuna's tools are to see."""
+    if outcome.cause != OK:
+        return TrialState.FAIL, None
+    return TrialState.COMPLETE, None if outcome.value is None else [outcome.value]
 
 
 def _is_alive(frozen: FrozenTrial) -> bool:
     worker = Worker(**frozen.user_attrs["worker"])
     if worker.host == socket.gethostname():
         return worker.alive()
+    # Another host's processes cannot be asked: its trials have the time that they were given.
     return bool(time.time() < frozen.user_attrs["deadline"] + _OTHER_HOST_S)
 
 
@@ -229,28 +248,3 @@ def _read_trial(frozen: FrozenTrial) -> Trial:
     return Trial(
         frozen.number, attributes["key"], dict(frozen.params), attributes["engine"], outcome, attributes.get("note", {})
     )
-
-
-def _late_trial(trial: Trial, outcome: Outcome) -> FrozenTrial:
-    good = outcome.cause == OK
-    return create_trial(
-        state=TrialState.COMPLETE if good else TrialState.FAIL,
-        value=outcome.value if good else None,
-        params=dict(trial.values),
-        distributions={name: CategoricalDistribution((value,)) for name, value in trial.values.items()},
-        user_attrs={
-            "key": trial.key,
-            "engine": trial.engine,
-            "note": dict(trial.note),
-            "outcome": outcome.as_dict(),
-        },
-    )
-
-
-def _cause_of(frozen: FrozenTrial) -> str | None:
-    outcome = frozen.user_attrs.get("outcome")
-    return None if outcome is None else str(outcome["cause"])
-
-
-def _is_interrupted(trial: Trial) -> bool:
-    return trial.outcome is not None and trial.outcome.cause == INTERRUPTED

@@ -29,7 +29,7 @@ _LONGEST = 150
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a trial."""
+    """Result of a trial: a value, or why there is none."""
 
     cause: str
     """OK, one of FAILURES, or INTERRUPTED."""
@@ -91,6 +91,11 @@ class Trial:
     def failed(self) -> bool:
         """Whether the trial ended in a way that is not to be repeated."""
         return self.outcome is not None and self.outcome.cause in FAILURES
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the trial was killed from outside, so that nothing was found out."""
+        return self.outcome is not None and self.outcome.cause == INTERRUPTED
 
     @property
     def value(self) -> float:

@@ -27,7 +27,7 @@ def rung_steps(asha: Asha | None, total: int) -> tuple[int, ...]:
 
 @dataclass
 class Standing:
-    """How far a configuration has come."""
+    """Progress of a configuration: its scores, and the rung that it runs towards."""
 
     number: int
     scores: dict[int, float] = field(default_factory=dict)
@@ -47,6 +47,7 @@ def promotable_trials(standings: Sequence[Standing], eta: int, rungs: int) -> li
     """Return the trials that ASHA promotes to the next rung, the highest rung and the best score first."""
     found = []
     entered = len(_by_score(standings, 0))
+    # From the highest rung down, as in the paper: what is nearest to the end is worth most.
     for rung in reversed(range(rungs - 1)):
         at_rung = _by_score(standings, rung)
         # Backfilled trials do not change the quota: they would make room for more at the rungs after theirs.

@@ -1,4 +1,4 @@
-"""The folder of a tuning study, and how far each of its configurations has come.
+"""The folder of a tuning study, and its configurations: choices of values, trained in parts from rung to rung.
 
 STUDY/study.log     Optuna journal: each part of a configuration's training, from rung to rung, is a trial of it
 STUDY/run.yaml      the run file that is tuned
@@ -18,7 +18,7 @@ from phalanx.errors import ConfigError
 from phalanx.study.hyperparameters.asha import Standing
 from phalanx.study.space import Scalar
 from phalanx.study.store import StudyStore
-from phalanx.study.trial import INTERRUPTED, OK, Trial
+from phalanx.study.trial import Trial
 
 JOURNAL, RUN, TRIALS, JOBS, SESSIONS = "study.log", "run.yaml", "trials", "jobs", "sessions"
 _NAME = "tune"
@@ -52,14 +52,14 @@ class Configuration:
     """In the order in which they began."""
 
     def standing(self) -> Standing:
-        """Return how far the configuration has come."""
+        """Return how far the configuration has come, for ASHA."""
         found = Standing(self.number)
         for part in self.parts:
-            rung, outcome = rung_of(part), part.outcome
-            if outcome is None or outcome.cause == OK:
+            rung = rung_of(part)
+            if part.outcome is None or part.good:
                 found.begun = max(found.begun, rung)
-            if outcome is not None and outcome.cause == OK and outcome.value is not None:
-                found.scores[rung] = outcome.value
+            if part.good:
+                found.scores[rung] = part.value
             if part.failed:
                 found.over = True
         return found
@@ -67,7 +67,7 @@ class Configuration:
     @property
     def counted(self) -> bool:
         """Whether something is known of it or under way: some part was not interrupted."""
-        return any(part.outcome is None or part.outcome.cause != INTERRUPTED for part in self.parts)
+        return any(not part.interrupted for part in self.parts)
 
     @property
     def failure(self) -> Trial | None:

@@ -44,8 +44,9 @@ class TuningJob:
     folder: Path
     """Files of the process."""
     first: int
-    """Steps that were trained before."""
+    """Optimizer steps that were trained before."""
     until: int
+    """Optimizer step at the rung."""
     expected_step_s: float
     """Seconds of a step on a device of its own, as expected before the start."""
     expected_bytes: float
@@ -143,6 +144,7 @@ class TuningJob:
         start_s: expected seconds from starting a process to its first step.
         """
         log = self.run_dir / "metrics.jsonl"
+        # Asked several times a second: only the end of the log is read.
         row = read_last_record(log, step_problem) if log.exists() else None
         if row is not None and row["step"] > self.first:
             return float((self.until - row["step"]) * row["step_seconds"])

@@ -31,7 +31,7 @@ from phalanx.study.processes.slots import LocalRanks, whole_nodes
 from phalanx.study.samplers import Observation, Proposal, Sampler, make_sampler, observe_trials
 from phalanx.study.space import Choices
 from phalanx.study.store import StudyStore
-from phalanx.study.trial import INTERRUPTED, Trial, best_trial, count_failures, key_of
+from phalanx.study.trial import Trial, best_trial, count_failures, key_of
 
 STUDY = "layout"
 """Name of the study inside its file."""
@@ -146,7 +146,7 @@ class LayoutSearch(StudyLoop[Job]):
         self.tell(trial)
 
     def _counted(self) -> list[Trial]:
-        return [one for one in self.space_trials() if one.outcome is None or one.outcome.cause != INTERRUPTED]
+        return [one for one in self.space_trials() if not one.interrupted]
 
 
 @dataclass(frozen=True)

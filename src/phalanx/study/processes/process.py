@@ -29,7 +29,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Worker:
-    """A process on some host, told apart from later ones with the same number."""
+    """A process on some host, told apart from a later one with the same process number."""
 
     host: str
     pid: int
@@ -86,6 +86,7 @@ class LimitedProcess:
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 list(command),
+                # A trial that asked for a terminal would wait forever.
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

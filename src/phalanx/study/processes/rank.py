@@ -41,6 +41,7 @@ def run_rank(folder_name: str) -> int:
     if cores := os.environ.get(CORES):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     ranks = ranks_from_environment()
+    # The rank's report is a file and no message: whoever started it may be gone when it is written.
 
     def report(**found: Any) -> None:
         write_atomically(folder / f"rank-{ranks.rank}.json", json.dumps({**found, "ended": time.time()}))

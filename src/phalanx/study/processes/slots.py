@@ -1,7 +1,7 @@
 """Where trials run: all ranks of one trial on this machine or on Slurm nodes, or many trials on single devices of either.
 
-A launcher says how the ranks of a trial are started. A slot provider that shares devices among trials of one rank needs to
-know the device's memory as well: that is a `DeviceSlot`.
+A `Launcher` says how the ranks of a trial are started. A `DeviceSlot` is a launcher for trials of one rank that knows its
+device's memory as well, so that several trials can share it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from phalanx.study.processes.trial_files import CORES
 MODULE = (sys.executable, "-m", "phalanx.study.processes")
 _SLURM_GRACE_S = 60
 """Seconds past a trial's time limit after which Slurm ends its step even if this process cannot."""
-# Below the ports that Linux hands out by itself, as for whole jobs.
 _FIRST_PORT, _PORTS = 10_000, 20_000
+"""Ports at which ranks of a trial meet: below those that Linux hands out by itself, as for whole jobs."""
 _AUTO_SHARING = {True: 4, False: 2}
 """Trials that share a device where nobody says how many: on an accelerator, on CPU cores."""
 _USABLE_MEMORY = 0.92
@@ -100,6 +100,7 @@ class SlurmNodes:
             **_machine_env(self.machine, self.nodes),
             "MASTER_ADDR": hosts[0],
             "MASTER_PORT": str(port),
+            # What else tells this trial's rendezvous from that of another job that happens to use the same port.
             "TORCHELASTIC_RUN_ID": secrets.token_hex(16),
         }
 
@@ -204,6 +205,7 @@ def find_devices(where: str, device: str, devices: int | None, machine: Machine 
         raise ConfigError(
             f"--devices {count}: this machine shows {len(memories)} of type {found['kind']}; ask for fewer"
         )
+    # Half of the cores: data loading and the trials that share a device need the others.
     threads = max(1, available_cores() // (2 * count))
     return [LocalDevice(found["kind"], index, _USABLE_MEMORY * memories[index], (), threads) for index in range(count)]
 
@@ -214,7 +216,7 @@ def automatic_sharing(devices: list[DeviceSlot]) -> int:
 
 
 def _split_cpu(devices: int | None) -> list[DeviceSlot]:
-    """Share the cores that this process may use among so many devices, two cores each by default."""
+    """Split the cores that this process may use among so many devices, two cores each by default."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(available_cores()))
     count = devices or max(1, len(cores) // 2)
     if count > len(cores):
