@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,10 +26,10 @@ from phalanx.study.trial import FAILURES
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of the steps of one layout: medians of the steps that count; None where the device does not tell."""
+    """Measured steps of one layout: medians of the steps that count; None where the device does not tell."""
 
     device: str
-    """Name that the driver reports."""
+    """Name of the device, as its driver reports it."""
     device_kind: str
     """Name in machine descriptions."""
     attention: str
@@ -58,10 +57,6 @@ class Measured:
     """Most bytes of live tensors, and of buffers that peers read, on the rank that had most; None on a CPU."""
     memory_retries: int | None
     """Times that rank 0's allocator found its device full, and gave back what it kept, which takes long."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values, ready for JSON."""
-        return asdict(self)
 
 
 def measure_steps(run: Run, launcher: Launcher, ranks: int, folder: Path, *, skip: int, limit_s: float) -> Measured:
@@ -130,10 +125,6 @@ class Expected:
     time_by_cause_s: dict[str, float]
     memory_bytes: float
     """On the worst rank, as a run logs it."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values, ready for JSON."""
-        return asdict(self)
 
 
 def expect_step(model: TracedModel, layout: ResolvedLayout, machine: Machine, profile: NamedProfile) -> Expected:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from phalanx.cli.console import print_json, print_lines
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
+from phalanx.families.family import BoundModel
 from phalanx.families.registry import bind
 from phalanx.hardware.device import device_facts
 from phalanx.hardware.machine import Machine, load_machine
@@ -47,25 +49,26 @@ def run_bench(
         raise ConfigError("phalanx bench starts its ranks itself: call it once, with --nproc N or --where slurm")
     machine = None if cluster is None else load_machine(cluster)
     launcher = _choose_launcher(where, devices, machine)
-    short = short_run(load_run(run, overrides or []), steps)
-    layout = _resolve_for(machine, short, devices)
-    if machine is not None:
-        # what is measured is what is planned beside it
-        short = short.model_copy(update={"layout": short.layout.model_copy(update={"microbatch": layout.microbatch})})
+    model = bind(short_run(load_run(run, overrides or []), steps))
+    layout = _resolve_layout(model, machine, devices)
     plan, why = None, None
     if machine is not None and cluster is not None:
-        # slurm asks for a cluster whether there is a plan or not
-        if isinstance(model := bind(short), TracedModel):
+        # What is measured is what is planned beside it.
+        section = model.run.layout.model_copy(update={"microbatch": layout.microbatch})
+        model = model.rebind(model.run.model_copy(update={"layout": section}))
+        # Slurm asks for a cluster whether there is a plan or not.
+        if isinstance(model, TracedModel):
             plan = expect_step(model, layout, machine, choose_profile(machine, cluster, profile))
         else:
-            why = f"no plan for model.family={short.model.family}: what a batch of graphs costs depends on the graphs"
-    found = _measure_run(short, launcher, devices, keep, skip, limit)
+            family = model.run.model.family
+            why = f"no plan for model.family={family}: what a batch of graphs costs depends on the graphs"
+    found = _measure_run(model.run, launcher, devices, keep, skip, limit)
     facts = {
         "layout": str(layout),
         "devices": devices,
         "global_batch": layout.global_batch,
-        "measured": found.as_dict(),
-        "planned": None if plan is None else plan.as_dict(),
+        "measured": asdict(found),
+        "planned": None if plan is None else asdict(plan),
         "why_no_plan": why,
     }
     if json:
@@ -78,14 +81,14 @@ def run_bench(
         print_lines([f"  planned   {why}"])
 
 
-def _resolve_for(machine: Machine | None, run: Run, devices: int) -> ResolvedLayout:
-    """Return the layout of `run`, with an automatic micro-batch that fits the devices of `machine` where it is known."""
+def _resolve_layout(model: BoundModel, machine: Machine | None, devices: int) -> ResolvedLayout:
+    """Return the layout, with an automatic micro-batch that fits the devices of `machine` where it is known."""
     if machine is None:
-        return resolve_layout(bind(run), devices)
+        return resolve_layout(model, devices)
     device = machine.node.device
     capacity = device_facts(device).memory_bytes
-    fits = None if capacity is None else memory_fits(bind(run), capacity, rocm=device.startswith("MI"))
-    return resolve_layout(bind(run), devices, machine.node.devices, fits)
+    fits = None if capacity is None else memory_fits(model, capacity, rocm=device.startswith("MI"))
+    return resolve_layout(model, devices, machine.node.devices, fits)
 
 
 def _choose_launcher(where: str, devices: int, machine: Machine | None) -> Launcher:

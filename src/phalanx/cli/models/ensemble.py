@@ -94,13 +94,14 @@ def run_ensemble(
         start_ranks(_words_for_ranks([*map(str, paths), *words], options, where, as_json=as_json), nproc)
         return
     opened = [open_member(one.path, words, one.score) for one in candidates]
-    if not bind(opened[0].run, EnsembleModel).selects_members and opened[0].score is not None:
+    model = bind(opened[0].run, EnsembleModel)
+    if not model.selects_members and opened[0].score is not None:
         # A family that does not choose by errors takes the members of a study that scored best.
         opened, options = opened[: options.top], replace(options, top=None)
-    _require_options_of(opened, words, options)
+    _require_useful_options(model, words, options)
     here = choose_device(device, ranks.local_rank)
     join_process_group(ranks, here)
-    built = _build_ensemble(opened, options, here, ranks)
+    built = _build_ensemble(model, opened, options, here, ranks)
     leave_process_group()
     if ranks.first:
         _write_ensemble(built, out, html or out / REPORT, as_json=as_json)
@@ -156,24 +157,21 @@ def study_candidates(folder: Path) -> list[Candidate]:
     return [Candidate(trial.run_dir, trial.score, f"trial-{trial.number:04d}") for trial in finished_trials(folder)]
 
 
-def _require_options_of(members: Sequence[Member], words: Sequence[str], options: EnsembleOptions) -> None:
+def _require_useful_options(model: EnsembleModel, words: Sequence[str], options: EnsembleOptions) -> None:
     """Raise ConfigError for options that the family of the members has no use for."""
-    run = members[0].run
-    model = bind(run, EnsembleModel)
+    family = model.run.model.family
     if options.hours is not None and not model.forecasts:
-        raise ConfigError(
-            f"--hours {options.hours} is for weather models, these are of model.family={run.model.family}"
-        )
+        raise ConfigError(f"--hours {options.hours} is for weather models, these are of model.family={family}")
     alike = EnsembleOptions(samples=options.samples, hours=options.hours)
     if not model.selects_members and (options != alike or words):
         raise ConfigError(
-            f"an ensemble of model.family={run.model.family} takes all members alike, as they were trained: leave out "
+            f"an ensemble of model.family={family} takes all members alike, as they were trained: leave out "
             f"fields to change, --top, --diversity, --weights, --calibration and --side-by-side"
         )
 
 
 def _build_ensemble(
-    members: Sequence[Member], options: EnsembleOptions, device: torch.device, ranks: Ranks
+    model: EnsembleModel, members: Sequence[Member], options: EnsembleOptions, device: torch.device, ranks: Ranks
 ) -> Ensemble:
     with make_progress_bar() as bar:
         tasks: dict[str, Any] = {}
@@ -184,7 +182,7 @@ def _build_ensemble(
             bar.update(tasks[what], completed=done, total=total)
 
         share = Share(ranks.rank, ranks.world_size)
-        return bind(members[0].run, EnsembleModel).build_ensemble(members, options, device, share, progress)
+        return model.build_ensemble(members, options, device, share, progress)
 
 
 def _train_members(
@@ -203,8 +201,9 @@ def _train_members(
     if options.top is not None and any(one.score is not None for one in candidates):
         opened = [open_member(one.path, (), one.score) for one in candidates]
         taken = list(range(options.top))
-        if bind(opened[0].run, EnsembleModel).selects_members:
-            selection = _build_ensemble(opened, options, choose_device(device), ranks).summary()
+        model = bind(opened[0].run, EnsembleModel)
+        if model.selects_members:
+            selection = _build_ensemble(model, opened, options, choose_device(device), ranks).summary()
             names = [one["name"] for one in selection["candidates"]]
             taken = [names.index(name) for name in selection["selection"]["members"]]
         candidates, options = [candidates[number] for number in taken], replace(options, top=None)
