@@ -15,7 +15,7 @@ import numpy as np
 from phalanx.config.schema import Run
 from phalanx.families.family import BoundModel
 from phalanx.layout.data_parallel import task_heads
-from phalanx.layout.spec import DEGREES, SINGLE_STAGE, Bools, Ints, LayoutTable, ResolvedLayout
+from phalanx.layout.spec import DATA_AXES, DEGREES, SINGLE_STAGE, Bools, Ints, LayoutTable, ResolvedLayout
 from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import SplitCount
 
@@ -447,7 +447,7 @@ def _nearest_batches(layout: ResolvedLayout, ranks: int) -> list[Fix]:
     return [{"layout.global_batch": batch} for batch in (lower, lower + unit) if batch]
 
 
-_BATCH_FIELDS = ("global_batch", "microbatch", "dp_replicate", "dp_shard")
+_BATCH_FIELDS = ("global_batch", "microbatch", *DATA_AXES)
 _COUNT = (
     "the {x.accumulation} micro-batches a rank computes (layout.global_batch over data ranks and layout.microbatch)"
 )

@@ -19,11 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.layout.data_parallel.task_heads import branch_groups
-from phalanx.layout.spec import SINGLE_STAGE, ResolvedLayout
+from phalanx.layout.spec import DATA_AXES, GRADIENT_AXES, MESH_ORDER, SHARDING_AXES, SINGLE_STAGE, ResolvedLayout
 from phalanx.torch_compat.groups import new_group
-
-_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Axes from outermost to innermost."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +259,7 @@ Groups = dict[tuple[tuple[int, ...], str], dist.ProcessGroup]
 
 
 def build_mesh(layout: ResolvedLayout, device: torch.device, made: Groups | None = None) -> Mesh:
-    """The axes of `layout` among the ranks of the default process group.
+    """Return the axes of `layout` among the ranks of the default process group.
 
     Each rank makes only the groups it is in, which costs the same however many ranks there are. made: groups of earlier
     meshes of this process, to use again and add to (a group cannot be made twice under one store).
@@ -270,26 +267,27 @@ def build_mesh(layout: ResolvedLayout, device: torch.device, made: Groups | None
     if layout.world_size == 1:
         return ONE_RANK
     assert dist.get_world_size() == layout.world_size
-    sizes = [getattr(layout, name) for name in _ORDER]
-    places = torch.arange(layout.world_size).view(sizes)
+    sizes = [getattr(layout, name) for name in MESH_ORDER]
+    # The rank grid: global ranks by their places along all axes.
+    grid = torch.arange(layout.world_size).view(sizes)
     here = [int(i) for i in torch.unravel_index(torch.tensor(dist.get_rank()), sizes)]
-    coordinate = dict(zip(_ORDER, here, strict=True))
-
     made = {} if made is None else made
 
-    def axis(name: str, *members: str) -> Axis:
-        index = tuple(slice(None) if axis in members else coordinate[axis] for axis in _ORDER)
-        return _make_axis(name, places[index].flatten().tolist(), made)
+    def ranks_along(*axes: str) -> torch.Tensor:
+        """Return the ranks that differ from this one in their places along `axes` alone."""
+        return grid[tuple(slice(None) if name in axes else at for name, at in zip(MESH_ORDER, here, strict=True))]
 
-    axes = {name: axis(name, name) for name in _ORDER}
+    def axis(name: str, *axes: str) -> Axis:
+        return _make_axis(name, ranks_along(*axes).flatten().tolist(), made)
+
+    axes = {name: axis(name, name) for name in MESH_ORDER}
     if layout.pp > 1 and layout.schedule not in SINGLE_STAGE:
         axes["pp"] = replace(axes["pp"], links=_make_links(axes["pp"], device, made))
-    shared = ("dp_shard", "cp") if layout.zero else ()
-    kept = ("dp_replicate",) if layout.zero else ("dp_replicate", "dp_shard", "cp")
-    shards, replicas = axis("shards", *shared), axis("replicas", *kept)
-    both = tuple(slice(None) if axis in ("dp_replicate", "dp_shard", "cp") else coordinate[axis] for axis in _ORDER)
-    members = places[both].reshape(replicas.size, shards.size)
-    ends = [int(places[(stage, *here[1:])]) for stage in (0, layout.pp - 1)]
+    sharding = SHARDING_AXES if layout.zero else ()
+    shards = axis("shards", *sharding)
+    replicas = axis("replicas", *(name for name in GRADIENT_AXES if name not in sharding))
+    members = ranks_along(*GRADIENT_AXES).reshape(replicas.size, shards.size)
+    ends = [int(grid[(stage, *here[1:])]) for stage in (0, layout.pp - 1)]
     tie = _make_axis("tie", ends, made) if layout.pp > 1 and dist.get_rank() in ends else Axis("tie")
     return Mesh(
         **axes,
@@ -297,17 +295,16 @@ def build_mesh(layout: ResolvedLayout, device: torch.device, made: Groups | None
         replicas=replicas,
         data=_data_mesh(members, replicas, shards, device, made),
         tie=tie,
-        branch=_branch_axis(layout, places, coordinate, made),
+        branch=_branch_axis(layout, ranks_along(*DATA_AXES).flatten().tolist(), made),
         world=dist.group.WORLD,
     )
 
 
-def _branch_axis(layout: ResolvedLayout, places: torch.Tensor, coordinate: dict[str, int], made: Groups) -> Axis:
+def _branch_axis(layout: ResolvedLayout, readers: list[int], made: Groups) -> Axis:
+    """Return the ranks that hold the same task heads as this one. readers: ranks by the share of the batch they read."""
     groups = branch_groups(layout)
     if groups is None:
         return Axis("branch")
-    index = tuple(slice(None) if axis in ("dp_replicate", "dp_shard") else coordinate[axis] for axis in _ORDER)
-    readers: list[int] = places[index].flatten().tolist()
     members = groups.of_rank(readers.index(dist.get_rank())).ranks
     return _make_axis("branch", readers[members.start : members.stop], made)
 

@@ -22,7 +22,16 @@ from phalanx.layout.legality import (
     reasons_against,
     suits_schedule,
 )
-from phalanx.layout.spec import CONTEXTS, DEGREES, SINGLE_STAGE, ZERO_BUBBLE, LayoutTable, ResolvedLayout
+from phalanx.layout.spec import (
+    CONTEXTS,
+    DATA_AXES,
+    DEGREES,
+    SHARDING_AXES,
+    SINGLE_STAGE,
+    ZERO_BUBBLE,
+    LayoutTable,
+    ResolvedLayout,
+)
 
 Degrees = dict[str, int]
 
@@ -101,8 +110,8 @@ def with_degrees(model: BoundModel, degrees: Degrees, fits: MemoryFits | None = 
         cuts_structures=model.cuts_structures,
         reshard_after_forward=reshard,
         # One rank that shares with nobody has nothing to stream.
-        gather=chosen.gather if degrees["dp_shard"] * cp > 1 else "layer",
-        branch_groups=branch_sizes(model, degrees["dp_replicate"] * degrees["dp_shard"]),
+        gather=chosen.gather if math.prod(degrees[name] for name in SHARDING_AXES) > 1 else "layer",
+        branch_groups=branch_sizes(model, math.prod(degrees[name] for name in DATA_AXES)),
         recompute=chosen.recompute,
     )
     return _choose_microbatch(layout, fits) if chosen.microbatch == "auto" else layout

@@ -19,7 +19,25 @@ Bools = npt.NDArray[np.bool_]
 Recompute = Literal["none", "selective", "full"]
 
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
-"""Names of the degrees, as fields of the run file."""
+"""Names of the degrees, as fields of the run file; their product is the number of ranks."""
+MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The same from outermost to innermost: neighbouring ranks share the axes that talk most."""
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""Axes whose ranks read different samples."""
+SHARDING_AXES = ("dp_shard", "cp")
+"""Axes over which ZeRO shards: ranks of `cp` hold the same parameters as well, and sum their gradients anyway."""
+GRADIENT_AXES = (*DATA_AXES, "cp")
+"""Axes over which the gradients of every parameter are summed, as shards or as replicas."""
+ONE_RANK_FIELDS: dict[str, int | str] = {
+    **dict.fromkeys(DEGREES, 1),
+    "zero": 3,
+    "reshard_after_forward": "auto",
+    "schedule": "1f1b",
+    "stages_per_rank": "auto",
+    "context": "auto",
+    "branch_groups": "off",
+}
+"""Fields of `layout` in a run file that make any run one on a single rank; no result depends on them."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
 SINGLE_STAGE = ("gpipe", "1f1b")
 """Schedules with one stage on each rank."""
@@ -215,15 +233,19 @@ class LayoutTable:
         """Return where a named field is one of `names`."""
         return np.isin(getattr(self, field), [NAMED[field].index(name) for name in names])
 
+    def ranks_along(self, axes: Sequence[str]) -> Ints:
+        """Return the product of these degrees."""
+        return np.asarray(np.multiply.reduce([getattr(self, name) for name in axes]))
+
     @cached_property
     def world_size(self) -> Ints:
         """Ranks in all."""
-        return self.data_ranks * self.cp * self.tp * self.pp
+        return self.ranks_along(DEGREES)
 
     @cached_property
     def data_ranks(self) -> Ints:
         """Groups of ranks that read different samples."""
-        return self.dp_replicate * self.dp_shard
+        return self.ranks_along(DATA_AXES)
 
     @cached_property
     def samples_per_rank(self) -> Ints:
@@ -252,8 +274,8 @@ class LayoutTable:
 
     @cached_property
     def sharding_ranks(self) -> Ints:
-        """Ranks over which ZeRO may shard: those of `cp` hold the same parameters, and sum their gradients anyway."""
-        return self.dp_shard * self.cp
+        """Ranks over which ZeRO may shard."""
+        return self.ranks_along(SHARDING_AXES)
 
     @cached_property
     def shards(self) -> Ints:
@@ -263,7 +285,7 @@ class LayoutTable:
     @cached_property
     def replicas(self) -> Ints:
         """Ranks that hold the same shard."""
-        return self.data_ranks * self.cp // self.shards
+        return self.ranks_along(GRADIENT_AXES) // self.shards
 
     @cached_property
     def streamed(self) -> Ints:

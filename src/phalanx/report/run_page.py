@@ -22,6 +22,7 @@ from phalanx.config.load import parse_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import require_replaceable, write_atomically
+from phalanx.layout.spec import DEGREES
 from phalanx.report.formatting import (
     format_count,
     format_duration,
@@ -311,7 +312,7 @@ def _parse_run_file(log: RunLog) -> Run | None:
 
 def _describe_layout(run: Run, devices: object) -> str:
     """Return the degrees above 1, the one that is auto as what remains of the devices, and the global batch."""
-    degrees = {name: getattr(run.layout, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
+    degrees = {name: getattr(run.layout, name) for name in DEGREES}
     # with the devices known, a degree that is auto follows from the others
     rest = math.prod(degree for degree in degrees.values() if degree != "auto")
     if isinstance(devices, int) and devices % rest == 0:

@@ -31,7 +31,7 @@ from phalanx.layout.mesh import (
     ranks_from_environment,
 )
 from phalanx.layout.resolve import every_layout, resolve_layout, stated_ranks
-from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.spec import ONE_RANK_FIELDS, ResolvedLayout
 from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import find_optimizer
 from phalanx.printable import write_stderr
@@ -251,9 +251,7 @@ def full_run(run: Run, precision: str, steps: int) -> Run:
 
 def one_rank_run(run: Run) -> Run:
     """Return the same run on one rank."""
-    degrees = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "pp": 1, "zero": 3, "reshard_after_forward": "auto"}
-    others = {"schedule": "1f1b", "stages_per_rank": "auto", "context": "auto", "branch_groups": "off"}
-    return _change_sections(run, {"layout": {**degrees, **others}})
+    return _change_sections(run, {"layout": ONE_RANK_FIELDS})
 
 
 def _settings_of(precision: str, steps: int) -> dict[str, dict[str, Any]]:

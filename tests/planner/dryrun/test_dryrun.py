@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from phalanx.layout.data_parallel.state_bytes import state_bytes
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -24,6 +23,7 @@ from phalanx.planner.dryrun.run_step import dry_run, fake_rank
 from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.torch_compat import common as compat
 from phalanx.training.step import build_full_step
+from state_bytes import state_bytes
 
 
 @pytest.fixture(scope="module")

@@ -116,7 +116,7 @@ def model_bytes(
     settings = [setting_at(int(position)) for position in first]
     costs = [_costs(*one) for one in settings]
     tied = model.tied()
-    shards = np.where(candidates.zero > 0, candidates.dp_shard * candidates.cp, 1)
+    shards = candidates.shards
     # A shared table is there once where one rank has both ends of the model.
     shared_table = (candidates.pp == 1) & bool(tied)
     first_shard, shard_inverse = distinct([candidates.tp, shards, shared_table.astype(np.int64), candidates.streamed])

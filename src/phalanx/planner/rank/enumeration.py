@@ -26,8 +26,8 @@ Fixed = Mapping[str, Any]
 """Fields of the run file's `layout` with the only value they may have."""
 
 CHOSEN = (
-    *("dp_replicate", "dp_shard", "cp", "tp", "pp", "zero", "schedule", "stages_per_rank", "context"),
-    *("microbatch", "recompute", "gather", "reshard_after_forward"),
+    *DEGREES,
+    *("zero", "schedule", "stages_per_rank", "context", "microbatch", "recompute", "gather", "reshard_after_forward"),
 )
 """Fields of `layout` that enumeration chooses, unless they are fixed; all else stays as the run file has it."""
 

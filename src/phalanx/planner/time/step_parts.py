@@ -213,7 +213,7 @@ def steps_of(
     shards = layouts.shards
     world = layouts.world_size
     shards_lie, like_shards = _placed(machine, shards, layouts.tp)
-    replicas_lie, like_replicas = _placed(machine, layouts.data_ranks * layouts.cp // shards, layouts.tp * shards)
+    replicas_lie, like_replicas = _placed(machine, layouts.replicas, layouts.tp * shards)
     pipelines_lie, _ = _placed(machine, layouts.pp, world // layouts.pp)
     _, like_parts = _distinct([layouts.tp, layouts.cp, layouts.streamed, alone])
     return Steps(

@@ -25,6 +25,7 @@ from phalanx.layout.execute import Executor
 from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
+from phalanx.layout.spec import ONE_RANK_FIELDS
 from phalanx.nn.precision import PRECISIONS
 from phalanx.training.checkpointing import load_weights
 
@@ -114,15 +115,7 @@ def split_errors(
     Raises CheckpointError as `load_network` does, DataError where data are not prepared or the split is empty.
     """
     newest, run = _open(path, overrides)
-    alone = {
-        "dp_replicate": 1,
-        "dp_shard": 1,
-        "cp": 1,
-        "zero": 3,
-        "reshard_after_forward": "auto",
-        "branch_groups": "off",
-    }
-    run = run.model_copy(update={"layout": run.layout.model_copy(update=alone)})
+    run = run.model_copy(update={"layout": run.layout.model_copy(update=ONE_RANK_FIELDS)})
     training, sources = open_prepared(run.data, "train"), open_prepared(run.data, split)
     if not any(len(source) for source in sources):
         raise DataError(
