@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,41 @@ import torch
 from field_files import LATITUDES, REAL, dataset, field, field_data
 from phalanx.errors import DataError
 from phalanx.families.weather.config import FieldData
-from phalanx.families.weather.data.field_samples import FieldReader
+from phalanx.families.weather.data.field_samples import Cases, FieldReader
+from phalanx.families.weather.data.field_statistics import Climatology
 from phalanx.families.weather.data.open_fields import FieldSet
-from phalanx.families.weather.evaluation.compare_forecasts import (
-    ScoreRow,
-    climatology_forecast,
-    persistence_forecast,
-    score_forecasts,
-)
-from phalanx.families.weather.evaluation.forecast_scores import Score
+from phalanx.families.weather.evaluation.compare_forecasts import ScoreRow, climatology_at
+from phalanx.families.weather.evaluation.forecast_scores import ForecastScores, Score
 
 HOURS = np.arange(366 * 4 * 2) * 6
+Forecast = Callable[[Cases], torch.Tensor]
+"""Predicts the output variables [n, V_out, H, W], in their own units, at the targets of n cases."""
+
+
+def persistence_forecast(reader: FieldReader) -> Forecast:
+    return lambda cases: reader.read_outputs(cases, at_start=True)
+
+
+def climatology_forecast(reader: FieldReader, climatologies: Mapping[int, Climatology]) -> Forecast:
+    return lambda cases: climatology_at(reader, climatologies, cases)
+
+
+def score_forecasts(
+    reader: FieldReader,
+    forecast: Forecast,
+    *,
+    climatologies: Mapping[int, Climatology] | None = None,
+    source: int = 0,
+    batch: int = 16,
+    rank: int = 0,
+    ranks: int = 1,
+) -> ForecastScores:
+    """Score `forecast` for this rank's share of the inputs of a source's split and every lead time of `reader`."""
+    scores = ForecastScores(reader.outputs, reader.leads, torch.from_numpy(reader.grid.area_weights()))
+    for cases in reader.cases(source).batches(batch, rank=rank, ranks=ranks):
+        usual = None if climatologies is None else climatology_at(reader, climatologies, cases)
+        scores.add(forecast(cases), reader.read_outputs(cases), reader.lead_hours(cases), usual)
+    return scores
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,12 @@
-"""Scores of a model's forecasts beside the two that every model must beat: nothing changes, and it is as usual.
+"""Scores of a model's forecasts beside the two baselines that every model must beat, on the same cases.
 
-Any forecast is a function from cases to fields, so models, persistence and climatology are scored on the same cases.
+Persistence forecasts that nothing changes, climatology that the weather is as usual on that day of the year.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,8 +20,7 @@ from phalanx.families.weather.data.open_fields import FieldSet
 from phalanx.families.weather.evaluation.forecast_scores import ForecastScores
 
 _FRAMES_AT_ONCE = 16
-Forecast = Callable[[Cases], Tensor]
-"""Predicts the output variables [n, V_out, H, W], in their own units, at the targets of n cases."""
+"""Frames whose climatology is looked up at a time."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class ScoreRow:
     mae: float
     bias: float
     acc: float | None
-    """Of the model; None without a climatology."""
+    """Anomaly correlation of the model; None without a climatology."""
     persistence_rmse: float
     persistence_acc: float | None
     climatology_rmse: float | None
@@ -44,13 +43,13 @@ class ScoreRow:
     @property
     def baseline_rmse(self) -> float:
         """Return the error of the better of the two baselines."""
-        # Either may be unknown: there is no climatology of a short period.
+        # The climatology may be unknown: there is none of a short period.
         others = [x for x in (self.persistence_rmse, self.climatology_rmse) if x is not None and math.isfinite(x)]
         return min(others, default=math.nan)
 
     @property
     def skill(self) -> float:
-        """Return share of the better baseline's error that the model saves; negative where it is worse."""
+        """Return the share of the better baseline's error that the model saves; negative where it is worse."""
         return 1.0 - self.rmse / self.baseline_rmse if self.baseline_rmse else math.nan
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,7 +80,7 @@ class Comparison:
         usual = None if self.climatologies is None else climatology_at(reader, self.climatologies, cases).to(device)
         self._model.add(forecast.to(device), truth, hours, usual)
         # On the same cases as the model: skill compares like with like.
-        self._persistence.add(persistence_forecast(reader)(cases).to(device), truth, hours, usual)
+        self._persistence.add(reader.read_outputs(cases, at_start=True).to(device), truth, hours, usual)
         if usual is not None:
             self._climatology.add(usual, truth, hours)
 
@@ -169,16 +168,6 @@ def skill_in_words(rows: Sequence[ScoreRow]) -> str:
     return "error saved over the better of persistence and climatology: " + ", ".join(parts)
 
 
-def persistence_forecast(reader: FieldReader) -> Forecast:
-    """Return the forecast that nothing changes from the input on."""
-    return lambda cases: reader.read_outputs(cases, at_start=True)
-
-
-def climatology_forecast(reader: FieldReader, climatologies: Mapping[int, Climatology]) -> Forecast:
-    """Return the forecast of the usual for the day. climatologies: by number of the source."""
-    return lambda cases: climatology_at(reader, climatologies, cases)
-
-
 def climatology_at(reader: FieldReader, climatologies: Mapping[int, Climatology], cases: Cases) -> Tensor:
     """Return the climatology at the targets, float32 [n, V_out, H, W]. Raises DataError for a day that it does not cover."""
     out = torch.empty((len(cases), len(reader.outputs), *reader.grid.shape))
@@ -188,30 +177,3 @@ def climatology_at(reader: FieldReader, climatologies: Mapping[int, Climatology]
             frames = cases.target[mine.numpy()]
             out[mine] = torch.from_numpy(climatology.at(reader.sources[source].store.times, frames))
     return out
-
-
-def score_forecasts(
-    reader: FieldReader,
-    forecast: Forecast,
-    *,
-    climatologies: Mapping[int, Climatology] | None = None,
-    device: torch.device | None = None,
-    source: int = 0,
-    batch: int = 16,
-    rank: int = 0,
-    ranks: int = 1,
-) -> ForecastScores:
-    """Score `forecast` for every input of the split of `source` and every lead time of `reader`.
-
-    climatologies: by number of the source, for the anomaly correlation; None leaves it out. batch: forecasts at a time.
-    rank, ranks: which share this rank scores; add the shares up with `all_reduce` or `merge`. A model that needs all ranks
-    to compute must be given the same cases on all of them instead.
-    """
-    device = device or torch.device("cpu")
-    weights = torch.from_numpy(reader.grid.area_weights()).to(device)
-    scores = ForecastScores(reader.outputs, reader.leads, weights)
-    for cases in reader.cases(source).batches(batch, rank=rank, ranks=ranks):
-        usual = None if climatologies is None else climatology_at(reader, climatologies, cases).to(device)
-        truth = reader.read_outputs(cases).to(device)
-        scores.add(forecast(cases).to(device), truth, reader.lead_hours(cases), usual)
-    return scores

@@ -8,15 +8,14 @@ compared in their own units.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-_SUMS = ("squared", "error", "absolute", "correlation")
-_ENSEMBLE_SUMS = ("squared", "error", "variance", "crps", "fair_crps")
 
 
 @dataclass(frozen=True)
@@ -47,29 +46,95 @@ class EnsembleScore:
     forecasts: int
     members: int
     rmse: float
-    """Of the ensemble mean."""
+    """Root mean square error of the ensemble mean."""
     bias: float
-    """Of the ensemble mean."""
+    """Bias of the ensemble mean."""
     crps: float
     """Continuous ranked probability score of the members' empirical distribution."""
     fair_crps: float | None
-    """The same in its fair form: the score expected of infinitely many such members. None for members that are not
-    independent draws, as calibrated ones: its correction rewards spread beyond the truth, of two members without end."""
+    """Fair CRPS: the score expected of infinitely many such members. None for members that are not independent draws, as
+    calibrated ones: its correction rewards spread beyond the truth, that of two members without end."""
     spread: float
     """Square root of the mean over forecasts of the area-weighted ensemble variance (divided by members - 1)."""
     spread_skill: float
     """spread / rmse * sqrt((members + 1) / members): 1 for a reliable ensemble (Fortin et al. 2014, equation 15)."""
 
 
-class ForecastScores:
-    """Sums from which the scores of single forecasts follow, by lead time and variable."""
+@dataclass(frozen=True)
+class _Means:
+    """Means over the forecasts of one variable at one lead time."""
+
+    variable: str
+    lead_hours: int
+    sums: dict[str, float]
+    counts: dict[str, float]
+
+    def mean(self, name: str) -> float:
+        """Return the mean of a named value; NaN where nothing could be scored."""
+        return self.sums[name] / self.counts[name] if self.counts[name] else math.nan
+
+    @property
+    def forecasts(self) -> int:
+        """Forecasts with at least one point to score."""
+        return round(self.counts["squared"])
+
+
+class _ScoreSums:
+    """Sums and counts of named values of forecasts, by lead time and variable: float64 [2, N, L, V]."""
+
+    names: ClassVar[tuple[str, ...]]
 
     def __init__(self, variables: Sequence[str], lead_hours: Sequence[int], area_weights: Tensor) -> None:
         """area_weights: [H, W], see `Grid.area_weights`; their scale does not matter. They name the device of the sums."""
         self.variables = tuple(variables)
         self.lead_hours = tuple(lead_hours)
         self._area = area_weights.double()
-        self._table = _Table(_SUMS, self.lead_hours, self.variables, area_weights.device)
+        shape = (2, len(self.names), len(self.lead_hours), len(self.variables))
+        self._sums = torch.zeros(shape, dtype=torch.float64, device=area_weights.device)
+
+    def merge(self, other: Self) -> Self:
+        """Return the scores of both sets of forecasts together."""
+        mine, theirs = ({k: v for k, v in vars(one).items() if not k.startswith("_")} for one in (self, other))
+        assert mine == theirs, (mine, theirs)
+        merged = copy(self)
+        merged._sums = self._sums + other._sums
+        return merged
+
+    def all_reduce(self) -> None:
+        """Add up the sums of all ranks, each of which scored forecasts of its own; every rank gets the result."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            # Sums and counts, not means: ranks score unequal numbers of forecasts.
+            dist.all_reduce(self._sums)
+
+    def _add_values(self, values: dict[str, Tensor], there_BVHW: Tensor, lead_hours_B: Tensor) -> None:
+        """Add values [B, V] of forecasts; one of which no point is there does not count."""
+        leads = torch.tensor(self.lead_hours, device=self._sums.device)
+        matches = lead_hours_B.to(self._sums.device)[:, None] == leads
+        # Scored under a neighbour's name it would spoil both.
+        if not bool(matches.any(1).all()):
+            unknown = lead_hours_B[~matches.any(1).to(lead_hours_B.device)][0].item()
+            raise ValueError(f"a lead time of {unknown} hours is not among those scored: {self.lead_hours}")
+        rows = matches.int().argmax(1)
+        counted = there_BVHW.flatten(2).any(-1)
+        for name, found in values.items():
+            index = self.names.index(name)
+            # Where nothing was there the mean is NaN: adding that would spoil the sum.
+            self._sums[0, index].index_add_(0, rows, torch.where(counted, found, 0.0))
+            self._sums[1, index].index_add_(0, rows, counted.double())
+
+    def _means(self) -> Iterator[_Means]:
+        """Yield the means of each lead time and variable."""
+        sums, counts = self._sums.cpu().tolist()
+        for row, lead in enumerate(self.lead_hours):
+            for column, variable in enumerate(self.variables):
+                parts = ({name: part[n][row][column] for n, name in enumerate(self.names)} for part in (sums, counts))
+                yield _Means(variable, lead, *parts)
+
+
+class ForecastScores(_ScoreSums):
+    """Sums from which the scores of single forecasts follow, by lead time and variable."""
+
+    names = ("squared", "error", "absolute", "correlation")
 
     def add(
         self, forecast_BVHW: Tensor, truth_BVHW: Tensor, lead_hours_B: Tensor, climatology_BVHW: Tensor | None = None
@@ -79,7 +144,6 @@ class ForecastScores:
         A point counts where truth (and for the correlation climatology) is not NaN; a NaN in a forecast at such a point
         makes its scores NaN, so a forecast cannot choose where it is scored.
         """
-        # The truth decides where is scored; a forecast must not be able to.
         there_BVHW = ~truth_BVHW.isnan()
         weights_BVHW = _mean_weights(self._area, there_BVHW)
         error_BVHW = torch.where(there_BVHW, forecast_BVHW.double() - truth_BVHW.double(), 0.0)
@@ -88,41 +152,31 @@ class ForecastScores:
             "error": _area_sum(error_BVHW, weights_BVHW),
             "absolute": _area_sum(error_BVHW.abs(), weights_BVHW),
         }
-        self._table.add(values, there_BVHW, lead_hours_B)
+        self._add_values(values, there_BVHW, lead_hours_B)
         if climatology_BVHW is not None:
             there_BVHW = there_BVHW & ~climatology_BVHW.isnan()
             correlation_BV = self._correlation(forecast_BVHW, truth_BVHW, climatology_BVHW, there_BVHW)
-            self._table.add({"correlation": correlation_BV}, there_BVHW, lead_hours_B)
-
-    def merge(self, other: ForecastScores) -> ForecastScores:
-        """Return the scores of both sets of forecasts together."""
-        assert (self.variables, self.lead_hours) == (other.variables, other.lead_hours)
-        merged = ForecastScores(self.variables, self.lead_hours, self._area)
-        merged._table.sums = self._table.sums + other._table.sums
-        return merged
-
-    def all_reduce(self) -> None:
-        """Add up the sums of all ranks, each of which scored forecasts of its own; every rank gets the result."""
-        self._table.all_reduce()
+            self._add_values({"correlation": correlation_BV}, there_BVHW, lead_hours_B)
 
     def results(self) -> list[Score]:
         """Return one score for each lead time and variable."""
         return [
             Score(
-                variable=cell.variable,
-                lead_hours=cell.lead,
-                forecasts=cell.count("squared"),
-                rmse=math.sqrt(cell.mean("squared")),
-                mae=cell.mean("absolute"),
-                bias=cell.mean("error"),
-                acc=cell.mean("correlation"),
+                variable=found.variable,
+                lead_hours=found.lead_hours,
+                forecasts=found.forecasts,
+                rmse=math.sqrt(found.mean("squared")),
+                mae=found.mean("absolute"),
+                bias=found.mean("error"),
+                acc=found.mean("correlation"),
             )
-            for cell in self._table.cells()
+            for found in self._means()
         ]
 
     def _correlation(
         self, forecast_BVHW: Tensor, truth_BVHW: Tensor, climatology_BVHW: Tensor, there_BVHW: Tensor
     ) -> Tensor:
+        """Return the anomaly correlation of each forecast [B, V]: of deviations from the climatology, their means kept."""
         weights_BVHW = _mean_weights(self._area, there_BVHW)
         forecast_anomaly_BVHW = torch.where(there_BVHW, forecast_BVHW.double() - climatology_BVHW.double(), 0.0)
         truth_anomaly_BVHW = torch.where(there_BVHW, truth_BVHW.double() - climatology_BVHW.double(), 0.0)
@@ -132,8 +186,10 @@ class ForecastScores:
         return torch.where(size_BV == 0, 0.0, product_BV / size_BV.sqrt())
 
 
-class EnsembleScores:
+class EnsembleScores(_ScoreSums):
     """Sums from which the scores of ensemble forecasts follow, by lead time and variable."""
+
+    names = ("squared", "error", "variance", "crps", "fair_crps")
 
     def __init__(
         self,
@@ -144,14 +200,11 @@ class EnsembleScores:
         *,
         independent: bool = True,
     ) -> None:
-        """area_weights: [H, W]; members: of every ensemble, at least 2; independent: whether the fair score applies."""
+        """members: members of every ensemble, at least 2. independent: whether the fair score applies to them."""
         assert members >= 2, members
+        super().__init__(variables, lead_hours, area_weights)
         self.independent = independent
-        self.variables = tuple(variables)
-        self.lead_hours = tuple(lead_hours)
         self.members = members
-        self._area = area_weights.double()
-        self._table = _Table(_ENSEMBLE_SUMS, self.lead_hours, self.variables, area_weights.device)
 
     def add(self, forecasts_BMVHW: Tensor, truth_BVHW: Tensor, lead_hours_B: Tensor) -> None:
         """Score ensembles of M members; truth is NaN where it is unknown; lead_hours: whole hours."""
@@ -170,36 +223,24 @@ class EnsembleScores:
             "crps": _area_sum(torch.where(there_BVHW, crps_BVHW, 0.0), weights_BVHW),
             "fair_crps": _area_sum(torch.where(there_BVHW, fair_BVHW, 0.0), weights_BVHW),
         }
-        self._table.add(values, there_BVHW, lead_hours_B)
-
-    def merge(self, other: EnsembleScores) -> EnsembleScores:
-        """Return the scores of both sets of forecasts together."""
-        assert (self.variables, self.lead_hours, self.members) == (other.variables, other.lead_hours, other.members)
-        assert self.independent == other.independent
-        merged = EnsembleScores(self.variables, self.lead_hours, self._area, self.members, independent=self.independent)
-        merged._table.sums = self._table.sums + other._table.sums
-        return merged
-
-    def all_reduce(self) -> None:
-        """Add up the sums of all ranks, each of which scored forecasts of its own; every rank gets the result."""
-        self._table.all_reduce()
+        self._add_values(values, there_BVHW, lead_hours_B)
 
     def results(self) -> list[EnsembleScore]:
         """Return one score for each lead time and variable."""
         found = []
-        for cell in self._table.cells():
-            rmse, spread = math.sqrt(cell.mean("squared")), math.sqrt(cell.mean("variance"))
+        for means in self._means():
+            rmse, spread = math.sqrt(means.mean("squared")), math.sqrt(means.mean("variance"))
             ratio = spread / rmse * math.sqrt((self.members + 1) / self.members) if rmse else math.nan
             found.append(
                 EnsembleScore(
-                    variable=cell.variable,
-                    lead_hours=cell.lead,
-                    forecasts=cell.count("squared"),
+                    variable=means.variable,
+                    lead_hours=means.lead_hours,
+                    forecasts=means.forecasts,
                     members=self.members,
                     rmse=rmse,
-                    bias=cell.mean("error"),
-                    crps=cell.mean("crps"),
-                    fair_crps=cell.mean("fair_crps") if self.independent else None,
+                    bias=means.mean("error"),
+                    crps=means.mean("crps"),
+                    fair_crps=means.mean("fair_crps") if self.independent else None,
                     spread=spread,
                     spread_skill=ratio,
                 )
@@ -247,67 +288,5 @@ def _mean_weights(area_HW: Tensor, there_BVHW: Tensor) -> Tensor:
 
 
 def _area_sum(values_BVHW: Tensor, weights_BVHW: Tensor) -> Tensor:
+    """Return the weighted sum over the grid [B, V]."""
     return (values_BVHW * weights_BVHW).sum((-2, -1))
-
-
-@dataclass(frozen=True)
-class _Cell:
-    """The sums of one lead time and variable."""
-
-    lead: int
-    variable: str
-    sums: dict[str, float]
-    counts: dict[str, float]
-
-    def mean(self, name: str) -> float:
-        return self.sums[name] / self.counts[name] if self.counts[name] else math.nan
-
-    def count(self, name: str) -> int:
-        return round(self.counts[name])
-
-
-class _Table:
-    """Sums and counts of named values: float64 [2, N, L, V]."""
-
-    def __init__(
-        self, names: Sequence[str], lead_hours: Sequence[int], variables: Sequence[str], device: torch.device
-    ) -> None:
-        self.names = tuple(names)
-        self.lead_hours = tuple(lead_hours)
-        self.variables = tuple(variables)
-        shape = (2, len(self.names), len(self.lead_hours), len(self.variables))
-        self.sums = torch.zeros(shape, dtype=torch.float64, device=device)
-
-    def add(self, values: dict[str, Tensor], there_BVHW: Tensor, lead_hours_B: Tensor) -> None:
-        """Add values [B, V] of forecasts; one of which no point is there does not count."""
-        leads = torch.tensor(self.lead_hours, device=self.sums.device)
-        matches = lead_hours_B.to(self.sums.device)[:, None] == leads
-        # Scored under a neighbour's name it would spoil both.
-        if not bool(matches.any(1).all()):
-            unknown = lead_hours_B[~matches.any(1).to(lead_hours_B.device)][0].item()
-            raise ValueError(f"a lead time of {unknown} hours is not among those scored: {self.lead_hours}")
-        rows = matches.int().argmax(1)
-        counted = there_BVHW.flatten(2).any(-1)
-        for name, found in values.items():
-            index = self.names.index(name)
-            # Where nothing was there the mean is NaN: adding that would spoil the sum.
-            self.sums[0, index].index_add_(0, rows, torch.where(counted, found, 0.0))
-            self.sums[1, index].index_add_(0, rows, counted.double())
-
-    def all_reduce(self) -> None:
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            # Sums and counts, not means: ranks score unequal numbers of forecasts.
-            dist.all_reduce(self.sums)
-
-    def cells(self) -> list[_Cell]:
-        sums, counts = self.sums.cpu().tolist()
-        return [
-            _Cell(
-                lead,
-                variable,
-                {name: sums[n][row][column] for n, name in enumerate(self.names)},
-                {name: counts[n][row][column] for n, name in enumerate(self.names)},
-            )
-            for row, lead in enumerate(self.lead_hours)
-            for column, variable in enumerate(self.variables)
-        ]
